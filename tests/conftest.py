@@ -104,7 +104,7 @@ class Share:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    """``pools(world_size).run("module:function", kwargs)``: persistent distributed workers, killed at the end of the
+    """``pools(world_size).run(function, kwargs)``: persistent distributed workers, killed at the end of the
     session."""
     pools = Pools()
     try:

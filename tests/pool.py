@@ -1,8 +1,8 @@
 """A persistent pool of distributed workers, so that a distributed test costs milliseconds and not process starts.
 
 One fork server imports torch once; every worker is forked from it. The workers of one pool form the default process
-group (gloo, one torch thread each). ``pool.run("package.module:function", kwargs)`` calls the function on every rank
-and returns the results in rank order.
+group (gloo, one torch thread each). ``pool.run(function, kwargs)`` calls the function of a module on every rank and
+returns the results in rank order.
 
 What can go wrong, and what the test then sees:
 
@@ -35,6 +35,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +68,7 @@ def _server_context() -> Any:
             "torch.nn.functional",
             "torch.optim",
             "torch.distributed.pipelining",
+            "pytest",
             "zerolite.planning.initialize",
         ]
     )
@@ -97,12 +99,17 @@ class Pool:
         """The process ids of the workers, in rank order; empty while the pool is not started."""
         return [worker.pid for worker in self._workers]
 
-    def run(self, function: str, kwargs: dict[str, Any] | None = None, timeout: float = 60.0) -> list[Any]:
-        """Call ``function`` ("module:name") with ``kwargs`` on every rank; return the results in rank order.
+    def run(
+        self, function: Callable[..., Any] | str, kwargs: dict[str, Any] | None = None, timeout: float = 60.0
+    ) -> list[Any]:
+        """Call ``function`` with ``kwargs`` on every rank; return the results in rank order.
 
+        function: one that a module has by its name, or "module:name" where importing that module here would disturb.
         Arguments and results travel by pickle. Raises CaseFailed, CaseTimeout or WorkerDied; the pool is usable
         afterwards in every case.
         """
+        if callable(function):
+            function = f"{function.__module__}:{function.__qualname__}"
         if not self._workers:
             self._start()
         self._log_starts = [self._log_path(rank).stat().st_size for rank in range(self.world_size)]

@@ -2,19 +2,143 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.cases.dry import KINDS
+from tests.distributed.cases.collectives import UNITS, pair, transport
 from tests.pool import Pools
+from zerolite.comm import Communicator, Pending, dry_communicator, gloo, record
+from zerolite.utils import memory_items
+from zerolite.utils.nested import find_tensors
 
-CASES = "tests.distributed.cases.dry"
+KINDS = {"native": "nccl", "messages": "gloo", "shared memory": "shared_memory"}
+SMALL = 1024  # bytes: what ranks tell each other is not counted
+HALF, F32 = torch.bfloat16, torch.float32
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes in bytes of the storages that operators have made, in order, and of those that were named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[int] = []
+        self.named: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {storage_of(tensor) for tensor in find_tensors((args, kwargs))}
+        for tensor in find_tensors(out):
+            nbytes = tensor.untyped_storage().nbytes()
+            if storage_of(tensor) not in given and nbytes > SMALL:
+                self.made.append(nbytes)
+        return out
+
+    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+        if storage.nbytes() > SMALL:
+            self.named.append((storage.nbytes(), item))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        raise AssertionError("communicators resize nothing")
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        memory_items.listeners.append(self)
+        try:
+            with self:
+                yield
+        finally:
+            memory_items.listeners.remove(self)
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def staged(comm: Communicator, numel: int) -> Tensor:
+    """Memory of a reduce-scatter, filled: the communicator's own where it has some."""
+    found = comm.staging(numel, F32, 0)
+    return (torch.empty(numel) if found is None else found).fill_(1.0)
+
+
+def launches(comm: Communicator) -> dict[str, Callable[[], Pending | None]]:
+    """Every collective, over lengths and dtypes that take different ways; tensors are made at the launch."""
+    world = comm.world_size
+
+    def gather(name: str) -> Callable[[], Pending]:
+        shards = [torch.ones(numel).to(dtype) for numel, dtype in UNITS[name]]
+        fulls = [shard.new_zeros(shard.numel() * world) for shard in shards]
+        return lambda: comm.gather_shards(fulls, shards, "parameters", 1)
+
+    return {
+        "sum": lambda: comm.all_reduce(torch.ones(6000 * world), "gradients", 2.0, 1),
+        "sum of few": lambda: comm.all_reduce(torch.ones(5), "stats"),
+        "sum of 16 bits": lambda: comm.all_reduce(torch.ones(70000 * world, dtype=HALF), "gradients", 2.0),
+        "sum of a table": lambda: comm.all_reduce(torch.ones(100, 70), "gradients"),
+        "maximum": lambda: comm.all_reduce_max(torch.ones(1000, dtype=torch.int64), "check"),
+        "scatter": lambda: comm.reduce_scatter(torch.ones(6000 * world), "gradients", 2.0, key=1),
+        "scatter 16 bits": lambda: comm.reduce_scatter(torch.ones(6000 * world, dtype=HALF), "gradients", 2.0),
+        "scatter 16 bits to 32": lambda: comm.reduce_scatter(torch.ones(70000 * world).to(HALF), "x", 2.0, F32),
+        "scatter 32 bits to 16": lambda: comm.reduce_scatter(torch.ones(6000 * world), "gradients", 2.0, HALF),
+        "scatter from its own memory": lambda: comm.reduce_scatter(staged(comm, 6000 * world), "gradients"),
+        "gather": lambda: comm.all_gather(torch.ones(6000 * world), "parameters", 3),
+        **{f"gather {name}": gather(name) for name in UNITS},
+        "broadcast": lambda: comm.broadcast(torch.ones(3000), "buffers", source=1),
+    }
+
+
+def _account(comms: Sequence[Communicator]) -> list[Any]:
+    """(what, its allocations, those that were named, the result) of every collective of both, and the record."""
+    found: list[Any] = []
+    with record() as recorder:
+        for comm in comms:
+            for name, launch in launches(comm).items():
+                allocations = Allocations()
+                with allocations.listening():
+                    pending = launch()
+                    result = None if pending is None else pending.wait()
+                shape = None if result is None else (tuple(result.shape), str(result.dtype), result.is_inference())
+                found.append((name, allocations.made, allocations.named, shape))
+            regions = [(tensor.numel(), str(tensor.dtype)) for tensor in comm.memory()]
+            found.append((type(comm).__name__, comm.flight.count, regions))
+    return [*found, recorder.calls]
+
+
+def accounts(kind: str) -> dict[str, list[Any]]:
+    """Return the accounts of this rank over its process group; dry, with tensors that have memory, and with those that
+    have none. Of 16-bit sums, which are made in chunks, the last makes one chunk only: here all make one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo, "_CHUNK", 1 << 20)
+        return _accounts(kind)
+
+
+def _accounts(kind: str) -> dict[str, list[Any]]:
+    with transport(kind):
+        real = pair()
+        found = {"real": _account(real)}
+    place = (KINDS[kind], real[0].rank, real[0].world_size)
+    dry = dry_communicator(*place)  # type: ignore[arg-type]
+    found["dry"] = _account((dry, dry.second("gloo")))
+    with FakeTensorMode():
+        dry = dry_communicator(*place)  # type: ignore[arg-type]
+        found["fake"] = _account((dry, dry.second("gloo")))
+    return found
+
+
+# ----------------------------------------------------------------- on one process, with what the ranks return
 
 
 @pytest.mark.fast("2-native")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_dry_communicator_launches_and_allocates_what_a_real_one_does(pools: Pools, world: int, kind: str) -> None:
-    for result in pools(world).run(f"{CASES}:accounts", {"kind": kind}):
+    for result in pools(world).run(accounts, {"kind": kind}):
         for which in ("dry", "fake"):
             for real, dry in zip(result["real"], result[which], strict=True):
                 assert dry == real, which

@@ -2,18 +2,132 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import re
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import zerolite
+from tests import models
+from tests.distributed.cases.monitor import events_of, read_jsonl
+from tests.distributed.cases.traffic import plain_calls
+from tests.distributed.cases.training import WINDOWS, make_engine, snapshot
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
+from zerolite.monitor.flops_profiler import FlopsProfiler
 
-CASES = "tests.distributed.cases.profiling"
+STEPS = 4
+Setting = tuple[dict[str, Any], str, str]  # a config, the loop, the folder of its monitors or ""
+
+
+def trained(settings: list[Setting], model: str = "OddModel") -> list[dict[str, Any]]:
+    """A few windows with each of the settings; what this rank saw."""
+    return [_trained(*setting, model) for setting in settings]
+
+
+def _trained(config: dict[str, Any], loop: str, folder: str, model: str) -> dict[str, Any]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        engine = make_engine(config, model)
+        with zerolite.comm.record() as recorder:
+            losses = [WINDOWS[loop](engine, model, step, engine.gradient_accumulation_steps) for step in range(STEPS)]
+        logged = engine.comms_summary() if engine.comms_logger is not None else None
+        parameters = snapshot(engine)
+        watchers = [len(comm._watchers) for comm in _communicators(engine)]
+    watched = events_of(engine, FlopsProfiler)
+    plain = engine.call.call_module is engine._module
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    dist.barrier()
+    return {
+        "losses": losses,
+        "parameters": parameters,
+        "calls": plain_calls(recorder),
+        "logged": logged,
+        "printed": printed.getvalue(),
+        "written": read_jsonl(folder) if folder else [],
+        "watchers": watchers,
+        "watched": watched,
+        "plain": plain,
+        "stack": torch._C._len_torch_dispatch_stack(),
+        "gone": gone() is None,
+    }
+
+
+def _communicators(engine: Any) -> list[Any]:
+    """The engine's, each once."""
+    own = [engine._comm] + ([engine.coordinator.comm] if engine.coordinator is not None else [])
+    return list({id(comm): comm for comm in own}.values())
+
+
+def summary_without(config: dict[str, Any]) -> str:
+    """Return the error about a summary where nothing is logged."""
+    engine = make_engine(config)
+    try:
+        engine.comms_summary()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def interrupted(configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Four windows with each config; in the second one, which a profiler counts, a forward and a backward raise."""
+    return [_interrupted(config) for config in configs]
+
+
+def _interrupted(config: dict[str, Any]) -> dict[str, Any]:
+    stacks: list[int] = []
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = make_engine(config, "Mlp")
+        for step in range(STEPS):
+            if step == 1:
+                for where in ("forward", "backward"):
+                    with contextlib.suppress(_Stopped):
+                        _stop_in(engine, where)
+                    stacks.append(torch._C._len_torch_dispatch_stack())
+                    engine.zero_grad()
+            WINDOWS["engine"](engine, "Mlp", step, 1)
+        return {"stacks": stacks, "parameters": snapshot(engine)}
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
+
+
+def _stop_in(engine: Any, where: str) -> None:
+    x, y = models.float_batch(9, 0, dist.get_rank())
+    module = engine.module
+    handle = module.second.register_forward_pre_hook(_stop) if where == "forward" else None
+    hidden: list[torch.Tensor] = []
+    watch = module.first.register_forward_hook(lambda _module, _args, output: hidden.append(output))
+    try:
+        output = engine(x)
+        hidden[0].register_hook(_stop)
+        engine.backward((output - y).square().mean())
+    finally:
+        watch.remove()
+        if handle is not None:
+            handle.remove()
+    raise AssertionError("nothing has raised")
+
+
+# ----------------------------------------------------------------- on one process, with what the ranks return
+
+
 STAGES = (0, 1, 2, 3)
 LOGGER = {"enabled": True, "verbose": True, "debug": True}
 PROFILER = {"enabled": True, "peak_tflops": 0.001}
@@ -44,7 +158,7 @@ def test_logged_training_is_the_same_and_every_collective_is_counted(pools: Pool
     watched = [one | measured for one in plain]
     loops = ["engine", "plain", "engine", "plain"]
     settings = [(one, loop, "") for group in (plain, watched) for one, loop in zip(group, loops, strict=True)]
-    for rank, results in enumerate(pools(world).run(f"{CASES}:trained", {"settings": settings})):
+    for rank, results in enumerate(pools(world).run(trained, {"settings": settings})):
         for stage, without, with_them in zip(STAGES, results[:4], results[4:], strict=True):
             assert_same_bits(with_them["parameters"], without["parameters"], f"stage {stage}")
             assert with_them["losses"] == without["losses"]
@@ -74,7 +188,7 @@ def test_only_the_operations_that_were_asked_for(pools: Pools, tmp_path: Path) -
     logger = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"]}
     place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     one = setting(1, comms_logger=logger, jsonl_monitor=place, check_collectives=True)  # which watches too
-    first, second = pools(2).run(f"{CASES}:trained", {"settings": [(one, "engine", str(tmp_path))]})
+    first, second = pools(2).run(trained, {"settings": [(one, "engine", str(tmp_path))]})
     for (result,) in (first, second):
         assert {row["op"] for row in result["logged"]} == {"all_gather"}
         expected = {
@@ -92,7 +206,7 @@ def test_only_the_operations_that_were_asked_for(pools: Pools, tmp_path: Path) -
 
 
 def test_a_summary_without_a_logger_is_a_sentence(pools: Pools) -> None:
-    (sentence,) = pools(1).run(f"{CASES}:summary_without", {"config": setting(0)})
+    (sentence,) = pools(1).run(summary_without, {"config": setting(0)})
     assert "expected comms_logger.enabled = true" in sentence
 
 
@@ -109,7 +223,7 @@ def test_flops_of_a_known_model(pools: Pools, tmp_path: Path, loop: str) -> None
         place = {"enabled": True, "output_path": str(tmp_path), "job_name": f"{stage}/job"}
         one = config(stage, "fp32", 2, zero=PARTITIONED["moving"], steps_per_print=2, jsonl_monitor=place)
         settings.append((one | {"flops_profiler": PROFILER}, loop, str(tmp_path / str(stage))))
-    first, second = pools(2).run(f"{CASES}:trained", {"settings": settings, "model": "Mlp"})
+    first, second = pools(2).run(trained, {"settings": settings, "model": "Mlp"})
     for result, other in zip(first, second, strict=True):
         counted, timed = (entry for entry in result["written"] if any("/Flops/" in name for name in entry))
         batch = 2 * 2 * 2
@@ -138,7 +252,7 @@ def test_an_exception_in_the_counted_step(pools: Pools) -> None:
     """No mode is left, and training goes on as without the profiler."""
     plain = [config(stage, zero=PARTITIONED["moving"]) for stage in (1, 3)]
     for results in pools(2).run(
-        f"{CASES}:interrupted", {"configs": plain + [one | {"flops_profiler": PROFILER} for one in plain]}
+        interrupted, {"configs": plain + [one | {"flops_profiler": PROFILER} for one in plain]}
     ):
         for without, with_it in zip(results[:2], results[2:], strict=True):
             assert with_it["stacks"] == [0, 0]
@@ -149,7 +263,7 @@ def test_a_breakdown_of_memory(pools: Pools, tmp_path: Path) -> None:
     """On rank 0, every two steps: the engine's own report."""
     place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     one = setting(2, optimizer=ADAMW, memory_breakdown=True, jsonl_monitor=place)
-    (first,), (second,) = pools(2).run(f"{CASES}:trained", {"settings": [(one, "engine", str(tmp_path))]})
+    (first,), (second,) = pools(2).run(trained, {"settings": [(one, "engine", str(tmp_path))]})
     assert re.findall(r"^step (\d+): memory of rank 0 on cpu$", first["printed"], re.MULTILINE) == ["2", "4"]
     assert "memory of" not in second["printed"] and first["gone"]
     entries = [entry for entry in first["written"] if "Train/Memory/resident" in entry]

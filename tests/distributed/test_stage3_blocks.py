@@ -2,13 +2,105 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
+from unittest.mock import patch
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerolite
+from tests import models
+from tests.distributed.cases.training import snapshot
 from tests.distributed.configs import ADAMW, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
+from zerolite.engine import build_stage3
 
-CASES = "tests.distributed.cases.stage3_blocks"
+WIDTH = 6
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.feed = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+
+    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
+        x = x + self.feed(torch.tanh(self.mix(x)))
+        for index, expert in enumerate(self.experts):
+            x = x if index == skip else x + expert(x)
+        return x
+
+
+class Blocks(nn.Module):
+    """``tokens [B, T]`` -> ``[B, T, 11]``. use: how the blocks are called."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use = use
+        self.embed = nn.Embedding(models.VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(3 if use == "experts" else 0) for _ in range(6))
+        self.head = nn.Linear(WIDTH, models.VOCABULARY)
+        if use == "tied":
+            self.head.weight = self.embed.weight
+            self.blocks[4].mix = self.blocks[1].mix
+            self.blocks[5].feed[0].weight = self.blocks[0].feed[0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.through(block, x)
+        return self.head(x)
+
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.use == "inside":  # never by the block's own forward
+            return x + block.feed(torch.tanh(block.mix(x)))
+        if self.use == "twice":
+            return block(block(x))
+        if self.use == "experts":  # each rank leaves out another one
+            return block(x, dist.get_rank())
+        if self.use in ("checkpointed", "reentrant"):
+            return checkpoint(block, x, use_reentrant=self.use == "reentrant")
+        return block(x)
+
+
+def train(config: dict[str, Any], use: str) -> dict[str, Any]:
+    """The parameters after a few steps; of the last one the gathers, and the most parameters that were gathered."""
+    with patch.object(build_stage3, "AUTO_GRANULARITY", 0):
+        engine = zerolite.initialize(models.build(Blocks, use=use), config)
+    coordinator, most = engine.coordinator, 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        if coordinator is not None:
+            live = [h.numel for h in coordinator.handles if h.status is zerolite.zero.ZeroParamStatus.AVAILABLE]
+            most = max(most, sum(live))
+
+    for module in engine.module.modules():
+        module.register_forward_hook(look)
+    for step in range(STEPS):
+        with zerolite.comm.record() as recorder:
+            tokens, _ = models.token_batch(step, 0, dist.get_rank())
+            engine.backward(engine(tokens).log_softmax(-1).square().mean())
+            engine.step()
+    found = {"parameters": snapshot(engine), "gathers": recorder.count("all_gather", "parameters")}
+    if coordinator is not None:
+        found |= {
+            "units": [unit.name for unit in coordinator.units],
+            "followed": coordinator.schedule.following,
+            "most": most,
+        }
+    return found
+
+
+# ----------------------------------------------------------------- on one process, with what the ranks return
+
+
 USES = ["forward", "inside", "twice", "tied", "experts", "checkpointed", "reentrant"]
 UNITS = ["", "embed", *(f"blocks.{index}" for index in range(6)), "head"]
 BLOCK = 6 * 7 + 12 * 7 + 6 * 13  # elements
@@ -20,10 +112,10 @@ EDGES = 11 * 6 + 11 * 7  # of the embedding and the head
 def test_blocks_in_every_use_give_the_numbers_of_plain_training(pools: Pools, use: str) -> None:
     moving = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     kept = {**moving, "stage3_max_reuse_distance": 10 * BLOCK, "stage3_prefetch_bucket_size": 1}
-    plain = pools(2).run(f"{CASES}:train", {"config": config(0, optimizer=ADAMW), "use": use})[0]
+    plain = pools(2).run(train, {"config": config(0, optimizer=ADAMW), "use": use})[0]
     for zero in (moving, kept):
         case = {"config": config(3, optimizer=ADAMW, zero=zero), "use": use}
-        for result in pools(2).run(f"{CASES}:train", case):
+        for result in pools(2).run(train, case):
             assert result["units"] == UNITS and result["followed"]
             assert_same_bits(result["parameters"], plain["parameters"], use)
 
@@ -36,7 +128,7 @@ def test_at_most_two_blocks_are_whole_at_a_time(pools: Pools, use: str) -> None:
         "stage3_max_reuse_distance": 1,  # from one call inside a block to the next
         "stage3_prefetch_bucket_size": 1,
     }
-    result = pools(2).run(f"{CASES}:train", {"config": config(3, zero=zero), "use": use})[0]
+    result = pools(2).run(train, {"config": config(3, zero=zero), "use": use})[0]
     assert BLOCK <= result["most"] <= 2 * BLOCK + EDGES
     # Forward 8 units, backward 7: the head's values are kept, and the embedding's are not needed.
     assert result["gathers"] <= 15
