@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerolite
 from tests import models
-from tests.distributed.cases.stage3_init import raises
 from tests.distributed.configs import PARTITIONED, config
+from tests.toolkit.partitioned import raises
 from zerolite.zero.stage3 import between_steps
 
 Extra = Callable[[], Any]

@@ -8,13 +8,21 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import zerolite
-from tests.distributed.cases.stage3_init import assert_partitioned, assert_same, raises, values_of, whole
 from tests.distributed.configs import ADAMW, config
+from tests.toolkit.partitioned import (
+    assert_partitioned,
+    assert_same,
+    raises,
+    values_of,
+    whole,
+)
+from tests.toolkit.ranks import on_ranks
 from zerolite import zero
 from zerolite.zero.stage3.questions import ATTRIBUTES, METHODS
 
@@ -153,7 +161,9 @@ CONSTRUCTORS = (
 )
 
 
-def same_values() -> None:
+@pytest.mark.fast("1")
+@on_ranks(1, 2)
+def test_constructors_give_the_values_of_plain_construction() -> None:
     """Built inside zero.Init, and given to an engine there: bit for bit what plain construction gives."""
     global _nested
     warnings.simplefilter("ignore")
@@ -183,7 +193,8 @@ def same_values() -> None:
         last[0].weight.data = torch.empty(0)
 
 
-def questions() -> None:
+@on_ranks(2)
+def test_questions_about_a_released_parameter_gather_nothing() -> None:
     """A released parameter says what does not depend on its values, at any time; nothing is gathered for it."""
     zero_section = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
     engine = zerolite.initialize(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), config(3, zero=zero_section))
@@ -227,7 +238,8 @@ class AsksEverything(nn.Module):
         return self.second(x)
 
 
-def all_questions() -> None:
+@on_ranks(2)
+def test_every_question_about_a_released_parameter_gathers_nothing() -> None:
     section = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
     zerolite.initialize(AsksEverything(), config(3, zero=section))(torch.ones(2, 4))
 
@@ -249,7 +261,9 @@ class Asks(nn.Module):
         return x
 
 
-def asked_parameters_are_not_kept(limit: int) -> None:
+@on_ranks(2)
+def test_asked_parameters_are_not_kept() -> None:
+    limit = 64
     section = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
     section |= {"stage3_max_live_parameters": limit, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     engine = zerolite.initialize(Asks(), config(3, zero=section))

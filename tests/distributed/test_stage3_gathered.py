@@ -1,16 +1,18 @@
-"""zero.GatheredParameters and external parameters: what every rank checks for itself."""
+"""zero.GatheredParameters and external parameters, on one, two and three ranks."""
 
 from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
 from tests import models
-from tests.distributed.cases.stage3_init import (
+from tests.distributed.configs import ADAMW, config
+from tests.toolkit.partitioned import (
     SETTINGS,
     assert_partitioned,
     assert_same,
@@ -20,12 +22,14 @@ from tests.distributed.cases.stage3_init import (
     values_of,
     whole,
 )
-from tests.distributed.configs import ADAMW, config
+from tests.toolkit.ranks import on_ranks
 from zerolite import zero
 from zerolite.zero.stage3 import gathered_parameters
 
 
-def forms() -> None:
+@pytest.mark.fast("1")
+@on_ranks(1, 2, 3)
+def test_what_may_be_gathered() -> None:
     with zero.Init():
         model = models.OddModel()
     parameters = list(model.parameters())
@@ -55,7 +59,13 @@ def forms() -> None:
             zero.GatheredParameters(model, modifier_rank=rank)  # type: ignore[arg-type]
 
 
-def modifier(settings: str | None, precision: str = "fp32") -> None:
+@pytest.mark.fast("moving-fp32-2", "None-fp32-1")
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [("moving", "fp32"), ("kept", "fp32"), ("whole", "fp32"), (None, "fp32"), ("moving", "bf16"), ("whole", "bf16")],
+)
+def test_changes_of_the_modifier_reach_all(settings: str | None, precision: str) -> None:
     """Every rank's change reaches all, in every way of making it; what others write is dropped."""
     model = models.build(models.OddModel)
     if settings is None:
@@ -85,14 +95,17 @@ def modifier(settings: str | None, precision: str = "fp32") -> None:
             assert step.numel() == 0 or step.max() <= 1e-3 * (1 + 0.1 * before[name].float().abs().max()) + 2e-2, name
 
 
-def masters(settings: str, source: int) -> None:
+@pytest.mark.fast("whole-2")
+@on_ranks(2)
+@pytest.mark.parametrize("settings", ["moving", "whole"])
+def test_bf16_masters_start_from_the_new_values(settings: str) -> None:
     """bf16: a step with zero gradients and decay only shows from which master it started."""
     model = models.build(models.Mlp)
     decay = ("SGD", {"lr": 0.5, "weight_decay": 0.5, "foreach": True})
     engine = zerolite.initialize(model, config(3, "bf16", optimizer=decay, zero=SETTINGS[settings]))
     train(engine, 3)
-    with zero.GatheredParameters(engine.module.first.weight, modifier_rank=source):
-        if dist.get_rank() == source:
+    with zero.GatheredParameters(engine.module.first.weight, modifier_rank=1):
+        if dist.get_rank() == 1:
             engine.module.first.weight.data.fill_(8.0)
     batch = models.float_batch(0, 0, dist.get_rank())
     engine.backward(models.square_loss(engine, batch) * 0.0)
@@ -100,7 +113,10 @@ def masters(settings: str, source: int) -> None:
     assert whole(engine.module)["first.weight"].eq(6.0).all()
 
 
-def refused(settings: str | None) -> None:
+@pytest.mark.fast("moving-2", "None-1")
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("settings", ["moving", "kept", "whole", None])
+def test_changes_under_a_read_only_gather_are_refused(settings: str | None) -> None:
     """Changes under a read-only gather: an error on all ranks, and nothing has changed."""
     model = models.build(models.OddModel)
     if settings is None:
@@ -151,7 +167,10 @@ def refused(settings: str | None) -> None:
         engine.step()
 
 
-def nested(settings: str) -> None:
+@pytest.mark.fast("moving-1")
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", ["moving", "kept", "whole"])
+def test_gathers_inside_each_other(settings: str) -> None:
     engine = zerolite.initialize(models.build(models.Mlp), stage3(settings))
     weight, bias = engine.module.first.weight, engine.module.first.bias
     with zero.GatheredParameters(engine.module):
@@ -178,7 +197,10 @@ def nested(settings: str) -> None:
     train(engine, 2)
 
 
-def exceptions(settings: str) -> None:
+@pytest.mark.fast("moving-1")
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", ["moving", "kept", "whole"])
+def test_an_exception_inside_leaves_nothing(settings: str) -> None:
     engine = zerolite.initialize(models.build(models.Mlp), stage3(settings))
     weight = engine.module.first.weight
     before = whole(engine.module)
@@ -203,7 +225,9 @@ def exceptions(settings: str) -> None:
     train(engine, 2)
 
 
-def around_initialize() -> None:
+@pytest.mark.fast("1")
+@on_ranks(1, 2, 3)
+def test_initialize_inside_a_gather() -> None:
     """An engine that took over what a context has gathered would lose it at the end of the context."""
     for stage in (1, 3):
         with zero.Init():
@@ -215,7 +239,9 @@ def around_initialize() -> None:
         train(zerolite.initialize(model, config(stage)), 2)
 
 
-def fails_to_begin() -> None:
+@pytest.mark.fast("1")
+@on_ranks(1, 2, 3)
+def test_a_gather_that_cannot_begin() -> None:
     """There is no memory for what compares values: nothing stays gathered."""
     engine = zerolite.initialize(models.build(models.Mlp), stage3("moving"))
     train(engine, 2)
@@ -227,7 +253,9 @@ def fails_to_begin() -> None:
     assert engine.coordinator.schedule.following
 
 
-def memory_formats() -> None:
+@pytest.mark.fast("1")
+@on_ranks(1, 2, 3)
+def test_memory_formats() -> None:
     torch.manual_seed(0)
     plain = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
     value = plain.weight.data.clone()
@@ -255,7 +283,10 @@ class GathersItself(nn.Module):
         return self.second(torch.tanh(self.first(x))) * scale
 
 
-def inside_forward(settings: str) -> None:
+@pytest.mark.fast("moving-1")
+@on_ranks(1, 2)
+@pytest.mark.parametrize("settings", ["moving", "kept", "whole"])
+def test_a_gather_inside_a_forward(settings: str) -> None:
     plain = zerolite.initialize(models.build(GathersItself), config(2, optimizer=ADAMW))
     engine = zerolite.initialize(models.build(GathersItself), stage3(settings))
     assert train(plain, 6) == train(engine, 6)
@@ -292,7 +323,11 @@ class Lends(nn.Module):
         return self.second(self.borrower(torch.tanh(self.first(x))))
 
 
-def external(settings: str, register: str) -> None:
+@pytest.mark.fast("function-moving-2")
+@on_ranks(2)
+@pytest.mark.parametrize("settings", ["moving", "kept"])
+@pytest.mark.parametrize("register", ["function", "later", "fwd_module"])
+def test_registered_external_parameters_train(settings: str, register: str) -> None:
     plain = zerolite.initialize(models.build(Lends, register=""), config(2, optimizer=ADAMW))
     model = models.build(Lends, register=register)
     engine = zerolite.initialize(model, stage3(settings))

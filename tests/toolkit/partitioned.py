@@ -1,0 +1,78 @@
+"""Partitioned models in tests: settings of stage 3, their values, and what must be so of them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import models
+from tests.distributed.configs import ADAMW, config
+from zerolite import zero
+
+MOVING = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+}
+KEPT = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+WHOLE: dict[str, Any] = {}  # the defaults: everything in these models is persistent
+SETTINGS = {"moving": MOVING, "kept": KEPT, "whole": WHOLE}
+ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition", "all_gather", "partition_numel")
+
+
+def stage3(settings: str = "moving", precision: str = "fp32") -> dict[str, Any]:
+    return config(3, precision, optimizer=ADAMW, zero=SETTINGS[settings])
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's values, copied."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        with zero.GatheredParameters(parameter):
+            found[name] = parameter.data.clone()
+    return found
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_partitioned(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        assert models.has_no_values(parameter) and parameter.shape == parameter.ds_shape, name
+        assert parameter.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE, name
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException], *texts: str) -> Any:
+    try:
+        yield
+    except kind as error:
+        for text in texts:
+            assert text in str(error), f"'{text}' is not in: {error}"
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def train(engine: Any, steps: int = 5) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = models.square_loss(engine, models.float_batch(step, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def seed_by_rank(seed: int) -> None:
+    torch.manual_seed(seed + 100 * dist.get_rank())
