@@ -150,7 +150,7 @@ def tiny_steps_after_loading(config: dict[str, Any]) -> float:
     return float((zerolite.get_full_master(parameter) - state[name].float()).abs().max())
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 STAGES = {

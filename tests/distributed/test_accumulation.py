@@ -293,7 +293,7 @@ _MISUSES = {
 }
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 # The ways differ in where 1/4 is multiplied and in what is summed before it is reduced. Three steps of SGD with lr

@@ -159,7 +159,7 @@ def cut(host: bool, unequal: bool, one_buffer: bool) -> dict[str, Any]:
         zerolite.checkpointing.reset()
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 NBYTES = 32 * 64 * 4  # of an input in fp32

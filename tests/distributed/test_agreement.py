@@ -394,7 +394,7 @@ def _no_numpy(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("Numpy is not available")
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 # What the message says of each change; {first} are the ranks that agree, {odd} is the last one.

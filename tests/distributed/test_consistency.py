@@ -292,7 +292,7 @@ def parts_of_a_layer(stage: int) -> dict[str, list[str]]:
     return found
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 SLOW = pytest.mark.slow

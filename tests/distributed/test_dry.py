@@ -131,7 +131,7 @@ def _accounts(kind: str) -> dict[str, list[Any]]:
     return found
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 @pytest.mark.fast("2-native")

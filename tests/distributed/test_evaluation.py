@@ -272,7 +272,7 @@ def torch_sync_batch_norm_on_cpu(config: dict[str, Any]) -> dict[str, Any]:
     return {"outputs": outputs, "error": ""}
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 _FAST = {(0, 1), (1, 2), (2, 3), (3, 2)}

@@ -217,7 +217,7 @@ def backward_bytes(config: dict[str, Any], depth: int, width: int, steps: int) -
     return [nbytes / (depth * width**2) for nbytes in most]
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 OPTIMIZER = {"lr": 0.05, "momentum": 0.9}

@@ -96,7 +96,7 @@ def plain(config: dict[str, Any], world: int) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 FUSED = ("AdamW", {**ADAMW[1], "fused": True})

@@ -143,7 +143,7 @@ class _Layers(nn.Sequential):
         super().__init__(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 _FAST = {(0, 1), (2, 2), (3, 2), (3, 3)}

@@ -129,7 +129,7 @@ def places(directories: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 def test_masters_that_are_set_are_not_hidden_by_shards_read_ahead(pools: Pools, tmp_path: Path) -> None:

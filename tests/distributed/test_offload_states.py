@@ -153,7 +153,7 @@ def no_memory(config: dict[str, Any]) -> dict[str, Any]:
     return {"said": said, "kept": all(torch.equal(value, trained[name]) for name, value in state.items())}
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 STAGE_3 = {"stage3_param_persistence_threshold": 50}

@@ -160,7 +160,7 @@ def native_threads() -> list[str]:
     return sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task"))
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 TRAIN = "tests.distributed.cases.training"

@@ -125,7 +125,7 @@ def _stop_in(engine: Any, where: str) -> None:
     raise AssertionError("nothing has raised")
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 STAGES = (0, 1, 2, 3)

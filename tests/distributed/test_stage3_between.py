@@ -2,46 +2,421 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.distributed.configs import PARTITIONED
+import zerolite
+from tests import models
+from tests.distributed.configs import PARTITIONED, config
 from tests.pool import Pools
+from tests.toolkit.partitioned import raises
+from tests.toolkit.ranks import on_ranks
+from zerolite.zero.stage3 import between_steps
 
-CASES = "tests.distributed.cases.stage3_between"
-PROGRAMS = ("swapping", "reading", "losses", "aliases", "writing", "states")
+Extra = Callable[[], Any]
+
+
+class Side:
+    """An engine, and what its program has seen."""
+
+    def __init__(self, stage: int, precision: str = "fp32", setting: str = "moving", more: Any = None) -> None:
+        section = {**PARTITIONED[setting], **(more or {})} if stage == 3 else {}
+        settings = config(stage, precision, optimizer=("SGD", {"lr": 0.0625}), zero=section)
+        self.engine = zerolite.initialize(models.build(models.Mlp), settings | {"train_micro_batch_size_per_gpu": 4})
+        self.module = self.engine.module
+        self.seen: list[Tensor] = []
+
+    def see(self, *tensors: Tensor) -> None:
+        self.seen += [tensor.detach().clone() for tensor in tensors]
+
+    def train(self, step: int, before: Extra = int, after: Extra = int) -> None:
+        """One step, with terms of the loss that are computed before the forward and after it."""
+        first = before()
+        loss = models.square_loss(self.engine, models.float_batch(step, 0, dist.get_rank()))
+        self.engine.backward(loss + first + after())
+        self.engine.step()
+
+    def weights(self) -> list[Tensor]:
+        return list(self.module.parameters())
+
+
+def _penalty(side: Side) -> Tensor:
+    return 0.01 * torch.stack([p.square().sum() for p in side.weights()]).sum()
+
+
+def _reading(side: Side) -> None:
+    side.train(0)
+    side.see(*(p.detach().norm() for p in side.weights()), *(p.abs().max() for p in side.weights()))
+    side.see(nn.utils.parameters_to_vector(side.weights()), *iter(side.module.first.weight))
+    side.see(torch.cat([p.view(-1) for p in side.weights()]), side.module.first.weight[1:3, ::2])
+    side.see(torch.from_numpy(side.module.first.weight.detach().float().numpy().copy()))
+    assert [tuple(p.shape) for p in side.weights()] == [tuple(p.shape) for p in models.Mlp().parameters()]
+
+
+def _losses(side: Side) -> None:
+    weight = side.module.first.weight
+    scale = torch.linspace(0, 1, weight.numel()).reshape(weight.shape[1], -1)
+    side.train(0, before=lambda: _penalty(side))
+    side.train(1, after=lambda: _penalty(side))
+    side.train(2, lambda: (weight.t() * scale).square().sum(), lambda: (weight @ weight.t()).relu().sum() * 0.01)
+    side.train(3, after=lambda: weight.view(-1)[::3].exp().sum() * 0.01)
+    kept = _penalty(side)  # one graph, used twice
+    side.train(4, after=lambda: kept + kept * 0.5)
+    loss = models.square_loss(side.engine, models.float_batch(6, 0, dist.get_rank())) + _penalty(side)
+    side.engine.backward(loss, retain_graph=True)
+    side.engine.backward(loss)
+    side.engine.step()
+    gradients = torch.autograd.grad(_penalty(side), side.weights())
+    side.see(*gradients)
+    side.train(5)
+
+
+def _aliases(side: Side) -> None:
+    """Hold references over steps: they show the values of today, and writing to them reaches the parameter."""
+    weight, bias = side.module.first.weight, side.module.first.bias
+    data, row, flat = weight.data, weight.detach()[2], bias.data.view(-1)
+    loss = models.square_loss(side.engine, models.float_batch(0, 0, dist.get_rank()))
+    between = side.module.second.weight.detach()  # stays gathered for the backward at some settings
+    side.see(between)
+    side.engine.backward(loss)
+    side.see(data, between)
+    side.engine.step()
+    side.see(data, row, flat, between)
+    data.mul_(0.5)
+    flat[1:].fill_(0.25)
+    side.see(row, weight.data, bias)
+    side.train(1)
+    with torch.no_grad():
+        weight.data.clamp_(-0.1, 0.1)
+        torch._foreach_mul_([weight.data, flat], 0.5)
+        torch._foreach_add_(side.weights(), 0.125)
+        weight[3] = 0.5
+        row.zero_()
+    side.see(data, row, flat, *map(zerolite.get_full_master, side.weights()))
+    side.train(2)
+    side.see(data, row, flat, *map(zerolite.get_full_master, side.weights()))
+
+
+def _writing(side: Side) -> None:
+    side.train(0)
+    nn.init.constant_(side.module.first.weight, 0.1)
+    for parameter in side.weights():
+        parameter.data = parameter.data * 0.5
+    side.train(1)
+    count = sum(p.numel() for p in side.weights())
+    vector = torch.linspace(-1, 1, count).to(side.module.first.weight.dtype)
+    nn.utils.vector_to_parameters(vector, side.weights())
+    side.train(2)
+    with torch.inference_mode():
+        side.module.first.bias.add_(0.5)
+        data = side.module.second.weight.data
+        data.mul_(2)
+    data.add_(0.125)
+    side.train(3)
+    with torch.no_grad():
+        side.module.first.weight.copy_(torch.ones_like(side.module.first.weight) * 0.25)
+        torch.add(side.module.second.bias, 1.0, out=side.module.second.bias)
+    side.train(4)
+
+
+def _states(side: Side) -> None:
+    side.train(0)
+    state = side.module.state_dict()
+    side.see(*state.values(), *copy.deepcopy(state).values())
+    written = io.BytesIO()
+    torch.save(state, written)  # on one rank alone this gathers nothing
+    side.see(*torch.load(io.BytesIO(written.getvalue())).values())
+    side.module.load_state_dict({name: value * 0.5 for name, value in state.items()})
+    side.train(1)
+    side.see(*state.values())
+    state["first.weight"].copy_(state["first.weight"] * 2)
+    side.train(2)
+    side.see(*side.engine.state_dict().values())
+
+
+def _swapping(side: Side) -> None:
+    """Other weights for an evaluation, and the own ones back: what was taken before stays what it was."""
+    shadow = {name: torch.ones_like(p) * 0.25 for name, p in side.module.named_parameters()}
+    for step in range(3):
+        side.train(step)
+        backup = {}
+        for name, parameter in side.module.named_parameters():
+            backup[name] = parameter.data
+            parameter.data = shadow[name]
+        with torch.no_grad():
+            side.see(side.engine(models.float_batch(9, 0, dist.get_rank())[0]), *backup.values())
+        scale = nn.Parameter(torch.ones_like(backup["first.weight"]))
+        (backup["first.weight"] * scale).square().sum().backward()  # which saves the old values
+        assert scale.grad is not None
+        side.see(scale.grad)
+        for name, parameter in side.module.named_parameters():
+            parameter.data = backup[name]
+        side.see(*side.weights())
+    rows = [side.module.first.weight.data[i] for i in range(13)]
+    torch._foreach_mul_(rows, 2)
+    with torch.no_grad():
+        torch._foreach_add_([side.module.first.bias, side.module.first.bias.data[:3]], 1.0)
+    side.see(*rows, side.module.first.bias)
+    bias = side.module.second.bias.detach()
+    zerolite.set_full_master(side.module.second.bias, torch.ones(3))
+    side.see(bias, copy.copy(bias))
+    copy.copy(bias).mul_(2)
+    side.see(side.module.second.bias)
+    side.train(4)
+
+
+PROGRAMS: dict[str, Callable[[Side], None]] = {
+    "swapping": _swapping,
+    "reading": _reading,
+    "losses": _losses,
+    "aliases": _aliases,
+    "writing": _writing,
+    "states": _states,
+}
+
+
+def same_program(name: str, settings: list[str], precision: str) -> None:
+    """The same values and weights, bit by bit, as at stage 1."""
+    wanted = Side(1, precision)
+    PROGRAMS[name](wanted)
+    wanted.see(*wanted.weights())
+    for setting in settings:
+        side = Side(3, precision, setting)
+        PROGRAMS[name](side)
+        side.see(*(value.to(p.device) for p, value in zip(side.weights(), _whole(side), strict=True)))
+        assert len(side.seen) == len(wanted.seen)
+        different = [i for i, pair in enumerate(zip(side.seen, wanted.seen, strict=True)) if not torch.equal(*pair)]
+        assert not different, f"{setting}: {different} of {len(wanted.seen)}"
+
+
+def _whole(side: Side) -> list[Tensor]:
+    state = side.engine.full_state_dict()
+    return [state[name] for name, _ in side.module.named_parameters()]
+
+
+def offloaded(more: dict[str, Any]) -> None:
+    """Parameters that rest elsewhere are read and written alike."""
+    for name in ("aliases", "writing"):
+        wanted, side = Side(3), Side(3, more=more)
+        PROGRAMS[name](wanted)
+        PROGRAMS[name](side)
+        assert all(map(torch.equal, wanted.seen, side.seen)), name
+        assert all(map(torch.equal, _whole(wanted), _whole(side))), name
+
+
+def collectives_and_memory() -> dict[str, Any]:
+    """An average of weights is a gather for each parameter; nothing of them is left afterwards, nor behind a loss, nor
+    between forward and backward, when the graph has views of weights."""
+    side = Side(3)
+    average = copy.deepcopy(side.module)
+    side.train(0)
+    storages: list[StorageWeakRef] = []
+    gathered = between_steps._gathered
+
+    def noted(handles: Any) -> Any:
+        wholes = gathered(handles)
+        storages.extend(StorageWeakRef(whole.untyped_storage()) for whole in wholes)
+        return wholes
+
+    between_steps._gathered = noted
+    try:
+        with zerolite.comm.record() as record, torch.no_grad():
+            for mine, other in zip(average.parameters(), side.weights(), strict=True):
+                mine.mul_(0.75).add_(other.detach(), alpha=0.25)
+                assert storages and all(storage.expired() for storage in storages)
+        gathers = record.count("all_gather", "parameters")
+        with zerolite.comm.record() as record:
+            for parameter in side.weights():
+                assert parameter.dim() in (1, 2) and parameter.shape[0] and parameter.numel()
+        questions = len(record.calls)
+        loss = models.square_loss(side.engine, models.float_batch(1, 0, dist.get_rank()))
+        kept = [handle.full.untyped_storage().nbytes() for handle in side.engine.coordinator.handles]
+        loss = loss + _penalty(side) + side.module.first.weight.norm().detach()
+        expired = all(storage.expired() for storage in storages)
+        same = [handle.full.untyped_storage().nbytes() for handle in side.engine.coordinator.handles] == kept
+        released = [models.has_no_values(parameter) for parameter in side.weights()]
+        side.engine.backward(loss)
+        side.engine.step()
+    finally:
+        between_steps._gathered = gathered
+    return {"gathers": gathers, "questions": questions, "expired": expired, "same": same, "released": released}
+
+
+@pytest.mark.fast("2")
+@on_ranks(1, 2, 3, 4)
+def test_refused() -> None:
+    """Refuse gathers that could not be told to all ranks, and writes that would be lost."""
+    side = Side(3)
+    weight = side.module.first.weight
+    side.train(0)
+    for function in (Tensor.data_ptr, Tensor.untyped_storage, Tensor.share_memory_):
+        with raises(RuntimeError, "'first.weight'", "memory", "GatheredParameters"):
+            function(weight)
+        with raises(RuntimeError, "'first.weight'", "memory", "GatheredParameters"):
+            function(weight.data)
+    with raises(RuntimeError, "'first.weight'", "torch.distributed", "clone"):
+        dist.broadcast(weight.data, 0)
+    with raises(RuntimeError, "'first.weight'", "(13, 7)", "(7, 13)"):
+        weight.data = torch.zeros(7, 13)
+    with raises(RuntimeError, "'first.weight'", "float64", "before zerolite.initialize"):
+        weight.data = weight.data.double()
+    with raises(RuntimeError, "'first.weight'", "second parameter"):
+        nn.Parameter(weight)
+    with raises(ValueError, "read-only"):
+        weight.detach().numpy()[0] = 1.0
+    handle = side.module.second.register_forward_pre_hook(lambda module, args: weight.sum())
+    with raises(RuntimeError, "'first.weight'", "forward or backward is under way", "GatheredParameters"):
+        side.train(1)
+    handle.remove()
+    for question in (torch.numel, Tensor.storage_offset, Tensor.is_inference, Tensor.retain_grad, torch.zeros_like):
+        with zerolite.comm.record() as record:
+            question(weight)
+            question(input=weight) if question is torch.zeros_like else None
+        assert not record.calls, question
+    errors: list[BaseException] = []
+    thread = threading.Thread(target=lambda: _collect(errors, weight.norm))
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "this thread is not the one that trains" in str(errors[0])
+    saved = weight.square().sum()
+    with torch.no_grad():
+        weight.mul_(2)
+    with raises(RuntimeError, "'first.weight'", "has changed"):
+        saved.backward()
+    side.engine.zero_grad()
+    side.train(2)
+
+
+def _collect(errors: list[BaseException], call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        errors.append(error)
+
+
+@pytest.mark.fast("2")
+@on_ranks(1, 2, 3, 4)
+def test_one_rank_alone() -> None:
+    """Run code on one rank that needs no values, or has them: it waits for no other rank."""
+    side = Side(3)
+    side.train(0)
+    data, state = side.module.first.weight.data, side.module.state_dict()
+    if dist.get_rank() == 0:
+        print(side.module.first.weight, f"{data}", side.module)
+        torch.save(state, io.BytesIO())
+        assert float(data.norm()) > 0 and sum(p.numel() for p in side.weights()) == 146
+    side.train(1)
+    if dist.get_rank() == 0:
+        assert "first.weight" in repr(data) and "has changed" in repr(data)
+    side.train(2)
+
+
+def warnings_once() -> list[tuple[int, str]]:
+    """A warning for each line, however many parameters and steps."""
+    side = Side(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            for parameter in side.weights():
+                parameter.norm()
+            side.module.state_dict()
+            side.train(step)
+    assert all(warning.filename == __file__ for warning in caught)
+    return [(warning.lineno, str(warning.message)) for warning in caught]
+
+
+class Named(nn.Parameter):
+    """A class of the user's."""
+
+
+@pytest.mark.fast("2")
+@on_ranks(1, 2, 3, 4)
+def test_classes_of_the_user() -> None:
+    """Parameters of other classes than torch's, and ages that outlive the engine on one rank alone."""
+    module = nn.Linear(5, 3)
+    module.weight = Named(module.weight.detach().clone())
+    wanted = module.weight.detach().clone()
+    engine = zerolite.initialize(module, config(3, zero=PARTITIONED["moving"]))
+    weight = engine.module.weight
+    assert isinstance(weight, Named) and models.has_no_values(weight) and weight.shape == (3, 5)
+    assert torch.equal(weight.detach(), wanted) and torch.equal(engine.module.state_dict()["weight"], wanted)
+    with torch.no_grad():
+        weight.mul_(2)
+    engine.backward(engine(torch.ones(2, 5)).sum())
+    engine.step()
+    data, coordinator = weight.data, engine.coordinator if dist.get_rank() else None
+    del engine
+    gc.collect()
+    assert data.norm() > wanted.norm() and (coordinator is not None) is (dist.get_rank() > 0)
+    with zerolite.zero.GatheredParameters(weight):
+        assert type(weight) is Named and torch.equal(weight, data)
+
+
+@pytest.mark.fast("2")
+@on_ranks(1, 2, 3, 4)
+def test_odd_parameters() -> None:
+    """0-dim, empty, tied, frozen and unused parameters; after the engine has gone, too."""
+    engine = zerolite.initialize(models.build(models.OddModel), config(3, zero=PARTITIONED["moving"]))
+    model = engine.module
+    for _ in range(2):
+        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            before = parameter.clone()
+            parameter.add_(1)
+            assert torch.equal(parameter.data, before + 1) and parameter.shape == before.shape
+            alias = parameter.data
+            alias.sub_(1)
+            assert torch.equal(parameter, before + 1 - 1)
+    assert torch.equal(model.head.weight.data, model.embed.weight.data)
+    wanted = engine.full_state_dict()
+    engine.backward(models.token_loss(engine, models.token_batch(1, 0, dist.get_rank())))
+    engine.step()
+    assert not torch.equal(model.embed.weight.detach(), wanted["embed.weight"])
+    state = engine.full_state_dict()
+    del engine
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+
+
 SLOW = [pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4)]
 
 
 @pytest.mark.fast("reading-bf16-2")
 @pytest.mark.parametrize("world", [2, *SLOW])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", list(PROGRAMS))
 def test_programs_give_the_bits_of_stage_1(pools: Pools, name: str, precision: str, world: int) -> None:
     settings = ["moving", "kept", "one unit"] if world == 2 else list(PARTITIONED)
-    pools(world).run(f"{CASES}:same_program", {"name": name, "settings": settings, "precision": precision})
+    pools(world).run(same_program, {"name": name, "settings": settings, "precision": precision})
 
 
 def test_a_gather_for_each_parameter_and_no_memory_is_left(pools: Pools) -> None:
-    for found in pools(2).run(f"{CASES}:collectives_and_memory"):
+    for found in pools(2).run(collectives_and_memory):
         assert found == {"gathers": 4, "questions": 0, "expired": True, "same": True, "released": [True] * 4}
 
 
-@pytest.mark.fast("2-refused", "2-odd_parameters")
-@pytest.mark.parametrize("case", ["refused", "one_rank_alone", "odd_parameters", "classes_of_the_user"])
-@pytest.mark.parametrize("world", [2, *SLOW])
-def test_case(pools: Pools, case: str, world: int) -> None:
-    pools(world).run(f"{CASES}:{case}")
-
-
 def test_a_line_warns_once_and_on_rank_0_alone(pools: Pools) -> None:
-    main, other = pools(2).run(f"{CASES}:warnings_once")
+    main, other = pools(2).run(warnings_once)
     assert len(main) == len({line for line, _ in main}) == 2 and not other
     assert all("collective that all ranks must call" in message and "first.weight" in message for _, message in main)
 
 
 def test_parameters_that_rest_on_the_host(pools: Pools) -> None:
-    pools(2).run(f"{CASES}:offloaded", {"more": {"offload_param": {"device": "cpu"}}})
+    pools(2).run(offloaded, {"more": {"offload_param": {"device": "cpu"}}})
 
 
 def test_parameters_that_rest_on_disk(pools: Pools, tmp_path: object) -> None:
-    pools(2).run(f"{CASES}:offloaded", {"more": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}})
+    pools(2).run(offloaded, {"more": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}})

@@ -98,7 +98,7 @@ def train(config: dict[str, Any], use: str) -> dict[str, Any]:
     return found
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 USES = ["forward", "inside", "twice", "tied", "experts", "checkpointed", "reentrant"]

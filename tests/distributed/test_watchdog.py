@@ -203,7 +203,7 @@ def lost(stage: int, last_words: str) -> str:
     return said
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 TIMEOUT_S = 1.5

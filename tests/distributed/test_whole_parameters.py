@@ -173,7 +173,7 @@ def grow_by_group(config: dict[str, Any]) -> dict[str, Any]:
     return {"lr": engine.get_lr(), **held(engine)}
 
 
-# ----------------------------------------------------------------- on one process, with what the ranks return
+# -------------------------------------------------------------------- the tests
 
 
 ADAFACTOR = ("Adafactor", {"lr": 0.01})
