@@ -62,11 +62,19 @@ def configure(
     """Say where :func:`checkpoint` keeps inputs, for calls outside of engines whose config says it; and, for all, over
     which ranks inputs are cut.
 
-    mpu_: DeepSpeed's and Megatron's object with ``get_model_parallel_group()`` or
-    ``get_tensor_model_parallel_group()``. group: that process group itself, in which activations are equal on all
-    ranks. deepspeed_config: a config (path, dict or object), whose block ``activation_checkpointing`` counts. The rest:
-    instead of what the block says; see its keys in the configuration. Raises ValueError for contradictions, ConfigError
-    for the config. Called on all ranks if there is a group, in the same order as other collectives.
+    Args:
+        mpu_: DeepSpeed's and Megatron's object with ``get_model_parallel_group()`` or
+            ``get_tensor_model_parallel_group()``.
+        group: that process group itself, in which activations are equal on all ranks.
+        deepspeed_config: a config (path, dict or object), whose block ``activation_checkpointing`` counts.
+        partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile:
+            instead of what the block says; see its keys in the configuration.
+
+    Raises:
+        ValueError: for contradictions.
+        ConfigError: for the config.
+
+    Called on all ranks if there is a group, in the same order as other collectives.
     """
     settings = ActivationCheckpointingConfig()
     if deepspeed_config is not None:

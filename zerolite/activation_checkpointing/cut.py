@@ -32,9 +32,15 @@ class ActivationShards:
         return -(-nbytes // (self._comm.world_size * _ALIGNMENT)) * _ALIGNMENT
 
     def gather(self, parts: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
-        """The whole of each, uint8 [world_size * part]. checksums: of each, as :func:`checksum` gives them. what: for
-        messages. Raises RuntimeError if they were not equal on all ranks: at once on the CPU; on CUDA, where nothing
-        waits for the device, by a later call. Called on all ranks of the group, in the same order."""
+        """The whole of each, uint8 [world_size * part].
+
+        Args:
+            checksums: of each, as :func:`checksum` gives them.
+            what: for messages.
+
+        Raises RuntimeError if they were not equal on all ranks: at once on the CPU; on CUDA, where nothing waits for
+        the device, by a later call. Called on all ranks of the group, in the same order.
+        """
         self.check()
         world = self._comm.world_size
         own = torch.stack(list(checksums)).view(torch.uint8)

@@ -151,9 +151,14 @@ class Keeper:
 
     @torch.no_grad()
     def bring(self, kept: Sequence[KeptInput], before: Sequence[KeptInput], what: str) -> list[torch.Tensor]:
-        """The tensors of ``kept`` on the device, without gradients. before: what is needed next, whose way begins now.
-        what: the checkpoint, for messages. Raises RuntimeError if one has been written into, and as
-        :meth:`ActivationShards.gather` does."""
+        """The tensors of ``kept`` on the device, without gradients.
+
+        Args:
+            before: what is needed next, whose way begins now.
+            what: the checkpoint, for messages.
+
+        Raises RuntimeError if one has been written into, and as :meth:`ActivationShards.gather` does.
+        """
         if not all(entry.unchanged() for entry in kept):
             raise RuntimeError(_written_into(what))
         entries = list(dict.fromkeys(entry for entry in kept if entry.resident is None))

@@ -59,8 +59,12 @@ def attach(
     group: Communicator | None = None,
 ) -> Attached:
     """Let calls of ``zerolite.checkpointing.checkpoint`` inside ``model``'s forward do as ``settings`` say, and
-    checkpoint the modules that they name. device: the one that computes. tell: is given the times of each step. group:
-    of the ranks on which activations are equal, where ``zerolite.checkpointing.configure`` names none.
+    checkpoint the modules that they name.
+
+    Args:
+        device: the one that computes.
+        tell: is given the times of each step.
+        group: of the ranks on which activations are equal, where ``zerolite.checkpointing.configure`` names none.
 
     Before other hooks are put on the modules, which then see what they see where the model itself calls the checkpoint:
     a forward, and once more inside backward. Raises ConfigError for patterns that match no module, and for TorchScript.

@@ -13,7 +13,9 @@ from zerolite.checkpoint.state import ParameterFacts, TensorFacts
 class ModelFacts:
     """Facts about a model, or a stage of it, as they stand in state.json.
 
-    parameters: by the first of its names, with full shapes. groups: the names in each of the optimizer's param groups.
+    Attributes:
+        parameters: by the first of its names, with full shapes.
+        groups: the names in each of the optimizer's param groups.
     """
 
     parameters: dict[str, ParameterFacts]

@@ -61,11 +61,15 @@ def export_checkpoint(
 ) -> Exported:
     """Write the model in ``checkpoint`` (one, or a directory of several: then its latest) into the directory ``out``.
 
-    dtype: of all floating tensors; None: of each parameter the one it was trained in, of each buffer its own.
-    max_shard_size: bytes per file, as a number or as in "5GB". exclude_frozen: only what trains, that is trained
-    parameters and the buffers of the modules that have some. progress: called with the bytes written so far and in all.
-    Raises CheckpointError if the checkpoint cannot be read or the files cannot be written, ValueError for a size that
-    is none.
+    Args:
+        dtype: of all floating tensors; None: of each parameter the one it was trained in, of each buffer its own.
+        max_shard_size: bytes per file, as a number or as in "5GB".
+        exclude_frozen: only what trains, that is trained parameters and the buffers of the modules that have some.
+        progress: called with the bytes written so far and in all.
+
+    Raises:
+        CheckpointError: if the checkpoint cannot be read or the files cannot be written.
+        ValueError: for a size that is none.
     """
     reader = CheckpointReader(find(checkpoint))
     entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen))

@@ -55,8 +55,13 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything decided, and nothing changed yet. kinds: shape and dtype of the stored optimizer states, by state and
-    stored name; None to leave the engine's alone. groups: see :func:`match_groups`."""
+    """Everything decided, and nothing changed yet.
+
+    Attributes:
+        kinds: shape and dtype of the stored optimizer states, by state and stored name; None to leave the engine's
+            alone.
+        groups: see :func:`match_groups`.
+    """
 
     reader: CheckpointReader
     state: SavedState

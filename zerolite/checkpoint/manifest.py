@@ -72,8 +72,13 @@ class SavedGrid:
 
 @dataclass(frozen=True, config=STRICT)
 class About:
-    """Description of a checkpoint for its readers. precision: dtypes by what they are of. parameters: numbers of
-    tensors and of elements, all and trained. run: id of the run that saved it; "" if it does not say."""
+    """Description of a checkpoint for its readers.
+
+    Attributes:
+        precision: dtypes by what they are of.
+        parameters: numbers of tensors and of elements, all and trained.
+        run: id of the run that saved it; "" if it does not say.
+    """
 
     tag: str
     saved_at: str  # ISO 8601, UTC

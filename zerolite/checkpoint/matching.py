@@ -89,7 +89,9 @@ def match_groups(
     """Find for each param group here the stored one that has the same parameters, as far as both models have them; None
     if there is none. A group without any parameter matches one without any in the same place.
 
-    here: names of parameters. names: of those that are trained in both, stored by here.
+    Args:
+        here: names of parameters.
+        names: of those that are trained in both, stored by here.
     """
     known = set(names.values())
     by_members = {frozenset(group.names) & known: index for index, group in enumerate(stored)}

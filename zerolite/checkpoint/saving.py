@@ -61,8 +61,13 @@ class UserState:
 
 @dataclass(frozen=True)
 class _Offer:
-    """Message of each rank to the others before they save. request: None on a rank that has finished its batches and
-    follows the others. buffers: a checksum by name. stage: of a pipeline, from the first rank of each."""
+    """Message of each rank to the others before they save.
+
+    Attributes:
+        request: None on a rank that has finished its batches and follows the others.
+        buffers: a checksum by name.
+        stage: of a pipeline, from the first rank of each.
+    """
 
     request: SaveRequest | None
     buffers: dict[str, int]

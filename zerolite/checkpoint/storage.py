@@ -44,9 +44,14 @@ from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 
 @dataclass(frozen=True)
 class Commit:
-    """Inputs of the commit, which follows when all ranks have written. state: the content of state.json, to which the
-    scalars of the optimizer are added. run: of the job that saves. keep_last: see :func:`directory.prune`; None removes
-    nothing. overwrite: see :meth:`TrainingRun.check`."""
+    """Inputs of the commit, which follows when all ranks have written.
+
+    Attributes:
+        state: the content of state.json, to which the scalars of the optimizer are added.
+        run: of the job that saves.
+        keep_last: see :func:`directory.prune`; None removes nothing.
+        overwrite: see :meth:`TrainingRun.check`.
+    """
 
     save_dir: Path
     about: About

@@ -20,8 +20,11 @@ def write_checkpoint(
     """Write ``shards``, which may be functions that make the values when they are written, and commit. Returns the
     checkpoint's directory.
 
-    group: the gloo group of the ranks that write; None for one process alone. commit: on the group's first rank. Raises
-    CheckpointError on all ranks; what was there before is left then. Called on all ranks of the group.
+    Args:
+        group: the gloo group of the ranks that write; None for one process alone.
+        commit: on the group's first rank.
+
+    Raises CheckpointError on all ranks; what was there before is left then. Called on all ranks of the group.
     """
     writer = CheckpointWriter(commit)
     try:

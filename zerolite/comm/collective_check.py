@@ -39,9 +39,14 @@ def check_is_wanted(config_value: bool) -> bool:
 
 
 class _Launched(NamedTuple):
-    """One rank's collective, as it travels. numel: elements of the whole tensors on one rank; tensors: how many travel
-    in one launch, 0 where the collective takes one; layout: a number made of their lengths and dtypes; key: a
-    parameter's or bucket's number from 1, or 0."""
+    """One rank's collective, as it travels.
+
+    Attributes:
+        numel: elements of the whole tensors on one rank.
+        tensors: how many travel in one launch, 0 where the collective takes one.
+        layout: a number made of their lengths and dtypes.
+        key: a parameter's or bucket's number from 1, or 0.
+    """
 
     serial: int
     numel: int

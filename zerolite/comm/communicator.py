@@ -81,8 +81,9 @@ class Watcher(Protocol):
     def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
         """Launch the collective by ``start()``, called once; returns what that gave, or a Pending that waits for it.
 
-        entry: what it is, as an :class:`~zerolite.comm.flight.Entry` by position. at_once: the caller waits for it as
-        soon as it is launched.
+        Args:
+            entry: what it is, as an :class:`~zerolite.comm.flight.Entry` by position.
+            at_once: the caller waits for it as soon as it is launched.
         """
         ...
 

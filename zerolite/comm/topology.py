@@ -30,9 +30,13 @@ class Topology:
     """One rank's place, and what it talks to the others over. A dimension of one rank has a communicator that sends
     nothing.
 
-    world: all ranks. data: those with the same parameters, over which ZeRO spreads states. tensor: those with the other
-    parts of the same layers. pipe: those with the other stages. model: one whole copy of the model, tensor × pipe.
-    mesh: torch's, with the dimensions "pipe", "data" and "tensor"; None where there is one process or a dry run.
+    Attributes:
+        world: all ranks.
+        data: those with the same parameters, over which ZeRO spreads states.
+        tensor: those with the other parts of the same layers.
+        pipe: those with the other stages.
+        model: one whole copy of the model, tensor × pipe.
+        mesh: torch's, with the dimensions "pipe", "data" and "tensor"; None where there is one process or a dry run.
     """
 
     world: Communicator

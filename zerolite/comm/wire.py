@@ -34,9 +34,11 @@ class Wire(Protocol):
 
     All methods but ``send`` and ``receive`` are called on all ranks, in the same order.
 
-    group: None where nothing is sent, and once closed. serial: the number of this wire among those of its group, from
-    1, the same on all ranks. peers_agree: the other ranks are copies of this one, and need not be asked. main: whether
-    this is the job's first rank, which speaks for all.
+    Attributes:
+        group: None where nothing is sent, and once closed.
+        serial: the number of this wire among those of its group, from 1, the same on all ranks.
+        peers_agree: the other ranks are copies of this one, and need not be asked.
+        main: whether this is the job's first rank, which speaks for all.
     """
 
     group: dist.ProcessGroup | None

@@ -187,15 +187,20 @@ def build_dataloader(
 ) -> DataLoader[Any]:
     """A loader of batches of `micro_batch_size` samples for this rank.
 
-    dataset: with `__len__` and `__getitem__`: split over the ranks; with `shuffle` in an order drawn from `seed`,
-    another one in each pass. An IterableDataset: batched as it comes; it splits itself over ranks (and workers), since
-    no other code can. A DataLoader: refused, since it has batches already. collate_fn: a list of samples to a batch;
-    default: torch's. device_type: "cuda" pins the host memory of batches. num_workers: processes that load; 0 loads in
-    this one. drop_last: False: every sample comes in each pass; the first ones are repeated at its end where the ranks'
-    shares would differ, and the last batch may be smaller, on all ranks alike. True: all batches are full and no sample
-    is repeated; what is left over is left out.
+    Args:
+        dataset: with `__len__` and `__getitem__`: split over the ranks; with `shuffle` in an order drawn from `seed`,
+            another one in each pass. An IterableDataset: batched as it comes; it splits itself over ranks (and
+            workers), since no other code can. A DataLoader: refused, since it has batches already.
+        collate_fn: a list of samples to a batch; default: torch's.
+        device_type: "cuda" pins the host memory of batches.
+        num_workers: processes that load; 0 loads in this one.
+        drop_last: False: every sample comes in each pass; the first ones are repeated at its end where the ranks'
+            shares would differ, and the last batch may be smaller, on all ranks alike. True: all batches are full and
+            no sample is repeated; what is left over is left out.
 
-    Raises ValueError for a missing or wrong size, and TypeError for data that cannot be loaded.
+    Raises:
+        ValueError: for a missing or wrong size.
+        TypeError: for data that cannot be loaded.
     """
     batch_size = _check_size("train_micro_batch_size_per_gpu", micro_batch_size, 1)
     _check_size("num_local_io_workers", num_workers, 0)

@@ -46,10 +46,15 @@ class EpochSampler(DistributedSampler[Any]):
 class DataPosition:
     """Position of the passes over a loader, in plain data.
 
-    samples: of a whole pass. order: how they are ordered, see :attr:`SampleOrder.name`. epoch: that of the pass; None
-    where the sampler has none. consumed: samples of the pass that all ranks together were given; 0: it has not begun.
-    drawn_from: the random state (hexadecimal) that the order of a pass under way was drawn from. generator: the state
-    of the sampler's own generator. Both are None for samplers that do not use them.
+    Attributes:
+        samples: of a whole pass.
+        order: how they are ordered, see :attr:`SampleOrder.name`.
+        epoch: that of the pass; None where the sampler has none.
+        consumed: samples of the pass that all ranks together were given; 0: it has not begun.
+        drawn_from: the random state (hexadecimal) that the order of a pass under way was drawn from.
+        generator: the state of the sampler's own generator.
+
+    The last two are None for samplers that do not use them.
     """
 
     samples: int

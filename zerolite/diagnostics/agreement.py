@@ -42,9 +42,11 @@ _WIDTH = 100  # characters of a value
 class Description:
     """Description of one rank's model and settings, in words.
 
-    items: facts by subject ("parameter 'head.weight'", "config key gradient_clipping") and, where a subject has
-    several, by aspect ("shape"); the aspect of a single fact is "". orders: names in an order that matters, by what
-    they are the list of; each of them is a subject of ``items`` too.
+    Attributes:
+        items: facts by subject ("parameter 'head.weight'", "config key gradient_clipping") and, where a subject has
+            several, by aspect ("shape"); the aspect of a single fact is "".
+        orders: names in an order that matters, by what they are the list of; each of them is a subject of ``items``
+            too.
     """
 
     items: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -59,8 +61,11 @@ class Description:
 def check_agreement(mine: Description, comm: Communicator, device: torch.device, what: str, remedy: str = "") -> None:
     """Raise RuntimeError on all ranks, with the differences by name, if ``mine`` is not the same on all of them.
 
-    what: what the message begins with: the call, and what is different. remedy: what it ends with. One small all-reduce
-    while all is equal. Called on all ranks of ``comm``.
+    Args:
+        what: what the message begins with: the call, and what is different.
+        remedy: what it ends with.
+
+    One small all-reduce while all is equal. Called on all ranks of ``comm``.
     """
     if comm.world_size == 1:
         return

@@ -27,8 +27,12 @@ _LOOP = {
 
 @dataclass(frozen=True)
 class Absent:
-    """A rank that does not report its position. ended: how it has left, such as "ended normally after step 10", or ""
-    if it has said nothing. last: its last sign of life, such as "in step 12, 40 s ago"."""
+    """A rank that does not report its position.
+
+    Attributes:
+        ended: how it has left, such as "ended normally after step 10", or "" if it has said nothing.
+        last: its last sign of life, such as "in step 12, 40 s ago".
+    """
 
     ended: str = ""
     last: str = ""

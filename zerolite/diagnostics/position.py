@@ -121,8 +121,13 @@ class EngineView(Protocol):
 
 
 def position_of(rank: int, engines: Mapping[int, EngineView], thread: int | None = None) -> Position:
-    """This rank's. engines: those that are alive, by the number, from 1, of the call of ``initialize`` that made them,
-    which is the same on all ranks. thread: identifies the one that trains; default: the main thread."""
+    """This rank's.
+
+    Args:
+        engines: those that are alive, by the number, from 1, of the call of ``initialize`` that made them, which is the
+            same on all ranks.
+        thread: identifies the one that trains; default: the main thread.
+    """
     main = thread or threading.main_thread().ident
     frames = _frames(sys._current_frames().get(main or 0))
     alive = {number: Names(engine) for number, engine in engines.items()}

@@ -15,7 +15,9 @@ from zerolite.zero.step import StepPipeline
 class SameInputs:
     """Compares shapes before anything depends on them, and values with the step's statistics.
 
-    comm: of the ranks that share layers. channel: between them, on the CPU; None where shapes are not compared.
+    Args:
+        comm: of the ranks that share layers.
+        channel: between them, on the CPU; None where shapes are not compared.
     """
 
     def __init__(self, pipeline: StepPipeline, comm: Communicator, channel: ControlChannel | None) -> None:

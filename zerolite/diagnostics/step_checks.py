@@ -95,9 +95,14 @@ class StepChecks:
     # ---------------------------------------------------------------- the step
 
     def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
-        """Run the checks of an update, in the same place of every step, before its statistics are needed. step: updates
-        so far; gathers: see :class:`UpdateNumbers`. Raises as :meth:`act` does, and RuntimeError if the ranks hold
-        different weights."""
+        """Run the checks of an update, in the same place of every step, before its statistics are needed.
+
+        Args:
+            step: updates so far.
+            gathers: see :class:`UpdateNumbers`.
+
+        Raises as :meth:`act` does, and RuntimeError if the ranks hold different weights.
+        """
         self.act()
         groups = numbers_of(self._optimizer.param_groups, self._keys)
         numbers = UpdateNumbers(step, groups, divisor, max_norm, gathers)

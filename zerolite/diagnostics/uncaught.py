@@ -40,8 +40,12 @@ _hook = _Hook()
 
 
 def watch(model: torch.nn.Module, compute: torch.dtype | None, rank: int) -> None:
-    """Let uncaught exceptions be told with what is known of an engine's model. compute: see :func:`explain`. rank: of
-    the job; rank 0 speaks for all of it."""
+    """Let uncaught exceptions be told with what is known of an engine's model.
+
+    Args:
+        compute: see :func:`explain`.
+        rank: of the job; rank 0 speaks for all of it.
+    """
     _hook.models[model], _hook.rank = compute, rank
     _hook.install()
 

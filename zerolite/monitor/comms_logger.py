@@ -35,8 +35,13 @@ def bus_factor(op: str, ranks: int) -> float:
 
 
 class Kind(NamedTuple):
-    """Collectives that are counted together. nbytes: of the full tensors that one concerns (of what is gathered, and
-    not of a rank's part). caller: what launched it, "" without ``debug``. ranks: how many take part."""
+    """Collectives that are counted together.
+
+    Attributes:
+        nbytes: of the full tensors that one concerns (of what is gathered, and not of a rank's part).
+        caller: what launched it, "" without ``debug``.
+        ranks: how many take part.
+    """
 
     op: str
     tag: str

@@ -39,8 +39,13 @@ class HasModule(Protocol):
 
 
 class ModuleFlops(NamedTuple):
-    """Operations of one module and all in it in the counted time. name: qualified, "" for the model. parameters:
-    elements of whole parameters, shared ones once. recomputed: forwards that run again inside backward."""
+    """Operations of one module and all in it in the counted time.
+
+    Attributes:
+        name: qualified, "" for the model.
+        parameters: elements of whole parameters, shared ones once.
+        recomputed: forwards that run again inside backward.
+    """
 
     name: str
     kind: str
@@ -60,8 +65,12 @@ class ModuleFlops(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Place of the work: a module's forward, or a node of autograd's. task: the backward inside which it began, -1 for
-    none. first: the sequence number of the first node that a module's forward may have made."""
+    """Place of the work: a module's forward, or a node of autograd's.
+
+    Attributes:
+        task: the backward inside which it began, -1 for none.
+        first: the sequence number of the first node that a module's forward may have made.
+    """
 
     module: str
     task: int

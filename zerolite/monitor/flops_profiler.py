@@ -35,7 +35,9 @@ class _Span(NamedTuple):
 class FlopsProfiler:
     """Profiler of one rank. :meth:`end_step` is called after each optimizer step.
 
-    every: steps between two lines of speed, which come where the step's number is a multiple of it. say: prints text.
+    Args:
+        every: steps between two lines of speed, which come where the step's number is a multiple of it.
+        say: prints text.
     """
 
     def __init__(

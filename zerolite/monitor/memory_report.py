@@ -52,14 +52,16 @@ for the next ones."""
 class MemoryReport:
     """One rank's memory at one moment, in bytes.
 
-    items: what the engine holds on its device, by name (``memory_items.ITEMS``, those of :data:`HELD`).
-    host, disk: the same of what rests there (offload) or passes through, also where the device is the CPU. other: the
-    rest of what the allocator has given out on the device, activations in use among it; None on the CPU, where it is
-    not counted.
-    allocated, reserved: given out by torch's allocator on the device, and held by it; their peaks since the process
-    began or torch.cuda.reset_peak_memory_stats(). device_free, device_total: of the whole device, all processes
-    together. These six are None on the CPU. resident, resident_peak: memory of this process on the host, everything
-    that it has loaded among it, what it shares with others too, and pages of a file on disk that are in memory.
+    Attributes:
+        items: what the engine holds on its device, by name (``memory_items.ITEMS``, those of :data:`HELD`).
+        host, disk: the same of what rests there (offload) or passes through, also where the device is the CPU.
+        other: the rest of what the allocator has given out on the device, activations in use among it; None on the CPU,
+            where it is not counted.
+        allocated, reserved: given out by torch's allocator on the device, and held by it; their peaks since the process
+            began or torch.cuda.reset_peak_memory_stats(). None on the CPU.
+        device_free, device_total: of the whole device, all processes together. None on the CPU.
+        resident, resident_peak: memory of this process on the host, everything that it has loaded among it, what it
+            shares with others too, and pages of a file on disk that are in memory.
     """
 
     rank: int
@@ -115,9 +117,13 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """The parts of an engine that hold tensors. across: the communicators of ranks with other parts of the model.
-    activations: the buffers of activation checkpointing that are not in use. away: items, and their copies, that
-    ``engine.offload_states()`` has brought to the host."""
+    """The parts of an engine that hold tensors.
+
+    Attributes:
+        across: the communicators of ranks with other parts of the model.
+        activations: the buffers of activation checkpointing that are not in use.
+        away: items, and their copies, that ``engine.offload_states()`` has brought to the host.
+    """
 
     module: torch.nn.Module
     buffer: ParameterBuffer

@@ -27,8 +27,9 @@ class StepLog(StepObserver):
     """Collects the values of a step on rank 0 and writes them when its outcome is known, which on CUDA is up to one
     step later. Nothing waits for the device and nothing travels: the loss is this rank's own.
 
-    samples_per_step: over all ranks; the x axis is samples where it is known, steps where it is None. scaler: the loss
-    scaler, or None.
+    Args:
+        samples_per_step: over all ranks; the x axis is samples where it is known, steps where it is None.
+        scaler: the loss scaler, or None.
     """
 
     def __init__(

@@ -115,14 +115,18 @@ class IOTask:
 class AsyncIO:
     """Reader and writer in blocks, several of them in flight at once.
 
-    block_size: bytes of a block; what is longer is divided. queue_depth: most blocks in flight, of all requests
-    together. thread_count: threads that hand blocks to io_uring and take them back, each with a ring and a part of the
-    depth (without io_uring every block in flight has a thread). single_submit: io_uring gets each block with a call of
-    its own rather than as many as there are. overlap_events: blocks that are done are replaced at once; otherwise a
-    batch ends before the next one begins. backend: one of :data:`BACKENDS`; "auto" is the first of the others that
-    there is here.
+    Args:
+        block_size: bytes of a block; what is longer is divided.
+        queue_depth: most blocks in flight, of all requests together.
+        thread_count: threads that hand blocks to io_uring and take them back, each with a ring and a part of the depth
+            (without io_uring every block in flight has a thread).
+        single_submit: io_uring gets each block with a call of its own rather than as many as there are.
+        overlap_events: blocks that are done are replaced at once; otherwise a batch ends before the next one begins.
+        backend: one of :data:`BACKENDS`; "auto" is the first of the others that there is here.
 
-    Raises ValueError for arguments out of range, and RuntimeError if a backend that is asked for by name is not there.
+    Raises:
+        ValueError: for arguments out of range.
+        RuntimeError: if a backend that is asked for by name is not there.
     """
 
     def __init__(
@@ -156,7 +160,10 @@ class AsyncIO:
     def read(self, fd: int, into: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> IOTask:
         """Begin to read the bytes of an open file from ``offset`` on into a contiguous tensor on the CPU.
 
-        nbytes: by default as many as the tensor has; more, if its storage goes on so far. file: its name, for errors.
+        Args:
+            nbytes: by default as many as the tensor has; more, if its storage goes on so far.
+            file: its name, for errors.
+
         Raises ValueError if the arguments do not fit together.
         """
         return self._begin(False, fd, into, offset, nbytes, file)

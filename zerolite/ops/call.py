@@ -19,13 +19,16 @@ Tensors = Sequence[torch.Tensor]
 class UpdateCall:
     """One update of many flat arrays.
 
-    rule: ADAM, LION, ADAGRAD or SGD. params, grads, each list of states, outs: contiguous tensors of one device, the
-    i-th of every list of the same number of elements; one dtype per list (fp32, bf16, fp16), the same for all states.
-    outs: empty, or tensors of a 16-bit dtype that hold the parameters, rounded to the nearest (ties to even), and get
-    the updated ones; an element that differs was written by the user, and the update starts from it.
-    table: int64 on the CPU, [segments, 4]: tensor, start, elements, row; segments do not overlap. rows: fp32 on the
-    CPU, [rows, 8], the scalars of csrc/rules.h. factor: fp32, one element on the tensors' device, multiplies the
-    gradients. skip: the same; if it is not zero, nothing is changed.
+    Attributes:
+        rule: ADAM, LION, ADAGRAD or SGD.
+        params, grads, states, outs: lists of contiguous tensors of one device, the i-th of every list of the same
+            number of elements; one dtype per list (fp32, bf16, fp16), the same for all states. outs: empty,
+            or tensors of a 16-bit dtype that hold the parameters, rounded to the nearest (ties to even), and get the
+            updated ones; an element that differs was written by the user, and the update starts from it.
+        table: int64 on the CPU, [segments, 4]: tensor, start, elements, row; segments do not overlap.
+        rows: fp32 on the CPU, [rows, 8], the scalars of csrc/rules.h.
+        factor: fp32, one element on the tensors' device, multiplies the gradients.
+        skip: the same; if it is not zero, nothing is changed.
     """
 
     rule: int

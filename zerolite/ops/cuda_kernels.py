@@ -15,8 +15,13 @@ from zerolite.ops.interface import Norm, Update, check_abi, norm_arguments, upda
 
 @dataclass(frozen=True)
 class _Entry:
-    """The functions of one kernel. bytes: of a table of so many segments, 0 if it fits into a launch's arguments.
-    fill: lays out the table of a call. launch: call, table on the host, table on the device, device, stream."""
+    """The functions of one kernel.
+
+    Attributes:
+        bytes: of a table of so many segments, 0 if it fits into a launch's arguments.
+        fill: lays out the table of a call.
+        launch: call, table on the host, table on the device, device, stream.
+    """
 
     name: str
     bytes: ctypes._NamedFuncPointer

@@ -15,8 +15,13 @@ END_OF_FILE = -1
 
 @dataclass(frozen=True)
 class IOResult:
-    """Result of a request. error: 0, a number of errno, or END_OF_FILE, of the failure that comes first in the file.
-    done: bytes read or written. position: of that failure in the file, in bytes; 0 if there is none."""
+    """Result of a request.
+
+    Attributes:
+        error: 0, a number of errno, or END_OF_FILE, of the failure that comes first in the file.
+        done: bytes read or written.
+        position: of that failure in the file, in bytes; 0 if there is none.
+    """
 
     error: int
     done: int

@@ -20,12 +20,17 @@ class Lion(Optimizer):
         p = p - lr * (sign(c) + weight_decay * p)
         m = m + (1 - beta2) * (g - m)
 
-    lr: the size of a step; a good one is 3 to 10 times smaller than AdamW's. betas: (beta1, beta2), each in [0, 1).
-    weight_decay: decoupled, as AdamW's. One state per parameter, `exp_avg`, of the parameter's shape and dtype.
-    Parameters and gradients are real, dense tensors of a floating dtype. The update is elementwise: a parameter that
-    is updated in pieces gets the same bits.
+    Args:
+        lr: the size of a step; a good one is 3 to 10 times smaller than AdamW's.
+        betas: (beta1, beta2), each in [0, 1).
+        weight_decay: decoupled, as AdamW's.
 
-    Raises ValueError for values out of range, and TypeError in `step()` for sparse gradients.
+    One state per parameter, `exp_avg`, of the parameter's shape and dtype. Parameters and gradients are real, dense
+    tensors of a floating dtype. The update is elementwise: a parameter that is updated in pieces gets the same bits.
+
+    Raises:
+        ValueError: for values out of range.
+        TypeError: in `step()` for sparse gradients.
     """
 
     def __init__(

@@ -22,7 +22,11 @@ def kernel_chooser(
     comm: Communicator, device: torch.device, updates: Sequence[torch.device]
 ) -> Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]:
     """A function from an optimizer and the dtypes of its masters to the kernels' rule, or to None where torch's own
-    implementation updates. device: of collectives. updates: every one on which something is updated.
+    implementation updates.
+
+    Args:
+        device: of collectives.
+        updates: every one on which something is updated.
 
     If one rank cannot have the kernels, none uses them: at stage 0 all ranks must compute the same bits. Called on all
     ranks; one small all-reduce.

@@ -30,10 +30,13 @@ def check_keyword_params(
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Turns `params` into keyword arguments for `cls`.
 
-    path: where `params` stands in the configuration, such as "optimizer.params". hidden: parameters of the
-    constructor that the caller fills in. also_known: further keys to offer as the nearest one; the caller has taken
-    them out of `params` before. "auto" leaves a parameter at its default; lists become tuples where the default is a
-    tuple; 20.0 becomes 20 where a whole number is meant.
+    Args:
+        path: where `params` stands in the configuration, such as "optimizer.params".
+        hidden: parameters of the constructor that the caller fills in.
+        also_known: further keys to offer as the nearest one; the caller has taken them out of `params` before.
+
+    "auto" leaves a parameter at its default; lists become tuples where the default is a tuple; 20.0 becomes 20 where a
+    whole number is meant.
 
     Returns the keyword arguments that are fine, and (path, sentence) for each one that is not.
     """

@@ -31,9 +31,10 @@ _PATH = "scheduler.params"
 def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: Optimizer) -> LRScheduler:
     """The schedule for `{"scheduler": {"type": type_name, "params": params}}`, attached to `optimizer`.
 
-    type_name: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or a class of
-    torch.optim.lr_scheduler, in upper or lower case. params: the constructor's parameters, without the optimizer;
-    "auto" means the default.
+    Args:
+        type_name: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or a class of
+            torch.optim.lr_scheduler, in upper or lower case.
+        params: the constructor's parameters, without the optimizer; "auto" means the default.
 
     Raises ConfigError with a sentence for each key that is unknown, missing or of the wrong type.
     """
@@ -148,12 +149,14 @@ class _ClosedForm(LRScheduler):
 class WarmupLR(_ClosedForm):
     """Warm-up from `warmup_min_lr` to `warmup_max_lr`, then constant.
 
-    Update n (from 1) with i = n - 2 and W = `warmup_num_steps` has the learning rate min + (max - min) * f, where f
-    is log(i + 1) / log(W) ("log") or i / W ("linear") while i < W, and 1 afterwards. The first two updates therefore
-    both use min. W = 0 means no warm-up: max from the first update on. W = 1 counts as 2.
+    Update n (from 1) with i = n - 2 and W = `warmup_num_steps` has the learning rate min + (max - min) * f, where f is
+    log(i + 1) / log(W) ("log") or i / W ("linear") while i < W, and 1 afterwards. The first two updates therefore both
+    use min. W = 0 means no warm-up: max from the first update on. W = 1 counts as 2.
 
-    warmup_min_lr, warmup_max_lr: a number, or a list with one for each parameter group. warmup_max_lr = None: the
-    optimizer's own learning rate. warmup_type: "log" or "linear".
+    Args:
+        warmup_min_lr, warmup_max_lr: a number, or a list with one for each parameter group. warmup_max_lr = None: the
+            optimizer's own learning rate.
+        warmup_type: "log" or "linear".
     """
 
     def __init__(

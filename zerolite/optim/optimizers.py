@@ -79,7 +79,9 @@ _DEEPSPEED_SWITCHES = {
 class OptimizerSpec:
     """An optimizer of the configuration, ready to be made.
 
-    defaults: arguments of the constructor. options: entries of the param groups that only zerolite's kernels follow.
+    Attributes:
+        defaults: arguments of the constructor.
+        options: entries of the param groups that only zerolite's kernels follow.
     """
 
     cls: type[Optimizer]
@@ -99,8 +101,11 @@ class OptimizerSpec:
 def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
     """The class and the constructor arguments for `{"optimizer": {"type": type_name, "params": params}}`.
 
-    type_name: "Lion" or any class of torch.optim, in upper or lower case. params: the constructor's parameters. These
-    differ from torch:
+    Args:
+        type_name: "Lion" or any class of torch.optim, in upper or lower case.
+        params: the constructor's parameters.
+
+    These differ from torch:
 
     - "Adam" means decoupled weight decay (torch's AdamW) with a default of 0.0, as in DeepSpeed; `"adam_w_mode":
       false` makes it torch's Adam, which adds the decay to the gradient.

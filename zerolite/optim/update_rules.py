@@ -22,10 +22,14 @@ ONLY_HERE = ("bias_correction", "fp32_optimizer_states")
 class UpdateRule:
     """An optimizer as the kernels see it; what zerolite.zero.flat_update asks of a rule.
 
-    number: the rule of csrc/kernels.h. operator: name in torch.ops.zerolite. states: names of the states, as in
-    ``optimizer.state[p]``. counts_steps: whether that has a ``step`` as well. row: param group and number of the step,
-    from 1, to the scalars of csrc/rules.h, computed in double. has_states: whether the states exist for a group.
-    initial: what they start from.
+    Attributes:
+        number: the rule of csrc/kernels.h.
+        operator: name in torch.ops.zerolite.
+        states: names of the states, as in ``optimizer.state[p]``.
+        counts_steps: whether that has a ``step`` as well.
+        row: param group and number of the step, from 1, to the scalars of csrc/rules.h, computed in double.
+        has_states: whether the states exist for a group.
+        initial: what they start from.
     """
 
     number: int

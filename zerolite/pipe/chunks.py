@@ -37,9 +37,12 @@ class Chunk(Protocol):
         ...
 
     def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:
-        """Run the chunk: return the next part's input, or at the last part the model's outputs. received: what the part
-        before gives, ``single`` if it is one tensor by itself; nothing at the first part. batch: floating tensors in
-        the compute dtype."""
+        """Run the chunk: return the next part's input, or at the last part the model's outputs.
+
+        Args:
+            received: what the part before gives, ``single`` if it is one tensor by itself; nothing at the first part.
+            batch: floating tensors in the compute dtype.
+        """
         ...
 
 

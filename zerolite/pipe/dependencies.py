@@ -103,9 +103,13 @@ class Labelling(TorchDispatchMode):
 
 @dataclass
 class Call:
-    """One call of a module with parameters or buffers. began, ended: the part of the model under way then (ended: -1 if
-    it did not end). template: its outputs, with :class:`Zeros` for tensors; None if they cannot be told from
-    parameters' shapes alone."""
+    """One call of a module with parameters or buffers.
+
+    Attributes:
+        began, ended: the part of the model under way then (ended: -1 if it did not end).
+        template: its outputs, with :class:`Zeros` for tensors; None if they cannot be told from parameters' shapes
+            alone.
+    """
 
     path: str
     began: int

@@ -42,8 +42,12 @@ _rehearsals: list[Rehearsal] = []
 
 
 def learn_boundaries(runners: Sequence[Any], batches: Iterator[Any]) -> None:
-    """Fill the boundaries of the rehearsal under way. runners: of all ranks of the pipeline, in their order. batches:
-    micro-batches without end."""
+    """Fill the boundaries of the rehearsal under way.
+
+    Args:
+        runners: of all ranks of the pipeline, in their order.
+        batches: micro-batches without end.
+    """
     stages = {stage.stage_index: (runner, stage) for runner in runners for stage in runner._stages}
     steps = {id(runner): Step(runner._begin("train_batch", batches, training=True)) for runner in runners}
     for part in sorted(stages):

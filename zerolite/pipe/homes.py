@@ -38,8 +38,11 @@ def keep_only(
 ) -> Mapping[str, dict[str, torch.Tensor]]:
     """Take all other parameters out of ``model`` and let go of their memory, also where an optimizer knows them.
 
-    stays: whether the parameter of that id does. leaves: whether the buffers of the module of that name leave too;
-    these are returned by module, with their values.
+    Args:
+        stays: whether the parameter of that id does.
+        leaves: whether the buffers of the module of that name leave too.
+
+    Returns the buffers that have left by module, with their values.
     """
     gone: dict[str, dict[str, torch.Tensor]] = {}
     for path, module in model.named_modules():

@@ -39,9 +39,11 @@ class TiedLayerSpec(LayerSpec):
     """A layer that is used in several places, which all give the same ``key``: one module, whose gradients are summed
     over the stages that have it.
 
-    forward_fn: (module, inputs) to outputs, instead of its forward: an embedding as the head. tied_weight_attr:
-    DeepSpeed's; names that the module must have. Here all parameters of the module are shared. Raises ValueError if
-    ``key`` is no string.
+    Args:
+        forward_fn: (module, inputs) to outputs, instead of its forward: an embedding as the head.
+        tied_weight_attr: DeepSpeed's; names that the module must have. Here all parameters of the module are shared.
+
+    Raises ValueError if ``key`` is no string.
     """
 
     def __init__(
@@ -70,15 +72,20 @@ class _Layers(nn.Module):
 class PipelineModule(nn.Module):
     """Layers one after the other: each is called with what the one before gives, a tensor or a tuple of tensors.
 
-    layers: modules, functions, :class:`LayerSpec` and :class:`TiedLayerSpec`. loss_fn: (outputs of the last layer,
-    targets) to a scalar, for ``engine.train_batch``; None where the last layer gives the loss. num_stages: must agree
-    with the config's ``pipeline.stages``, which says it if this is None. partition_method: "parameters", "uniform",
-    "type:REGEX" or "profile"; None: the config's. activation_checkpoint_interval: layers whose activations are
-    computed anew in backward, as one; 0: never; None: the config's. checkpointable_layers: names of classes; other
-    layers keep their activations. seed_layers: each layer is built with a seed of its own, ``base_seed`` + its place
-    (default: ``torch.initial_seed()`` of the first rank), so that its values do not depend on the number of stages.
-    seed_fn: called with that seed instead of ``torch.manual_seed``. example: inputs of one micro-batch, for
-    partition_method "profile". dynamic_shape: accepted; shapes may change from step to step anyway.
+    Args:
+        layers: modules, functions, :class:`LayerSpec` and :class:`TiedLayerSpec`.
+        loss_fn: (outputs of the last layer, targets) to a scalar, for ``engine.train_batch``; None where the last layer
+            gives the loss.
+        num_stages: must agree with the config's ``pipeline.stages``, which says it if this is None.
+        partition_method: "parameters", "uniform", "type:REGEX" or "profile"; None: the config's.
+        activation_checkpoint_interval: layers whose activations are computed anew in backward, as one; 0: never; None:
+            the config's.
+        checkpointable_layers: names of classes; other layers keep their activations.
+        seed_layers: each layer is built with a seed of its own, ``base_seed`` + its place (default:
+            ``torch.initial_seed()`` of the first rank), so that its values do not depend on the number of stages.
+        seed_fn: called with that seed instead of ``torch.manual_seed``.
+        example: inputs of one micro-batch, for partition_method "profile".
+        dynamic_shape: accepted; shapes may change from step to step anyway.
 
     Parameters are named ``layers.<place>.…`` on every number of stages; those of a tied layer by its first place.
     Layers of specs are built at ``zerolite.initialize``, when it is known who needs them; in a job of one process, at

@@ -31,8 +31,12 @@ class _Left(BaseException):
 
 @dataclass(frozen=True)
 class Prefix:
-    """Stand-ins for the modules that run before a part in the model's forward. stand_ins: by module, what it gives at
-    each call; opened: modules that run themselves, whose parameters are zeros of these shapes and dtypes."""
+    """Stand-ins for the modules that run before a part in the model's forward.
+
+    Attributes:
+        stand_ins: by module, what it gives at each call.
+        opened: modules that run themselves, whose parameters are zeros of these shapes and dtypes.
+    """
 
     stand_ins: Mapping[str, Sequence[Any]]
     opened: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
@@ -40,8 +44,12 @@ class Prefix:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Plan for micro-batches of some shapes. crossing: by part, where in its first module's arguments the tensors are
-    that come from the part before. prefixes: by part."""
+    """Plan for micro-batches of some shapes.
+
+    Attributes:
+        crossing: by part, where in its first module's arguments the tensors are that come from the part before.
+        prefixes: by part.
+    """
 
     crossing: list[tuple[str, ...]]
     prefixes: list[Prefix]

@@ -14,8 +14,12 @@ FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "backward of inputs"
 
 
 class Action(NamedTuple):
-    """One computation. kind: one of the four names above; ``BACKWARD`` is that of inputs and weights. part: of the
-    model, counted over all ranks."""
+    """One computation.
+
+    Attributes:
+        kind: one of the four names above; ``BACKWARD`` is that of inputs and weights.
+        part: of the model, counted over all ranks.
+    """
 
     kind: str
     part: int

@@ -28,8 +28,12 @@ from zerolite.utils.accelerator import fake_mode
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter of this rank that several stages have. key: its name in the whole model. ranks: of the pipeline,
-    ascending, on which it is."""
+    """A parameter of this rank that several stages have.
+
+    Attributes:
+        key: its name in the whole model.
+        ranks: of the pipeline, ascending, on which it is.
+    """
 
     parameter: nn.Parameter
     key: str
@@ -38,8 +42,13 @@ class Tie:
 
 @dataclass(frozen=True)
 class Staged:
-    """Result of :func:`prepare`. module: the model, with this rank's layers. ties: sorted by key. passes: backwards for
-    each micro-batch on this rank."""
+    """Result of :func:`prepare`.
+
+    Attributes:
+        module: the model, with this rank's layers.
+        ties: sorted by key.
+        passes: backwards for each micro-batch on this rank.
+    """
 
     module: nn.Module
     loss_fn: LossFunction | None
@@ -66,10 +75,13 @@ def prepare(
 ) -> Staged:
     """Leave in ``model`` the layers of this rank's stage, with the values that the first stage's ranks have given them.
 
-    model: a :class:`~zerolite.pipe.modules.PipelineModule`, an ``nn.Sequential``, or any other that is divided by the
-    names in ``settings.split``. loss_fn: that of ``initialize``; a PipelineModule may bring its own. Parameters keep
-    their names; those that are elsewhere lose their memory. Raises ValueError for what cannot be divided so. Called
-    on all ranks, before anything else is made of the model.
+    Args:
+        model: a :class:`~zerolite.pipe.modules.PipelineModule`, an ``nn.Sequential``, or any other that is divided by
+            the names in ``settings.split``.
+        loss_fn: that of ``initialize``; a PipelineModule may bring its own.
+
+    Parameters keep their names; those that are elsewhere lose their memory. Raises ValueError for what cannot be
+    divided so. Called on all ranks, before anything else is made of the model.
     """
     stages = topology.pipe.world_size
     if vars(model).get(_STAGED):
@@ -259,8 +271,14 @@ def _strip(
 def bounds_of(
     method: str, layers: Sequence[object], names: Sequence[str], parts: int, seconds: Sequence[float] | None
 ) -> list[int]:
-    """The partition of ``layers`` (modules, functions, specs) into ``parts`` by a partition_method. names: of their
-    classes. seconds: of each layer, for "profile". Raises ValueError if there is none."""
+    """The partition of ``layers`` (modules, functions, specs) into ``parts`` by a partition_method.
+
+    Args:
+        names: of their classes.
+        seconds: of each layer, for "profile".
+
+    Raises ValueError if there is none.
+    """
     if parts == 1:
         return [0, len(layers)]
     if method == "uniform":

@@ -98,8 +98,12 @@ class Fp32Forward:
 
 
 class _Place(NamedTuple):
-    """A module where it stands in the model. kept: in fp32. outermost: no module around it is in fp32 and has a
-    forward, so it is called by those that are not."""
+    """A module where it stands in the model.
+
+    Attributes:
+        kept: in fp32.
+        outermost: no module around it is in fp32 and has a forward, so it is called by those that are not.
+    """
 
     name: str
     module: torch.nn.Module

@@ -18,9 +18,11 @@ MAX_SCALE = 2.0**126
 class ScaleChange(NamedTuple):
     """Result of one call of `LossScaler.update`.
 
-    before: the scale of the step that has just ended. after: the scale of the next step. at_minimum: an overflow
-    came, the scale was at `min_scale` already and no hysteresis was left, so that nothing could be done about it;
-    always False for a static scale.
+    Attributes:
+        before: the scale of the step that has just ended.
+        after: the scale of the next step.
+        at_minimum: an overflow came, the scale was at `min_scale` already and no hysteresis was left, so that nothing
+            could be done about it; always False for a static scale.
     """
 
     before: float
@@ -31,11 +33,14 @@ class ScaleChange(NamedTuple):
 class LossScaler:
     """A static or dynamic loss scale with DeepSpeed's parameters.
 
-    scale: the initial value, `2 ** initial_scale_power` for a dynamic scale. dynamic: False keeps `scale` for ever.
-    window: good steps in a row after which the scale is multiplied by `factor`. hysteresis: the number of overflows
-    it takes to divide the scale by `factor`; those before the last only use the hysteresis up. It is refilled when
-    the scale grows, or, with `consecutive_hysteresis`, by every good step; it is not refilled by a division, so that
-    overflows which follow divide at once. min_scale: the scale is never divided below it.
+    Args:
+        scale: the initial value, `2 ** initial_scale_power` for a dynamic scale.
+        dynamic: False keeps `scale` for ever.
+        window: good steps in a row after which the scale is multiplied by `factor`.
+        hysteresis: the number of overflows it takes to divide the scale by `factor`; those before the last only use the
+            hysteresis up. It is refilled when the scale grows, or, with `consecutive_hysteresis`, by every good step;
+            it is not refilled by a division, so that overflows which follow divide at once.
+        min_scale: the scale is never divided below it.
 
     The scale grows after exactly `window` good steps, counted from the start, from the last overflow, or from the last
     growth. DeepSpeed needs one good step more for the first growth and for the first one after an overflow.

@@ -28,12 +28,19 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """``F.cross_entropy`` of the whole logits, the same on all ranks, though no rank has them.
 
-    logits: floating [tokens, ceil(vocabulary / ranks)], this rank's run of the vocabulary; what lies behind its end is
-    padding, and ignored. 16-bit ones are taken to fp32 inside. target: integers [tokens], the same on all ranks.
+    Args:
+        logits: floating [tokens, ceil(vocabulary / ranks)], this rank's run of the vocabulary; what lies behind its end
+            is padding, and ignored. 16-bit ones are taken to fp32 inside.
+        target: integers [tokens], the same on all ranks.
+
     Returns a scalar, or [tokens] with reduction "none", in the dtype of ``logits`` (fp32 under autocast).
 
-    Raises IndexError for targets outside of the vocabulary that are not ``ignore_index`` (on CUDA: a device assertion),
-    and ValueError for another reduction. Called on all ranks of ``comm``, as is its backward, which sends nothing.
+    Raises:
+        IndexError: for targets outside of the vocabulary that are not ``ignore_index`` (on CUDA: a device
+            assertion).
+        ValueError: for another reduction.
+
+    Called on all ranks of ``comm``, as is its backward, which sends nothing.
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f'expected reduction "none", "mean" or "sum", got {reduction!r}')

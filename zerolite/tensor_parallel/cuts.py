@@ -17,9 +17,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 class Cut:
     """This rank's part of a tensor ``full_shape``, cut along ``dim``.
 
-    ranges: (start here, start in the full tensor, length) along ``dim``, ascending on both sides; several where parts
-    that are fused in one tensor (query, key and value) are cut each. length: of ``dim`` here; what no range covers is
-    padding, zeros that no checkpoint has. rank, size: which part of how many.
+    Attributes:
+        ranges: (start here, start in the full tensor, length) along ``dim``, ascending on both sides; several where
+            parts that are fused in one tensor (query, key and value) are cut each.
+        length: of ``dim`` here; what no range covers is padding, zeros that no checkpoint has.
+        rank, size: which part of how many.
 
         full     | q0  q1 | k0  k1 | v0  v1 |      rank 0 of 2: ranges (0, 0, 1), (1, 2, 1), (2, 4, 1)
         rank 0   | q0 | k0 | v0 |

@@ -60,13 +60,17 @@ def apply(
     """Leave this rank's part of ``model`` in it: the same modules and Parameters, with parts of the values of the first
     rank of ``comm``, whose state of random numbers the others take too.
 
-    settings: plan, patterns of module names and styles, or "auto"; divide, "auto" or patterns of attributes;
-    sequence_parallel. device: where collectives are done. stage: the model is a part of a pipeline, in which other
-    patterns than here may match; those that match nothing are returned (["auto"] if nothing is known of this part).
+    Args:
+        settings: plan, patterns of module names and styles, or "auto"; divide, "auto" or patterns of attributes;
+            sequence_parallel.
+        device: where collectives are done.
+        stage: the model is a part of a pipeline, in which other patterns than here may match; those that match nothing
+            are returned (["auto"] if nothing is known of this part).
 
     Raises TensorPlanError, a ValueError, if plan and model do not go together, on all ranks and before anything is
     changed. Called by ``zerolite.initialize`` on all ranks of ``comm``, after the model has been divided into stages
-    and before the engine is built."""
+    and before the engine is built.
+    """
     if comm.world_size == 1:
         return []
     try:

@@ -20,8 +20,11 @@ from torch import nn
 class TensorPlanError(ValueError):
     """The plan and the model do not go together.
 
-    add: a pattern and its style that would help. whole: the module that is better left as it is. What the user has to
-    write for them depends on the plan: see :meth:`beside`.
+    Args:
+        add: a pattern and its style that would help.
+        whole: the module that is better left as it is.
+
+    What the user has to write for them depends on the plan: see :meth:`beside`.
     """
 
     def __init__(self, text: str, *, add: tuple[str, Any] | None = None, whole: str | None = None) -> None:
