@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import zerolite.compat.deepspeed as deepspeed
 from tests.pool import Pools
 
 CASES = "tests.distributed.cases.deepspeed_compat"
+PARTS = "tests.distributed.cases.deepspeed_parts"
 _FAST = {(1, "engine"), (2, "plain"), (3, "by hand")}
 
 
@@ -28,6 +30,41 @@ def test_a_loop_trains_as_plain_pytorch(pools: Pools, stage: int, kind: str) -> 
         assert rank["norms"][0] == pytest.approx(rank["norms"][1], rel=1e-5)
         assert (rank["steps"], rank["batch"], rank["config"]) == (3, (16, 4, 2), stage)
         assert rank["prefixed"] and rank["applied"] and rank["lr"] and rank["note"] == "of the module"
+
+
+CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        pytest.param(1, {"offload_optimizer": CPU}, marks=pytest.mark.slow),
+        pytest.param(2, {"cpu_offload": True}, marks=pytest.mark.slow),
+        pytest.param(3, {"offload_optimizer": {**CPU, "pin_memory": True}}, marks=pytest.mark.slow),
+        (3, {"offload_optimizer": CPU, "offload_param": CPU}),
+    ],
+)
+def test_offload_trains_as_plain_pytorch(pools: Pools, stage: int, zero: dict[str, Any]) -> None:
+    for rank in pools(2).run(f"{CASES}:parity", {"stage": stage, "kind": "engine", "zero": zero}):
+        assert rank["worst"] < 2e-6 and rank["applied"] and rank["steps"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_compiled_module_trains_as_plain_pytorch(pools: Pools, stage: int) -> None:
+    for rank in pools(2).run(f"{CASES}:parity", {"stage": stage, "kind": "compiled"}):
+        assert rank["worst"] < 2e-6 and rank["applied"]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_pipeline_trains_as_its_layers_in_one_process(pools: Pools, stage: int) -> None:
+    for rank in pools(2).run(f"{PARTS}:pipeline", {"stage": stage}):
+        assert rank["found"] == pytest.approx(rank["expected"], rel=1e-5)
+
+
+def test_marked_modules_are_gathered_where_ranks_use_different_parts(pools: Pools) -> None:
+    for worst in pools(2).run(f"{PARTS}:leaf_modules"):
+        assert worst < 1e-6
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])

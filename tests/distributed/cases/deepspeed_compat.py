@@ -86,14 +86,19 @@ def expected(steps: int) -> tuple[dict[str, torch.Tensor], float]:
     return model.state_dict(), norm
 
 
-def make(stage: int) -> Any:
+def make(stage: int, zero: dict[str, Any] | None = None) -> Any:
+    """zero: further keys of zero_optimization."""
     model = Net()
     parameters = (p for p in model.parameters() if p.requires_grad)
-    return deepspeed.initialize(model=model, model_parameters=parameters, config=config_of(stage))[0]
+    config = config_of(stage)
+    config["zero_optimization"] |= zero or {}
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
 
 
-def parity(stage: int, kind: str) -> dict[str, Any]:
-    engine = make(stage)
+def parity(stage: int, kind: str, zero: dict[str, Any] | None = None) -> dict[str, Any]:
+    engine = make(stage, zero)
+    if kind == "compiled":
+        engine.compile(backend="eager")
     train(engine, kind, range(STEPS))
     state, norm = expected(STEPS)
     found = engine._zero3_consolidated_16bit_state_dict()

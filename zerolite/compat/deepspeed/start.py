@@ -9,6 +9,7 @@ import torch
 
 import zerolite
 from zerolite.compat.deepspeed.comm import init_distributed
+from zerolite.compat.deepspeed.pipe import PipelineModule
 from zerolite.compat.deepspeed.runtime.config import is_stage3, read_config
 from zerolite.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from zerolite.compat.deepspeed.utils import z3_leaf_module
@@ -19,7 +20,7 @@ _DEFAULT_PORT = 29500
 
 def initialize(
     args: Any = None,
-    model: torch.nn.Module | None = None,
+    model: Any = None,
     optimizer: Any = None,
     model_parameters: Any = None,
     training_data: Any = None,
@@ -39,18 +40,11 @@ def initialize(
     ``training_data`` and its schedule, each None where there is none. Raises ValueError for arguments that zerolite
     does not support, ConfigError for the config. Called on all ranks.
     """
-    if model is None:
-        raise ValueError("deepspeed.initialize: expected a model, got None; pass model=")
-    for name, value, instead in (
-        ("mpu", mpu, "tensor_parallel.size in the config"),
-        ("mesh_param", mesh_param, "tensor_parallel.size in the config"),
-    ):
-        if value is not None:
-            raise ValueError(f"deepspeed.initialize: {name} is not supported, got {value!r}; use {instead}")
+    _check_arguments(model, mpu, mesh_param)
     found = read_config(_config_of(args, config, config_params))
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    values = dict(found.zerolite)
+    values = _with_deepspeeds_defaults(found.zerolite, model)
     if optimizer is not None:
         if values.pop("optimizer", None) is not None:
             warn_once("initialize: the optimizer that was passed counts, not that of the config")
@@ -62,12 +56,6 @@ def initialize(
     if optimizer is None and values.get("optimizer") is None:  # an engine that only evaluates
         model_parameters = lr_scheduler = None
         values.pop("scheduler", None)
-    if is_stage3(values):
-        _add_leaf_modules(model, values)
-    # A plain loss.backward() is divided by gradient_accumulation_steps too, and a save replaces what another run has
-    # saved under the same tag.
-    values.setdefault("divide_plain_backward", True)
-    values["checkpoint"] = {"overwrite": True, **(values.get("checkpoint") or {})}
     engine = zerolite.initialize(
         model,
         values,
@@ -94,14 +82,31 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-def _add_leaf_modules(model: torch.nn.Module, values: dict[str, Any]) -> None:
-    """Name in the config what ``set_z3_leaf_modules`` has marked."""
-    names = [name for name, module in model.named_modules() if z3_leaf_module(module)]
+def _check_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
+    if model is None:
+        raise ValueError("deepspeed.initialize: expected a model, got None; pass model=")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ValueError(
+                f"deepspeed.initialize: {name} is not supported, got {value!r}; use tensor_parallel.size in the config"
+            )
+
+
+def _with_deepspeeds_defaults(given: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """The config with what DeepSpeed does unasked: a plain ``loss.backward()`` is divided by
+    gradient_accumulation_steps, a save replaces what another run has saved under the same tag, a PipelineModule says
+    its number of stages, and modules that ``set_z3_leaf_modules`` has marked are units of stage 3."""
+    values = {"divide_plain_backward": True, **given}
+    values["checkpoint"] = {"overwrite": True, **(values.get("checkpoint") or {})}
+    if isinstance(model, PipelineModule) and model.num_stages is not None:
+        values["pipeline"] = {"stages": model.num_stages, **(values.get("pipeline") or {})}
+    names = [name for name, module in model.named_modules() if z3_leaf_module(module)] if is_stage3(values) else []
     if names:
         zero = values["zero_optimization"]
         block = zero.get("leaf_module") or {}
         block = {**block, "names": [*block.get("names", ()), *names]}
         values["zero_optimization"] = {**zero, "leaf_module": block}
+    return values
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
