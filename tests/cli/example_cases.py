@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.cli.helpers import ROOT
@@ -78,104 +77,7 @@ def run_script(path: str, arguments: list[str], port: int) -> str:
 # ------------------------------------------------------------------------------------------------ GAN
 
 
-def train_gan(configs: list[dict[str, Any]], sections: Sections, steps: int) -> dict[str, Any]:
-    """Short runs of the example, by name: losses of this rank, final weights, the judge's verdict."""
-    gan = load("gan")
-    results = {}
-    for name, section in sections.items():
-        engines = gan.make_engines([{**config, "zero_optimization": section} for config in configs])
-        losses = [[loss.item() for loss in gan.train_step(*engines, step)] for step in range(1, steps + 1)]
-        weights = [engine.full_state_dict() for engine in engines]
-        results[name] = {"losses": losses, "weights": weights, "judge": gan.judge(engines[0])}
-        del engines
-    return results
-
-
-class Alone:
-    """The part of an engine's interface that the example's functions use, for a plain module on one process."""
-
-    rank, world_size, device = 0, 1, torch.device("cpu")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.module(x)
-
-    def gather(self, rows: Tensor) -> Tensor:
-        return rows
-
-
-def train_plain_gan(configs: list[dict[str, Any]], steps: int, parts: int) -> dict[str, Any]:
-    """The two-optimizer loop of plain PyTorch on the joint batch; gradients are the mean of those of ``parts`` equal
-    parts of it. Losses are by step, part and network."""
-    torch.set_num_threads(1)  # as in the workers
-    gan = load("gan")
-    generator, discriminator = networks = gan.networks()
-    optimizers = [
-        plain_optimizer(config, network.parameters()) for config, network in zip(configs, networks, strict=True)
-    ]
-    count = configs[0]["train_batch_size"]
-    size = count // parts
-    losses: list[list[list[float]]] = []
-    for step in range(1, steps + 1):
-        rows = [gan.draw(step, count, part * size, size) for part in range(parts)]
-        losses.append([[] for _ in rows])
-        optimizers[1].zero_grad()
-        for part, (real, noise, _) in enumerate(rows):
-            loss = gan.discriminator_loss(discriminator, real, generator(noise).detach())
-            (loss / parts).backward()
-            losses[-1][part].append(loss.item())
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        for part, (_, _, noise) in enumerate(rows):
-            loss = gan.generator_loss(generator, discriminator, noise)
-            (loss / parts).backward()
-            losses[-1][part].append(loss.item())
-        optimizers[0].step()
-    weights = [dict(network.state_dict()) for network in networks]
-    return {"losses": losses, "weights": weights, "judge": gan.judge(Alone(generator))}
-
-
 # ------------------------------------------------------------------------------------------------ digits
-
-
-def train_digits(config: dict[str, Any], sections: Sections, steps: int) -> dict[str, Any]:
-    """Short runs of the example, by name: losses of this rank, final state (buffers too), accuracy on the test set."""
-    digits = load("digits")
-    train_set, test_set = digits.load_data()
-    results = {}
-    for name, section in sections.items():
-        engine = digits.make_engine({**config, "zero_optimization": section}, train_set)
-        batches = zip(range(steps), engine.dataloader, strict=False)
-        losses = [digits.train_step(engine, *batch).item() for _, batch in batches]
-        accuracy = digits.accuracy(engine, engine.deepspeed_io(test_set, batch_size=64, route="eval"))
-        results[name] = {"losses": losses, "state": engine.full_state_dict(), "accuracy": accuracy}
-        del engine, batches
-    return results
-
-
-def train_plain_digits(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """One process, torch's BatchNorm2d, the joint batches: DistributedSampler's order for one rank."""
-    torch.set_num_threads(1)  # as in the workers
-    digits = load("digits")
-    train_set, test_set = digits.load_data()
-    torch.manual_seed(0)
-    model = digits.Classifier(nn.BatchNorm2d)
-    optimizer = plain_optimizer(config, model.parameters())
-    sampler = torch.utils.data.DistributedSampler(train_set, num_replicas=1, rank=0)
-    loader = torch.utils.data.DataLoader(train_set, batch_size=config["train_batch_size"], sampler=sampler)
-    losses = []
-    for _, (images, labels) in zip(range(steps), loader, strict=False):
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    images, labels = test_set.tensors
-    with torch.no_grad():
-        accuracy = (model.eval()(images).argmax(dim=1) == labels).float().mean().item()
-    return {"losses": losses, "state": dict(model.state_dict()), "accuracy": accuracy}
 
 
 def uneven_rows(rank: int) -> slice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,18 +27,9 @@ Path(__file__).with_name(f"report.{os.environ['RANK']}.json").write_text(json.du
 
 def job_environment(**changes: str | None) -> dict[str, str]:
     """The environment without what a surrounding launcher or job may have set; `None` removes a variable."""
-    dropped = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "OMP_NUM_THREADS",
-        "CUDA_VISIBLE_DEVICES",
-    )
-    environ = {
-        k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(("TORCHELASTIC_", "SLURM_"))
-    }
+    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    prefixes = ("TORCHELASTIC_", "SLURM_", "CUDA_VISIBLE_")
+    environ = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(prefixes)}
     for name, value in changes.items():
         if value is None:
             environ.pop(name, None)
@@ -78,6 +70,12 @@ def read_reports(directory: Path, nproc: int) -> list[dict[str, object]]:
     """Return what each rank wrote, in rank order; exactly `nproc` reports must be there."""
     assert len(list(directory.glob("report.*.json"))) == nproc
     return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def is_running(pid: int) -> bool:

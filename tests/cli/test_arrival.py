@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.cli.helpers import free_port
 from tests.pool import Pool
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
@@ -24,12 +25,6 @@ def pool() -> Iterator[Pool]:
     """Three processes without a process group."""
     with Pool(3, init_group=False) as pool:
         yield pool
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def ranks(*numbers: int | None, world: int = 3) -> list[dict[str, str] | None]:
@@ -55,9 +50,7 @@ def test_they_may_start_again_in_the_same_processes(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "missing", [pytest.param([1], marks=pytest.mark.slow), [1, 2], pytest.param([2], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("missing", [[1], [1, 2], [2]])
 def test_who_does_not_come_is_named(pool: Pool, missing: list[int]) -> None:
     places = ranks(*(None if number in missing else number for number in range(3)))
     results = start(pool, places, timeout=1.0, warn_after=0.3)
@@ -92,15 +85,6 @@ def test_one_rank_twice(pool: Pool) -> None:
         assert result["seconds"] < 10
 
 
-@pytest.mark.slow
-def test_rank_0_twice(pool: Pool) -> None:
-    port = free_port()
-    results = start(pool, ranks(0, 1, 0), port, timeout=1.5, late=0.3)
-    assert f"rank 0 cannot listen at port {port}" in results[2]["error"]
-    assert "another process of this job has rank 0 too" in results[2]["error"]
-    assert "rank 2 of 3 did not arrive" in results[0]["error"]
-
-
 def test_different_world_sizes(pool: Pool) -> None:
     places = [*ranks(0, world=2), *ranks(1, 2, world=3)]
     for result in start(pool, places, timeout=5.0, late=0.5):
@@ -116,15 +100,6 @@ def test_another_program_at_the_port(pool: Pool) -> None:
         results = start(pool, ranks(0, 1, None), port, timeout=1.0)
     assert f"rank 0 cannot listen at port {port}" in results[0]["error"]
     assert f"something listens at 127.0.0.1:{port}, but it does not answer" in results[1]["error"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["tcp", "file"])
-def test_missing_at_an_address_that_was_given(pool: Pool, tmp_path: Path, method: str) -> None:
-    address = f"tcp://127.0.0.1:{free_port()}" if method == "tcp" else f"file://{tmp_path}/rendezvous"
-    case = {"init_method": address, "rank": 0, "world_size": 3, "timeout": 0.5}
-    results = start(pool, [{}, None, None], **case)
-    assert "ranks 1 and 2 of 3 did not arrive within 0.5 s" in results[0]["error"]
 
 
 def test_a_rank_that_has_exited_is_not_waited_for(pool: Pool) -> None:

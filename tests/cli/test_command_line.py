@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import COMMAND, ROOT, job_environment, run_command
+from tests.cli.helpers import ROOT, job_environment, run_command
 from zerolite.version import __version__
 
 IMPORTED_BY_HELP = """\
@@ -59,46 +59,27 @@ def check_mistake(result: subprocess.CompletedProcess[str], *parts: str) -> None
         assert part in last, (part, last)
 
 
-def test_nothing_to_run(tmp_path: Path) -> None:
-    check_mistake(run_command(cwd=tmp_path), "expected a script")
-    check_mistake(run_command("--nproc", "2", cwd=tmp_path), "expected a script")
-
-
-def test_missing_script(tmp_path: Path) -> None:
-    check_mistake(run_command("no such.py", "--lr", "1", cwd=tmp_path), "no such.py", str(tmp_path))
-
-
-def test_directory_instead_of_script(tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    check_mistake(run_command("src", cwd=tmp_path), "'src' is a directory")
-
-
-def test_missing_module(tmp_path: Path) -> None:
-    check_mistake(run_command("-m", "no_such_package.train", cwd=tmp_path), "no_such_package")
-    check_mistake(run_command("-m", "dir/train.py", cwd=tmp_path), "dir/train.py")
-    check_mistake(run_command("-m", cwd=tmp_path), "-m")
-
-
-@pytest.mark.fast("0-1 or more")
+@pytest.mark.fast("no script", "missing script", "port 0", "no such option")
 @pytest.mark.parametrize(
-    ("nproc", "part"),
+    ("arguments", "parts"),
     [
-        ("0", "1 or more"),
-        ("-3", "1 or more"),
-        ("1000000", "limit"),
-        ("two", "invalid int value"),
-        ("1.5", "invalid int"),
+        pytest.param(["--nproc", "2"], ["expected a script"], id="no script"),
+        pytest.param(["no such.py", "--lr", "1"], ["no such.py", "{directory}"], id="missing script"),
+        pytest.param(["."], ["'.' is a directory"], id="directory"),
+        pytest.param(["-m", "no_such_package.train"], ["no_such_package"], id="missing module"),
+        pytest.param(["-m", "dir/train.py"], ["dir/train.py"], id="path of a module"),
+        pytest.param(["--nproc=0", "train.py"], ["--nproc", "1 or more"], id="0 processes"),
+        pytest.param(["--nproc=1000000", "train.py"], ["--nproc", "limit"], id="many processes"),
+        pytest.param(["--nproc=1.5", "train.py"], ["--nproc", "invalid int"], id="half a process"),
+        pytest.param(["--master-port=0", "train.py"], ["--master-port", "0"], id="port 0"),
+        pytest.param(["--master-port=65536", "train.py"], ["--master-port", "65536"], id="port too large"),
+        pytest.param(["--nprocs", "2", "train.py"], ["--nprocs"], id="no such option"),
+        pytest.param(["--nproc=1", "--master", "29500", "train.py"], ["--master"], id="abbreviation"),
     ],
 )
-def test_number_of_processes(tmp_path: Path, nproc: str, part: str) -> None:
+def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
     (tmp_path / "train.py").write_text("")
-    check_mistake(run_command(f"--nproc={nproc}", "train.py", cwd=tmp_path), "--nproc", part)
-
-
-@pytest.mark.parametrize("port", ["0", "65536", "-1", "http"])
-def test_port_out_of_range(tmp_path: Path, port: str) -> None:
-    (tmp_path / "train.py").write_text("")
-    check_mistake(run_command(f"--master-port={port}", "train.py", cwd=tmp_path), "--master-port", port)
+    check_mistake(run_command(*arguments, cwd=tmp_path), *(part.format(directory=tmp_path) for part in parts))
 
 
 def test_port_in_use(tmp_path: Path) -> None:
@@ -106,12 +87,6 @@ def test_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         check_mistake(run_command("--master-port", port, "train.py", cwd=tmp_path), f"--master-port {port}", "in use")
-
-
-def test_unknown_and_abbreviated_options(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("")
-    check_mistake(run_command("--nprocs", "2", "train.py", cwd=tmp_path), "--nprocs")
-    check_mistake(run_command("--nproc=1", "--master", "29500", "train.py", cwd=tmp_path), "--master")
 
 
 @pytest.mark.slow
@@ -135,7 +110,3 @@ def test_import_zerolite_alone_does_not_import_torch() -> None:
     code = "import sys, zerolite; zerolite.__version__; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.stdout == "False\n", result.stderr
-
-
-def test_command_is_that_of_this_checkout() -> None:
-    assert Path(COMMAND[1]).stat().st_mode & 0o111, "bin/zerolite is not executable"

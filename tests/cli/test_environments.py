@@ -123,13 +123,6 @@ def test_mpirun_on_several_hosts(script: Path) -> None:
 
 @needs_mpirun
 @pytest.mark.slow
-def test_mpirun_with_one_process(script: Path) -> None:
-    (output,) = finish([start(["mpirun", "-n", "1", sys.executable, script], **ALLOWED)])
-    assert places(output) == [(0, 1, 0, "none")], "no port is needed"
-
-
-@needs_mpirun
-@pytest.mark.slow
 def test_a_job_started_inside_of_mpirun(script: Path) -> None:
     """The launcher's variables count, not those of the mpirun around it."""
     (output,) = finish([start(["mpirun", "-n", "1", *COMMAND, "--nproc", "2", "--tee", "all", script], **ALLOWED)])
@@ -154,22 +147,6 @@ def test_srun(script: Path) -> None:
     """Two tasks run with the variables of srun, which are set here."""
     outputs = finish([start([sys.executable, script], **slurm(rank, rank)) for rank in range(2)])
     assert numbers(*outputs) == [(0, 2, 0), (1, 2, 1)]
-
-
-@pytest.mark.slow
-def test_srun_with_one_task_on_each_of_two_hosts(script: Path) -> None:
-    """Both have local rank 0, and rank 0 is on the first host of the list."""
-    hosts = {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_ID": "1"}
-    outputs = finish([start([sys.executable, script], **slurm(rank, 0, **hosts)) for rank in range(2)])
-    assert numbers(*outputs) == [(0, 2, 0), (1, 2, 0)]
-
-
-@pytest.mark.slow
-def test_a_script_in_a_shell_of_slurm_is_alone(script: Path) -> None:
-    """salloc's shell and sbatch's script know the number of tasks, and are none of them."""
-    shell = slurm(0, 0, SLURM_NTASKS="4", SLURM_STEP_ID=str(0xFFFFFFFA))
-    (output,) = finish([start([sys.executable, script], **shell)])
-    assert numbers(output) == [(0, 1, 0)]
 
 
 @pytest.mark.slow

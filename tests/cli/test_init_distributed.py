@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.helpers import free_port
 
 SCRIPT = """
 import sys, threading
@@ -52,14 +53,8 @@ def run(script: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str
     )
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [pytest.param("tcp", marks=pytest.mark.slow), "file"])
+@pytest.mark.parametrize("method", ["tcp", "file"])
 def test_spawned_processes(tmp_path: Path, method: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -87,14 +86,6 @@ def test_module_and_threads(tmp_path: Path) -> None:
     assert len(lines) == 1 and "8 processes" in lines[0]
 
 
-@pytest.mark.slow
-def test_default_is_one_process_and_the_users_threads_stay(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(REPORT_SCRIPT)
-    result = run_command("train.py", cwd=tmp_path, OMP_NUM_THREADS="3", CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0, result.stderr
-    (report,) = read_reports(tmp_path, 1)
-    assert (report["WORLD_SIZE"], report["OMP_NUM_THREADS"]) == ("1", "3")
-    assert result.stderr == ""
 
 
 @pytest.mark.slow
@@ -141,15 +132,6 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
     assert len(ports) == 2
 
 
-@pytest.mark.slow
-def test_given_port_is_used(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    (tmp_path / "train.py").write_text(REPORT_SCRIPT + ALL_REDUCE)
-    result = run_command("--master-port", port, "--nproc", "2", "train.py", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert [(report["MASTER_PORT"], report["sum"]) for report in read_reports(tmp_path, 2)] == [(port, 3.0)] * 2
 
 
 # What a script can find out about how it is run, without being told.

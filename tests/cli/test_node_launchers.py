@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from tests.cli.helpers import COMMAND
 from tests.cli.namespaces import environment
-from tests.cli.sites import (
-    END_S,
-    REPORT,
-    TRAIN,
-    WAIT,
-    MakeSite,
-    Site,
-    build_site,
-    needs_hosts,
-    read_losses,
-)
+from tests.cli.sites import END_S, REPORT, TRAIN, WAIT, MakeSite, Site, needs_hosts, read_losses
 
 pytestmark = needs_hosts
 
@@ -40,12 +26,6 @@ tasks = [subprocess.Popen(["ssh", "-F", os.environ["SSH_CONFIG"], name, shlex.jo
          ["env", f"SLURMD_NODENAME={name}", *sys.argv[first:]])], stdin=subprocess.DEVNULL) for name in reversed(names)]
 sys.exit(max(task.wait() for task in tasks))
 """
-
-
-@pytest.fixture
-def make_site(tmp_path: Path) -> Iterator[MakeSite]:
-    with ExitStack() as stack:
-        yield functools.partial(build_site, stack, tmp_path)
 
 
 @pytest.mark.slow

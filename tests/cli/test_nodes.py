@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 
@@ -17,23 +14,9 @@ import pytest
 
 from tests.cli.helpers import COMMAND
 from tests.cli.namespaces import VirtualHost
-from tests.cli.sites import (
-    END_S,
-    REPORT,
-    TRAIN,
-    MakeSite,
-    build_site,
-    needs_hosts,
-    read_losses,
-)
+from tests.cli.sites import END_S, REPORT, TRAIN, MakeSite, needs_hosts, read_losses
 
 pytestmark = needs_hosts
-
-
-@pytest.fixture
-def make_site(tmp_path: Path) -> Iterator[MakeSite]:
-    with ExitStack() as stack:
-        yield functools.partial(build_site, stack, tmp_path)
 
 
 def test_a_job_on_two_hosts(make_site: MakeSite) -> None:

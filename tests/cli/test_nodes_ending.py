@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from tests.cli.helpers import COMMAND
-from tests.cli.sites import (
-    END_S,
-    WAIT,
-    MakeSite,
-    build_site,
-    find_process,
-    needs_hosts,
-    read_losses,
-)
+from tests.cli.sites import END_S, WAIT, MakeSite, find_process, needs_hosts, read_losses
 
 pytestmark = needs_hosts
 
@@ -56,12 +44,6 @@ for step in range(engine.global_steps, 8):
         open(f"arrived.{rank}", "w").close()
         time.sleep(3)
 """
-
-
-@pytest.fixture
-def make_site(tmp_path: Path) -> Iterator[MakeSite]:
-    with ExitStack() as stack:
-        yield functools.partial(build_site, stack, tmp_path)
 
 
 @pytest.mark.slow

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, run_command
+from tests.cli.helpers import run_command
 from zerolite.diagnostics import report
-from zerolite.utils.builder import op_builder
 from zerolite.version import __version__
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
@@ -61,22 +58,6 @@ def test_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> None:
     assert len({len(match[1]) for match in pairs if match}) == 1, "the values are not aligned"
 
 
-@pytest.mark.parametrize("command", [[str(ROOT / "bin" / "zerolite_report")], ["-m", "zerolite.diagnostics.report"]])
-def test_other_ways_to_ask(command: list[str], tmp_path: Path) -> None:
-    """Without torch on the path (`-S`), which these must survive and which makes them quick."""
-    environ = job_environment(PYTHONPATH=str(ROOT) if command[0] == "-m" else None, ZEROLITE_CACHE_DIR=str(tmp_path))
-    result = subprocess.run(
-        [sys.executable, "-S", *command, "--json"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert json.loads(result.stdout)["versions"]["zerolite"] == __version__, result.stderr
-    assert os.access(ROOT / "bin" / "zerolite_report", os.X_OK)
-
-
 @pytest.mark.slow
 @needs_compiler
 def test_build(tmp_path: Path, ask: Callable[..., str]) -> None:
@@ -93,14 +74,6 @@ def test_build(tmp_path: Path, ask: Callable[..., str]) -> None:
     assert str(path) in ask()
 
 
-def test_the_compiler_of_the_cuda_kernels() -> None:
-    def used(*compatible: str) -> str:
-        return report.cuda_kernels([{"name": name, "compatible": name in compatible} for name in op_builder.OPS])
-
-    assert used("cuda_kernels", "cuda_kernels_nvrtc") == used("cuda_kernels") == "compiled by nvcc"
-    assert used("cuda_kernels_nvrtc").startswith("compiled by NVRTC") and used("cpu_kernels").startswith("none")
-
-
 def test_why_not(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("CUDA_HOME", "/no such toolkit")
@@ -115,12 +88,6 @@ def test_why_not(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> No
     assert re.search(r"compatible +no\n +built +no\n +why not +ZEROLITE_KERNELS=0", ask())
 
 
-@needs_compiler
-def test_unusable_cache(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROLITE_CACHE_DIR", "/proc/zerolite")
-    text = ask()
-    assert re.search(r"usable +no: .*/proc/zerolite", text)
-    assert re.search(r"compatible +yes\n +built +no\n +note +the cache cannot be used", text)
 
 
 @pytest.mark.slow
@@ -133,15 +100,6 @@ def test_torch_that_does_not_import(tmp_path: Path) -> None:
     assert answer["process groups"]["backends"] == "unknown"
 
 
-@pytest.mark.slow
-def test_script_called_report_is_run(tmp_path: Path) -> None:
-    """A script called report runs as before; a directory of that name does not count as a script."""
-    (tmp_path / "report").write_text("import sys; print('script', sys.argv[1:])\n")
-    result = run_command("report", "--json", cwd=tmp_path)
-    assert result.stdout == "script ['--json']\n", result.stderr
-    (tmp_path / "report").unlink()
-    (tmp_path / "report").mkdir()
-    assert run_command("report", cwd=tmp_path).stdout.startswith("versions\n")
 
 
 def test_help_and_mistakes(tmp_path: Path) -> None:
@@ -150,16 +108,3 @@ def test_help_and_mistakes(tmp_path: Path) -> None:
     assert "zerolite report" in run_command("--help", cwd=tmp_path).stdout
     result = run_command("report", "--jsn", cwd=tmp_path)
     assert result.returncode == 2 and "--jsn" in result.stderr
-
-
-def test_instruction_set_needs_all_features() -> None:
-    """Derived from the flags of the objects, where the library is not there to be asked."""
-    if report.platform.machine() != "x86_64":
-        pytest.skip("only x86-64 has several")
-    avx2 = ["avx2", "fma", "f16c"]
-    avx512 = ["avx512f", "avx512bw", "avx512vl", "avx512dq", *avx2]
-    assert report.instruction_set([], []) == "plain"
-    assert report.instruction_set(avx2[:-1], []) == "plain"
-    assert report.instruction_set(avx2, []) == "avx2"
-    assert report.instruction_set(avx512[1:], []) == "avx2"
-    assert report.instruction_set(avx512, []) == "avx512"

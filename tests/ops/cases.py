@@ -211,11 +211,7 @@ class _Placed:
 
 
 def problem(
-    name: str,
-    numels: Sequence[int] = (1003,),
-    step: int = 7,
-    special: float = 0.05,
-    **options: Any,
+    name: str, numels: Sequence[int] = (1003,), step: int = 7, special: float = 0.05, **options: Any
 ) -> Problem:
     """One segment for each tensor; options are fields of Problem."""
     of = rule(name)

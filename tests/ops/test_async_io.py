@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import json
@@ -61,17 +60,6 @@ def test_any_lengths_and_positions(backend: str, depth: int, threads: int, file:
             assert os.pread(file, nbytes, offset) == bytes(source.tolist())
             io.read(file, into, offset).wait()
             assert torch.equal(into, source)
-
-
-@backends
-def test_what_is_around_stays_as_it_is(backend: str, file: int) -> None:
-    os.pwrite(file, b"\1" * 30_000, 0)
-    memory = torch.full((30_000,), 2, dtype=torch.uint8)
-    with make(backend) as io:
-        io.write(file, memory[100:20_000], 5000).wait()
-        assert os.pread(file, 40_000, 0) == b"\1" * 5000 + b"\2" * 19_900 + b"\1" * 5100
-        io.read(file, memory[7:10], 1).wait()
-    assert memory.tolist() == [2] * 7 + [1] * 3 + [2] * 29_990
 
 
 @backends
@@ -184,18 +172,6 @@ def test_short_writes_are_continued_until_the_error(backend: str, file: int) -> 
     assert os.pread(file, 50_000, 0) == bytes(numbers(50_000)[:10_000].tolist())
 
 
-@pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_nothing_more_is_begun_after_a_failure(backend: str, file: int) -> None:
-    memory = host_memory(100 * BLOCK, pin=False)
-    libc = ctypes.CDLL(None)
-    first = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(BLOCK)
-    assert libc.mprotect(*first, 0) == 0
-    with make(backend, queue_depth=1) as io:
-        request = io.write(file, memory, 0)
-        with pytest.raises(OSError, match="failed after 0 of them, at byte 0: Bad address"):
-            request.wait()
-    assert libc.mprotect(*first, 3) == 0
-    assert os.fstat(file).st_size == 0
 
 
 @backends
@@ -257,19 +233,6 @@ def test_nobody_needs_to_wait(backend: str, file: int, caplog: pytest.LogCapture
         io.read(file, numbers(10), 1_000_000)
     assert "A request that was not waited for has failed: [Errno 5] reading 10 bytes at byte 1000000" in caplog.text
     io.close()
-
-
-@backends
-def test_waiting_from_several_threads(backend: str, file: int) -> None:
-    with make(backend) as io:
-        request = io.write(file, numbers(3_000_000), 0)
-        waiters = [threading.Thread(target=request.wait) for _ in range(3)]
-        for waiter in waiters:
-            waiter.start()
-        for waiter in waiters:
-            waiter.join(30)
-            assert not waiter.is_alive()
-        assert request.ended()
 
 
 def test_arguments_out_of_range() -> None:
@@ -373,19 +336,6 @@ def run_shimmed(shim: Path, tmp_path: Path, options: dict[str, object], **variab
     return result.stdout.strip(), [int(count) for count in entered]
 
 
-@needs_compiler
-@pytest.mark.slow
-def test_keys_of_the_config_do_what_they_say(shim: Path, tmp_path: Path) -> None:
-    make("io_uring").close()
-    out, together = run_shimmed(shim, tmp_path, {"overlap_events": False}, SHIM_LOG="1")
-    assert out == "io_uring True"
-    # 200 blocks twice, 8 at a time; and the bell that wakes the thread, alone or with them.
-    assert together.count(8) + together.count(9) == 50 and set(together) <= {0, 1, 8, 9}
-    out, overlapped = run_shimmed(shim, tmp_path, {}, SHIM_LOG="1")
-    assert out == "io_uring True" and sum(overlapped) >= 400  # how many at a time is the disk's affair
-    out, single = run_shimmed(shim, tmp_path, {"single_submit": True}, SHIM_LOG="1")
-    assert out == "io_uring True"
-    assert sum(count > 0 for count in single) >= 400 and max(single) <= 2
 
 
 @needs_compiler
@@ -398,16 +348,3 @@ def test_trouble_with_io_uring(shim: Path, tmp_path: Path) -> None:
         run_shimmed(shim, tmp_path, {"backend": "io_uring"}, SHIM_NO_RING="1")
 
 
-@pytest.mark.slow
-def test_a_program_that_ends_in_the_middle(tmp_path: Path) -> None:
-    """Requests that were begun are finished."""
-    code = f"""
-import os, sys, torch
-from zerolite.ops.async_io import AsyncIO
-io = AsyncIO(block_size=4096, queue_depth=2, backend=sys.argv[1])
-fd = os.open({str(tmp_path / "file")!r}, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-requests = [io.write(fd, torch.full((100_000,), 5, dtype=torch.uint8), 100_000 * i) for i in range(50)]
-"""
-    for backend in ("threads", "io_uring", "python"):
-        subprocess.run([sys.executable, "-c", code, backend], check=True, timeout=60)
-        assert (tmp_path / "file").read_bytes() == b"\5" * 5_000_000

@@ -94,13 +94,6 @@ def test_the_library_has_the_functions_that_python_calls(compiled: tuple[Path, s
     assert kernels._error_string(-209) == b"no kernel image is available for execution on the device"
 
 
-def test_accesses_are_wide_and_to_global_memory(ptx: str) -> None:
-    """16 bytes of fp32, 8 of a 16-bit dtype, and none whose kind of memory the compiler did not find out."""
-    for access in ("ld.global.v4.", "st.global.v4.", "ld.global.v2.", "st.global.v2."):
-        assert access in ptx
-    assert re.findall(r"\b(?:ld|st)\.v[24]\.\w+|\bst\.\w?\d+", ptx) == []
-
-
 def test_arithmetic_is_rounded_correctly(ptx: str) -> None:
     """Nothing is approximated, no denormal is flushed, and nothing fused but what the rules fuse."""
     operations = set(re.findall(r"\b(?:add|sub|mul|fma|div|sqrt|rcp|rsqrt|mad)\.[\w.]*f(?:32|64)", ptx))

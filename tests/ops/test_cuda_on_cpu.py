@@ -20,7 +20,6 @@ from tests.ops.cuda_calls import (
     Dtypes,
     all_dtypes,
     copy_call,
-    copy_tensor,
     differences,
     flat,
     make_call,
@@ -139,11 +138,6 @@ def test_many_segments(kernels: SimulatedKernels, cpu: CpuKernels, count: int) -
         assert kernels.launches == (1 if filled else 0)
 
 
-def test_long_segments_in_a_table_in_memory(kernels: SimulatedKernels, cpu: CpuKernels) -> None:
-    lengths = [UPDATE_CHUNK + i if i % 9 == 0 else i for i in range(2 * UPDATE_ROOM)]
-    check_update(kernels, cpu, make_call(LION, FP32, lengths, lambda array, tensor: tensor % 5))
-
-
 @pytest.mark.parametrize("skip", [1.0, float("inf"), float("nan")])
 def test_a_skipped_call_changes_nothing(kernels: SimulatedKernels, skip: float) -> None:
     call = make_call(ADAM, FP32, (17, UPDATE_CHUNK + 1), skip=skip)
@@ -175,12 +169,6 @@ def test_a_bad_segment_is_refused_before_anything_changes(
     with pytest.raises(RuntimeError, match="kernel for the norm could not be started on cpu: a segment outside"):
         kernels.squares(sums, call.params, call.table)
     assert sums.item() == 0.0
-
-
-def test_another_interface_is_refused(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerolite.ops.interface.ABI", 0)
-    with pytest.raises(RuntimeError, match="CUDA kernels have interface \\d+, expected 0; rebuild them"):
-        CudaKernels(library)
 
 
 def finite(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -240,12 +228,3 @@ def test_squares_of_many_segments(library: ctypes.CDLL, count: int, owners: int)
         kernels = SimulatedKernels(library, capturing)
         kernels.squares(sums, [value], table)
         assert torch.equal(sums, wanted)
-
-
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_squares_show_what_is_not_finite(kernels: SimulatedKernels, bad: float) -> None:
-    values = [copy_tensor(finite(NORM_CHUNK + 5, 0, torch.bfloat16, i)) for i in range(2)]
-    values[1][-1] = bad
-    sums = torch.zeros(2, dtype=torch.float64)
-    kernels.squares(sums, values, torch.tensor([(i, 0, NORM_CHUNK + 5, i) for i in range(2)]))
-    assert sums.isfinite().tolist() == [True, False]

@@ -166,14 +166,6 @@ TABLE = r"expected a contiguous int64 table \[segments, 4\]"
 ROWS = rf"expected contiguous fp32 rows \[rows, {COLUMNS}\]"
 
 
-def _gapped(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.t().contiguous().t()
-
-
-def _strided(n: int) -> torch.Tensor:
-    return torch.zeros(2 * n)[::2]
-
-
 REFUSED: dict[str, tuple[Change, str]] = {
     "params in float64": (
         lambda a: {"params": [p.double() for p in a["params"]]},
@@ -183,46 +175,23 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda a: {"params": [*a["params"][:2], a["params"][2].half()]},
         r"expected params\[2\] contiguous, torch.float32 on cpu, .* got torch.float16 \[17\] on cpu",
     ),
-    "params with gaps": (
-        lambda a: {"params": [_strided(40), *a["params"][1:]]},
-        r"expected params\[0\] contiguous.*with gaps",
-    ),
-    "integer grads": (lambda a: {"grads": [g.int() for g in a["grads"]]}, "expected grads of torch.float32.*int32"),
+    "params with gaps": (lambda a: {"params": [torch.zeros(80)[::2], *a["params"][1:]]}, r"params\[0\].*with gaps"),
     "too few grads": (lambda a: {"grads": a["grads"][:2]}, "expected as many grads as params, 3, got 2"),
     "short grads": (
         lambda a: {"grads": [a["grads"][0][:39], *a["grads"][1:]]},
         r"expected grads\[0\] contiguous, .* with the 40 elements of params\[0\], got torch.bfloat16 \[39\] on cpu",
     ),
-    "grads elsewhere": (
-        lambda a: {"grads": [g.to("meta") for g in a["grads"]]},
-        r"expected grads\[0\] contiguous, torch.bfloat16 on cpu, .* on meta",
-    ),
-    "states of another number": (
-        lambda a: {"states": [state[:1] for state in a["states"]]},
-        "expected as many .* as params, 3, got 1",
-    ),
-    "short states": (
-        lambda a: {"states": [[s[:2] for s in state] for state in a["states"]]},
-        "contiguous, .* with the 40 elements",
-    ),
+    "grads elsewhere": (lambda a: {"grads": [g.to("meta") for g in a["grads"]]}, r"grads\[0\] contiguous.* on meta"),
+    "short states": (lambda a: {"states": [[s[:2] for s in x] for x in a["states"]]}, "contiguous, .* the 40 elements"),
     "outs in fp32": (
         lambda a: {"outs": [o.float() for o in a["outs"]]},
         "expected outs of torch.bfloat16 or torch.float16, got torch.float32",
     ),
-    "too many outs": (lambda a: {"outs": 2 * a["outs"]}, "expected as many outs as params, 3, got 6"),
-    "a table in fp32": (lambda a: {"table": a["table"].float()}, rf"{TABLE}.*got torch.float32"),
     "a table of 3 columns": (lambda a: {"table": a["table"][:, :3].contiguous()}, rf"{TABLE}.*got .*\[3, 3\]"),
-    "a table with gaps": (lambda a: {"table": _gapped(a["table"])}, rf"{TABLE}.*with gaps"),
     "a table elsewhere": (lambda a: {"table": a["table"].to("meta")}, rf"{TABLE}.*on meta"),
     "rows in float64": (lambda a: {"rows": a["rows"].double()}, rf"{ROWS}.*got torch.float64"),
-    "rows of 3 columns": (lambda a: {"rows": a["rows"][:, :3].contiguous()}, rf"{ROWS}.*got .*\[2, 3\]"),
-    "rows with gaps": (lambda a: {"rows": _gapped(a["rows"])}, rf"{ROWS}.*with gaps"),
-    "rows elsewhere": (lambda a: {"rows": a["rows"].to("meta")}, rf"{ROWS}.*on meta"),
+    "rows with gaps": (lambda a: {"rows": a["rows"].t().contiguous().t()}, rf"{ROWS}.*with gaps"),
     "a factor elsewhere": (lambda a: {"factor": a["factor"].to("meta")}, "expected factor to be one .*on meta"),
-    "a factor in float64": (
-        lambda a: {"factor": a["factor"].double()},
-        "expected factor to be one fp32 number.*float64",
-    ),
     "two factors": (lambda a: {"factor": torch.ones(2)}, r"expected factor to be one fp32 number.*\[2\]"),
     "a skip of int64": (lambda a: {"skip": torch.tensor(1)}, "expected skip to be one fp32 number.*int64"),
 }
@@ -239,14 +208,6 @@ def test_wrong_arguments_are_refused(operator: str, case: str) -> None:
     assert_same(_changed(arguments), _changed(before))
 
 
-@pytest.mark.parametrize("operator", ["adam_", "lion_", "adagrad_"])
-def test_missing_states_are_refused(operator: str) -> None:
-    arguments = _arguments(operator)
-    arguments["states"][-1] = []
-    with pytest.raises(ValueError, match="expected as many .* as params, 3, got 0"):
-        _call(operator, arguments)
-
-
 def test_states_of_two_dtypes_are_refused() -> None:
     """They would be read and written past their ends."""
     arguments = _arguments("adam_")
@@ -255,22 +216,15 @@ def test_states_of_two_dtypes_are_refused() -> None:
         _call("adam_", arguments)
 
 
-OUTSIDE = [
-    [0, 0, 41, 0],
-    [0, 40, 1, 0],
-    [0, 41, 0, 0],
-    [0, -1, 2, 0],
-    [0, 3, -1, 0],
-    [3, 0, 1, 0],
-    [-1, 0, 1, 0],
-    [0, 0, 1, 2],
-    [0, 0, 1, -1],
-    [0, (1 << 63) - 1, (1 << 63) - 1, 0],
-    [0, 1, (1 << 63) - 1, 0],
-]
+END = (1 << 63) - 1
 
 
-@pytest.mark.parametrize("segment", OUTSIDE, ids=str)
+@pytest.mark.parametrize(
+    "segment",
+    [[0, 0, 41, 0], [0, 40, 1, 0], [0, 41, 0, 0], [0, -1, 2, 0], [0, 3, -1, 0], [3, 0, 1, 0], [-1, 0, 1, 0],
+     [0, 0, 1, 2], [0, 0, 1, -1], [0, END, END, 0], [0, 1, END, 0]],
+    ids=str,
+)  # fmt: skip
 def test_segments_outside_are_refused(segment: list[int]) -> None:
     """Before anything is changed: no other segment is done either."""
     arguments, before = _arguments("adam_"), _arguments("adam_")
@@ -294,10 +248,8 @@ def test_a_segment_may_end_where_its_tensor_ends() -> None:
     ("sums", "values", "table", "sentence"),
     [
         (torch.zeros(1), [torch.ones(3)], None, "expected sums to be contiguous float64"),
-        (torch.zeros(4, dtype=torch.float64)[::2], [torch.ones(3)], None, "expected sums to be contiguous.*with gaps"),
         (None, [torch.ones(3), torch.ones(3).half()], None, r"expected values\[1\] contiguous, torch.float32"),
         (None, [torch.ones(3).int()], None, "expected values of torch.float32 .*got torch.int32"),
-        (None, [torch.ones(6)[::2]], None, r"expected values\[0\] contiguous.*with gaps"),
         (None, [torch.ones(3)], torch.tensor([[0, 0, 3]]), "expected a contiguous int64 table"),
     ],
 )

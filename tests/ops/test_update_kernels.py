@@ -81,26 +81,13 @@ def test_the_factor_multiplies_the_gradient(factor: float | None, kernels: CpuKe
         assert_same(one.run(kernels), one.run(reference), (name, dtypes))
 
 
-def test_the_factor_changes_something(kernels: CpuKernels) -> None:
-    one = problem("sgd", special=0.0)
-    doubled = replace(one, grads=[2 * g for g in one.grads])
-    assert_same(replace(one, factor=2.0).run(kernels), doubled.run(kernels))
-    assert not torch.equal(one.run(kernels)[0], doubled.run(kernels)[0])
-
-
-@pytest.mark.parametrize("skip", [1.0, -2.0, 1e-45, float("inf"), float("nan")])
+@pytest.mark.parametrize("skip", [0.0, -0.0, 1.0, -2.0, 1e-45, float("inf"), float("nan")])
 def test_skip_leaves_everything(skip: float, kernels: CpuKernels) -> None:
     one = problem("adamw", dtypes=MIXED)
     nothing = replace(one, table=torch.empty(0, 4, dtype=torch.int64))
     skipped = replace(one, skip=skip).run(kernels)
-    assert_same(skipped, nothing.run(kernels))
+    assert_same(skipped, (nothing if skip else one).run(kernels))
     assert_same(skipped, replace(one, skip=skip).run(reference))
-
-
-@pytest.mark.parametrize("skip", [0.0, -0.0])
-def test_a_skip_of_zero_does_not_skip(skip: float, kernels: CpuKernels) -> None:
-    one = problem("adamw", dtypes=MIXED)
-    assert_same(replace(one, skip=skip).run(kernels), one.run(reference))
 
 
 # ------------------------------------------------------------------- where an element lies
@@ -120,15 +107,6 @@ def _first(one: Problem, n: int) -> Problem:
     states = [[values[:n] for values in state] for state in one.states]
     table = torch.tensor([[0, 0, n, 0]])
     return replace(one, params=[one.params[0][:n]], grads=[one.grads[0][:n]], states=states, table=table)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [Dtypes(), MIXED], ids=["fp32", "mixed"])
-def test_a_million_elements_at_every_alignment(dtypes: Dtypes, kernels: CpuKernels) -> None:
-    one = problem("adamw", (LONG,), dtypes=dtypes)
-    expected = one.run(reference)
-    for offset in range(16):
-        assert_same(one.run(kernels, offset), expected, offset)
 
 
 @pytest.mark.slow
@@ -164,12 +142,6 @@ def test_many_segments_and_rows_in_one_call(name: str, kernels: CpuKernels) -> N
         expected = one.run(reference)
         for offset in (0, 3, 8):
             assert_same(one.run(kernels, offset), expected, (dtypes, offset))
-
-
-@pytest.mark.slow
-def test_a_thousand_tensors(kernels: CpuKernels) -> None:
-    one = problem("adamw", [n % 37 for n in range(1000)], dtypes=MIXED)
-    assert_same(one.run(kernels), one.run(reference))
 
 
 # ------------------------------------------------------------------- threads

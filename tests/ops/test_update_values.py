@@ -24,7 +24,6 @@ from tests.ops.cases import (
     assert_same,
     kernels_of,
     needs_fma,
-    numbers,
     problem,
     rule,
     threads,
@@ -186,13 +185,6 @@ def test_betas_at_their_limits(name: str, betas: tuple[float, float], kernels: C
         assert_same(one.run(kernels), one.run(reference), step)
 
 
-def test_betas_of_zero_keep_nothing(kernels: CpuKernels) -> None:
-    of = rule("adamw")
-    one = problem("adamw", (40,), special=0.0, rows=torch.tensor([of.row(1, betas=(0.0, 0.0))], dtype=F32))
-    _, first, second = one.run(kernels)
-    assert torch.equal(first, one.grads[0]) and torch.equal(second, one.grads[0] ** 2)
-
-
 # ------------------------------------------------------------------- step counts
 
 STEPS = (1, 2, 1000, (1 << 24) - 1, 1 << 24, (1 << 24) + 1, (1 << 24) + 2, 1 << 25, (1 << 31) + 1, 1 << 40)
@@ -218,22 +210,6 @@ def test_steps_do_not_stall() -> None:
     assert rates == [-1.0 / step for step in counts] and len(set(rates)) == 4
     corrections = [rule("adam").row(step, betas=(0.9, 1 - 2.0**-26))[5] for step in counts]
     assert corrections == sorted(corrections) and len(set(corrections)) == 4
-
-
-def test_a_step_late_in_a_run(kernels: CpuKernels) -> None:
-    """Beyond 2^24 steps Adam takes a plain step: the corrections are 1, and the parameter still moves."""
-    of, n = rule("adam"), 33
-    one = problem("adam", (n,), special=0.0, rows=torch.tensor([of.row((1 << 25) + 1)], dtype=F32))
-    one = replace(one, params=[torch.zeros(n)], grads=[torch.ones(n)], states=[[torch.ones(n)], [torch.ones(n)]])
-    params, first, second = one.run(kernels)
-    assert params.tolist() == pytest.approx([-1e-2] * n, rel=1e-5)
-    assert torch.equal(first, torch.ones(n)) and torch.equal(second, torch.ones(n))
-
-
-def test_numbers_have_what_they_promise() -> None:
-    values = numbers(100_000, seed=0)
-    tiny = values.abs().lt(1.1754944e-38) & (values != 0)
-    assert all(bool(kind.any()) for kind in (values.isnan(), values.isinf(), values == 0, tiny))
 
 
 @HALVES

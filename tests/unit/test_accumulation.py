@@ -43,14 +43,6 @@ def test_is_boundary_before_and_after_the_backward_of_a_micro_batch():
     assert window.on_engine_step() is True
 
 
-def test_is_boundary_in_a_plain_loop_speaks_of_the_latest_backward():
-    window = AccumulationWindow(2)
-    window.on_backward(scaled=False)
-    assert not window.is_boundary()
-    window.on_backward(scaled=False)
-    assert window.is_boundary()
-
-
 def test_two_engine_backwards_a_micro_batch_reduce_in_the_last_one_only():
     window = AccumulationWindow(3)
     answers = []
@@ -61,15 +53,6 @@ def test_two_engine_backwards_a_micro_batch_reduce_in_the_last_one_only():
         answers.append(("step", window.is_boundary(), window.on_engine_step()))
     no, yes = ("step", False, False), ("step", True, True)
     assert answers == [False, False, no, False, False, no, True, True, yes]
-
-
-def test_several_backwards_of_one_micro_batch_count_once():
-    window = AccumulationWindow(2)
-    for _ in range(3):
-        window.on_backward(True)
-    assert window.on_engine_step() is False
-    window.on_backward(True)
-    assert window.on_engine_step() is True
 
 
 def test_no_sync_defers_reduction_but_not_the_step():

@@ -96,11 +96,6 @@ def test_the_index_finds_what_a_search_through_all_finds(seed: int) -> None:
         assert sum(math.prod(sizes) for _, sizes in expected.values()) == math.prod(wanted[1])
 
 
-def test_the_index_of_a_tensor_without_dimensions_and_of_none() -> None:
-    assert list(BoxIndex([((), ())]).meeting(((), ()))) == [(0, ((), ()))]
-    assert list(BoxIndex([]).meeting(((0,), (3,)))) == []
-
-
 def test_what_covers_a_tensor_and_what_does_not() -> None:
     assert covers([((), ())], ())
     assert not covers([], ())

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import math
 import random
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from tests.unit.test_config_off import CLIENTS
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.load import supported_paths
-from zerolite.ops import Lion
-from zerolite.optim.lr_schedules import SCHEDULES, TORCH_SCHEDULES, build_scheduler
-from zerolite.optim.optimizers import TORCH_OPTIMIZERS, resolve_optimizer
 
 LIMIT_S = 1.0  # of the processor: others may use it at the same time
 KEYS = sorted({path.rpartition(".")[2] for path in supported_paths()})
@@ -149,57 +143,13 @@ def test_many_mutated_configurations(seed: int) -> None:
 
 # ------------------------------------------------------------------ optimizers and schedules
 
-OPTIMIZERS: dict[str, Any] = {**TORCH_OPTIMIZERS, "lion": Lion}
-SCHEDULERS: dict[str, Any] = {**SCHEDULES, **TORCH_SCHEDULES}
-NAMES = [name for cls in (*OPTIMIZERS.values(), *SCHEDULERS.values()) for name in inspect.signature(cls).parameters]
-NUMBERS = [0, 1, 2, 3, -1, 0.5, 1e-3, 0.9, 10, 1e30, 1e308, -1e308, 10**18, 5e-324]
 
 
-def block(draw: random.Random, classes: dict[str, Any]) -> dict[str, Any]:
-    """A class with some of its own parameters, now and then one of another, and what it cannot do without."""
-    name = draw.choice(list(classes))
-    own = [p for p in inspect.signature(classes[name]).parameters.values() if p.name not in ("params", "optimizer")]
-    needed = [p.name for p in own if p.default is inspect.Parameter.empty]
-    chosen = draw.sample([p.name for p in own], draw.randrange(min(4, len(own)) + 1))
-    if draw.random() < 0.1:
-        chosen.append(draw.choice(NAMES))
-    params = {key: draw.choice(NUMBERS if draw.random() < 0.7 else HOSTILE) for key in sorted({*chosen, *needed})}
-    return {"type": name, "params": params}
 
 
-def build_many(seed: int, count: int) -> None:
-    """Each pair is refused in a sentence, or the schedule goes on to the second update."""
-    draw = random.Random(seed)
-    for number in range(count):
-        source = {"optimizer": block(draw, OPTIMIZERS), "scheduler": block(draw, SCHEDULERS)}
-        try:
-            build(source)
-        except Exception as error:
-            raise AssertionError(f"pair {number} of seed {seed}: {source!r:.3000}") from error
 
 
-def build(source: dict[str, Any]) -> None:
-    config = check_load(source)
-    if config is None or config.optimizer is None or config.scheduler is None:
-        return
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            optimizer = resolve_optimizer(config.optimizer.type, config.optimizer.params).make([weight])
-            schedule = build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
-        except ConfigError as error:
-            assert str(error).encode()
-            assert all(path.startswith(("optimizer.", "scheduler.")) for path, _ in error.errors)
-        else:
-            schedule.step()
 
 
-def test_mutated_optimizers_and_schedules() -> None:
-    build_many(seed=0, count=150)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_many_mutated_optimizers_and_schedules(seed: int) -> None:
-    build_many(seed, count=1000)

@@ -30,8 +30,7 @@ def test_deepspeeds_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [3, [], {}, {"a": 3}, {"a": {"parts": 3}}, {"a": {"style": "column", "part": 3}}, {3: "column"}, "column"],
+    "plan", [3, [], {}, {"a": 3}, {"a": {"parts": 3}}, {"a": {"style": "column", "part": 3}}, {3: "column"}, "column"]
 )
 def test_what_is_no_plan(plan: Any) -> None:
     assert list(errors_of({"tensor_parallel": {"size": 2, "plan": plan}})) == ["tensor_parallel.plan"]
@@ -58,18 +57,10 @@ def test_partition_methods(value: Any) -> None:
         ({"pipeline": PIPE, "zero_optimization": {"stage": 2}}, "zero_optimization.stage", "once for every micro-b"),
         ({"pipeline": PIPE, "zero_optimization": {"stage": 3}}, "zero_optimization.stage", "gather all parameters"),
         ({"pipeline": {**PIPE, "chunks": 2}}, "pipeline.chunks", 'expected 1 with pipeline.schedule = "1f1b"'),
-        (
-            {"pipeline": {**PIPE, "chunks": 1, "schedule": "interleaved_1f1b"}},
-            "pipeline.chunks",
-            "expected 2 or more",
-        ),
+        ({"pipeline": {**PIPE, "chunks": 1, "schedule": "interleaved_1f1b"}}, "pipeline.chunks", "expected 2 or more"),
         ({"pipeline": {**PIPE, "chunks": 3, "schedule": "zbv"}}, "pipeline.chunks", "expected 2 with"),
         ({"pipeline": {**PIPE, "split": ["a", "b"]}}, "pipeline.split", "expected 1 name"),
-        (
-            {"pipeline": {**PIPE, "split": ["a"], "schedule": "interleaved_1f1b"}},
-            "pipeline.split",
-            "expected 3 names",
-        ),
+        ({"pipeline": {**PIPE, "split": ["a"], "schedule": "interleaved_1f1b"}}, "pipeline.split", "expected 3 names"),
         ({"tensor_parallel": {"size": 2, "autotp_size": 4}}, "tensor_parallel.autotp_size", "leave one of the two"),
         (
             {

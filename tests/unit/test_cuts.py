@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from zerolite.tensor_parallel.cuts import Cut, cut_of, is_partial, mark_partial, names_of, set_cut, set_names
+from zerolite.tensor_parallel.cuts import Cut
 
 
 def columns(rank: int, size: int) -> Cut:
@@ -58,12 +58,3 @@ def test_boxes_of_fused_parts(size: int) -> None:
 
 def test_a_box_of_padding_alone_is_none() -> None:
     assert list(columns(3, 4).boxes((1, 0), (1, 3))) == []
-
-
-def test_what_is_written_down_goes_with_the_parameter() -> None:
-    one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
-    set_cut(one, columns(0, 2))
-    set_names(one, ["a", "b"])
-    mark_partial(one)
-    assert cut_of(one) == columns(0, 2) and names_of(one) == ("a", "b") and is_partial(one)
-    assert cut_of(other) is None and names_of(other) is None and not is_partial(other)

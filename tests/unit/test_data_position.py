@@ -12,14 +12,12 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from zerolite.data.dataloader import Loaders, RepeatingLoader, Rows
-from zerolite.data.position import position_from
+from zerolite.data.dataloader import Loaders, RepeatingLoader
 
 SIZES = [1, 7, 12, 37, 48]
 
@@ -163,18 +161,6 @@ def test_on_other_ranks_dropping_leaves_full_batches():
     del passing
 
 
-def test_the_rows_of_the_rest_of_a_pass():
-    saved = Ranks(2, 23, 4)
-    passing, *_ = run(saved, 1)
-    resumed = Ranks(3, 23, 2).load(saved.save())
-    collected = [[row for batch in loader for row in batch] for loader in resumed.each]
-    assert [each.rows(loader) for each, loader in zip(resumed.loaders, resumed.each, strict=True)] == 3 * [Rows(5, 15)]
-    assert {len(rows) for rows in collected} == {5}
-    resumed.whole_pass()
-    assert resumed.loaders[0].rows(resumed.each[0]) == Rows(8, 23)
-    del passing
-
-
 # -------------------------------------------------------------------- where a pass begins and ends
 
 
@@ -237,17 +223,6 @@ def test_set_epoch_before_the_pass(users):
     del passing
 
 
-def test_passes_over_one_loader_at_the_same_time():
-    ranks = Ranks(1, 12)
-    (loader,) = ranks.each
-    first = iter(loader)
-    next(first), next(first)
-    second = iter(loader)
-    batch = next(second)
-    resumed = Ranks(1, 12).load(ranks.save())
-    rest = [sample for parts in resumed.whole_pass() for sample in parts[0]]
-    assert sorted(batch.tolist() + rest) == list(range(12)), "that of the pass begun last is saved"
-    assert rest == [sample for part in second for sample in part.tolist()]
 
 
 def test_a_pass_under_way_goes_on_from_the_position():
@@ -299,20 +274,6 @@ def test_a_repeating_loader_goes_on(users, count, made_before):
     assert [next(repeating).tolist() for _ in range(12)] == batches[count : count + 12]
 
 
-@pytest.mark.parametrize("users", [None, users_loader()])
-def test_a_repeating_loader_is_taken_back(users):
-    """Loading in the process that saved, after a few more passes."""
-    ranks = Ranks(1, 12, users=users)
-    repeating = RepeatingLoader(ranks.each[0])
-    for _ in range(6):
-        next(repeating)
-    state = ranks.save()
-    expected = [next(repeating).tolist() for _ in range(10)]
-    ranks.load(state)
-    assert [next(repeating).tolist() for _ in range(10)] == expected
-    ranks.load(state)
-    other = RepeatingLoader(ranks.each[0])
-    assert [next(other).tolist() for _ in range(10)] == expected
 
 
 # -------------------------------------------------------------------- random numbers
@@ -358,19 +319,6 @@ def noisy_weighted():
     return DataLoader(Noisy(), 3, sampler=WeightedRandomSampler([1.0] * 6 + [2.0] * 6, 10))
 
 
-@pytest.mark.parametrize("make", [noisy_drawn, noisy_own])
-def test_random_numbers_after_a_whole_pass(make):
-    torch.manual_seed(1)
-    _, loader = one_process(make)
-    expected = numbers([*loader, *loader])
-    torch.manual_seed(1)
-    loaders, loader = one_process(make)
-    begun = numbers(loader)
-    state, random_state = loaders.state_dict(), torch.get_rng_state()
-    loaders, resumed = one_process(make)
-    loaders.load_state_dict(state)
-    torch.set_rng_state(random_state)
-    assert begun + numbers(resumed) == expected
 
 
 @pytest.mark.parametrize("make", [noisy_epochs, noisy_drawn, noisy_own, noisy_subset, noisy_weighted])
@@ -392,30 +340,8 @@ def test_random_numbers_are_those_of_the_uninterrupted_run(make):
     assert numbers(make()) != expected[:4], "the order is a random one"
 
 
-def test_drawn_orders_are_continued_with_another_batch_size():
-    torch.manual_seed(1)
-    loaders, loader = one_process(lambda: DataLoader(list(range(20)), 3, shuffle=True))
-    batches = iter(loader)
-    next(batches), next(batches)
-    state = loaders.state_dict()
-    expected = [sample for batch in batches for sample in batch.tolist()]
-    loaders, resumed = one_process(lambda: DataLoader(list(range(20)), 5, sampler=RandomSampler(list(range(20)))))
-    loaders.load_state_dict(state)
-    assert [len(batch) for batch in resumed] == [5, 5, 4]
-    loaders.load_state_dict(state)
-    next(iter(resumed))
-    again = loaders.state_dict()
-    assert again[0]["consumed"] == 11
-    loaders.load_state_dict(state)
-    assert [sample for batch in resumed for sample in batch.tolist()] == expected
 
 
-def test_a_sequence_is_continued_on_more_processes():
-    loaders, loader = one_process(lambda: DataLoader(list(range(20)), 3))
-    batches = iter(loader)
-    next(batches)
-    resumed = Ranks(2, 20, route="eval").load(loaders.state_dict())
-    assert [sample for _, samples in resumed.passing() for sample in samples] == list(range(3, 20))
 
 
 @pytest.mark.slow
@@ -489,16 +415,6 @@ def test_positions_of_several_loaders():
     assert [batch.tolist() for batch in evaluation] == [[6, 7, 8], [9]]
 
 
-def test_loaders_that_are_gone_do_not_count():
-    loaders, training, evaluation = two()
-    assert len(loaders.state_dict()) == 2
-    del evaluation
-    assert len(loaders.state_dict()) == 1
-    loaders.make([1, 2])
-    assert len(loaders.state_dict()) == 1
-    assert loaders.prepare(training) is training and len(loaders.state_dict()) == 1
-
-
 def test_positions_wait_for_loaders_that_are_made_later(caplog):
     loaders, training, evaluation = two()
     later = loaders.make(list(range(100, 112)))
@@ -517,13 +433,6 @@ def test_positions_wait_for_loaders_that_are_made_later(caplog):
     assert "Loader 2 of this engine had given 6 of 12 samples" in caplog.text and "it has 7 samples now" in caplog.text
 
 
-def test_loaders_without_positions_begin_anew():
-    loaders, training, evaluation = two()
-    next(iter(training))
-    state = loaders.state_dict()[:1]
-    loaders, training, evaluation = two()
-    loaders.load_state_dict(state)
-    assert len(list(training)) == 7 and len(list(evaluation)) == 4
 
 
 def changed(state, **entry):
@@ -535,11 +444,8 @@ def changed(state, **entry):
     [
         (lambda state: changed(state, samples=11), "expected 11 samples in loader 1 .*got 10; give it the same data"),
         (lambda state: changed(state, consumed=11), "consumed from 0 to samples, got {.*11"),
-        (lambda state: changed(state, consumed=-1), "consumed from 0 to samples"),
-        (lambda state: changed(state, order=None), "expected the position of a loader"),
         (lambda state: changed(state, epoch="0"), "expected the position of a loader"),
         (lambda state: [state[0], {"samples": 10}], "expected the position of a loader, samples, order"),
-        (lambda state: [state[0], None], "expected the position of a loader"),
     ],
 )
 def test_positions_of_other_loaders_are_refused_and_nothing_changes(change, words):
@@ -586,14 +492,3 @@ def test_a_pass_that_cannot_be_continued_begins_anew(before, after, words, caplo
     del passing
 
 
-def test_a_state_of_another_generator_is_not_used(caplog):
-    loaders, loader = one_process(lambda: DataLoader(list(range(12)), 3, shuffle=True))
-    batches = iter(loader)
-    next(batches)
-    (state,) = loaders.state_dict()
-    for text in ("00ff", "not hexadecimal", None):
-        caplog.clear()
-        loaders.load_state_dict([{**state, "drawn_from": text}])
-        assert "the random state that its order was drawn from" in caplog.text
-        assert sorted(sample for batch in loader for sample in batch.tolist()) == list(range(12))
-    assert position_from(state).consumed == 3

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zerolite.data.dataloader import EpochSampler, Loaders, RepeatingLoader, Rows, build_dataloader
 
@@ -75,12 +73,6 @@ def test_drop_last_and_collate_fn():
     assert [len(b) for b in build_dataloader(data, 2, 0, 1)] == [2, 2, 2, 1]
 
 
-def test_tuples_of_tensors():
-    loader = build_dataloader(TensorDataset(torch.arange(6), torch.arange(6) * 2), 3, 1, 2)
-    for x, y in loader:
-        assert x.shape == (3,) and torch.equal(y, 2 * x)
-
-
 def test_memory_is_pinned_for_cuda_only():
     assert build_dataloader([1], 1, 0, 1, device_type="cuda").pin_memory is True
     assert build_dataloader([1], 1, 0, 1).pin_memory is False
@@ -91,15 +83,12 @@ def test_an_iterable_dataset_passes_through():
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0, True])
+@pytest.mark.parametrize("size", [0, 2.0, True, None])
 def test_wrong_batch_size(size):
     with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu"):
         build_dataloader([1], size, 0, 1)
-
-
-def test_missing_batch_size():
-    with pytest.raises(ValueError, match="set train_micro_batch_size_per_gpu"):
-        build_dataloader([1, 2], None, 0, 1)
+    with pytest.raises(ValueError, match="list.*empty"):
+        build_dataloader([], 2, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +105,6 @@ def test_data_that_cannot_be_loaded(data, words):
         build_dataloader(data, 2, 0, 1)
 
 
-def test_empty_data():
-    with pytest.raises(ValueError, match="list.*empty"):
-        build_dataloader([], 2, 0, 1)
-
-
 def test_repeating_loader_goes_on_with_new_passes():
     loader = build_dataloader(list(range(12)), 4, 0, 1)
     repeating = RepeatingLoader(loader)
@@ -130,13 +114,6 @@ def test_repeating_loader_goes_on_with_new_passes():
     assert iter(repeating) is repeating
 
 
-def test_repeating_loader_says_when_nothing_comes_anymore():
-    once = RepeatingLoader(i for i in range(2))
-    assert [next(once), next(once)] == [0, 1]
-    with pytest.raises(ValueError, match="generator"):
-        next(once)
-    with pytest.raises(ValueError, match="nothing"):
-        next(RepeatingLoader([]))
 
 
 def test_repeating_loader_advances_the_epoch_of_a_users_sampler():
@@ -179,21 +156,6 @@ def test_drop_last_with_too_little_data():
         build_dataloader(list(range(7)), 4, 0, 2, drop_last=True)
 
 
-def test_workers_load_the_same_samples():
-    data = list(range(9))
-    here = build_dataloader(data, 2, 1, 2)
-    workers = build_dataloader(data, 2, 1, 2, num_workers=2)
-    assert workers.num_workers == 2
-    for _ in range(2):
-        assert samples(workers) == samples(here)
-
-
-@pytest.mark.parametrize("count", [-1, 1.0, True])
-def test_wrong_number_of_workers(count):
-    with pytest.raises(ValueError, match="num_local_io_workers must be a whole number"):
-        build_dataloader([1], 1, 0, 1, num_workers=count)
-
-
 def test_an_iterable_dataset_on_several_ranks_is_said_once(caplog):
     with caplog.at_level("WARNING", "zerolite"):
         for rank in range(2):
@@ -233,15 +195,6 @@ def test_the_rows_of_all_ranks_in_turn_are_the_data_in_order(world_size, size, r
         result += [sample for turn in zip(*rows, strict=True) for sample in turn][: distinct[0]]
     order = list(EpochSampler(list(range(size)), 1, 0)) if route == "train" else list(range(size))
     assert result == order
-
-
-@pytest.mark.parametrize("size", [8, 11, 16])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_the_rows_of_a_whole_pass(size, drop_last):
-    loaders = loaders_of(1, 2, drop_last)
-    loader = loaders.make(list(range(size)))
-    share = len(samples(loader))
-    assert loaders.rows(loader) == Rows(share, size if not drop_last else 2 * share)
 
 
 def test_a_users_loader_is_recognised_by_its_sampler():
@@ -300,16 +253,6 @@ def test_loaders_of_which_the_samples_are_not_known(loader, words):
         loaders_of(1, 2).prepare(loader)
 
 
-def test_an_iterable_dataset_and_other_routes():
-    loaders = loaders_of(0, 1)
-    for _ in loaders.make(Stream()):
-        assert loaders.rows() is None
-    with pytest.raises(ValueError, match="train, eval, predict, got 'test'"):
-        loaders.make([1], route="test")
-    with pytest.raises(ValueError, match="prepare_loader.*got DataLoader"):
-        loaders.rows(DataLoader([1]))
-    with pytest.raises(ValueError, match="of this engine, got TrackedLoader"):
-        loaders.rows(loaders_of(0, 1).make([1]))
 
 
 def test_dropping_is_for_training_only():
@@ -318,13 +261,3 @@ def test_dropping_is_for_training_only():
     assert len(loaders.make(list(range(6)), route="eval")) == 2
 
 
-def test_the_collate_function_of_the_engine_is_the_default():
-    loaders = loaders_of(0, 1)
-    loaders.collate_fn = sum
-    assert list(loaders.make([1, 2, 3, 4, 5], route="eval")) == [10, 5]
-    assert list(loaders.make([1, 2, 3, 4, 5], route="eval", collate_fn=max)) == [4, 5]
-
-
-def test_a_loader_can_be_copied():
-    loader = loaders_of(0, 1).make([1, 2, 3])
-    assert sorted(samples(copy.copy(loader))) == [1, 2, 3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 from zerolite.diagnostics.diagnosis import Absent, diagnose, first_difference
 from zerolite.diagnostics.position import Position
@@ -132,30 +131,6 @@ def test_ranks_that_do_not_answer() -> None:
     assert "rank 1 ended with an exception" in text
 
 
-def test_many_different_stacks_are_cut() -> None:
-    text = diagnose("Why.", [at(rank, stack=f"  File {rank}\n") for rank in range(9)], {})
-    assert text.count("Stack of rank") == 6 and "(3 more stacks)" in text
-
-
-def test_engines_in_different_orders() -> None:
-    text = diagnose("Why.", [at(0, engine="engine 1"), at(1, engine="engine 2")], {})
-    assert "several engines in different orders: they are rank 0 in engine 1 and rank 1 in engine 2" in text
-
-
-def test_a_collective_of_the_users_own_on_one_rank() -> None:
-    stack = '  File "train.py", line 5, in main\n  File "torch/distributed/distributed_c10d.py", line 9, in barrier\n'
-    text = diagnose("Why.", [at(0), at(1, call="", waits_for="", line="train.py:5, in main", stack=stack)], {})
-    assert "rank 1 called torch.distributed.barrier at train.py:5, in main" in text
-
-
 def test_an_exception_explains_more_than_a_normal_end() -> None:
     absent = {1: Absent("ended with ValueError: bad data after step 3"), 2: Absent("ended normally after step 3")}
     assert "rank 1 ended with an exception" in diagnose("Why.", [at(0)], absent)
-
-
-def test_many_uses_in_a_step_take_no_time() -> None:
-    uses = [(number, "'layer' entered") for number in range(10_000_000, 10_000_050)]
-    positions = [at(rank, uses=uses[: 50 - (rank == 1)]) for rank in range(4)]
-    before = time.perf_counter()
-    diagnose("Why.", positions, {})
-    assert time.perf_counter() - before < 5.0

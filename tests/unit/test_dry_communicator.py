@@ -15,15 +15,11 @@ from zerolite.comm import (
     Communicator,
     HostGroup,
     Pending,
-    create_communicator,
     dry_communicator,
     record,
     second_communicator,
-    unrecorded,
-    use_communicator,
 )
-from zerolite.comm.flight import WAIT, Raw
-from zerolite.comm.gloo import GlooCommunicator
+from zerolite.comm.flight import WAIT
 from zerolite.utils import memory_items
 
 CPU, HALF, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -68,33 +64,6 @@ def test_it_is_one_of_its_kind_without_a_group(kind: Any) -> None:
     alone = dry_communicator(kind, 0, 1)
     assert type(alone) is Communicator and second_communicator(alone, CPU) is alone
     assert not Communicator().peers_agree
-
-
-def test_it_can_be_used_where_torch_distributed_does_not_run() -> None:
-    with use_communicator(lambda rank, world: dry_communicator("gloo", 5, 8)):
-        comm = create_communicator(CPU)
-    assert (type(comm), comm.rank, comm.world_size) == (GlooCommunicator, 5, 8)
-
-
-def test_what_is_not_received_stays_as_it_is() -> None:
-    for kind in KINDS:
-        comm = dry_communicator(kind, 1, 2)  # type: ignore[arg-type]
-        full = torch.arange(4.0)
-        comm.broadcast(full, "buffers")
-        comm.all_reduce_max(full, "check")
-        assert comm.all_reduce(full, "stats", 2.0).wait() is full
-        assert full.tolist() == [0.0, 0.5, 1.0, 1.5]
-
-
-def test_who_records_around_a_dry_run_does_not_see_it() -> None:
-    comm = dry_communicator("nccl", 0, 2)
-    with record() as outside:
-        comm.all_reduce(torch.ones(1), "before")
-        with unrecorded(), record() as inside:
-            comm.all_reduce(torch.ones(1), "inside")
-        comm.all_reduce(torch.ones(1), "after")
-    assert [call.tag for call in outside.calls] == ["before", "after"]
-    assert [call.tag for call in inside.calls] == ["inside"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,55 +133,8 @@ def test_nothing_has_memory_where_tensors_have_none(kind: Any, world: int, numel
     assert regions == ([3 * -(-4 * numel * world // 4096) * 4096] * world if kind == "shared_memory" else [])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_results_may_be_trained_after_inference_mode(kind: Any) -> None:
-    comm = dry_communicator(kind, 0, 2)
-    with torch.inference_mode():
-        pending = comm.reduce_scatter(torch.ones(20_000), "gradients")
-    assert not pending.wait().is_inference()
-    assert not any(region.is_inference() for region in comm.memory())
-
-
 # ---------------------------------------------------------------- watchers
 
 
-class Watcher:
-    def __init__(self, name: str, log: list[Any]) -> None:
-        self.name, self.log = name, log
-
-    def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
-        self.log.append((self.name, entry[0], at_once))
-        pending = start()
-        assert pending.entry is entry, "known to the code that waits inside"
-        self.log.append((self.name, "launched"))
-        return pending
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_watchers_are_given_every_collective_the_first_outermost(kind: Any) -> None:
-    comm, log = dry_communicator(kind, 0, 2), []  # type: ignore[var-annotated]
-    unwatched = launch_all(comm, 5000, F32, without_modes=False)
-    for name in ("outer", "inner"):
-        comm.watch(Watcher(name, log))
-    with record() as recorder:
-        watched = launch_all(comm, 5000, F32, without_modes=False)
-    assert [result.shape for result in watched] == [result.shape for result in unwatched]
-    ops = [call.op for call in recorder.calls]
-    assert ops == ["all_reduce", "reduce_scatter", "reduce_scatter", *["all_gather"] * 3, "all_reduce", "broadcast"]
-    assert log == [
-        event
-        for index, op in enumerate(ops)
-        for event in (
-            ("outer", op, index >= 6),
-            ("inner", op, index >= 6),
-            ("inner", "launched"),
-            ("outer", "launched"),
-        )
-    ]
-
-
-def test_one_process_has_nothing_to_watch() -> None:
-    comm, log = Communicator(), []  # type: ignore[var-annotated]
-    comm.watch(Watcher("only", log))
-    launch_all(comm, 8, F32, without_modes=False)
-    assert log == []

@@ -53,9 +53,6 @@ def test_a_property_that_fails_says_why():
         _ = engine_of(module, Broken).dataset
 
 
-def test_an_engine_that_is_not_built_yet_has_no_module_to_ask():
-    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'decode'"):
-        _ = Engine.__new__(Engine).decode
 
 
 def test_copies_are_refused_by_the_engine():

@@ -296,13 +296,9 @@ def test_candidate_hash_does_not_depend_on_the_process():
 # ------------------------------------------------------------------------------------------------------------ planning
 
 
-def plan(trace, units, numels, limits):
-    return plan_step(trace, units, numels, limits)
-
-
 def test_a_chain_prefetches_one_layer_ahead_and_never_over_the_turn():
     units, numels, limits = chain_case(3, FetchLimits(1, INFINITE, 0))
-    fetches = plan(chain(3), units, numels, limits).fetches
+    fetches = plan_step(chain(3), units, numels, limits).fetches
     entered = [fetch for event, fetch in zip(chain(3), fetches, strict=True) if event >= 0]
     assert entered == [
         Fetch((), (), (0, 1), ()),  # unit 0: without parameters, starts the first layer, and the one ahead with it
@@ -317,23 +313,23 @@ def test_a_chain_prefetches_one_layer_ahead_and_never_over_the_turn():
 
 def test_the_prefetch_limit_is_overshot_by_the_last_unit_only():
     units, numels, limits = chain_case(5, FetchLimits(25, INFINITE, 0))
-    fetches = plan(chain(5), units, numels, limits).fetches
+    fetches = plan_step(chain(5), units, numels, limits).fetches
     assert fetches[0].prefetch == (0, 1, 2, 3)  # the first is needed at once
     assert fetches[1].prefetch == ()
     assert fetches[3].prefetch == (4,)
     limits = FetchLimits(20, INFINITE, 0)
-    assert plan(chain(5), units, numels, limits).fetches[0].prefetch == (0, 1, 2)
+    assert plan_step(chain(5), units, numels, limits).fetches[0].prefetch == (0, 1, 2)
     limits = FetchLimits(0, INFINITE, 0)
-    assert all(not fetch.prefetch for fetch in plan(chain(5), units, numels, limits).fetches)
+    assert all(not fetch.prefetch for fetch in plan_step(chain(5), units, numels, limits).fetches)
 
 
 def test_prefetch_stops_at_the_first_unit_that_does_not_fit():
     numels = [10, 50, 1]
     trace = [0, ~0, 1, ~1, 2, ~2]
-    fetches = plan(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 40, 0)).fetches
+    fetches = plan_step(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 40, 0)).fetches
     assert fetches[0] == Fetch((), (0,), (), (0,))
     assert fetches[2] == Fetch((), (1,), (), (1,))  # larger than the limit, and still served; unit 2 must wait
-    assert plan(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 61, 0)).fetches[0].prefetch == (1, 2)
+    assert plan_step(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 61, 0)).fetches[0].prefetch == (1, 2)
 
 
 def test_reuse_distance_counts_what_is_entered_in_between():
@@ -341,53 +337,30 @@ def test_reuse_distance_counts_what_is_entered_in_between():
     trace = [0, ~0, 1, ~1, 2, ~2, 0, ~0]
 
     def left(distance):
-        return plan(trace, units, numels, FetchLimits(0, INFINITE, distance)).releases[1]
+        return plan_step(trace, units, numels, FetchLimits(0, INFINITE, distance)).releases[1]
 
     assert left(19) == (0,)
     assert left(20) == ()
     again = [0, ~0, 0, ~0]
-    assert plan(again, units, numels, FetchLimits(0, INFINITE, 1)).releases == ((), (), (), (0,))
-    assert plan(again, units, numels, FetchLimits(0, INFINITE, 0)).releases == ((), (0,), (), (0,))
+    assert plan_step(again, units, numels, FetchLimits(0, INFINITE, 1)).releases == ((), (), (), (0,))
+    assert plan_step(again, units, numels, FetchLimits(0, INFINITE, 0)).releases == ((), (0,), (), (0,))
 
 
-def test_persistent_parameters_count_for_nothing():
-    units, numels, persistent = [[0, 1], [2, 3], [0, 1]], [10, 1000, 1000, 10], [1, 2]
-    trace = [0, ~0, 1, ~1, 2, ~2]
-    one = machine(units, numels, persistent, FetchLimits(INFINITE, 20, 10))
-    assert one.step(trace) == 30
-    assert one.step(trace) == 20  # 0 is kept over unit 1, whose distance is 10
-    assert one.schedule.following
 
 
 def test_the_farthest_next_use_is_evicted_first():
     units, numels = [[0], [1], [2], [3]], [10, 10, 10, 10]
     trace = [0, ~0, 1, ~1, 2, ~2, 3, ~3, 1, ~1, 2, ~2, 0, ~0]
-    fetches = plan(trace, units, numels, FetchLimits(0, 30, INFINITE)).fetches
+    fetches = plan_step(trace, units, numels, FetchLimits(0, 30, INFINITE)).fetches
     assert fetches[6] == Fetch((0,), (3,), (), (3,))
     assert fetches[8] == fetches[10] == Fetch((), (), (), ())
     assert fetches[12] == Fetch((), (0,), (), (0,))
-    fetches = plan(trace, units, numels, FetchLimits(0, 20, INFINITE)).fetches
+    fetches = plan_step(trace, units, numels, FetchLimits(0, 20, INFINITE)).fetches
     assert [fetches[i].release for i in (4, 6)] == [(0,), (2,)]
 
 
-def test_nothing_is_kept_while_open_uses_exceed_the_limit():
-    units, numels = [[0], [1], [0]], [30, 30]
-    trace = [0, 1, ~1, ~0, 2, ~2]
-    releases = plan(trace, units, numels, FetchLimits(0, 40, INFINITE)).releases
-    assert releases[2] == (1,)
-    assert releases[3] == ()
-    assert plan([0, 1, ~0, ~1, 2, ~2], units, numels, FetchLimits(0, 40, INFINITE)).releases[2] == (0,)
 
 
-def test_tied_parameters_stay_while_any_open_use_needs_them():
-    units, numels = [[0, 1], [1, 2]], [10, 10, 10]
-    one = machine(units, numels, (), FetchLimits(INFINITE, INFINITE, 0))
-    trace = [0, 1, ~1, ~0, 1, ~1]
-    assert one.step(trace) == one.step(trace) == 50
-    found = plan_step(trace, units, numels, one.limits)
-    assert found.fetches[1].wait == (2,)
-    assert found.releases[2] == (2,)
-    assert found.releases[3] == (0, 1)
 
 
 def test_a_forward_use_inside_a_backward_use_of_the_same_unit_releases_nothing():
@@ -396,38 +369,7 @@ def test_a_forward_use_inside_a_backward_use_of_the_same_unit_releases_nothing()
     assert found.fetches[1] == Fetch((), (), (), ())
 
 
-def test_planning_takes_time_in_proportion_to_the_trace():
-    calls = {}
-    for layers in (50, 200):
-        units, numels, limits = chain_case(layers, FetchLimits(35, INFINITE, INFINITE))
-        count = 0
-
-        def trace_calls(frame, event, argument):
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(trace_calls)
-        try:
-            plan_step(chain(layers), units, numels, limits)
-        finally:
-            sys.setprofile(None)
-        calls[layers] = count
-    assert calls[200] < 4.5 * calls[50]
-
-
 # --------------------------------------------------------------------------------------------------- the life of a step
-
-
-def test_the_plan_hands_out_objects_made_beforehand():
-    units, numels, limits = chain_case(3, FetchLimits(10, INFINITE, 0))
-    one = FetchSchedule(units, numels, [], limits)
-    answers = []
-    for _ in range(3):
-        one.begin_step("train")
-        answers.append([one.enter(e) if e >= 0 else one.leave(~e) for e in chain(3)])
-        one.end_step()
-        one.adopt()
-    assert all(a is b for a, b in zip(answers[1], answers[2], strict=True))
 
 
 def test_kinds_have_plans_of_their_own():
@@ -493,23 +435,6 @@ def test_reject_serves_on_demand_for_good():
     assert any(fetch.prefetch for fetch in one.fetches)
 
 
-def test_a_departed_step_that_had_the_trace_of_the_plan_after_all_changes_nothing():
-    units, numels, limits = chain_case(2, NO_REUSE)
-    one = machine(units, numels, (), limits)
-    one.step(chain(2))
-    one.schedule.begin_step("train")
-    for index, event in enumerate(chain(2)):
-        one.event(event)
-        if index == 3:
-            one.hold([0])
-            assert not one.schedule.following
-    one.unhold([0])
-    one.end()
-    assert one.schedule.candidate_hash == 0
-    one.step(chain(2))
-    assert one.schedule.following
-
-
 def test_a_hold_over_the_beginning_of_a_step_puts_the_plan_off_until_it_ends():
     units, numels, limits = chain_case(2, NO_REUSE)
     one = machine(units, numels, [1], limits)
@@ -531,6 +456,28 @@ def test_a_hold_over_the_beginning_of_a_step_puts_the_plan_off_until_it_ends():
     one.end()
 
 
+@pytest.mark.parametrize("how", ["exception", "not ended"])
+def test_after_a_step_that_broke_off_the_next_one_follows_the_plan(how):
+    units, numels, limits = chain_case(3, NO_REUSE)
+    one = machine(units, numels, (), limits)
+    one.step(chain(3))
+    one.schedule.begin_step("train")
+    for event in chain(3)[:5]:
+        one.event(event)
+    if how == "exception":
+        one.forget()
+        assert not one.schedule.following
+        one.event(~0)  # a hook that still runs while the exception travels
+        one.event(1)
+    else:
+        one.schedule.begin_step("train")
+        assert not one.schedule.following
+    one.end()
+    assert one.schedule.candidate_hash == 0
+    one.step(chain(3))
+    assert one.schedule.following
+
+
 def test_holds_are_counted_and_outlive_uses_steps_and_exceptions():
     one = machine([[0]], [10])
     one.schedule.begin_step("train")
@@ -545,40 +492,6 @@ def test_holds_are_counted_and_outlive_uses_steps_and_exceptions():
     assert one.live == set()
     with pytest.raises(ValueError, match="unhold: expected a parameter that is held, got 0"):
         one.schedule.unhold([0])
-
-
-def test_after_an_exception_the_next_step_follows_the_plan():
-    units, numels, limits = chain_case(3, NO_REUSE)
-    one = machine(units, numels, (), limits)
-    one.step(chain(3))
-    one.schedule.begin_step("train")
-    for event in chain(3)[:5]:
-        one.event(event)
-    one.forget()
-    assert not one.schedule.following
-    one.event(~0)  # a hook that still runs while the exception travels
-    one.event(1)
-    one.end()
-    assert one.schedule.candidate_hash == 0
-    one.step(chain(3))
-    assert one.schedule.following
-
-
-def test_a_step_that_was_not_ended_is_no_trace_and_leaves_nothing_behind():
-    units, numels, limits = chain_case(3, NO_REUSE)
-    one = machine(units, numels, (), limits)
-    one.step(chain(3))
-    one.schedule.begin_step("train")
-    for event in chain(3)[:4]:
-        one.event(event)
-    one.schedule.begin_step("train")
-    assert not one.schedule.following
-    for event in chain(3)[:4]:
-        one.event(event)
-    one.end()
-    assert one.schedule.candidate_hash == 0
-    one.step(chain(3))
-    assert one.schedule.following
 
 
 def test_an_external_parameter_is_live_from_its_discovery_and_gathered_ever_after():
@@ -601,40 +514,6 @@ def test_an_external_parameter_is_live_from_its_discovery_and_gathered_ever_afte
     assert one.fetches[-2].wait == (0, 1)
 
 
-def test_events_outside_of_a_step_are_served_and_not_recorded():
-    units, numels, limits = chain_case(2, NO_REUSE)
-    one = machine(units, numels, (), limits)
-    for event in chain(2):
-        one.event(event)
-    one.end()
-    assert one.schedule.candidate_hash == 0
-
-
-def test_where_names_event_kind_and_open_uses():
-    one = FetchSchedule([[0], [1], [2]], [1, 1, 1], [], NO_REUSE)
-    assert one.where() == "before the first event outside of a step; open uses: none"
-    for _ in range(2):  # on demand, then by the plan
-        one.begin_step("train")
-        assert one.where() == "before the first event of step kind 'train'; open uses: none"
-        one.enter(0)
-        one.enter(2)
-        assert one.where() == "event 2 of step kind 'train': unit 2 entered; open uses: 0, 2"
-        one.leave(2)
-        assert one.where() == "event 3 of step kind 'train': unit 2 left; open uses: 0"
-        one.leave(0)
-        one.end_step()
-        one.adopt()
-    assert one.following
-
-
-def test_ids_are_checked():
-    with pytest.raises(ValueError, match=r"unit 1: expected parameter ids from 0 to 1, .* got 2"):
-        FetchSchedule([[0], [2]], [1, 1], [], NO_REUSE)
-    one = FetchSchedule([[0]], [1], [], NO_REUSE)
-    with pytest.raises(ValueError, match="hold: expected parameter ids"):
-        one.hold([1])
-    with pytest.raises(ValueError, match="unit 0: expected parameter ids"):
-        one.add_parameter(0, -1)
 
 
 def test_a_trace_is_adopted_only_if_it_is_the_one_that_was_compared():

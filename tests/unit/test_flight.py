@@ -54,13 +54,3 @@ def test_what_was_waited_for_last_can_be_let_go() -> None:
     wait.forget()
     gc.collect()
     assert known() is None and not wait.works
-
-
-def test_a_look_keeps_nothing_alive() -> None:
-    wait, work = Wait(), Work()
-    known = weakref.ref(work)
-    wait.works = (work,)
-    wait.look()
-    wait.works = ()
-    del work
-    assert known() is None

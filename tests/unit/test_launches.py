@@ -17,7 +17,6 @@ from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
 from zerolite.planning.fakes import DryMachine
 from zerolite.utils.accelerator import use_machine
-from zerolite.zero import grad_reducer
 from zerolite.zero.gradient_bucket import GradientBucket
 
 CPU = torch.device("cpu")
@@ -145,12 +144,6 @@ def test_a_reduction_waits_for_another_only_where_its_memory_is_needed(
         assert len(comm.launched()) == 8 and most_in_flight(comm.log) == flying
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_large_bucket_travels_alone(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_reducer, "ALONE_NUMEL", 1)
-    comm = Simulated(0, 4)
-    train(make_engine(comm, stack(), stage, zero={"stage3_module_granularity_threshold": 0}), 1)
-    assert len(comm.launched()) == 8 and most_in_flight(comm.log) == 1
 
 
 def test_a_bucket_that_is_under_way_is_reduced_again_only_when_it_has_arrived() -> None:
@@ -217,16 +210,7 @@ class Unordered(nn.Module):
         return x
 
 
-UP_AND_DOWN = [
-    7,
-    6,
-    5,
-    4,
-    0,
-    1,
-    2,
-    3,
-]  # buckets are numbered from the last layer: 0 has layer 7, whose gradient is last
+UP_AND_DOWN = [7, 6, 5, 4, 0, 1, 2, 3]  # buckets are numbered from the last layer: layer 7's, the last, is 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

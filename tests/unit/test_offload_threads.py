@@ -35,12 +35,7 @@ def test_one_thread_of_several(caplog: pytest.LogCaptureFixture, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("tiers", "threads", "ranks"),
-    [
-        (on_host(), 2, "4"),
-        (on_host(), 1, "16"),
-        (on_host(apart=False), 1, "1"),
-        (Tiers.on(CPU), 1, "1"),
-    ],
+    [(on_host(), 2, "4"), (on_host(), 1, "16"), (on_host(apart=False), 1, "1"), (Tiers.on(CPU), 1, "1")],
     ids=["several threads", "a core each", "the CPU is the device", "nothing on the host"],
 )
 def test_nothing_to_say(

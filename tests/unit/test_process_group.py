@@ -1,6 +1,5 @@
 """Variables that torchrun, srun and the mpiruns leave in the environment, and what follows from them."""
 
-import datetime
 import os
 import sys
 import types
@@ -42,35 +41,6 @@ def test_old_torch_is_told_to_keep_tensors_and_not_to_record_streams(version, wa
     assert process_group.nccl_environment(TorchVersion(version), {name: "0"}) == {}
 
 
-def test_nccl_is_told_before_there_is_a_group(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1"))
-    monkeypatch.setattr(process_group.dist, "is_initialized", lambda: False)
-    monkeypatch.setenv("TORCH_NCCL_AVOID_RECORD_STREAMS", "")  # so that what is set below is taken back
-    monkeypatch.delenv("TORCH_NCCL_AVOID_RECORD_STREAMS")
-    start = lambda *args: seen.append(process_group.os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS"))  # noqa: E731
-    monkeypatch.setattr(process_group, "_start_from_environment", start)
-    monkeypatch.setattr(process_group, "_started_here", False)
-    zerolite.init_distributed()
-    assert seen == ["1"]
-
-
-def test_gathers_over_nccl_have_high_priority(monkeypatch):
-    made = []
-
-    class Options:
-        def __init__(self, is_high_priority_stream=False):
-            self.priority, self._timeout = is_high_priority_stream, None
-            made.append(self)
-
-    monkeypatch.setattr(process_group.dist, "ProcessGroupNCCL", types.SimpleNamespace(Options=Options), raising=False)
-    timeout = datetime.timedelta(seconds=7)
-    options = process_group.group_options("nccl", process_group.GATHERS, timeout)
-    assert made == [options] and options.priority is True and options._timeout == timeout
-    assert process_group.group_options("gloo", process_group.GATHERS, timeout) is None
-    assert process_group.group_options("nccl", "checkpoint", timeout) is None
-
-
 def test_initialize_makes_its_device_current_whoever_has_started_the_group(monkeypatch):
     current = []
     monkeypatch.setattr("zerolite.planning.initialize.init_distributed", lambda: None)
@@ -84,10 +54,6 @@ def test_initialize_makes_its_device_current_whoever_has_started_the_group(monke
     with pytest.raises(InterruptedError):
         zerolite.initialize(torch.nn.Linear(1, 1), {})
     assert current == [torch.device("cuda", 3)]
-
-
-def test_no_environment_is_a_single_process():
-    assert read_environment({}) is None and find_local_rank({}) is None
 
 
 @pytest.mark.parametrize(
@@ -105,6 +71,7 @@ def test_a_shell_in_an_allocation_is_no_task(env):
 
 
 def test_torchruns_names():
+    assert read_environment({}) is None and find_local_rank({}) is None
     assert read_environment(TORCHRUN) == Rendezvous(3, 4, 1, "h", 123)
     assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}) == Rendezvous(0, 1, 0, "127.0.0.1", 29500)
 
@@ -132,10 +99,6 @@ def test_sruns_names():
     assert find_local_rank(SRUN) == 1
 
 
-def test_a_step_with_fewer_tasks_than_the_allocation():
-    assert read_environment({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1
-
-
 def test_jobs_and_steps_get_different_ports():
     ports = [
         read_environment({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
@@ -160,11 +123,6 @@ def test_jobs_and_steps_get_different_ports():
 )
 def test_first_host(nodes, host):
     assert first_host(nodes) == host
-
-
-def test_an_empty_node_list_is_an_error():
-    with pytest.raises(ValueError, match="node list"):
-        first_host("")
 
 
 # ------------------------------------------------------------------ mpirun
@@ -250,23 +208,6 @@ def test_several_hosts_ask_through_mpi4py(monkeypatch):
         read_environment(SEVERAL_HOSTS)
 
 
-def test_an_mpirun_is_found_among_the_processes_above(tmp_path, monkeypatch):
-    def process(pid, name, parent, start):
-        (tmp_path / pid).mkdir()
-        numbers = [parent, *["0"] * 17, start, "0"]
-        (tmp_path / pid / "stat").write_text(f"{pid} ({name}) S {' '.join(numbers)}\n")
-
-    monkeypatch.setattr(rendezvous, "Path", lambda path: tmp_path / path.removeprefix("/proc/"))
-    assert rendezvous._launching_process() is None, "not Linux"
-    process("self", "python) S 7 (x", "20", "900")
-    process("20", "bash", "10", "800")
-    process("10", "hydra_pmi_proxy", "1", "700")
-    process("1", "init", "0", "1")
-    assert rendezvous._launching_process() == "10 700"
-    (tmp_path / "10" / "stat").write_text((tmp_path / "20" / "stat").read_text().replace(" 10 ", " 1 "))
-    assert rendezvous._launching_process() is None
-
-
 # ------------------------------------------------------------------ what is wrong is named
 
 
@@ -314,8 +255,7 @@ def test_gloo_is_told_the_interface_that_leads_to_rank_0(monkeypatch, host, rank
 
 
 @pytest.mark.parametrize(
-    ("backend", "known", "chosen"),
-    [("cpu:gloo,cuda:nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)],
+    ("backend", "known", "chosen"), [("cpu:gloo,cuda:nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)]
 )
 def test_gloo_beside_nccl_connects_ranks_when_they_speak(monkeypatch, backend, known, chosen):
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", known or "")  # undone afterwards

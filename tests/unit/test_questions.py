@@ -31,9 +31,7 @@ def test_questions() -> None:
     with pytest.raises(AttributeError):
         module.weight.dtype  # noqa: B018
     with pytest.raises(AttributeError):
-        module.weight.new_zeros(
-            2,
-        )
+        module.weight.new_zeros(2)
     assert module.found == [True] * 7
 
 

@@ -130,34 +130,8 @@ def test_every_tier_arrives(apart: bool, alone: bool) -> None:
     assert not any(one.is_ahead(member) for member in members)
 
 
-def test_a_shard_is_read_once_for_each_of_its_gathers_in_order() -> None:
-    one, file, disk, _ = reader()
-    (member,) = row(disk, 9)
-    one.ahead([member])
-    one.ahead([member])
-    assert len(file.reads) == 2
-    for turn in range(2):
-        assert one.is_ahead(member)
-        arrival = one.bring([member], alone=False)
-        assert [read.waits > 0 for read in file.reads] == [True, turn == 1]
-        arrival.end()
-    assert not one.is_ahead(member)
-    one.bring([member], alone=False).end()
-    assert len(file.reads) == 3
 
 
-def test_neighbours_are_read_together_and_their_buffer_is_used_again() -> None:
-    one, file, disk, _ = reader()
-    first, second = row(disk, 5, 7)
-    one.ahead([second, first])
-    assert len(file.reads) == 1
-    one.bring([first], alone=False).end()
-    assert one.is_ahead(second)
-    one.ahead([first])
-    assert _address(file, 0) != _address(file, 1), "the second still needs it"
-    one.bring([second], alone=False).end()
-    one.ahead([second])
-    assert _address(file, 0) == _address(file, 2)
 
 
 def _address(file: Memory, read: int) -> int:
@@ -203,10 +177,3 @@ def test_a_read_that_fails_is_told_to_the_gather_that_needs_it() -> None:
     one.ahead([first])
     one.forget()  # it is not needed
     assert not one.is_ahead(first)
-
-
-def test_writes_reach_shards() -> None:
-    one, _, _, host = reader()
-    members = row(host, 4, 6)
-    one.write([member.shard for member in members], [torch.full((4,), 1.5), torch.full((6,), 2.5)])
-    assert members[0].shard.eq(1.5).all() and members[1].shard.eq(2.5).all()

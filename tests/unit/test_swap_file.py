@@ -3,10 +3,8 @@ what is wrong."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
-import mmap
 import os
 import random
 import signal
@@ -18,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolite.offload import swap_file
 from zerolite.offload.space import Space
 from zerolite.offload.swap_file import NoRoom, SwapFile
 from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
@@ -110,18 +107,6 @@ def test_both_ways_to_a_tensor_show_the_same(
     assert all(map(torch.equal, tensors, models))  # they live on
 
 
-def test_typed_views(file: SwapFile) -> None:
-    resting = file.zeros(10_001 * 4).view(torch.float32)
-    halves = [resting[: 8 * BLOCK // 4], resting[8 * BLOCK // 4 :]]
-    sources = [staging(half.numel() * 4).view(torch.float32).normal_() for half in halves]
-    for transfer in [file.write(half, source) for half, source in zip(halves, sources, strict=True)]:
-        transfer.wait()
-    assert torch.equal(resting, torch.cat(sources))
-    bits = staging(resting.numel() * 4).view(torch.bfloat16)
-    file.read(resting.view(torch.bfloat16), bits).wait()
-    assert torch.equal(bits.view(torch.float32), resting)
-
-
 def test_nothing_to_transfer(file: SwapFile) -> None:
     empty = file.zeros(0)
     assert empty.dtype == torch.uint8 and empty.numel() == 0 and file.nbytes == 0
@@ -129,22 +114,6 @@ def test_nothing_to_transfer(file: SwapFile) -> None:
     file.read(empty, torch.empty(0)).wait()
 
 
-def test_what_cannot_be_transferred(file: SwapFile) -> None:
-    resting, memory = file.zeros(8 * BLOCK), staging(9 * BLOCK)
-    for view, other, words in (
-        (resting[1:], memory[: 8 * BLOCK - 1], "begins at a multiple of 4096 bytes, got one at byte 1"),
-        (resting[::2], memory[: 4 * BLOCK], "begins at a multiple"),
-        (resting, memory[: 7 * BLOCK], "expected 32768 bytes, got 28672"),
-        (resting, memory[1 : 8 * BLOCK + 1], "expected memory that begins at a multiple of 4096 bytes"),
-        (torch.zeros(BLOCK, dtype=torch.uint8), memory[:BLOCK], "expected a tensor of the swap file of rank 3 in"),
-    ):
-        for move in (file.read, file.write):
-            with pytest.raises(ValueError, match=words):
-                move(view, other)
-    with pytest.raises(ValueError, match="expected a view that ends with a block of 4096 bytes, got 100 bytes"):
-        file.write(resting[:100], memory[:100])  # the block would end with whatever comes after the source
-    with pytest.raises(ValueError, match="expected memory of 8192 bytes, got 5000"):
-        file.read(resting[:5000], host_memory(5000, pin=False))
 
 
 def test_space_is_allocated_at_once_and_comes_back(file: SwapFile) -> None:
@@ -165,19 +134,6 @@ def test_space_is_allocated_at_once_and_comes_back(file: SwapFile) -> None:
     assert file.nbytes == BLOCK
 
 
-def test_zeros_where_holes_cannot_be_punched(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    libc = swap_file._libc()
-    monkeypatch.setattr(libc, "fallocate", lambda *_: -1)
-    keep = [file.zeros(3 * BLOCK).fill_(1), file.zeros(BLOCK).fill_(2)]
-    del keep[0]
-    assert not file.zeros(2 * BLOCK).any() and keep[0].eq(2).all()
-
-
-def test_descriptors_do_not_grow_with_tensors(file: SwapFile) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    tensors = [file.zeros(100).fill_(i) for i in range(60)]
-    assert len(os.listdir("/proc/self/fd")) <= before
-    assert [int(tensor[99]) for tensor in tensors] == list(range(60))
 
 
 def test_full_disk(io: AsyncIO, small_disk: Path) -> None:
@@ -199,21 +155,6 @@ def test_full_disk(io: AsyncIO, small_disk: Path) -> None:
     file.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO], ids=errno.errorcode.get)
-def test_failures_of_allocation(number: int, file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    file.zeros(BLOCK)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fail)
-        with pytest.raises(
-            OSError, match=f"{KEY}: expected room for 8192 bytes .* and got: {os.strerror(number)}"
-        ) as e:
-            file.zeros(5000)
-    assert e.value.errno == number
-    assert isinstance(e.value, NoRoom) == (number != errno.EIO)
-    assert not file.zeros(5000).any() and file.nbytes <= 3 * BLOCK
 
 
 def test_directories_that_cannot_be_used(io: AsyncIO, tmp_path: Path) -> None:
@@ -368,65 +309,8 @@ def test_an_error_of_the_disk(file: SwapFile) -> None:
     assert resting.eq(1).all()
 
 
-def test_transfers_keep_their_ends_alive(file: SwapFile) -> None:
-    resting = file.zeros(4 * MIB)
-    address = resting.data_ptr()
-    transfers = [file.write(resting, staging(4 * MIB).fill_(9)), file.read(resting, staging(4 * MIB))]
-    del resting
-    assert address in file._offsets
-    for transfer in transfers:
-        transfer.wait()
-    del transfer
-    transfers.clear()
-    assert not file._offsets
 
 
-def test_closing(io: AsyncIO, tmp_path: Path) -> None:
-    file = SwapFile(tmp_path, io, 0, KEY)
-    before = len(os.listdir("/proc/self/fd"))
-    resting = file.zeros(4 * MIB)
-    transfer = file.write(resting, staging(4 * MIB).fill_(9))
-    file.close()
-    file.close()
-    assert resting.eq(9).all()
-    transfer.wait()
-    assert len(os.listdir("/proc/self/fd")) < before
-    for call in (lambda: file.zeros(1), lambda: file.read(resting, staging(4 * MIB)), file.forget_cached):
-        with pytest.raises(ValueError, match="the swap file of rank 0 in .* is closed"):
-            call()
-
-
-def test_a_file_that_is_dropped_goes_with_its_last_tensor(io: AsyncIO, tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    tensor = SwapFile(tmp_path, io, 0, KEY).zeros(100)
-    tensor.fill_(1)
-    del tensor
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_forgetting_what_is_cached(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cached(tensor: torch.Tensor) -> int:
-        pages = (ctypes.c_ubyte * -(-tensor.numel() // mmap.PAGESIZE))()
-        assert (
-            ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), pages) == 0
-        )
-        return sum(page & 1 for page in bytes(pages))
-
-    kind = subprocess.run(["stat", "-f", "-c", "%T", str(file.directory)], capture_output=True, text=True, check=True)
-    if kind.stdout.strip() in ("tmpfs", "ramfs"):
-        pytest.skip(f"{file.directory} is a file system in memory")
-    resting = file.zeros(MIB).fill_(5)
-    assert cached(resting) == MIB // mmap.PAGESIZE
-    file.forget_cached()
-    assert cached(resting) == 0
-    assert resting.eq(5).all()
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fdatasync", fail)
-    with pytest.raises(OSError, match="writing the swap file of rank 3 in .* to the disk failed: Input/output error"):
-        file.forget_cached()
 
 
 def test_checksums(io: AsyncIO, tmp_path: Path) -> None:

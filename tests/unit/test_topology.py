@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerolite.comm import Communicator, create_topology, data_topology, dry_topology
+from zerolite.comm import create_topology, dry_topology
 from zerolite.comm.topology import place
 
 
@@ -33,18 +33,6 @@ def test_the_docstrings_picture() -> None:
         "pipe",
         "model",
     ]
-
-
-def test_one_dimension_has_no_communicator_of_its_own_for_the_model() -> None:
-    assert (one := dry_topology("gloo", 1, 4, tensor=2)).model is one.tensor
-    assert (one := dry_topology("gloo", 1, 4, pipe=4)).model is one.pipe
-    assert dry_topology("gloo", 1, 4).trivial
-
-
-def test_data_parallelism_alone() -> None:
-    alone = Communicator()
-    topology = data_topology(alone)
-    assert topology.world is topology.data is alone and topology.trivial and topology.mesh is None
 
 
 def test_sizes_that_do_not_divide() -> None:

@@ -87,14 +87,6 @@ def test_buffers_are_used_again_and_do_not_grow_in_number() -> None:
     assert [memory.numel() for memory in pool.memory()] == [401_408] * 2
 
 
-def test_a_buffer_in_use_is_counted() -> None:
-    pool = StagingPool(pin=False)
-    buffer = pool.take(1000, torch.float32)
-    assert sum(memory.numel() for memory in pool.memory()) == 4096
-    pool.give_back(buffer)
-    assert sum(memory.numel() for memory in pool.memory()) == 4096
-
-
 def test_between_host_and_device_of_one_memory_it_is_a_copy() -> None:
     transfers = Transfers(Tiers(CPU, optimizer=HostTier(pin=False), parameters=Tier(CPU)))
     resting, here = torch.arange(5.0), torch.zeros(5)

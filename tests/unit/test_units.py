@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
@@ -140,7 +139,3 @@ def test_tied_weights_belong_to_both_and_a_shared_module_to_the_first() -> None:
     assert plans["embed"].parameters == plans["head"].parameters
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
-def test_containers_without_a_forward_are_no_units(container: type) -> None:
-    model = Stack(blocks=6, make=lambda: container([Feed()]) if container is nn.ModuleList else container(Feed()))
-    assert names(units(model))[1] == ("blocks.0.0" if container is nn.ModuleList else "blocks.0")
