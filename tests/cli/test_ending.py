@@ -324,8 +324,6 @@ dist.all_reduce(torch.ones(4))
     assert job.ended_at - float((job.directory / "failed_at").read_text()) < LIMIT_S and job.left() == []
 
 
-
-
 def test_restart(start) -> None:
     """Rank 1 fails in attempt 0; all ranks start again, once, each attempt with output files of its own."""
     body = "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', attempt)\n"
@@ -338,8 +336,6 @@ def test_restart(start) -> None:
     (logs,) = (job.directory / "logs").iterdir()
     assert [(logs / f"attempt_{n}" / "rank_1.out").read_text() for n in (0, 1)] == ["attempt 0\n", "attempt 1\n"]
     assert job.left() == []
-
-
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -105,20 +104,6 @@ def test_two_mpiruns_at_once(script: Path) -> None:
     assert numbers(first) == numbers(second) == [(0, 2, 0), (1, 2, 1)]
     ports = {place[3] for place in places(first, second)}
     assert len(ports) == 2, "each job has one of its own"
-
-
-@needs_mpirun
-@pytest.mark.slow
-def test_mpirun_on_several_hosts(script: Path) -> None:
-    """Each rank is told that it is alone on its host, so that the user must say where rank 0 is."""
-    command = ["mpirun", "-n", "2", "env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "MPI_LOCALNRANKS=1", sys.executable, script]
-    (output,) = finish([start(command, **ALLOWED, MASTER_ADDR="127.0.0.1")])
-    assert numbers(output) == [(0, 2, 0), (1, 2, 1)]
-    if importlib.util.find_spec("mpi4py") is None:
-        process = start(command, **ALLOWED)
-        output = process.communicate(timeout=TIMEOUT_S)[0]
-        assert process.returncode != 0
-        assert "ValueError: init_distributed: mpirun started rank" in output and "mpirun -x MASTER_ADDR=HOST" in output
 
 
 @needs_mpirun

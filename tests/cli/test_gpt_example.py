@@ -29,8 +29,6 @@ VALIDATION_KEYS = {"step", "val_loss", "elapsed_s"}
 Metrics = list[dict[str, Any]]
 
 
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small corpus that is easy to learn: forty files, some of which the split puts on the side of validation."""
@@ -124,10 +122,6 @@ def test_stages_agree(stage: int, zerolite_run: Callable[[str], Metrics]) -> Non
             assert line[-1] == pytest.approx(expected[-1], rel=1e-14, abs=0)
 
 
-
-
-
-
 def test_alone(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics]) -> None:
     """One process with two micro-batches a step sees the crops that two processes see: the losses are the same."""
     out = tmp_path / "out"
@@ -180,8 +174,6 @@ def test_resume_at_another_stage(
     for line, expected in zip(learning(metrics), learning(zerolite_run("zero2")), strict=True):
         assert line[:-1] == expected[:-1]
         assert (line[-1] or 0.0) == pytest.approx(expected[-1] or 0.0, rel=1e-14, abs=0)
-
-
 
 
 # Grids of processes: data parallelism alone, and beside it parts of layers, stages of layers, both.
@@ -257,12 +249,6 @@ def test_configs(path: Path) -> None:
     data_ranks = GRIDS.get(path.stem, 2) // model_ranks
     batch = common["train_micro_batch_size_per_gpu"] * common.get("gradient_accumulation_steps", 1)
     assert batch * data_ranks == 16
-
-
-
-
-
-
 
 
 @pytest.mark.slow

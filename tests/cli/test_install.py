@@ -126,8 +126,6 @@ def test_console_script_of_the_wheel_launches(installed: Path, tmp_path: Path) -
     assert [report["argv"] for report in read_reports(tmp_path, 2)] == [["--lr", "1"]] * 2
 
 
-
-
 @pytest.mark.slow
 def test_source_distribution_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", tmp_path, cwd=source)

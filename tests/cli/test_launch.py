@@ -86,8 +86,6 @@ def test_module_and_threads(tmp_path: Path) -> None:
     assert len(lines) == 1 and "8 processes" in lines[0]
 
 
-
-
 @pytest.mark.slow
 def test_one_process_per_visible_device(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(REPORT_SCRIPT)
@@ -130,8 +128,6 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
         assert [report["sum"] for report in reports] == [3.0, 3.0]
         ports.update(report["MASTER_PORT"] for report in reports)
     assert len(ports) == 2
-
-
 
 
 # What a script can find out about how it is run, without being told.

@@ -88,8 +88,6 @@ def test_why_not(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> No
     assert re.search(r"compatible +no\n +built +no\n +why not +ZEROLITE_KERNELS=0", ask())
 
 
-
-
 @pytest.mark.slow
 def test_torch_that_does_not_import(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')\n")
@@ -98,8 +96,6 @@ def test_torch_that_does_not_import(tmp_path: Path) -> None:
     answer = json.loads(result.stdout)
     assert answer["versions"]["torch"] == "cannot be imported: OSError: libtorch.so: cannot open"
     assert answer["process groups"]["backends"] == "unknown"
-
-
 
 
 def test_help_and_mistakes(tmp_path: Path) -> None:

@@ -172,8 +172,6 @@ def test_short_writes_are_continued_until_the_error(backend: str, file: int) -> 
     assert os.pread(file, 50_000, 0) == bytes(numbers(50_000)[:10_000].tolist())
 
 
-
-
 @backends
 def test_a_fork_is_refused_and_harms_nothing(backend: str, file: int) -> None:
     io = make(backend)
@@ -336,8 +334,6 @@ def run_shimmed(shim: Path, tmp_path: Path, options: dict[str, object], **variab
     return result.stdout.strip(), [int(count) for count in entered]
 
 
-
-
 @needs_compiler
 @pytest.mark.slow
 def test_trouble_with_io_uring(shim: Path, tmp_path: Path) -> None:
@@ -346,5 +342,3 @@ def test_trouble_with_io_uring(shim: Path, tmp_path: Path) -> None:
     assert run_shimmed(shim, tmp_path, {"thread_count": 3}, SHIM_TROUBLE="1")[0] == "io_uring True"
     with pytest.raises(AssertionError, match="cannot have io_uring: Operation not permitted. Containers often forbid"):
         run_shimmed(shim, tmp_path, {"backend": "io_uring"}, SHIM_NO_RING="1")
-
-

@@ -61,15 +61,6 @@ def test_the_same_bits_at_every_alignment_and_instruction_set(dtype: torch.dtype
         assert len(sums) == 1, (n, sums)
 
 
-def test_the_same_bits_wherever_a_segment_begins(kernels: CpuKernels) -> None:
-    values = numbers(3 * NORM_CHUNK, seed=3, special=0.0)
-    n = 2 * NORM_CHUNK + 77
-    alone = _whole(kernels, values[:n])
-    for start in (1, 5, 16, 333):
-        moved = torch.cat([torch.full((start,), math.nan), values[:n], torch.full((3,), math.nan)])
-        assert float(_squares(kernels, [moved], [[0, start, n, 0]])) == alone
-
-
 @pytest.mark.parametrize("own", [False, True], ids=["torch's threads", "own threads"])
 @DTYPES
 def test_the_same_bits_on_any_number_of_threads(

@@ -118,12 +118,6 @@ def test_tables_in_arguments_and_in_memory(kernels: DrivenKernels, cpu: CpuKerne
         assert kernels.launches == (-(-count // UPDATE_ROOM) if capturing else 1)
 
 
-def test_each_device_loads_the_kernels_once(library: ctypes.CDLL, driver: ctypes.CDLL, cpu: CpuKernels) -> None:
-    for ordinal in (0, 1, 0, 1):
-        check_update(DrivenKernels(library, driver, ordinal), cpu, make_call(ADAM, FP32, (5000,)))
-    assert driver.zl_loads() == 2
-
-
 def test_errors_of_the_driver_are_told(library: ctypes.CDLL, driver: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="could not be started on .*: invalid device ordinal"):
         DrivenKernels(library, driver, ordinal=7).update(make_call(ADAM, FP32, (5,)))
@@ -196,9 +190,6 @@ def test_nvcc_comes_first_and_only_nvrtcs_kernels_are_checked(
     found = op_library._load.__wrapped__("cuda", (9, 0))
     assert asked == loaded and len(checked) == (len(loaded) == 2 and len(missing) == 1)
     assert reason in found if reason else found == f"kernels of {loaded[-1]}"
-
-
-# -------------------------------------------------------------------- with a library that only knows its version
 
 
 # -------------------------------------------------------------------- with NVRTC

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from zerolite.utils.accelerator import FakeMode, HostRead, default_device, host_value, host_values
+from zerolite.utils.accelerator import FakeMode, HostRead, host_value, host_values
 
 FAULTS = """
 import resource, sys, torch
@@ -38,10 +38,6 @@ def test_freed_memory_is_used_again() -> None:
     assert faults < 4096
     for name in ("ZEROLITE_KEEP_FREED_MEMORY", "MALLOC_TRIM_THRESHOLD_"):
         assert run(**{name: "0"})[0] == "False"
-
-
-def test_default_device_is_a_cuda_device_of_the_host_or_the_cpu() -> None:
-    assert default_device(3).type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_host_reads() -> None:

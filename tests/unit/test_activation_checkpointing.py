@@ -353,10 +353,6 @@ def test_an_exception_in_forward_leaves_nothing(way: str) -> None:
     simple(checkpointing.checkpoint, blocks, x).sum().backward()
 
 
-
-
-
-
 def test_times_are_told() -> None:
     told: list[Any] = []
     settings = ActivationCheckpointingConfig(cpu_checkpointing=True, profile=True)
@@ -461,8 +457,6 @@ def test_modules_are_checkpointed_by_name_and_class(patterns: tuple[str, ...], n
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-
-
 def test_copies_of_the_model_are_as_it_was() -> None:
     model = Model()
     attached = attached_to(model, "blocks.*", cpu_checkpointing=True)
@@ -553,12 +547,3 @@ def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytes
     assert log[3:] == ["copies wait for current", "event on copies", "current waits for event"]
     copies.finish()
     assert log[6:] == ["host waits for copies"]
-
-
-
-
-# -------------------------------------------------------------------- in a plan
-
-
-
-

@@ -40,10 +40,6 @@ def test_the_batch_that_the_most_world_sizes_fit(worlds: range) -> None:
     assert nothing, "some are too small for any"
 
 
-
-
-
-
 def test_every_world_size_that_fits_takes_the_same_steps() -> None:
     for micros, larger in itertools.product(MICROS, (True, False)):
         elasticity = ElasticityConfig(
@@ -97,8 +93,6 @@ def test_a_resolved_configuration_stays_as_it_is() -> None:
     assert resolved.resolve(6).train_batch_size == 96
 
 
-
-
 def test_a_batch_that_is_given() -> None:
     given = {"train_batch_size": 60, "elasticity": BLOCK}
     assert sizes_of(given, 5) == (60, 4, 3) and sizes_of(given, 10) == (60, 3, 2)
@@ -114,8 +108,6 @@ def test_what_is_ignored() -> None:
     assert sizes_of(source, 8) == sizes_of({"elasticity": BLOCK}, 8)
     off = {"train_batch_size": 60, "elasticity": {**BLOCK, "enabled": False}}
     assert sizes_of(off, 5) == (60, 12, 1)
-
-
 
 
 @pytest.mark.parametrize(
@@ -140,8 +132,6 @@ def test_ranks_by_whole_nodes() -> None:
     batch = sizes_of(source, 3)[0]
     assert batch == tried_batch(100, (2, 3, 4), range(3, 17, 3), True)
     assert "from 1 to 16 (in multiples of 3)" in error_of(source, 4)
-
-
 
 
 def test_the_largest_choice_takes_seconds_at_most() -> None:

@@ -139,17 +139,3 @@ def test_mutated_configurations() -> None:
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_many_mutated_configurations(seed: int) -> None:
     load_many(seed, count=1000)
-
-
-# ------------------------------------------------------------------ optimizers and schedules
-
-
-
-
-
-
-
-
-
-
-

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from zerolite.config import reference
 from zerolite.config.known_keys import RENAMED, UNSUPPORTED, Block
 from zerolite.config.load import supported_paths
@@ -49,16 +47,3 @@ def test_every_row_is_complete() -> None:
     rows = [line for line in reference.render().splitlines() if line.startswith("| `")]
     assert len({line.replace("\\|", "").count("|") for line in rows if line.count(" | ") == 3}) == 1
     assert not any("||" in line.replace(" ", "") and line.count(" | ") == 3 and "[object]" not in line for line in rows)
-
-
-@pytest.mark.slow
-def test_the_command_writes_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = tmp_path / "reference.md"
-    assert reference.main([str(target)]) == 0
-    assert target.read_text(encoding="utf-8") == reference.render()
-    monkeypatch.chdir(tmp_path)
-    assert reference.main([]) == 1
-    assert "repository root" in capsys.readouterr().err
-    assert reference.main(["--help"]) == 2

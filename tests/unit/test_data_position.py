@@ -223,8 +223,6 @@ def test_set_epoch_before_the_pass(users):
     del passing
 
 
-
-
 def test_a_pass_under_way_goes_on_from_the_position():
     ranks = Ranks(2, 24)
     passing, _, _ = run(ranks, 1)
@@ -274,8 +272,6 @@ def test_a_repeating_loader_goes_on(users, count, made_before):
     assert [next(repeating).tolist() for _ in range(12)] == batches[count : count + 12]
 
 
-
-
 # -------------------------------------------------------------------- random numbers
 
 
@@ -319,8 +315,6 @@ def noisy_weighted():
     return DataLoader(Noisy(), 3, sampler=WeightedRandomSampler([1.0] * 6 + [2.0] * 6, 10))
 
 
-
-
 @pytest.mark.parametrize("make", [noisy_epochs, noisy_drawn, noisy_own, noisy_subset, noisy_weighted])
 def test_random_numbers_are_those_of_the_uninterrupted_run(make):
     """The order of the pass under way, of later ones, and what else is drawn: dropout, noise."""
@@ -338,10 +332,6 @@ def test_random_numbers_are_those_of_the_uninterrupted_run(make):
     torch.set_rng_state(random_state)
     assert begun + numbers([*resumed, *resumed]) == expected
     assert numbers(make()) != expected[:4], "the order is a random one"
-
-
-
-
 
 
 @pytest.mark.slow
@@ -433,8 +423,6 @@ def test_positions_wait_for_loaders_that_are_made_later(caplog):
     assert "Loader 2 of this engine had given 6 of 12 samples" in caplog.text and "it has 7 samples now" in caplog.text
 
 
-
-
 def changed(state, **entry):
     return [state[0], {**state[1], **entry}]
 
@@ -490,5 +478,3 @@ def test_a_pass_that_cannot_be_continued_begins_anew(before, after, words, caplo
     assert "Loader 0 of this engine had given 6 of 12 samples" in said and words in said and "begins anew" in said
     assert sorted(sample for _, samples in resumed.passing() for sample in samples) == list(range(12))
     del passing
-
-

@@ -114,8 +114,6 @@ def test_repeating_loader_goes_on_with_new_passes():
     assert iter(repeating) is repeating
 
 
-
-
 def test_repeating_loader_advances_the_epoch_of_a_users_sampler():
     data = list(range(16))
     sampler = DistributedSampler(data, 1, 0, seed=3)
@@ -125,13 +123,6 @@ def test_repeating_loader_advances_the_epoch_of_a_users_sampler():
         reference = DistributedSampler(data, 1, 0, seed=3)
         reference.set_epoch(epoch)
         assert seen == list(reference)
-
-
-def test_repeating_loader_counts_an_epoch_once():
-    data = list(range(16))
-    repeating = RepeatingLoader(build_dataloader(data, 16, 0, 1))
-    plain = build_dataloader(data, 16, 0, 1)
-    assert [next(repeating).tolist() for _ in range(3)] == [next(iter(plain)).tolist() for _ in range(3)]
 
 
 def test_without_shuffling_samples_come_in_order():
@@ -211,25 +202,6 @@ def test_a_users_loader_is_recognised_by_its_sampler():
     assert loaders_of(0, 1).prepare(DataLoader(data, batch_size=3, shuffle=True)).share.whole() == Rows(11, 11)
 
 
-def test_loaders_within_loaders_and_passes_left_early():
-    loaders = loaders_of(0, 1)
-    training, evaluation = loaders.make(list(range(8))), loaders.make(list(range(3)), 1, "eval")
-    for _ in training:
-        assert loaders.rows() == Rows(4, 4)
-        for _ in evaluation:
-            assert loaders.rows() == Rows(1, 1)
-            break
-        assert loaders.rows() == Rows(4, 4)
-        for _ in evaluation:
-            pass
-        assert loaders.rows() == Rows(4, 4)
-    assert loaders.rows() is None
-    repeating = RepeatingLoader(training)
-    for _ in range(3):
-        next(repeating)
-        assert loaders.rows() == Rows(4, 4)
-
-
 class Reversed(DistributedSampler):
     def __iter__(self):
         return reversed(list(super().__iter__()))
@@ -253,11 +225,7 @@ def test_loaders_of_which_the_samples_are_not_known(loader, words):
         loaders_of(1, 2).prepare(loader)
 
 
-
-
 def test_dropping_is_for_training_only():
     loaders = loaders_of(0, 1, drop_last=True)
     assert len(loaders.make(list(range(6)))) == 1
     assert len(loaders.make(list(range(6)), route="eval")) == 2
-
-

@@ -131,10 +131,3 @@ def test_nothing_has_memory_where_tensors_have_none(kind: Any, world: int, numel
     ]
     regions = [tensor.untyped_storage().nbytes() for tensor in comm.memory()]
     assert regions == ([3 * -(-4 * numel * world // 4096) * 4096] * world if kind == "shared_memory" else [])
-
-
-# ---------------------------------------------------------------- watchers
-
-
-
-

@@ -53,8 +53,6 @@ def test_a_property_that_fails_says_why():
         _ = engine_of(module, Broken).dataset
 
 
-
-
 def test_copies_are_refused_by_the_engine():
     for refused in (copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="cannot be copied"):

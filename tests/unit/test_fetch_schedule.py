@@ -346,8 +346,6 @@ def test_reuse_distance_counts_what_is_entered_in_between():
     assert plan_step(again, units, numels, FetchLimits(0, INFINITE, 0)).releases == ((), (0,), (), (0,))
 
 
-
-
 def test_the_farthest_next_use_is_evicted_first():
     units, numels = [[0], [1], [2], [3]], [10, 10, 10, 10]
     trace = [0, ~0, 1, ~1, 2, ~2, 3, ~3, 1, ~1, 2, ~2, 0, ~0]
@@ -357,10 +355,6 @@ def test_the_farthest_next_use_is_evicted_first():
     assert fetches[12] == Fetch((), (0,), (), (0,))
     fetches = plan_step(trace, units, numels, FetchLimits(0, 20, INFINITE)).fetches
     assert [fetches[i].release for i in (4, 6)] == [(0,), (2,)]
-
-
-
-
 
 
 def test_a_forward_use_inside_a_backward_use_of_the_same_unit_releases_nothing():
@@ -512,8 +506,6 @@ def test_an_external_parameter_is_live_from_its_discovery_and_gathered_ever_afte
     one.step(trace)
     assert one.schedule.following
     assert one.fetches[-2].wait == (0, 1)
-
-
 
 
 def test_a_trace_is_adopted_only_if_it_is_the_one_that_was_compared():

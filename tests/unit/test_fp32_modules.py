@@ -167,25 +167,6 @@ def test_the_arithmetic_is_that_of_casts_by_hand():
         assert p.grad.dtype is p.dtype and torch.equal(p.grad, q.grad), name
 
 
-def test_nested_matches_and_containers():
-    model = Net()
-    modules = kept(model, "*.router", "*.router.*", "blocks.0", "embed")
-    seen = []
-    for module in (model.blocks[0].norm, model.blocks[0].router[1], model.blocks[0].up):
-        module.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
-    assert model(torch.arange(5)).dtype is torch.bfloat16
-    assert seen == [(torch.float32, torch.float32)] * 3, "inside an fp32 module everything is fp32"
-    assert model.embed(torch.arange(5)).dtype is torch.bfloat16
-    assert len(modules.handles) == len({id(f._module) for f in modules.handles}) == 1 + 6 + 3
-    several = nn.ModuleDict({"list": nn.ModuleList(nn.Embedding(5, 4) for _ in range(2))})
-    kept(several, "list")
-    assert several["list"][1](torch.arange(5)).dtype is torch.bfloat16, "a list is not what calls the modules in it"
-    nested = nn.ModuleDict({"outer": nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))})
-    kept(nested, "outer", "outer.0")
-    assert nested["outer"](torch.arange(5)).dtype is torch.bfloat16
-    assert nested["outer"][0](torch.arange(5)).dtype is torch.float32
-
-
 @pytest.mark.parametrize("half", HALVES)
 def test_autocast_is_off_inside(half):
     inner = Seen(lambda self, x: (x @ torch.ones(2, 2), torch.is_autocast_enabled("cpu")))
@@ -307,14 +288,6 @@ def test_torchs_transformer_layer_calls_its_modules(pattern, inside):
     for handle in modules.handles:
         handle.remove()
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_torchscript_is_refused():
-    model = nn.ModuleDict({"fine": nn.Linear(2, 2), "script": torch.jit.script(nn.Linear(2, 2))})
-    kept(model, "fine")
-    with pytest.raises(ConfigError, match="fp32_modules: .*'script', which is TorchScript"):
-        kept(model, "script")
 
 
 def test_modules_that_come_later():

@@ -78,8 +78,6 @@ def test_dtypes_of_reduced_tensors(dtype: torch.dtype) -> None:
         assert torch.equal(result, (value.to(wanted) * (3 if op == "sum" else 1)).to(wanted))
 
 
-
-
 @pytest.mark.fast(every=2)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (0,), (3, 0), (5, 2, 3)])
@@ -130,8 +128,6 @@ def test_views_conjugates_and_graphs() -> None:
         assert torch.equal(gather(value, 2), torch.cat([value, value]))
 
 
-
-
 @pytest.mark.parametrize(
     ("value", "op", "words"),
     [
@@ -150,19 +146,6 @@ def test_views_conjugates_and_graphs() -> None:
 def test_what_cannot_be_reduced(value: Any, op: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         reduce(value, op)
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("text", "engine.gather: rank 0: expected tensors, got str at the value"),
-        ({"a": (torch.ones(1), {1, 2})}, r"got set at \['a'\]\[1\]"),
-        (torch.eye(2).to_sparse(), "expected a dense tensor"),
-    ],
-)
-def test_what_cannot_be_gathered(value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        gather(value)
 
 
 def test_rows_must_be_the_samples_of_the_batch() -> None:

@@ -308,9 +308,6 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path: Path) -
         open_monitor(config, Communicator(), CPU)
 
 
-# ------------------------------------------------------------------ the configuration
-
-
 # ------------------------------------------------------------------ what a step writes
 
 
@@ -508,5 +505,3 @@ def test_moments_are_read_when_the_device_has_passed_them(device: Device) -> Non
         one_step(clock, device, number)
     assert device.moments == made, "moments that were read are used again"
     assert reports[-1] == (48, STEP_TIMES)
-
-

@@ -88,8 +88,6 @@ def test_what_users_take_from_a_gathered_parameter_keeps_its_memory() -> None:
     assert handle.full.untyped_storage().nbytes() == 0
 
 
-
-
 def test_a_whole_parameter_again_carries_nothing_of_ours() -> None:
     value = torch.randn(3, 5)
     parameter, handle = cut(value)
@@ -114,8 +112,6 @@ def test_a_deep_copy_is_an_ordinary_whole_parameter() -> None:
         one.zero_()
     parameter.all_gather()
     assert torch.equal(parameter.data, value)
-
-
 
 
 def test_nothing_keeps_a_parameter_alive() -> None:

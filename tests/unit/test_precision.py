@@ -153,8 +153,6 @@ def test_all_walks_meet_the_same_tensors_in_the_same_order(kind):
     assert leaves[-1] == ("after", value["after"]) and ("nested.2", {}) in leaves
 
 
-
-
 @pytest.mark.parametrize("compute", HALVES)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_inputs_of_any_shape_are_cast_and_never_changed(kind, compute):
@@ -191,8 +189,6 @@ def test_a_mapping_that_cannot_be_made_anew_is_an_error_and_not_changed():
     assert value["x"].dtype is torch.float32
     unchanged = Unbuildable({"ids": torch.arange(3)}, "file")
     assert Precision(compute=torch.bfloat16).cast(unchanged) is unchanged
-
-
 
 
 def boundary(scale=None, **options):
@@ -266,8 +262,6 @@ def test_an_output_inside_the_graph_of_another_is_scaled_once():
     assert torch.equal(w.grad, torch.full((3,), 48.0))
 
 
-
-
 def test_a_graph_that_missed_the_scale_is_an_error_in_every_step():
     config = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "steps_per_print": None}
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
@@ -279,8 +273,6 @@ def test_a_graph_that_missed_the_scale_is_an_error_in_every_step():
         with pytest.raises(RuntimeError, match="'(weight|bias)'.*engine"):
             backward(engine.module(x.half()).float().mean())
         engine.zero_grad()
-
-
 
 
 def test_outputs_may_be_changed_in_place():

@@ -93,25 +93,6 @@ def test_recomputation_is_told_from_what_the_model_needs(how: str, again: int) -
     assert "blocks.0.norm" not in flops
 
 
-class Between(nn.Module):
-    """Products before and after a layer belong to the module around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor] | Tensor:
-        self.kept = (x @ self.before).sum()  # an auxiliary loss that the caller takes from here
-        return self.layer((x @ self.before).sin()) @ self.after
-
-
-def test_products_between_layers() -> None:
-    product = 2 * BATCH * 8 * 8
-    flops = flops_of(Between(), batch())
-    assert flops == {"": (4 * product, 6 * product, 0), "layer": (product, 2 * product, 0)}
-
-
 def test_attention_on_the_cpu() -> None:
     """torch's own formulas: two products of [16, 8] and [8, 16] in forward, five in backward."""
 
@@ -122,24 +103,6 @@ def test_attention_on_the_cpu() -> None:
     q = torch.randn(2, 3, 16, 8, requires_grad=True)
     product = 2 * 2 * 3 * 16 * 16 * 8
     assert flops_of(Attention(), q) == {"": (2 * product, 5 * product, 0)}
-
-
-def test_a_module_used_twice_and_several_micro_batches() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.layer(x).sin())
-
-    module = Twice()
-    engine, product = Engine(module), 2 * BATCH * 8 * 8
-    with count_flops(engine, module) as count:
-        losses = [engine(batch()).sum() for _ in range(3)]
-        for loss in losses:
-            loss.backward()
-    assert (count.total.forward, count.total.backward) == (6 * product, 12 * product)
 
 
 def test_evaluation_is_not_counted() -> None:
@@ -172,12 +135,6 @@ def test_counting_changes_no_bit() -> None:
         return [p.grad for p in module.parameters() if p.grad is not None]
 
     assert all(torch.equal(one, other) for one, other in zip(gradients(True), gradients(False), strict=True))
-
-
-
-
-
-
 
 
 def test_compiled_regions_run_as_compiled() -> None:
@@ -270,8 +227,6 @@ def test_speed_is_of_the_steps_that_follow(device: Device) -> None:
         r"utilization \d+\.\d\d% of 1 kFLOP/s",
         told.said[1],
     )
-
-
 
 
 def test_the_profile_is_as_deep_and_as_long_as_asked() -> None:

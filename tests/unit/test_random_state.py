@@ -66,12 +66,6 @@ def test_what_is_not_there_stays_as_it_is() -> None:
     assert draw()[:8] == before[:8]
 
 
-@pytest.mark.parametrize("key", ["torch", "python"])
-def test_what_must_be_there_is_missed(key: str) -> None:
-    with pytest.raises(ValueError, match="random number generators"):
-        load_random_state(without(save_random_state(CPU), key), CPU)
-
-
 @pytest.mark.parametrize(
     "entries",
     [

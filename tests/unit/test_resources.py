@@ -128,8 +128,6 @@ def test_cores_that_are_allowed(
     assert count_cores(tmp_path) == cores and count_core_groups(tmp_path) == groups
 
 
-
-
 def test_a_machine_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5}, raising=False)
     assert count_cores(tmp_path) == 2 and count_core_groups(tmp_path) == 1 and core_sets(2, tmp_path) == [[3], [5]]
@@ -191,8 +189,6 @@ def test_the_strictest_of_nested_groups(tmp_path: Path, monkeypatch: pytest.Monk
     for group, text in (("slice", "800000 100000"), ("slice/job", "250000 100000"), ("slice/job/step", "max 100000")):
         machine.write(f"sys/fs/cgroup/{group}/cpu.max", text)
     assert read_cpu_quota(tmp_path) == 2.5
-
-
 
 
 @pytest.mark.parametrize(

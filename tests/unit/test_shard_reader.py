@@ -130,10 +130,6 @@ def test_every_tier_arrives(apart: bool, alone: bool) -> None:
     assert not any(one.is_ahead(member) for member in members)
 
 
-
-
-
-
 def _address(file: Memory, read: int) -> int:
     return file.reads[read].ends[1].data_ptr()
 

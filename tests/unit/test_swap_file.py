@@ -107,15 +107,6 @@ def test_both_ways_to_a_tensor_show_the_same(
     assert all(map(torch.equal, tensors, models))  # they live on
 
 
-def test_nothing_to_transfer(file: SwapFile) -> None:
-    empty = file.zeros(0)
-    assert empty.dtype == torch.uint8 and empty.numel() == 0 and file.nbytes == 0
-    file.write(empty, torch.empty(0)).wait()
-    file.read(empty, torch.empty(0)).wait()
-
-
-
-
 def test_space_is_allocated_at_once_and_comes_back(file: SwapFile) -> None:
     def on_disk() -> int:
         return os.stat(f"/proc/self/fd/{file._fd}").st_blocks * 512
@@ -132,8 +123,6 @@ def test_space_is_allocated_at_once_and_comes_back(file: SwapFile) -> None:
     del first, again, third
     assert not file.zeros(7).any()
     assert file.nbytes == BLOCK
-
-
 
 
 def test_full_disk(io: AsyncIO, small_disk: Path) -> None:
@@ -153,8 +142,6 @@ def test_full_disk(io: AsyncIO, small_disk: Path) -> None:
     file.read(kept, into).wait()
     assert into.eq(7).all()
     file.close()
-
-
 
 
 def test_directories_that_cannot_be_used(io: AsyncIO, tmp_path: Path) -> None:
@@ -253,31 +240,6 @@ def test_nothing_is_left_by_a_process_that_is_killed(small_disk: Path) -> None:
     assert free() == before
 
 
-def test_a_fork_does_not_touch_its_parents_file(io: AsyncIO, tmp_path: Path) -> None:
-    file = SwapFile(tmp_path, io, 0, KEY)
-    tensors = [file.zeros(5000).fill_(6)]
-    refused: list[str] = []
-
-    def work() -> None:
-        for call in (lambda: file.zeros(1), file.forget_cached):
-            try:
-                call()
-            except RuntimeError as error:
-                refused.append(str(error))
-        file.close()
-        tensors.clear()
-        assert len(refused) == 2 and "a fork" in refused[0]
-
-    pid = in_fork(work)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert tensors[0].eq(6).all()
-    into = staging(5000)
-    file.read(tensors[0], into).wait()
-    assert into.eq(6).all()
-    file.close()
-
-
 def test_a_file_that_somebody_cut(file: SwapFile) -> None:
     """An error where the bytes are missed, not a signal."""
     resting, into = file.zeros(20 * BLOCK), staging(20 * BLOCK)
@@ -307,10 +269,6 @@ def test_an_error_of_the_disk(file: SwapFile) -> None:
     os.close(kept)
     file.write(resting, staging(2 * BLOCK).fill_(1)).wait()
     assert resting.eq(1).all()
-
-
-
-
 
 
 def test_checksums(io: AsyncIO, tmp_path: Path) -> None:

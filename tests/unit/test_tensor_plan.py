@@ -507,19 +507,9 @@ def test_a_sequence_that_cannot_be_shared() -> None:
         model(torch.ones(1, 7, dtype=torch.int64))
 
 
-
-
-
-
 def test_logits_on_another_device_are_gathered_first() -> None:
     """Its ranks may have nothing to gather them with there."""
     comm = dry_communicator("gloo", 0, 2)
     logits = VocabParallelLogits.of(torch.zeros(3, 4), comm, 7)
     assert type(logits.to(torch.float64)) is VocabParallelLogits and type(logits.cpu()) is VocabParallelLogits
     assert type(logits.to("meta")) is torch.Tensor and logits.to("meta").shape == (3, 7)
-
-
-
-
-
-

@@ -137,5 +137,3 @@ def test_tied_weights_belong_to_both_and_a_shared_module_to_the_first() -> None:
     assert any(p is model.blocks[1].mix.weight for p in plans["blocks.3"].parameters)
     assert model.blocks[1].mix not in plans["blocks.3"].inside
     assert plans["embed"].parameters == plans["head"].parameters
-
-
