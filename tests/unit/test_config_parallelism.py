@@ -1,4 +1,4 @@
-"""The blocks tensor_parallel and pipeline: what is read, and what contradicts what."""
+"""The blocks tensor_parallel and pipeline: what is read. Contradictions are in test_config_errors.py."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
-from zerolite.config import ConfigError, load_config
+from tests.toolkit.configs import errors_of
+from zerolite.config import load_config
 
 PIPE = {"stages": 2}
-
-
-def errors_of(source: dict[str, Any]) -> dict[str, str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(source)
-    return dict(caught.value.errors)
 
 
 def test_deepspeeds_names() -> None:
@@ -49,41 +44,6 @@ def test_partition_methods(value: Any) -> None:
     assert '"parameters", "uniform", "profile" or "type:REGEX"' in sentence
     for written, meant in (("Uniform", "uniform"), ("type:Block|Head", "type:Block|Head")):
         assert load_config({"pipeline": {"partition_method": written}}).pipeline.partition_method == meant
-
-
-@pytest.mark.parametrize(
-    ("source", "path", "said"),
-    [
-        ({"pipeline": PIPE, "zero_optimization": {"stage": 2}}, "zero_optimization.stage", "once for every micro-b"),
-        ({"pipeline": PIPE, "zero_optimization": {"stage": 3}}, "zero_optimization.stage", "gather all parameters"),
-        ({"pipeline": {**PIPE, "chunks": 2}}, "pipeline.chunks", 'expected 1 with pipeline.schedule = "1f1b"'),
-        ({"pipeline": {**PIPE, "chunks": 1, "schedule": "interleaved_1f1b"}}, "pipeline.chunks", "expected 2 or more"),
-        ({"pipeline": {**PIPE, "chunks": 3, "schedule": "zbv"}}, "pipeline.chunks", "expected 2 with"),
-        ({"pipeline": {**PIPE, "split": ["a", "b"]}}, "pipeline.split", "expected 1 name"),
-        ({"pipeline": {**PIPE, "split": ["a"], "schedule": "interleaved_1f1b"}}, "pipeline.split", "expected 3 names"),
-        ({"tensor_parallel": {"size": 2, "autotp_size": 4}}, "tensor_parallel.autotp_size", "leave one of the two"),
-        (
-            {
-                "tensor_parallel": {"size": 2},
-                "elasticity": {"enabled": True, "micro_batch_sizes": [2], "max_train_batch_size": 8},
-            },
-            "elasticity.enabled",
-            "takes 2 ranks",
-        ),
-        (
-            {
-                "tensor_parallel": {"size": 2, "sequence_parallel": True},
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-            },
-            "zero_optimization.offload_optimizer.device",
-            "tensor_parallel.sequence_parallel",
-        ),
-    ],
-)
-def test_contradictions(source: dict[str, Any], path: str, said: str) -> None:
-    errors = errors_of(source)
-    assert list(errors) == [path]
-    assert said in errors[path]
 
 
 def test_chunks_follow_the_schedule() -> None:
