@@ -54,30 +54,6 @@ def test_a_large_shape_takes_no_time_for_each_element() -> None:
     assert len(boxes) <= 5
 
 
-@pytest.mark.parametrize(("start", "numel"), [(-1, 1), (0, -1), (0, 13), (12, 1), (13, 0)])
-def test_a_range_outside_the_tensor_is_refused(start: int, numel: int) -> None:
-    with pytest.raises(ValueError, match=r"12 elements of \(3, 4\)"):
-        list(boxes_of_range((3, 4), start, numel))
-
-
-def members(box: Box) -> set[tuple[int, ...]]:
-    return set(itertools.product(*(range(low, low + size) for low, size in zip(*box, strict=True))))
-
-
-def all_boxes(shape: tuple[int, ...]) -> list[Box]:
-    sides = [[(low, high - low) for low in range(n) for high in range(low + 1, n + 1)] for n in shape]
-    return [tuple(zip(*sides, strict=True)) if sides else ((), ()) for sides in itertools.product(*sides)]  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 3), (2, 2, 3)])
-def test_intersections_are_those_of_sets(shape: tuple[int, ...]) -> None:
-    boxes = all_boxes(shape)
-    for one, other in itertools.product(boxes, boxes):
-        common = intersection(one, other)
-        expected = members(one) & members(other)
-        assert (members(common) if common is not None else set()) == expected, (one, other)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_index_finds_what_a_search_through_all_finds(seed: int) -> None:
     chance = random.Random(seed)

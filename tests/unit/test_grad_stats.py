@@ -7,39 +7,6 @@ from zerolite.comm import Communicator
 from zerolite.zero.grad_stats import StatsCollector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.layout import ParameterSpec, PartitionLayout
 
-_CHUNK = 16384  # of the kernel
-
-
-def sum_of_squares(flat):
-    sums = torch.zeros(1, dtype=torch.float64)
-    torch.ops.zerolite.squares_(sums, [flat], torch.tensor([[0, 0, flat.numel(), 0]]))
-    return sums[0]
-
-
-@pytest.mark.parametrize("numel", [0, 1, 7, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sum_of_squares_is_exact_to_double(numel, dtype):
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
-    exact = math.fsum(v * v for v in values.double().tolist())
-    assert sum_of_squares(values).item() == pytest.approx(exact, rel=1e-13, abs=0)
-
-
-def test_sum_of_squares_neither_overflows_nor_hides():
-    assert sum_of_squares(torch.full((4,), 3e38)).item() == pytest.approx(4 * float(torch.tensor(3e38)) ** 2, rel=1e-12)
-    assert sum_of_squares(torch.tensor([1e-30])).item() == pytest.approx(float(torch.tensor(1e-30)) ** 2, rel=1e-12)
-    for bad in (math.inf, -math.inf, math.nan):
-        values = torch.zeros(_CHUNK + 3)
-        values[-1] = bad
-        assert not math.isfinite(sum_of_squares(values).item())
-
-
-def test_the_cut_does_not_show_after_rounding():
-    values = torch.randn(100_003, generator=torch.Generator().manual_seed(2))
-    whole = sum_of_squares(values).sqrt().float()
-    for parts in (2, 3, 7, 64):
-        total = sum(sum_of_squares(part) for part in values.chunk(parts))
-        assert torch.equal(total.sqrt().float(), whole)
-
 
 def stats_of(parts, used, probes=()):
     layout = PartitionLayout.build([ParameterSpec(f"p{i}", 5) for i in range(3)], 1, 64, alignment=8)

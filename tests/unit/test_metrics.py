@@ -116,18 +116,6 @@ def test_nested_structures_keep_their_types() -> None:
     assert reduce(None, "sum", 2) is None and gather([], 2) == []
 
 
-def test_views_conjugates_and_graphs() -> None:
-    value = torch.arange(6.0, requires_grad=True).view(2, 3)
-    result = gather(value.t(), 2)
-    assert torch.equal(result, torch.cat([value.t(), value.t()])) and not result.requires_grad
-    assert not reduce(value.t()).requires_grad
-    number = torch.tensor([1 + 2j])
-    assert gather(number.conj()).tolist() == [1 - 2j]
-    assert gather(number.conj().imag).tolist() == [-2.0]
-    with torch.inference_mode():
-        assert torch.equal(gather(value, 2), torch.cat([value, value]))
-
-
 @pytest.mark.parametrize(
     ("value", "op", "words"),
     [

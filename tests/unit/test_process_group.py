@@ -234,14 +234,3 @@ def test_gloo_is_told_the_interface_that_leads_to_rank_0(monkeypatch, host, rank
     process_group._keep_gloo_here(host, 8)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-
-
-@pytest.mark.parametrize(
-    ("backend", "known", "chosen"), [("cpu:gloo,cuda:nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)]
-)
-def test_gloo_beside_nccl_connects_ranks_when_they_speak(monkeypatch, backend, known, chosen):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", known or "")  # undone afterwards
-    if known is None:
-        monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
-    process_group._let_gloo_wait(backend)
-    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == chosen

@@ -209,16 +209,6 @@ def test_by_default_nothing_is_in_flight_after_a_step() -> None:
         assert comm.of("wait") == comm.of("launch") and {type(p) for p in model.parameters()} == {nn.Parameter}
 
 
-def test_compiled_modules_find_whole_weights() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), torch.compile(nn.Linear(8, 8), backend="eager"), nn.Linear(8, 8))
-    model[2].compile(backend="eager")
-    comm, engine = overlapping(model)
-    for _ in range(3):
-        train(engine)
-        assert {type(p) for p in model[1].parameters()} == {type(p) for p in model[2].parameters()} == {nn.Parameter}
-        assert isinstance(model[0].weight, ArrivingParameter)
-
-
 def test_two_threads_read_weights_after_a_step() -> None:
     model = stack()
     comm, engine = overlapping(model)
@@ -267,18 +257,6 @@ def test_a_weight_that_something_unseen_has_read_is_an_error() -> None:
         loss = (torch.ones(1, 8) @ model[1].weight).sum()
     with pytest.raises(RuntimeError, match="parameter '1.weight' got a gradient while its updated values"):
         loss.backward()
-
-
-def test_a_gather_that_fails_is_told_at_every_read() -> None:
-    model = stack(2)
-    comm, engine = overlapping(model)
-    train(engine)
-    failing = Pending((), (), lambda: (_ for _ in ()).throw(RuntimeError("a rank has gone")))
-    engine._publisher._pending = dict.fromkeys(engine._publisher._pending, failing)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="a rank has gone"):
-            model.state_dict()
-    engine._publisher._pending.clear()
 
 
 @pytest.mark.slow

@@ -128,14 +128,6 @@ def test_cores_that_are_allowed(
     assert count_cores(tmp_path) == cores and count_core_groups(tmp_path) == groups
 
 
-def test_a_machine_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5}, raising=False)
-    assert count_cores(tmp_path) == 2 and count_core_groups(tmp_path) == 1 and core_sets(2, tmp_path) == [[3], [5]]
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert core_sets(2, tmp_path) == [[0, 1], [2, 3]]
-
-
 @pytest.mark.parametrize(
     ("nproc", "sets"),
     [
@@ -181,14 +173,6 @@ def test_quota_of_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tex
     machine.write("proc/self/cgroup", "0::/")
     machine.write("sys/fs/cgroup/cpu.max", text)
     assert read_cpu_quota(tmp_path) == quota
-
-
-def test_the_strictest_of_nested_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(tmp_path, monkeypatch, [[0]])
-    machine.write("proc/self/cgroup", "0::/slice/job/step")
-    for group, text in (("slice", "800000 100000"), ("slice/job", "250000 100000"), ("slice/job/step", "max 100000")):
-        machine.write(f"sys/fs/cgroup/{group}/cpu.max", text)
-    assert read_cpu_quota(tmp_path) == 2.5
 
 
 @pytest.mark.parametrize(

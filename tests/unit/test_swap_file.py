@@ -161,22 +161,6 @@ def test_directories_that_cannot_be_used(io: AsyncIO, tmp_path: Path) -> None:
     file.close()
 
 
-def test_file_systems_without_nameless_files(io: AsyncIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def without(path: object, flags: int, *rest: object, **more: object) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", without)
-    file = SwapFile(tmp_path, io, 5, KEY)
-    assert not list(tmp_path.iterdir())
-    assert "zerolite-swap-rank5-" in os.readlink(f"/proc/self/fd/{file._fd}")
-    assert not file.zeros(MIB).any()
-    file.close()
-
-
 def test_file_systems_without_direct_io(
     io: AsyncIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -101,20 +101,10 @@ def test_only_an_embedding_by_itself_needs_no_values_in_backward() -> None:
     assert not any(plan.is_table for plan in units(hooked))
 
 
-def test_without_blocks_every_module_that_owns_parameters_is_one() -> None:
-    plans = units(Stack(), max_live=0)
-    assert names(plans)[1:4] == ["blocks.0.mix", "blocks.0.feed.up", "blocks.0.feed.down"]
-
-
 def test_two_blocks_fit_into_the_limit_and_a_larger_one_is_divided() -> None:
     assert names(units(Stack(), max_live=160))[1] == "blocks.0"
     assert names(units(Stack(), max_live=159))[1:3] == ["blocks.0.mix", "blocks.0.feed"]
     assert names(units(Stack(), max_live=127))[1:4] == ["blocks.0.mix", "blocks.0.feed.up", "blocks.0.feed.down"]
-
-
-def test_a_block_has_at_most_a_fourth_of_the_model() -> None:
-    outer = Stack(blocks=2, make=lambda: nn.Sequential(*(Block() for _ in range(4))))
-    assert names(units(outer))[1:4] == ["blocks.0.0", "blocks.0.1", "blocks.0.2"]
 
 
 def test_experts_stay_together_as_long_as_they_fit_once() -> None:
