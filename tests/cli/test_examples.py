@@ -87,16 +87,6 @@ def losses_of(output: str) -> list[str]:
     return re.findall(r"^step \d+: loss (\d+\.\d{6}), [\d,]+ bytes/s$", output, re.MULTILINE)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A small corpus."""
-    directory = tmp_path / "text"
-    directory.mkdir()
-    for number in range(40):
-        (directory / f"{number}.txt").write_text(f"Chapter {number}: the cat sat on the mat, and the rat ran.\n" * 20)
-    return directory
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [[2], [0, 1, 3]])
 def test_the_plain_loops_agree(text: Path, tmp_path: Path, stages: list[int]) -> None:

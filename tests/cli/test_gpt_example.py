@@ -29,15 +29,6 @@ VALIDATION_KEYS = {"step", "val_loss", "elapsed_s"}
 Metrics = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small corpus that is easy to learn: forty files, some of which the split puts on the side of validation."""
-    directory = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        (directory / f"part{i}.txt").write_text(f"Chapter {i}: the cat sat on the mat, and the rat ran.\n" * 20)
-    return directory
-
-
 def write_config(directory: Path, base: str = "zero2", **changes: Any) -> Path:
     """A config of the example, fitted to a short run."""
     config = json.loads((GPT / "configs" / f"{base}.json").read_text())

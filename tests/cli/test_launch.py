@@ -35,20 +35,8 @@ dist.destroy_process_group()
 """
 
 ODD_ARGUMENTS = [
-    "--",
-    "--nproc",
-    "7",
-    "-m",
-    "--help",
-    "",
-    "two words",
-    "$HOME",
-    "$$",
-    "${local_rank}",
-    "a\nb",
-    "ü",
-    "-",
-]
+    "--", "--nproc", "7", "-m", "--help", "", "two words", "$HOME", "$$", "${local_rank}", "a\nb", "ü", "-",
+]  # fmt: skip
 
 
 def test_two_processes_meet(tmp_path: Path) -> None:

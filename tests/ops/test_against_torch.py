@@ -28,20 +28,11 @@ STEPS = 5
 LONG_RUN = (1003,)
 # Lion adds the same number in every step: if that is no multiple of a weight's last place, roundings add up in line.
 LONG_RUNS: list[tuple[str, dict[str, float]]] = [
-    ("adam", {}),
-    ("adam-l2", {}),
-    ("adamw", {}),
-    ("adamw", {"lr": 1e-3, "weight_decay": 1e-2}),
-    ("adamw", {"lr": 1e-4, "weight_decay": 1e-2}),
-    ("adamw", {"lr": 1e-3, "weight_decay": 0.1}),
-    ("lion", {"lr": 2.0**-10}),
-    ("lion-decay", {"lr": 2.0**-10}),
-    ("adagrad", {}),
-    ("adagrad-decay", {}),
-    ("sgd", {}),
-    ("sgd-dampening", {}),
-    ("sgd-nesterov", {}),
-]
+    ("adam", {}), ("adam-l2", {}), ("adamw", {}), ("adamw", {"lr": 1e-3, "weight_decay": 1e-2}),
+    ("adamw", {"lr": 1e-4, "weight_decay": 1e-2}), ("adamw", {"lr": 1e-3, "weight_decay": 0.1}),
+    ("lion", {"lr": 2.0**-10}), ("lion-decay", {"lr": 2.0**-10}), ("adagrad", {}), ("adagrad-decay", {}), ("sgd", {}),
+    ("sgd-dampening", {}), ("sgd-nesterov", {}),
+]  # fmt: skip
 LONG_RUN_IDS = ["-".join([name, *map(str, options.values())]) for name, options in LONG_RUNS]
 
 

@@ -19,22 +19,16 @@ from zerolite.config.nearest import nearest_keys
 
 @pytest.mark.parametrize(
     ("path", "meant"),
-    [
-        ("zero_optimization.reduce_bucket_sizes", "zero_optimization.reduce_bucket_size"),
-        ("zero_optimisation", "zero_optimization"),
-        ("stage", "zero_optimization.stage"),
-        ("zero_optimization.gradient_clipping", "gradient_clipping"),
-        ("Gradient_Clipping", "gradient_clipping"),
-        ("loss_scale", "fp16.loss_scale"),
-        ("fp16.loss_scaling_window", "fp16.loss_scale_window"),
-        ("bf16.enable", "bf16.enabled"),
-        ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
-        ("zero_optimization.stage3_max_live_params", "zero_optimization.stage3_max_live_parameters"),
-        ("zero_optimization.leaf_module.clases", "zero_optimization.leaf_module.classes"),
-        ("offload_optimizer", "zero_optimization.offload_optimizer"),
-        ("checkpoint.parallel_write.pipeline_stages", "checkpoint.parallel_write.pipeline_stage"),
-    ],
-)
+    [("zero_optimization.reduce_bucket_sizes", "zero_optimization.reduce_bucket_size"),
+     ("zero_optimisation", "zero_optimization"), ("stage", "zero_optimization.stage"),
+     ("zero_optimization.gradient_clipping", "gradient_clipping"), ("Gradient_Clipping", "gradient_clipping"),
+     ("loss_scale", "fp16.loss_scale"), ("fp16.loss_scaling_window", "fp16.loss_scale_window"),
+     ("bf16.enable", "bf16.enabled"), ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
+     ("zero_optimization.stage3_max_live_params", "zero_optimization.stage3_max_live_parameters"),
+     ("zero_optimization.leaf_module.clases", "zero_optimization.leaf_module.classes"),
+     ("offload_optimizer", "zero_optimization.offload_optimizer"),
+     ("checkpoint.parallel_write.pipeline_stages", "checkpoint.parallel_write.pipeline_stage")],
+)  # fmt: skip
 def test_unknown_keys_name_the_nearest(path: str, meant: str) -> None:
     errors = errors_of(nested(path, 1))
     assert list(errors) == [path]

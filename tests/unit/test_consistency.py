@@ -24,20 +24,10 @@ def fingerprint(step: int = 3, divisor: float = 1.0, max_norm: float = 0.0, **ch
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"lr": 1.000001e-3},
-        {"betas": (0.9, 0.96)},
-        {"betas": (0.95, 0.9)},
-        {"weight_decay": 1e-40},
-        {"amsgrad": True},
-        {"foreach": False},
-        {"lr": float("nan")},
-        {"lr": torch.tensor(2e-3)},
-        {"step": 4},
-        {"divisor": 2.0},
-        {"max_norm": 1.0},
-    ],
-)
+    [{"lr": 1.000001e-3}, {"betas": (0.9, 0.96)}, {"betas": (0.95, 0.9)}, {"weight_decay": 1e-40}, {"amsgrad": True},
+     {"foreach": False}, {"lr": float("nan")}, {"lr": torch.tensor(2e-3)}, {"step": 4}, {"divisor": 2.0},
+     {"max_norm": 1.0}],
+)  # fmt: skip
 def test_a_change_shows(change: dict[str, Any]) -> None:
     assert fingerprint(**change) != fingerprint()
 

@@ -21,34 +21,15 @@ FOLDERS = """
 
 # Nothing but the standard library (and each other where they are neighbours).
 PURE = (
-    "zerolite.version",
-    "zerolite.utils.dtype_names",
-    "zerolite.utils.failure_record",
-    "zerolite.utils.lazy",
-    "zerolite.utils.listening",
-    "zerolite.utils.resources",
-    "zerolite.utils.sizes",
-    "zerolite.utils.units",
-    "zerolite.planning.errors",
-    "zerolite.checkpoint.boxes",
-    "zerolite.checkpoint.errors",
-    "zerolite.checkpoint.direct_write",
-    "zerolite.checkpoint.names",
-    "zerolite.zero.accumulation",
-    "zerolite.zero.commands",
-    "zerolite.optim.keyword_params",
-    "zerolite.precision.loss_scaler",
-    "zerolite.zero.stage3.fetch_schedule",
-    "zerolite.zero.stage3.launch_plan",
-    "zerolite.zero.layout",
-    "zerolite.offload.checksums",
-    "zerolite.zero.stage3.fetch_plan",
-    "zerolite.offload.space",
-    "zerolite.zero.spans",
-    "zerolite.zero.stage3.questions",
-    "zerolite.zero.stages",
-    "op_builder",
-)
+    "zerolite.version", "zerolite.utils.dtype_names", "zerolite.utils.failure_record", "zerolite.utils.lazy",
+    "zerolite.utils.listening", "zerolite.utils.resources", "zerolite.utils.sizes", "zerolite.utils.units",
+    "zerolite.planning.errors", "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
+    "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
+    "zerolite.zero.commands", "zerolite.optim.keyword_params", "zerolite.precision.loss_scaler",
+    "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.stage3.launch_plan", "zerolite.zero.layout",
+    "zerolite.offload.checksums", "zerolite.zero.stage3.fetch_plan", "zerolite.offload.space", "zerolite.zero.spans",
+    "zerolite.zero.stage3.questions", "zerolite.zero.stages", "op_builder",
+)  # fmt: skip
 
 # Beside the standard library, torch and zerolite itself. Everything else is forbidden, numpy above all.
 THIRD_PARTY = {
@@ -67,18 +48,12 @@ THIRD_PARTY = {
 }
 
 WITHOUT_TORCH = (
-    "zerolite.version",
-    "zerolite.config",
-    "zerolite.launcher",
-    "zerolite.utils.sizes",
-    "zerolite.utils.dtype_names",
+    "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.sizes", "zerolite.utils.dtype_names",
     "zerolite.utils.memory_items",
-    *(
-        f"zerolite.planning.{name}"
-        for name in ("errors", "imports", "result", "traffic", "advice", "report", "picture")
-    ),
+    *(f"zerolite.planning.{name}" for name in ("errors", "imports", "result", "traffic", "advice", "report")),
+    "zerolite.planning.picture",
     "op_builder",
-)
+)  # fmt: skip
 
 # The agent is torch's own, in a process of its own: these modules run there, and nothing else of the launcher imports
 # them.

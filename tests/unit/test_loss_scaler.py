@@ -103,18 +103,11 @@ def test_configuration_wins_over_a_loaded_state() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [
-        ({"scale": math.nan}, "loss scale"),
-        ({"scale": math.inf}, "loss scale"),
-        ({"scale": 0.0}, "loss scale"),
-        ({"scale": "16"}, "loss scale"),
-        ({"good_steps": -1}, "good_steps"),
-        ({"good_steps": 1.5}, "good_steps"),
-        ({"hysteresis_left": 0}, "hysteresis_left"),
-        ({"hysteresis_left": True}, "hysteresis_left"),
-        ({"surplus": 1}, "keys"),
-    ],
-)
+    [({"scale": math.nan}, "loss scale"), ({"scale": math.inf}, "loss scale"), ({"scale": 0.0}, "loss scale"),
+     ({"scale": "16"}, "loss scale"), ({"good_steps": -1}, "good_steps"), ({"good_steps": 1.5}, "good_steps"),
+     ({"hysteresis_left": 0}, "hysteresis_left"), ({"hysteresis_left": True}, "hysteresis_left"),
+     ({"surplus": 1}, "keys")],
+)  # fmt: skip
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_refuses_a_broken_state_and_keeps_its_own(changes: dict, word: str, dynamic: bool) -> None:
     scaler = LossScaler(16.0, dynamic=dynamic)
@@ -128,20 +121,12 @@ def test_refuses_a_broken_state_and_keeps_its_own(changes: dict, word: str, dyna
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"scale": 0.0}, "scale must be"),
-        ({"scale": -1.0, "dynamic": False}, "scale must be"),
-        ({"scale": math.inf}, "scale must be"),
-        ({"scale": 2.0**127}, "up to 2\\*\\*126"),
-        ({"scale": 2.0, "min_scale": 4.0}, "below min_scale"),
-        ({"window": 0}, "window"),
-        ({"window": 1.5}, "window"),
-        ({"hysteresis": 0}, "hysteresis"),
-        ({"min_scale": 0.0}, "min_scale"),
-        ({"factor": 1.0}, "factor"),
-        ({"window": 0, "hysteresis": 0}, "window.*hysteresis"),
-    ],
-)
+    [({"scale": 0.0}, "scale must be"), ({"scale": -1.0, "dynamic": False}, "scale must be"),
+     ({"scale": math.inf}, "scale must be"), ({"scale": 2.0**127}, "up to 2\\*\\*126"),
+     ({"scale": 2.0, "min_scale": 4.0}, "below min_scale"), ({"window": 0}, "window"), ({"window": 1.5}, "window"),
+     ({"hysteresis": 0}, "hysteresis"), ({"min_scale": 0.0}, "min_scale"), ({"factor": 1.0}, "factor"),
+     ({"window": 0, "hysteresis": 0}, "window.*hysteresis")],
+)  # fmt: skip
 def test_refuses_settings_without_sense(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LossScaler(**options)

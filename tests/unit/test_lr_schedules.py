@@ -277,16 +277,11 @@ def test_a_total_below_the_warmup_is_warned_of(caplog):
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [
-        ("StepLR", {"step_size": 0}),
-        ("CosineAnnealingLR", {"T_max": 0}),
-        ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.2, "step_size_up": 0}),
-        ("CosineAnnealingWarmRestarts", {"T_0": [1, 2]}),
-        ("ExponentialLR", {"gamma": 1e38}),
-        ("LambdaLR", {"lr_lambda": "x"}),
-        ("MultiStepLR", {"milestones": "x"}),
-    ],
-)
+    [("StepLR", {"step_size": 0}), ("CosineAnnealingLR", {"T_max": 0}),
+     ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.2, "step_size_up": 0}),
+     ("CosineAnnealingWarmRestarts", {"T_0": [1, 2]}), ("ExponentialLR", {"gamma": 1e38}),
+     ("LambdaLR", {"lr_lambda": "x"}), ("MultiStepLR", {"milestones": "x"})],
+)  # fmt: skip
 def test_values_that_torch_does_not_check_are_refused_before_the_first_update(name, params):
     optimizer = make_optimizer(torch.optim.SGD, lr=1e30, momentum=0.9)
     with pytest.raises(ConfigError, match="scheduler.params"):

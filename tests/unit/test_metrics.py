@@ -38,16 +38,10 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(
     ("value", "mean", "total", "largest"),
-    [
-        (3, 3.0, 12, 3),
-        (True, 1.0, 4, True),
-        (0.1, 0.1, 0.4, 0.1),
-        (2**62, float(2**62), 2**64, 2**62),
-        (-(2**63), -float(2**63), -(2**65), -(2**63)),
-        (Fraction(1, 2), 0.5, 2.0, 0.5),
-        (math.inf, math.inf, math.inf, math.inf),
-    ],
-)
+    [(3, 3.0, 12, 3), (True, 1.0, 4, True), (0.1, 0.1, 0.4, 0.1), (2**62, float(2**62), 2**64, 2**62),
+     (-(2**63), -float(2**63), -(2**65), -(2**63)), (Fraction(1, 2), 0.5, 2.0, 0.5),
+     (math.inf, math.inf, math.inf, math.inf)],
+)  # fmt: skip
 def test_numbers(value: Any, mean: float, total: Any, largest: Any) -> None:
     assert same(reduce(value, "mean", 4), mean)
     assert same(reduce(value, "sum", 4), total)

@@ -19,15 +19,9 @@ Pair = namedtuple("Pair", "x y")
 
 @pytest.mark.parametrize(
     "batch,args,kwargs",
-    [
-        (X, (X,), {}),
-        ((X, Y), (X, Y), {}),
-        ([X], (X,), {}),
-        (Pair(X, Y), (X, Y), {}),
-        ({"x": X, "y": Y}, (), {"x": X, "y": Y}),
-        ((X, None, "word"), (X, None, "word"), {}),
-    ],
-)
+    [(X, (X,), {}), ((X, Y), (X, Y), {}), ([X], (X,), {}), (Pair(X, Y), (X, Y), {}),
+     ({"x": X, "y": Y}, (), {"x": X, "y": Y}), ((X, None, "word"), (X, None, "word"), {})],
+)  # fmt: skip
 def test_without_a_loss_function_a_batch_is_the_models_arguments(batch: Any, args: Any, kwargs: Any) -> None:
     made = MicroBatch.of(batch, None, CPU)
     assert made.args == args or all(a is b for a, b in zip(made.args, args, strict=True))

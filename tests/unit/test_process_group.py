@@ -13,23 +13,13 @@ from zerolite.comm.rendezvous import Rendezvous, find_local_rank, first_host, re
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "123"}
 SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_NTASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_JOB_ID": "100007",
-    "SLURM_JOB_NODELIST": "gpu[02-06]",
-    "SLURM_STEP_NODELIST": "gpu[03-06]",
-}
+    "SLURM_PROCID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "100007", "SLURM_JOB_NODELIST": "gpu[02-06]", "SLURM_STEP_NODELIST": "gpu[03-06]",
+}  # fmt: skip
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_RANK": "1",
-    "PMIX_NAMESPACE": "1683750913",
-}
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "1683750913",
+}  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_FD": "8"}
 
 
@@ -102,17 +92,10 @@ def test_jobs_and_steps_get_different_ports():
 
 @pytest.mark.parametrize(
     "nodes,host",
-    [
-        ("node1", "node1"),
-        ("a,b,c", "a"),
-        ("node[03-05,9],login", "node03"),
-        ("n[1,2]", "n1"),
-        ("rack2-n[007-010]x,y", "rack2-n007x"),
-        ("rack[1-2]n[03-04],other", "rack1n03"),
-        ("login,node[03-05]", "login"),
-        ("10.0.0.1", "10.0.0.1"),
-    ],
-)
+    [("node1", "node1"), ("a,b,c", "a"), ("node[03-05,9],login", "node03"), ("n[1,2]", "n1"),
+     ("rack2-n[007-010]x,y", "rack2-n007x"), ("rack[1-2]n[03-04],other", "rack1n03"), ("login,node[03-05]", "login"),
+     ("10.0.0.1", "10.0.0.1")],
+)  # fmt: skip
 def test_first_host(nodes, host):
     assert first_host(nodes) == host
 

@@ -68,19 +68,11 @@ def test_what_is_not_there_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     "entries",
-    [
-        {"torch": {"$bytes": "AAAA"}},
-        {"torch": 3},
-        {"torch": {"$tensor": 0}},
-        {"python": 3},
-        {"python": {"$tuple": [3, {"$tuple": [1, 2]}, None]}},
-        {"python": {"$tuple": [99, {"$tuple": []}, None]}},
-        {"numpy": ["MT19937", [1, 2], 3, 0, 0.0]},
-        {"numpy": ["other", [], 3, 0, 0.0]},
-        {"numpy": 3},
-    ],
+    [{"torch": {"$bytes": "AAAA"}}, {"torch": 3}, {"torch": {"$tensor": 0}}, {"python": 3},
+     {"python": {"$tuple": [3, {"$tuple": [1, 2]}, None]}}, {"python": {"$tuple": [99, {"$tuple": []}, None]}},
+     {"numpy": ["MT19937", [1, 2], 3, 0, 0.0]}, {"numpy": ["other", [], 3, 0, 0.0]}, {"numpy": 3}],
     ids=str,
-)
+)  # fmt: skip
 def test_what_was_not_saved_by_us_is_refused_before_anything_changes(entries: dict[str, Any]) -> None:
     saved = save_random_state(CPU)
     expected = draw()

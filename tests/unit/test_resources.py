@@ -17,15 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("visible", "chosen", "result"),
-    [
-        (None, [0, 2], "0,2"),
-        ("4,5,6,7", [0, 2], "4,6"),
-        ("4, 5", [1, 0], "5,4"),
-        ("GPU-8932f937,GPU-1f0e", [1], "GPU-1f0e"),
-        ("MIG-GPU-8932f937/1/2,3", [0, 1], "MIG-GPU-8932f937/1/2,3"),
-        ("0,1", [], ""),
-    ],
-)
+    [(None, [0, 2], "0,2"), ("4,5,6,7", [0, 2], "4,6"), ("4, 5", [1, 0], "5,4"),
+     ("GPU-8932f937,GPU-1f0e", [1], "GPU-1f0e"), ("MIG-GPU-8932f937/1/2,3", [0, 1], "MIG-GPU-8932f937/1/2,3"),
+     ("0,1", [], "")],
+)  # fmt: skip
 def test_chosen_devices(visible: str | None, chosen: list[int], result: str) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert visible_devices(environ, chosen) == result

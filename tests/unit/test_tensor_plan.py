@@ -51,18 +51,10 @@ def parts_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "pattern, name, expected",
-    [
-        ("a.b", "a.b", True),
-        ("a.*", "a.b", True),
-        ("a.*", "a.b.c", True),
-        ("a.*", "a", False),
-        ("*.c", "a.b.c", True),
-        ("layers.*.attn.*_proj", "layers.11.attn.q_proj", True),
-        ("layers.*.attn.*_proj", "layers.11.attn.norm", False),
-        ("a.*.c", "a.c", False),
-        ("a.b", "a.b.c", False),
-    ],
-)
+    [("a.b", "a.b", True), ("a.*", "a.b", True), ("a.*", "a.b.c", True), ("a.*", "a", False), ("*.c", "a.b.c", True),
+     ("layers.*.attn.*_proj", "layers.11.attn.q_proj", True), ("layers.*.attn.*_proj", "layers.11.attn.norm", False),
+     ("a.*.c", "a.c", False), ("a.b", "a.b.c", False)],
+)  # fmt: skip
 def test_a_star_stands_for_one_or_more_parts(pattern: str, name: str, expected: bool) -> None:
     assert matches(pattern, name) == expected
 
