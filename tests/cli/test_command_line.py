@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -34,14 +34,12 @@ def test_help_and_version_import_nothing_heavy(option: str) -> None:
 
 
 def test_help_answers_at_once(tmp_path: Path) -> None:
-    """0.3 s is the aim. The bound is wide because other work may share the processor; the best of three counts."""
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = run_command("--help", cwd=tmp_path)
-        seconds.append(time.perf_counter() - start)
-        assert result.returncode == 0 and "--nproc" in result.stdout
-    assert min(seconds) < 0.9, seconds
+    """0.3 s is the aim. Counted is the processor's time, of which torch alone takes more than the bound."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = run_command("--help", cwd=tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0 and "--nproc" in result.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.8
 
 
 def test_version_is_that_of_the_package(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from zerolite import checkpointing
 from zerolite.activation_checkpointing import attach, current
 from zerolite.activation_checkpointing.clock import TO_DEVICE, TO_HOST
 from zerolite.activation_checkpointing.copies import Copies
+from zerolite.activation_checkpointing.memory import HostBuffers
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.utils.memory_items import ACTIVATIONS, HOST, listeners
 
@@ -353,6 +354,25 @@ def test_an_exception_in_forward_leaves_nothing(way: str) -> None:
     simple(checkpointing.checkpoint, blocks, x).sum().backward()
 
 
+@plain_and_host
+@pytest.mark.parametrize("inside", [False, True])
+def test_inputs_that_are_written_into(way: str, inside: bool) -> None:
+    checkpointing.configure(**WAYS[way])
+    x = torch.ones(ROWS, WIDTH, requires_grad=True) * 1.0
+
+    def function(x: Tensor) -> Tensor:
+        result = x.sin() * 2
+        if inside:
+            x.add_(1)
+        return result.cos()
+
+    out = checkpointing.checkpoint(function, x)
+    if not inside:
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_times_are_told() -> None:
     told: list[Any] = []
     settings = ActivationCheckpointingConfig(cpu_checkpointing=True, profile=True)
@@ -547,3 +567,13 @@ def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytes
     assert log[3:] == ["copies wait for current", "event on copies", "current waits for event"]
     copies.finish()
     assert log[6:] == ["host waits for copies"]
+
+
+def test_memory_is_freed_when_no_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Streams(monkeypatch).log
+    memory = HostBuffers(False, Copies(torch.device("cuda"), None).finish)
+    region = memory.take(100)
+    del memory
+    assert log == []  # it is in use
+    del region
+    assert log == ["host waits for copies"]

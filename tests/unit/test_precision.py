@@ -262,6 +262,15 @@ def test_an_output_inside_the_graph_of_another_is_scaled_once():
     assert torch.equal(w.grad, torch.full((3,), 48.0))
 
 
+def test_an_output_fed_back_is_scaled_once():
+    watch, _ = boundary(scale=8.0)
+    w = torch.ones(1, requires_grad=True)
+    first = watch.leave(watch.enter(torch.ones(1)) * w)
+    second = watch.leave(watch.enter(first) * w)
+    second.sum().backward()
+    assert torch.equal(w.grad, torch.tensor([16.0]))
+
+
 def test_a_graph_that_missed_the_scale_is_an_error_in_every_step():
     config = {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}, "steps_per_print": None}
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}

@@ -161,6 +161,24 @@ def test_compiled_regions_run_as_compiled() -> None:
         assert type(plain.grad_fn).__name__ == type(counted.grad_fn).__name__ == "CompiledFunctionBackward"
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_no_mode_behind(where: str) -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if where == "forward":
+                raise KeyboardInterrupt
+            y.register_hook(lambda gradient: 1 / 0)
+            return y
+
+    module = Fails(8, 8)
+    engine = Engine(module)
+    with count_flops(engine, module):
+        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
+            engine(batch()).sum().backward()
+        assert torch._C._len_torch_dispatch_stack() == 0
+
+
 # ------------------------------------------------------------------ the profiler
 
 

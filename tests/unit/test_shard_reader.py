@@ -130,6 +130,20 @@ def test_every_tier_arrives(apart: bool, alone: bool) -> None:
     assert not any(one.is_ahead(member) for member in members)
 
 
+def test_neighbours_are_read_together_and_their_buffer_is_used_again() -> None:
+    one, file, disk, _ = reader()
+    first, second = row(disk, 5, 7)
+    one.ahead([second, first])
+    assert len(file.reads) == 1
+    one.bring([first], alone=False).end()
+    assert one.is_ahead(second)
+    one.ahead([first])
+    assert _address(file, 0) != _address(file, 1), "the second still needs it"
+    one.bring([second], alone=False).end()
+    one.ahead([second])
+    assert _address(file, 0) == _address(file, 2)
+
+
 def _address(file: Memory, read: int) -> int:
     return file.reads[read].ends[1].data_ptr()
 

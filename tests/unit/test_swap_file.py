@@ -224,6 +224,31 @@ def test_nothing_is_left_by_a_process_that_is_killed(small_disk: Path) -> None:
     assert free() == before
 
 
+def test_a_fork_does_not_touch_its_parents_file(io: AsyncIO, tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, io, 0, KEY)
+    tensors = [file.zeros(5000).fill_(6)]
+    refused: list[str] = []
+
+    def work() -> None:
+        for call in (lambda: file.zeros(1), file.forget_cached):
+            try:
+                call()
+            except RuntimeError as error:
+                refused.append(str(error))
+        file.close()
+        tensors.clear()
+        assert len(refused) == 2 and "a fork" in refused[0]
+
+    pid = in_fork(work)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert tensors[0].eq(6).all()
+    into = staging(5000)
+    file.read(tensors[0], into).wait()
+    assert into.eq(6).all()
+    file.close()
+
+
 def test_a_file_that_somebody_cut(file: SwapFile) -> None:
     """An error where the bytes are missed, not a signal."""
     resting, into = file.zeros(20 * BLOCK), staging(20 * BLOCK)
@@ -253,6 +278,19 @@ def test_an_error_of_the_disk(file: SwapFile) -> None:
     os.close(kept)
     file.write(resting, staging(2 * BLOCK).fill_(1)).wait()
     assert resting.eq(1).all()
+
+
+def test_transfers_keep_their_ends_alive(file: SwapFile) -> None:
+    resting = file.zeros(4 * MIB)
+    address = resting.data_ptr()
+    transfers = [file.write(resting, staging(4 * MIB).fill_(9)), file.read(resting, staging(4 * MIB))]
+    del resting
+    assert address in file._offsets
+    for transfer in transfers:
+        transfer.wait()
+    del transfer
+    transfers.clear()
+    assert not file._offsets
 
 
 def test_checksums(io: AsyncIO, tmp_path: Path) -> None:

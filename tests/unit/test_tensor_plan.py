@@ -505,3 +505,42 @@ def test_logits_on_another_device_are_gathered_first() -> None:
     logits = VocabParallelLogits.of(torch.zeros(3, 4), comm, 7)
     assert type(logits.to(torch.float64)) is VocabParallelLogits and type(logits.cpu()) is VocabParallelLogits
     assert type(logits.to("meta")) is torch.Tensor and logits.to("meta").shape == (3, 7)
+
+
+@pytest.mark.slow
+def test_a_weight_that_a_function_uses() -> None:
+    from zerolite.pipe import PipelineModule, TiedLayerSpec
+
+    specs = [
+        TiedLayerSpec("embed", nn.Embedding, 9, 32),
+        Nano(),
+        TiedLayerSpec("embed", nn.Embedding, 9, 32, forward_fn=lambda embed, x: x @ embed.weight.t()),
+    ]
+    model = PipelineModule(specs)
+    model.build(range(3))
+    with pytest.raises(TensorPlanError, match=r"got 'layers\.0', which the forward_fn of a TiedLayerSpec uses"):
+        cut(model, {"layers.0": "vocab", "layers.*.c_attn": "column", "layers.*.c_proj": "row"})
+
+
+class Whole(Plain):
+    """Attention and the feed-forward part in one module."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__(width, 4 * width)
+        self.heads = heads
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        query, key, value = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return x + super().forward(x)
+
+
+def test_a_block_that_has_attention_and_the_rest_in_one() -> None:
+    plan = {"*.qkv": "column", "*.project": "row", "*.up": "column", "*.down": "row"}
+    block = cut(nn.Sequential(Whole()), plan, rank=1)[0]  # type: ignore[index]
+    found = cut_of(block.qkv.weight)
+    assert found is not None and found.ranges == ((0, 8, 8), (8, 24, 8), (16, 40, 8)), "each of query, key and value"
+    assert block.heads == 2 and cut_of(block.up.weight).ranges == ((0, 32, 32),)
