@@ -145,12 +145,6 @@ class Loader:
             if kinds and self._parts.model.optimizer.method.state_names is None:
                 self._check_flags(model.groups, groups, trains, state.optimizer.groups)
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
-        if state.window is not None:
-            raise CheckpointError(
-                "the checkpoint was saved in the middle of a gradient accumulation, by an earlier version of zerolite, "
-                "and its gradients cannot be loaded. Nothing was loaded; load one that was saved after an update, or "
-                "pass load_module_only=True for the weights alone"
-            )
         if state.loaders:
             loaders.check_state_dict(state.loaders)
         begins = scheduler is not None and schedule is None

@@ -91,10 +91,7 @@ class StoredModel(FileModel):
 
 
 class SavedState(StoredModel):
-    """All of state.json.
-
-    window: of checkpoints that earlier versions saved in the middle of a gradient accumulation; otherwise None.
-    """
+    """All of state.json."""
 
     extra: Plain
     optimizer: OptimizerState
@@ -103,7 +100,6 @@ class SavedState(StoredModel):
     counters: Counters
     loaders: list[Plain] | None
     client_state: Plain
-    window: Any = None
 
     def check_shapes(self, stored: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless the tensors that are stored, by key, have the shapes that are told here."""
