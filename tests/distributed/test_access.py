@@ -11,11 +11,11 @@ from torch import nn
 
 import zerolite
 from tests import models, reference
-from tests.distributed.cases.growth import _message
 from tests.distributed.cases.training import make_engine, snapshot
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
+from tests.toolkit.growth import message_of
 
 SKIPPED = ("empty", "unused")  # of OddModel: they never have states
 
@@ -102,17 +102,17 @@ def refusals(config: dict[str, Any]) -> dict[str, str]:
 
     backward()
     said = {
-        "shape of the value": _message(zerolite.set_full_grad, parameter, torch.zeros(3)),
-        "foreign": _message(zerolite.get_full_grad, nn.Parameter(torch.zeros(3))),
-        "count": _message(zerolite.set_full_grad, [parameter], []),
-        "state too early": _message(zerolite.set_full_optimizer_state, parameter, "exp_avg", torch.zeros(())),
+        "shape of the value": message_of(zerolite.set_full_grad, parameter, torch.zeros(3)),
+        "foreign": message_of(zerolite.get_full_grad, nn.Parameter(torch.zeros(3))),
+        "count": message_of(zerolite.set_full_grad, [parameter], []),
+        "state too early": message_of(zerolite.set_full_optimizer_state, parameter, "exp_avg", torch.zeros(())),
     }
     parameter.grad = torch.zeros_like(parameter.grad)
     engine.zero_grad()
     said["nothing left"] = "".join(str(p.grad) for p in module.parameters() if p.grad is not None)
     backward()
     engine.step()
-    said["unknown state"] = _message(zerolite.get_full_optimizer_state, parameter, "nonsense")
+    said["unknown state"] = message_of(zerolite.get_full_optimizer_state, parameter, "nonsense")
     return said
 
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import zerolite
 from tests import models
-from tests.distributed.cases.lockstep import skipping_on_device
-from tests.distributed.cases.skips import Warnings
 from tests.distributed.cases.training import BATCHES, LOSSES, make_engine
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.pool import Pools
+from tests.toolkit.faults import Warnings
+from tests.toolkit.lockstep import skipping_on_device
 
 
 def unread(function: str, **arguments: Any) -> Any:

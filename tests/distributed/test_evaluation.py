@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import zerolite
 from tests import models
-from tests.distributed.cases.collectives import transport
 from tests.distributed.cases.training import make_engine, snapshot
 from tests.distributed.configs import config
 from tests.distributed.configs import config as make_config
 from tests.pool import Pool, Pools
+from tests.toolkit.transports import transport
 from zerolite.data.dataloader import EpochSampler
 
 

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zerolite
 from tests import models
-from tests.distributed.cases.memory import events_in_order, mark, memory_profile
 from tests.distributed.cases.training import make_engine, snapshot
 from tests.distributed.configs import config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
+from tests.toolkit.memory import events_in_order, mark, memory_profile
 from zerolite.comm import record
 
 STEPS = 3

@@ -11,11 +11,11 @@ import torch
 
 import zerolite
 from tests import models
-from tests.distributed.cases.lockstep import Layers, loss_of, make_engine
 from tests.distributed.cases.training import snapshot
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
+from tests.toolkit.lockstep import Layers, loss_of, make_engine
 from zerolite.utils.accelerator import HostRead
 
 STEPS, STEADY = 7, 3

@@ -2,15 +2,96 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import zerolite
+from tests import models
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.pool import Pools
+from tests.toolkit.mixed import Mixed
+from zerolite.zero import GatheredParameters
 
-CASES = "tests.distributed.cases.memory_report"
+
+def moments(
+    config: dict[str, Any],
+    optimizer: str | None = None,
+    init: bool = False,
+    windows: int = 2,
+) -> dict[str, Any]:
+    """The items at each moment of the last of ``windows``: after each backward, before the update (when all is
+    reduced), after the window, with all parameters gathered. ``optimizer``: one of torch's by name, instead of the
+    config's. ``init``: the model is made partitioned."""
+    with zerolite.zero.Init() if init else contextlib.nullcontext():
+        model = models.build(Mixed)
+    given = {"optimizer": getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)} if optimizer else {}
+    engine = zerolite.initialize(model, config, **given)
+    found = {"made": engine.memory_report().items}
+    for window in range(windows):
+        for micro in range(engine.gradient_accumulation_steps):
+            engine.backward(models.square_loss(engine, models.float_batch(window, micro, engine.rank)))
+            found[f"backward {micro}"] = engine.memory_report().items
+            if micro + 1 == engine.gradient_accumulation_steps:
+                engine.reduce_gradients()
+                found["reduced"] = engine.memory_report().items
+            engine.step()
+    found["after"] = engine.memory_report().items
+    with GatheredParameters(engine.module):
+        found["gathered"] = engine.memory_report().items
+    found["released"] = engine.memory_report().items
+    return found
+
+
+def several_moments(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """:func:`moments` by name."""
+    return {name: moments(**run) for name, run in runs.items()}
+
+
+def several_places(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Report the memory after two steps, by name of the run and place."""
+    found = {}
+    for name, run in runs.items():
+        engine = zerolite.initialize(models.build(Mixed), run["config"])
+        for window in range(2):
+            engine.backward(models.square_loss(engine, models.float_batch(window, 0, engine.rank)))
+            engine.step()
+        report = engine.memory_report()
+        found[name] = {"device": report.items, "host": report.host, "disk": report.disk}
+        text = str(report)
+        assert all(f"({place})" in text for place in ("host", "disk") if any(found[name][place].values()))
+    return found
+
+
+def whole_report(config: dict[str, Any]) -> dict[str, Any]:
+    """A report as text and as plain data, the collectives that it took, and what it says of views and new tensors."""
+    engine = zerolite.initialize(models.build(Mixed), config)
+    with zerolite.comm.record() as recorder:
+        report = engine.memory_report()
+    engine.module.register_buffer("seen", engine.module.offset[1:])  # another view of memory that counts already
+    with_view = engine.memory_report().items
+    engine.module.register_buffer("new", torch.zeros(1000))
+    with_new = engine.memory_report().items
+    del engine.module.new
+    engine.module.register_buffer("sparse", torch.eye(3).to_sparse())
+    return {
+        "text": str(report),
+        "data": json.loads(json.dumps(report.to_dict())),
+        "total": report.total,
+        "model_states": report.model_states,
+        "calls": len(recorder.calls),
+        "with_view": with_view,
+        "with_new": with_new,
+        "with_sparse": engine.memory_report().items,
+    }
+
+
+# -------------------------------------------------------------------- the tests
+
 
 # The trained parameters of cases.memory_report.Mixed in the order of the layout, from the last one on, in buckets of at
 # most 100 elements or one parameter; a slot begins at a multiple of 32 elements, a bucket ends at one of 32 per rank.
@@ -92,7 +173,7 @@ def run(stage: int, precision: str = "fp32", accumulation: int = 1, **more: Any)
 def test_every_stage_and_precision_to_the_byte(pools: Pools, world: int) -> None:
     kinds = [(stage, precision, micros) for stage in range(4) for precision in PRECISIONS for micros in (1, 2)]
     runs = {f"{kind}": run(*kind) for kind in kinds}
-    for found in pools(world).run(f"{CASES}:several_moments", {"runs": runs}):
+    for found in pools(world).run(several_moments, {"runs": runs}):
         for stage, precision, micros in kinds:
             moments = found[f"{(stage, precision, micros)}"]
             expected = states(stage, precision, world)
@@ -114,7 +195,7 @@ def test_every_stage_and_precision_to_the_byte(pools: Pools, world: int) -> None
 
 def test_sums_in_the_middle_of_a_window(pools: Pools) -> None:
     runs = {f"{stage}": run(stage, "bf16", 3) for stage in range(4)}
-    ranks = pools(2).run(f"{CASES}:several_moments", {"runs": runs})
+    ranks = pools(2).run(several_moments, {"runs": runs})
     for found in ranks:
         # Nothing is reduced before the last micro-batch at stages 0 and 1: whole sums, in fp32.
         assert found["0"]["backward 0"]["gradients"] == 4 * flat(2)
@@ -134,7 +215,7 @@ def test_what_stays_whole_and_what_a_communicator_keeps(pools: Pools) -> None:
         "stage 2": run(2),
         "stage 0": run(0),
     }
-    for found in pools(2).run(f"{CASES}:several_moments", {"runs": runs}):
+    for found in pools(2).run(several_moments, {"runs": runs}):
         persistent = found["persistent"]["after"]
         assert persistent["persistent_parameters"] == 4 * whole(2)
         assert persistent["gathered_parameters"] == found["persistent"]["gathered"]["gathered_parameters"] == 0
@@ -159,7 +240,7 @@ def test_states_of_torchs_own_optimizers_and_masters_in_16_bits(pools: Pools) ->
         "Rprop at stage 0": run(0, optimizer="Rprop"),
         "16-bit masters": run(2, "bf16", extra=low),
     }
-    ranks = pools(2).run(f"{CASES}:several_moments", {"runs": runs})
+    ranks = pools(2).run(several_moments, {"runs": runs})
     # Of the pieces alone, without padding: bucket by bucket the first half is rank 0's. Two moments, and two numbers of
     # four bytes for each piece.
     pieces = {0: [3, 32, 96, 13, 64], 1: [7, 73, 27]}
@@ -174,7 +255,7 @@ def test_states_of_torchs_own_optimizers_and_masters_in_16_bits(pools: Pools) ->
 
 
 def test_a_report_is_text_and_plain_data_and_counts_each_storage_once(pools: Pools) -> None:
-    for rank, found in enumerate(pools(2).run(f"{CASES}:whole_report", {"config": config(2, "bf16")})):
+    for rank, found in enumerate(pools(2).run(whole_report, {"config": config(2, "bf16")})):
         data, items = found["data"], found["data"]["items"]
         assert found["calls"] == 0
         assert (data["rank"], data["device"], data["other"], data["allocated"]) == (rank, "cpu", None, None)
@@ -202,7 +283,7 @@ def test_what_rests_off_the_device_is_told_apart_where_the_device_is_the_cpu(poo
         ),
     }
     runs = {name: {"config": config(stage, "bf16", 1, 0.0, ADAMW, zero)} for name, (stage, zero) in kinds.items()}
-    for found in pools(2).run(f"{CASES}:several_places", {"runs": runs}):
+    for found in pools(2).run(several_places, {"runs": runs}):
         for name, (stage, _) in kinds.items():
             places, expected = found[name], states(stage, "bf16", 2)
             everywhere = {item: sum(places[place][item] for place in places) for item in expected}
@@ -224,7 +305,7 @@ def test_torchs_optimizers_have_the_memory_of_their_states_before_the_first_step
     names = ["Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
     runs = {name: run(stage, optimizer=name) for name, stage in zip(names, (0, 1, 2, 3, 0, 2, 3), strict=True)}
     runs |= {"16 bits": run(2, "bf16", optimizer="NAdam"), "Adafactor": run(0, optimizer="Adafactor")}
-    for found in pools(2).run(f"{CASES}:several_moments", {"runs": runs}):
+    for found in pools(2).run(several_moments, {"runs": runs}):
         for name, moments in found.items():
             made, after = (moments[moment]["optimizer_states"] for moment in ("made", "after"))
             small = 4 * 3 * 5 + 4 * 4 * 13  # a few counts of each parameter; Adafactor's sums over rows and columns

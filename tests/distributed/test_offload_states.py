@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolite
 from tests import models
-from tests.distributed.cases.memory_report import Mixed
 from tests.distributed.configs import ADAMW, config
 from tests.pool import Pools
+from tests.toolkit.mixed import Mixed
 
 
 def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 import zerolite
 from tests import models
-from tests.distributed.cases.monitor import events_of, read_jsonl
-from tests.distributed.cases.traffic import plain_calls
 from tests.distributed.cases.training import WINDOWS, make_engine, snapshot
 from tests.distributed.configs import ADAMW, PARTITIONED, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
+from tests.toolkit.monitoring import events_of, read_jsonl
+from tests.toolkit.traffic import plain_calls
 from zerolite.monitor.flops_profiler import FlopsProfiler
 
 STEPS = 4

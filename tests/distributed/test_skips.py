@@ -7,12 +7,92 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests import models
+from tests.distributed.cases.training import make_engine, snapshot
 from tests.distributed.configs import ADAMW, config, dynamic_fp16
 from tests.distributed.test_parity import CLIP, assert_same_bits
 from tests.pool import Pools
+from tests.toolkit.faults import Warnings, poison
 
-CASES = "tests.distributed.cases.skips"
+
+def bad_step(
+    config: dict[str, Any], bad_rank: int, parameter: str, value: float, loop: str = "engine"
+) -> dict[str, Any]:
+    """Six windows; in the fourth (step 3, the last micro-batch) one rank's gradient is not finite."""
+    engine = make_engine(config)
+    accumulation = config["gradient_accumulation_steps"]
+    norms, learning_rates, snapshots = [], [], []
+    with Warnings() as warnings:
+        for step in range(6):
+            for micro in range(accumulation):
+                bad = step == 3 and micro == accumulation - 1 and dist.get_rank() == bad_rank
+                handle = poison(engine, parameter, value) if bad else None
+                loss = models.token_loss(engine, models.token_batch(step, micro, dist.get_rank()))
+                if loop == "engine":
+                    engine.backward(loss)
+                    engine.step()
+                else:
+                    (loss / accumulation).backward()
+                if handle is not None:
+                    handle.remove()
+            if loop == "plain":
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            norms.append(engine.get_global_grad_norm())
+            learning_rates.append(engine.get_lr()[0])
+            snapshots.append(snapshot(engine))
+        skipped, steps = engine.skipped_steps, engine.global_steps
+    return {
+        "norms": norms,
+        "learning_rates": learning_rates,
+        "snapshots": snapshots,
+        "skipped_steps": skipped,
+        "global_steps": steps,
+        "warnings": warnings.messages,
+    }
+
+
+def bad_for_ever(config: dict[str, Any], attempts: int) -> dict[str, Any]:
+    """Every gradient of rank 0 is infinite; until the engine raises."""
+    engine = make_engine(config)
+    before = snapshot(engine)
+    if dist.get_rank() == 0:
+        poison(engine, "up.weight", float("inf"))
+    scales = []
+    for attempt in range(attempts):
+        scales.append(engine.loss_scale)
+        engine.backward(models.token_loss(engine, models.token_batch(attempt, 0, dist.get_rank())))
+        try:
+            engine.step()
+        except Exception as error:
+            unchanged = all(torch.equal(before[name], value) for name, value in snapshot(engine).items())
+            return {
+                "attempt": attempt,
+                "error": f"{type(error).__name__}: {error}",
+                "scales": scales,
+                "unchanged": unchanged,
+            }
+    return {"attempt": None, "error": "", "scales": scales, "unchanged": True}
+
+
+def scale_growth(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train an Mlp; the parameters and the scale after each step."""
+    engine = make_engine(config, "Mlp")
+    scales, snapshots, norms = [], [], []
+    for step in range(steps):
+        scales.append(engine.loss_scale)
+        engine.backward(models.square_loss(engine, models.float_batch(step, 0, dist.get_rank())))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+        snapshots.append(snapshot(engine))
+    return {"scales": scales, "snapshots": snapshots, "norms": norms}
+
+
+# -------------------------------------------------------------------- the tests
+
+
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
 
 
@@ -40,7 +120,7 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage:
         "value": value,
         "loop": loop,
     }
-    ranks = pools(3).run(f"{CASES}:bad_step", kwargs)
+    ranks = pools(3).run(bad_step, kwargs)
     for result in ranks:
         for step in range(6):
             assert_same_bits(result["snapshots"][step], ranks[0]["snapshots"][step], f"step {step}, two ranks")
@@ -54,8 +134,8 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage:
         assert rates[2] != rates[1]
         assert rates[4] > rates[3]
         assert (result["skipped_steps"], result["global_steps"]) == (1, 6)
-        for snapshot in result["snapshots"]:
-            assert all(torch.isfinite(parameter).all() for parameter in snapshot.values())
+        for taken in result["snapshots"]:
+            assert all(torch.isfinite(parameter).all() for parameter in taken.values())
     told = [message for result in ranks for message in result["warnings"]]
     assert len(told) == 1, told
     assert f"rank {bad_rank}" in told[0]
@@ -67,7 +147,7 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage:
 def test_too_many_skips_in_a_row_raise_on_all_ranks(pools: Pools, stage: int) -> None:
     for precision in ("fp32", "bf16"):
         limited = config(stage, precision, max_consecutive_skipped_steps=3)
-        for result in pools(2).run(f"{CASES}:bad_for_ever", {"config": limited, "attempts": 6}):
+        for result in pools(2).run(bad_for_ever, {"config": limited, "attempts": 6}):
             assert result["attempt"] == 2
             assert result["unchanged"]
             for word in ("max_consecutive_skipped_steps", "3", "up.weight", "rank 0"):
@@ -77,7 +157,7 @@ def test_too_many_skips_in_a_row_raise_on_all_ranks(pools: Pools, stage: int) ->
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_fp16_at_its_minimum_scale_says_so(pools: Pools, stage: int) -> None:
     low = config(stage, fp16=dynamic_fp16(initial_scale_power=3, min_loss_scale=1))
-    for result in pools(2).run(f"{CASES}:bad_for_ever", {"config": low, "attempts": 10}):
+    for result in pools(2).run(bad_for_ever, {"config": low, "attempts": 10}):
         assert result["scales"] == [8, 4, 2, 1]
         assert result["attempt"] == 3
         assert result["unchanged"]
@@ -93,8 +173,8 @@ def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gra
     growing = config(stage, clip=CLIP, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=2))
     static = config(stage, clip=CLIP, fp16={"enabled": True, "loss_scale": 4})
     for world in (1, 2):
-        grown = pools(world).run(f"{CASES}:scale_growth", {"config": growing, "steps": 6})[0]
-        fixed = pools(world).run(f"{CASES}:scale_growth", {"config": static, "steps": 6})[0]
+        grown = pools(world).run(scale_growth, {"config": growing, "steps": 6})[0]
+        fixed = pools(world).run(scale_growth, {"config": static, "steps": 6})[0]
         assert grown["scales"] == [4, 4, 8, 8, 16, 16]
         assert fixed["scales"] == [4] * 6
         # fp16 gradients below 2^-14 lose bits at the smaller scale: at most 2^-24 / 4 each, far below one unit of a
@@ -110,8 +190,8 @@ def test_a_growing_scale_and_sgd_without_clipping(pools: Pools) -> None:
     plain = ("SGD", {"lr": 0.5, "foreach": True})
     growing = config(1, optimizer=plain, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=1))
     static = config(1, optimizer=plain, fp16={"enabled": True, "loss_scale": 4})
-    grown = pools(2).run(f"{CASES}:scale_growth", {"config": growing, "steps": 3})[0]
-    fixed = pools(2).run(f"{CASES}:scale_growth", {"config": static, "steps": 3})[0]
+    grown = pools(2).run(scale_growth, {"config": growing, "steps": 3})[0]
+    fixed = pools(2).run(scale_growth, {"config": static, "steps": 3})[0]
     assert grown["scales"] == [4, 8, 16]
     for step in range(3):
         for name, value in fixed["snapshots"][step].items():

@@ -4,17 +4,169 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import zerolite
+from tests import models
+from tests.distributed.cases.training import engine_window, make_engine, snapshot
 from tests.distributed.configs import ADAMW, config
 from tests.distributed.test_parity import assert_same_bits
 from tests.pool import Pools
+from tests.toolkit.traffic import (
+    gathered,
+    plain_calls,
+    stage3_engine,
+    stage3_loss,
+)
+from zerolite.comm import NullCommunicator, host_group, use_communicator
 
-CASES = "tests.distributed.cases.traffic"
+
+def calls_per_step(config: dict[str, Any], model: str = "OddModel") -> dict[str, Any]:
+    """The collectives of the third window and of reading its norm, and the number of trained elements."""
+    engine = make_engine(config, model)
+    for step in range(3):
+        with zerolite.comm.record() as recorder:
+            engine_window(engine, model, step, config["gradient_accumulation_steps"])
+            engine.get_global_grad_norm()
+            engine.module  # noqa: B018 waits for the gathers that are still in flight
+    trained = [p.numel() for p in engine.module.parameters() if p.requires_grad]
+    return {"calls": plain_calls(recorder), "numel": sum(trained)}
+
+
+def initial_sync(config: dict[str, Any], same: bool) -> dict[str, Any]:
+    """Build with one seed or with one seed per rank."""
+    model = models.build(models.Buffered, seed=5 if same else 5 + dist.get_rank())
+    mine = {name: value.clone() for name, value in model.state_dict().items()}
+    with zerolite.comm.record() as recorder:
+        engine = zerolite.initialize(model, config)
+    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    return {"mine": mine, "parameters": snapshot(engine), "buffers": buffers, "calls": plain_calls(recorder)}
+
+
+def buffers_after_training(config: dict[str, Any], broadcast: bool) -> dict[str, Any]:
+    engine = make_engine(config, "Buffered", broadcast_buffers=broadcast)
+    with torch.no_grad():
+        engine.module.offset.fill_(float(dist.get_rank()))
+        engine.module.calls.fill_(10 * dist.get_rank())
+    with zerolite.comm.record() as recorder:
+        engine_window(engine, "Buffered", 0, 1)
+    engine.eval()
+    with zerolite.comm.record() as evaluation, torch.no_grad():
+        engine(models.float_batch(0, 0, 0)[0])
+    return {
+        "offset": engine.module.offset.clone(),
+        "calls": engine.module.calls.clone(),
+        "broadcasts": recorder.count(tag="buffers"),
+        "dtypes": len({buffer.dtype for buffer in engine.module.buffers()}),
+        "in evaluation": len(evaluation.calls),
+    }
+
+
+def host_groups(config: dict[str, Any], directory: str) -> dict[str, list[str]]:
+    """The purposes of the gloo groups that have been asked for after each of these."""
+    asked: list[str] = []
+    found, make = {}, host_group.second_group
+
+    def note(parent: Any, backend: str, purpose: str) -> Any:
+        asked.append(purpose)
+        return make(parent, backend, purpose)
+
+    host_group.second_group = note  # type: ignore[assignment]
+    try:
+        engine = make_engine(config)
+        engine_window(engine, "OddModel", 0, 1)
+        found["a step"] = list(asked)
+        engine.save_checkpoint(directory)
+        engine.save_checkpoint(directory)
+        found["two checkpoints"] = list(asked)
+        engine.full_optimizer_state_dict()
+        found["whole states"] = asked[len(found["two checkpoints"]) :]
+    finally:
+        host_group.second_group = make
+    return found
+
+
+def different_models(config: dict[str, Any]) -> str:
+    width = 5 + dist.get_rank()
+    try:
+        make_engine(config, "OddModel", {"width": width})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+# -------------------------------------------------------------------- stage 3
+
+
+def what_moves(engine: Any) -> dict[str, Any]:
+    """Padded elements: of each unit's and parameter's gather, of all that stays whole, of every bucket."""
+    coordinator = engine.coordinator
+    sizes = [handle.full.numel() for handle in coordinator.handles]
+    units = [[sizes[index] for index in unit] for unit in coordinator.schedule.units]
+    return {
+        "units": {unit.name: (sum(numels), len(numels)) for unit, numels in zip(coordinator.units, units, strict=True)},
+        "parameters": {handle.name: size for handle, size in zip(coordinator.handles, sizes, strict=True)},
+        "persistent": sum(size for h, size in zip(coordinator.handles, sizes, strict=True) if h.persistent),
+        "buckets": [bucket.numel for bucket in engine._reducer.layout.buckets],
+    }
+
+
+def stage3_calls(
+    config: dict[str, Any],
+    model: str = "Tower",
+    sizes: dict[str, Any] | None = None,
+    steps: int = 5,
+    evaluate: bool = False,
+) -> dict[str, Any]:
+    """The collectives of every window, after which nothing may be left gathered; of an evaluation after each window
+    (``evaluate``), and what the engine moves."""
+    engine = stage3_engine(config, model, sizes)
+    windows, evaluations, following = [], [], []
+    for step in range(steps):
+        with zerolite.comm.record() as recorder:
+            for micro in range(config["gradient_accumulation_steps"]):
+                engine.backward(stage3_loss(engine, model, step, micro))
+                following.append(engine.coordinator.schedule.following)
+                assert not gathered(engine), gathered(engine)
+                engine.step()
+        assert not gathered(engine), gathered(engine)
+        pairs = zip(plain_calls(recorder), recorder.calls, strict=True)
+        windows.append([(*call, entry.tensors) for call, entry in pairs])
+        if evaluate:
+            with zerolite.comm.record() as recorder, torch.no_grad():
+                engine(models.float_batch(step, 0, 0)[0])
+            assert not gathered(engine), gathered(engine)
+            evaluations.append(plain_calls(recorder))
+    return {"windows": windows, "evaluations": evaluations, "following": following, **what_moves(engine)}
+
+
+# -------------------------------------------------------------------- addresses
+
+
+def unaligned(configs: Sequence[dict[str, Any]], world: int) -> list[dict[str, int]]:
+    """For each config, as the last of ``world`` ranks that send nothing: how many collectives of each kind ran from
+    `initialize` to the second step and a state dict, and how many of their buffers do not begin on 16 bytes."""
+    found = []
+    for settings in configs:
+        with use_communicator(lambda rank, _: NullCommunicator(world - 1, world)), zerolite.comm.record() as recorder:
+            engine = make_engine(settings | {"consistency_check_interval": 0})
+            for step in range(3):
+                engine_window(engine, "OddModel", step, 1)
+            engine.full_state_dict()
+        counts = Counter(call.op for call in recorder.calls)
+        found.append({**counts, "unaligned": sum(call.unaligned for call in recorder.calls)})
+    return found
+
+
+# -------------------------------------------------------------------- the tests
+
+
 BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2, "torch.float64": 8}
 
 
@@ -25,7 +177,7 @@ BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2, "torch.flo
 def test_collectives_and_bytes_of_a_step(pools: Pools, world: int, accumulation: int, precision: str) -> None:
     for stage in (0, 1, 2):
         setting = config(stage, precision, accumulation, 0.4, ADAMW)
-        for result in pools(world).run(f"{CASES}:calls_per_step", {"config": setting}):
+        for result in pools(world).run(calls_per_step, {"config": setting}):
             calls = result["calls"]
             gradients = [call for call in calls if call[4] == "gradients"]
             parameters = [call for call in calls if call[4] == "parameters"]
@@ -57,14 +209,14 @@ def test_collectives_and_bytes_of_a_step(pools: Pools, world: int, accumulation:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_one_process_sends_nothing(pools: Pools, stage: int) -> None:
-    assert pools(1).run(f"{CASES}:calls_per_step", {"config": config(stage)})[0]["calls"] == []
+    assert pools(1).run(calls_per_step, {"config": config(stage)})[0]["calls"] == []
 
 
 @pytest.mark.fast("fp32-1")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_rank_0s_values_become_everyones(pools: Pools, stage: int, precision: str) -> None:
-    ranks = pools(3).run(f"{CASES}:initial_sync", {"config": config(stage, precision), "same": False})
+    ranks = pools(3).run(initial_sync, {"config": config(stage, precision), "same": False})
     assert not torch.equal(ranks[0]["mine"]["net.first.weight"], ranks[1]["mine"]["net.first.weight"])
     for result in ranks:
         for name, value in result["parameters"].items():
@@ -79,7 +231,7 @@ def test_rank_0s_values_become_everyones(pools: Pools, stage: int, precision: st
 
 def test_equal_models_are_checked_and_not_sent(pools: Pools) -> None:
     for stage in (0, 2):
-        for result in pools(3).run(f"{CASES}:initial_sync", {"config": config(stage), "same": True}):
+        for result in pools(3).run(initial_sync, {"config": config(stage), "same": True}):
             assert not [call for call in result["calls"] if call[0] == "broadcast"]
             assert sum(call[3] for call in result["calls"]) < 1000
             for name, value in result["parameters"].items():
@@ -87,21 +239,17 @@ def test_equal_models_are_checked_and_not_sent(pools: Pools) -> None:
 
 
 def test_different_models_are_refused_on_all_ranks(pools: Pools) -> None:
-    for message in pools(2).run(f"{CASES}:different_models", {"config": config(1)}):
+    for message in pools(2).run(different_models, {"config": config(1)}):
         assert "different models" in message
 
 
 def test_buffers_are_sent_before_each_training_forward_if_asked(pools: Pools) -> None:
-    for rank, result in enumerate(
-        pools(2).run(f"{CASES}:buffers_after_training", {"config": config(1), "broadcast": True})
-    ):
+    for rank, result in enumerate(pools(2).run(buffers_after_training, {"config": config(1), "broadcast": True})):
         assert torch.equal(result["offset"], torch.zeros(3)), rank
         assert result["calls"] == 2  # one training and one evaluation forward, from rank 0's zero
         assert result["broadcasts"] == result["dtypes"]
         assert result["in evaluation"] == 0
-    for rank, result in enumerate(
-        pools(2).run(f"{CASES}:buffers_after_training", {"config": config(1), "broadcast": False})
-    ):
+    for rank, result in enumerate(pools(2).run(buffers_after_training, {"config": config(1), "broadcast": False})):
         assert torch.equal(result["offset"], torch.full((3,), float(rank)))
         assert result["calls"] == 10 * rank + 2
         assert result["broadcasts"] == 0
@@ -118,7 +266,7 @@ def test_every_buffer_of_a_collective_begins_on_16_bytes(pools: Pools, world: in
         for keys in (zero[kind] for kind in kinds)
         for precision in ("fp32", "bf16")
     ]
-    for found in pools(1).run(f"{CASES}:unaligned", {"configs": settings, "world": world})[0]:
+    for found in pools(1).run(unaligned, {"configs": settings, "world": world})[0]:
         assert found["all_gather"] >= 9 and found["reduce_scatter"] >= 6
         assert found["unaligned"] == 0, found
 
@@ -162,7 +310,7 @@ def stage3(pools: Pools, world: int, zero: dict[str, Any], accumulation: int = 1
     """Return what :func:`stage3_calls` saw on rank 0, having been the same on all ranks."""
     precision = case.pop("precision", "fp32")
     setting = config(3, precision, accumulation, 0.4, ADAMW, zero=zero)
-    results = pools(world).run(f"{CASES}:stage3_calls", {"config": setting, "steps": STEPS, **case})
+    results = pools(world).run(stage3_calls, {"config": setting, "steps": STEPS, **case})
     for result in results[1:]:
         assert result["windows"] == results[0]["windows"]
     assert results[0]["following"][-accumulation:] == [True] * accumulation
@@ -317,5 +465,5 @@ def test_stage_3_recomputation_gathers_as_planned(pools: Pools, reentrant: bool)
 def test_the_hosts_meet_over_a_group_when_a_checkpoint_is_saved(pools: Pools, tmp_path: Path) -> None:
     """None is made in a job that saves none: each rank of gloo connects to all others. What is no checkpoint goes over
     another one: a save in the background may be using the first."""
-    for asked in pools(2).run(f"{CASES}:host_groups", {"config": config(2), "directory": str(tmp_path)}):
+    for asked in pools(2).run(host_groups, {"config": config(2), "directory": str(tmp_path)}):
         assert asked == {"a step": [], "two checkpoints": ["checkpoint"], "whole states": ["whole model"]}

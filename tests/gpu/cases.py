@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests import models, reference
-from tests.distributed.cases.skips import poison
 from tests.distributed.cases.training import make_engine, snapshot
+from tests.toolkit.faults import poison
 
 STEPS = 5
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import zerolite
 from tests import models
-from tests.distributed.cases.skips import Warnings, poison
 from tests.distributed.cases.training import BATCHES, LOSSES, snapshot
+from tests.toolkit.faults import Warnings, poison
 from zerolite.ops import Lion, library
 from zerolite.ops.cpu_kernels import CpuKernels
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import zerolite
 from tests import models
-from tests.distributed.cases.memory import events_in_order, mark, memory_profile
 from tests.distributed.cases.training import make_engine, snapshot
+from tests.toolkit.memory import events_in_order, mark, memory_profile
 from zerolite.comm import record
 
 STEPS = 3

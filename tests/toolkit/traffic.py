@@ -1,0 +1,106 @@
+"""The collectives of training, and an engine of stage 3 whose units are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerolite
+from tests import models
+from zerolite.zero import ZeroParamStatus
+
+
+def plain_calls(recorder: Any) -> list[tuple[str, int, str, int, str]]:
+    return [(call.op, call.numel, str(call.dtype), call.nbytes, call.tag) for call in recorder.calls]
+
+
+class Tower(nn.Module):
+    """``x [B, 7]`` -> ``[B, 3]``. No two layers are equally large, so a number of elements tells which one moved."""
+
+    def __init__(self, sizes: Sequence[int] = (7, 13, 11, 5, 3)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, with a trained product of two thin ones beside it."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.down = nn.Linear(inputs, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Lora(Tower):
+    """A tower whose layers are frozen, with adapters."""
+
+    def __init__(self, sizes: Sequence[int] = (7, 13, 11, 5, 3)) -> None:
+        super().__init__(sizes)
+        self.layers = nn.ModuleList(Adapted(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+class Tied(nn.Module):
+    """A token model whose head has the embedding's weight, by being tied or by calling it (``functional``)."""
+
+    def __init__(self, width: int = 5, functional: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(models.VOCABULARY, width)
+        self.middle = nn.Linear(width, width, bias=False)
+        self.head = None if functional else nn.Linear(width, models.VOCABULARY, bias=False)
+        if self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.middle(self.embed(tokens)))
+        return F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+
+
+class Checkpointed(Tower):
+    """A tower in which each layer but the first is recomputed in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+STAGE3_MODELS = {"Tower": Tower, "Lora": Lora, "Tied": Tied, "Checkpointed": Checkpointed}
+
+
+def stage3_engine(config: dict[str, Any], model: str = "Tower", sizes: dict[str, Any] | None = None) -> Any:
+    """An engine over one of this module's models, with the weights of seed 7."""
+    return zerolite.initialize(models.build(STAGE3_MODELS[model], **(sizes or {})), config)
+
+
+def stage3_loss(engine: Any, model: str, step: int, micro: int = 0) -> Tensor:
+    """The loss of this rank's micro-batch."""
+    if model == "Tied":
+        tokens, targets = models.token_batch(step, micro, dist.get_rank())
+        return F.cross_entropy(engine(tokens).reshape(-1, models.VOCABULARY), targets.reshape(-1))
+    return models.square_loss(engine, models.float_batch(step, micro, dist.get_rank()))
+
+
+def gathered(engine: Any) -> list[str]:
+    """Names of the parameters that are whole, or on their way, and need not be."""
+    handles = engine.coordinator.handles
+    return [h.name for h in handles if h.status is not ZeroParamStatus.NOT_AVAILABLE and not h.persistent]
