@@ -73,7 +73,7 @@ class ScheduleState(FileModel):
 
 
 class Counters(FileModel):
-    """See :class:`~zerolite.zero.step_outcome.StepCounters`."""
+    """See :class:`~zerolite.zero.outcomes.StepCounters`."""
 
     micro_steps: Count
     global_steps: Count

@@ -28,11 +28,18 @@ Arguments = ParamSpec("Arguments")
 class Pending:
     """A collective in flight. Holds every tensor of it alive until :meth:`wait` has returned."""
 
-    def __init__(self, works: Sequence[Work], keep: Sequence[torch.Tensor], finish: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        works: Sequence[Work],
+        keep: Sequence[torch.Tensor],
+        finish: Callable[[], torch.Tensor] | None,
+        result: torch.Tensor | None = None,
+    ) -> None:
+        """finish: makes the result when the works have ended; None: it is ``result``."""
         self._works = list(works)
         self._keep = list(keep)
-        self._finish: Callable[[], torch.Tensor] | None = finish
-        self._result: torch.Tensor | None = None
+        self._finish = finish
+        self._result = result
         self.entry: Raw | None = None  # what it is, for messages
 
     def arrived(self) -> bool:
@@ -56,7 +63,7 @@ class Pending:
 
 def done(result: torch.Tensor) -> Pending:
     """A collective for which nothing has to be waited."""
-    return Pending((), (), lambda: result)
+    return Pending((), (), None, result)
 
 
 def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:

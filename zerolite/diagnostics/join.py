@@ -255,7 +255,7 @@ class Join:
 
     def _guard(self, op: str) -> None:
         """Note a command before a collective of the engine's communicators."""
-        if not self._reducer.pass_open:
+        if not self._reducer.current.open:
             self._note(Command.OTHER)
 
 

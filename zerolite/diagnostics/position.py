@@ -29,8 +29,8 @@ from zerolite.comm.ranks import name_ranks
 if TYPE_CHECKING:
     from zerolite.comm import Communicator, Topology
     from zerolite.zero.grad_reducer import GradReducer
+    from zerolite.zero.outcomes import StepCounters
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-    from zerolite.zero.step_outcome import StepCounters
 
 LATEST = 48  # collectives of each communicator that are told, and twice as many uses
 _DEEPEST = 60  # frames of a stack

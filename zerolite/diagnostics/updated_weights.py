@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
 from zerolite.diagnostics.consistency import UpdateNumbers
-from zerolite.zero.pieces import Groups, Piece
-from zerolite.zero.spans import Span
+from zerolite.zero.checks import Update
+from zerolite.zero.grad_stats import SquaresPlan
+from zerolite.zero.pieces import Hand, Piece
 
 Sums = dict[torch.device, torch.Tensor]  # of the squares of masters by param group, float64, where the masters are
-_Launch = tuple[tuple[int, ...], torch.Tensor]  # places of the masters of one dtype, and their segments
 
 
 class UpdatedWeights:
@@ -23,13 +22,12 @@ class UpdatedWeights:
     """
 
     def __init__(
-        self, groups: Callable[[], Groups], pieces: Callable[[], Sequence[Sequence[Piece]]], most_groups: int
+        self, optimizer: torch.optim.Optimizer, pieces: Callable[[], Sequence[Sequence[Piece]]], most_groups: int
     ) -> None:
         """pieces: of each bucket. most_groups: param groups of any rank of the model now, which are as many on all
         ranks that share its statistics: stages of a pipeline may have other groups."""
-        self._more = most_groups - len(groups())
-        self._groups = groups
-        self._pieces = pieces
+        self._more = most_groups - len(optimizer.param_groups)
+        self._optimizer = optimizer
         self._before: Sums = {}
         self._after: Sums = {}
         self._known = False  # whether masters are those that the last update has left
@@ -37,11 +35,13 @@ class UpdatedWeights:
         self._told = False
         self._announced: UpdateNumbers | None = None
         self.numbers: UpdateNumbers | None = None  # of the last update
-        self._plans: dict[tuple[tuple[Span, ...], tuple[torch.dtype, ...]], list[_Launch]] = {}
+        self._plan = SquaresPlan(
+            lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in pieces()[bucket]]
+        )
 
     def replan(self) -> None:
         """Look at the layout anew: there are other buckets than before."""
-        self._plans.clear()
+        self._plan.clear()
         self._known = False
 
     def forget(self, update: bool) -> None:
@@ -61,64 +61,27 @@ class UpdatedWeights:
         """Say what the coming update uses, if it comes to one."""
         self._announced = numbers
 
-    def begin(self) -> None:
-        """Look before the first call of an update."""
-        self.numbers, self._told = self._announced, False
-        count = self._more + len(self._groups())
-        self._known = self._known and count == self._count
-        self._before, self._after, self._count = self._after if self._known else {}, {}, count
+    def __call__(self, update: Update) -> Update:
+        """An update begins: look before each of its calls, unless the last update has, and after it."""
+        count = self._more + len(self._optimizer.param_groups)
+        known = self._known and count == self._count
+        self.numbers, self._told, self._known = self._announced, False, True
+        self._before, self._after, self._count = self._after if known else {}, {}, count
 
-    def found(self, spans: Sequence[Span], masters: Sequence[torch.Tensor]) -> None:
-        """``masters``, of ``spans``, are about to be updated."""
-        if not self._known:
-            self._add(self._before, spans, masters)
+        def watched(hands: Sequence[Hand]) -> None:
+            if not known:
+                self._add(self._before, hands)
+            update(hands)
+            self._add(self._after, hands)
 
-    def left(self, spans: Sequence[Span], masters: Sequence[torch.Tensor]) -> None:
-        """They have been updated."""
-        self._add(self._after, spans, masters)
-
-    def end(self) -> None:
-        """Look after the last call of an update."""
-        self._known = True
+        return watched
 
     @torch.no_grad()
-    def _add(self, sums: Sums, spans: Sequence[Span], masters: Sequence[torch.Tensor]) -> None:
-        for members, table in self._plan(tuple(spans), tuple(master.dtype for master in masters)):
-            device = masters[members[0]].device
-            if device not in sums:
-                sums[device] = torch.zeros(self._count, dtype=torch.float64, device=device)
-            torch.ops.zerolite.squares_(sums[device], [masters[index] for index in members], table)
-
-    def _plan(self, spans: tuple[Span, ...], dtypes: tuple[torch.dtype, ...]) -> list[_Launch]:
-        """One launch for the masters of each dtype."""
-        plan = self._plans.get((spans, dtypes))
-        if plan is None:
-            plan = []
-            for dtype in dict.fromkeys(dtypes):
-                members = tuple(index for index, other in enumerate(dtypes) if other == dtype)
-                segments = self._segments([spans[index] for index in members])
-                if segments:
-                    plan.append((members, torch.tensor(segments, dtype=torch.int64, device="cpu")))
-            self._plans[spans, dtypes] = plan
-        return plan
-
-    def _segments(self, spans: Sequence[Span]) -> list[list[int]]:
-        """[place in ``spans``, start, elements, param group]; neighbours of one group are one."""
-        segments: list[list[int]] = []
-        pieces = self._pieces()
-        for place, (bucket, low, high, _) in enumerate(spans):
-            for piece in pieces[bucket]:
-                fragment = piece.fragment
-                start = max(fragment.shard_start, low)
-                numel = min(fragment.shard_start + fragment.numel, high) - start
-                if numel <= 0:
-                    continue
-                last = segments[-1] if segments else None
-                if last and (last[0], last[1] + last[2], last[3]) == (place, start - low, piece.group):
-                    last[2] += numel
-                else:
-                    segments.append([place, start - low, numel, piece.group])
-        return segments
+    def _add(self, sums: Sums, hands: Sequence[Hand]) -> None:
+        device = hands[0].master.device
+        if device not in sums:
+            sums[device] = torch.zeros(self._count, dtype=torch.float64, device=device)
+        self._plan.add(sums[device], tuple(hand.span for hand in hands), [hand.master for hand in hands])
 
     # ---------------------------------------------------------------- the outcome
 

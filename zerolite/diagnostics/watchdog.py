@@ -37,7 +37,7 @@ from zerolite.diagnostics.position import WATCHDOG, EngineView, Position, positi
 from zerolite.utils import failure_record
 
 if TYPE_CHECKING:
-    from zerolite.zero.step_outcome import StepCounters
+    from zerolite.zero.outcomes import StepCounters
 
 logger = logging.getLogger("zerolite")
 

@@ -66,7 +66,7 @@ from zerolite.engine.growth import Growth, Parameters, Ways
 from zerolite.engine.local_runner import LocalRunner
 from zerolite.engine.model_values import fill_buckets, synchronize_rest
 from zerolite.engine.monitoring import Monitoring, open_monitoring
-from zerolite.engine.notices import PipelineLoss, Progress, ScheduleStep, print_checkpointing
+from zerolite.engine.notices import PipelineLoss, Progress, Schedule, print_checkpointing
 from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.engine.pending_gradients import PendingGradients
 from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine
@@ -87,13 +87,13 @@ from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector
 from zerolite.zero.layout import AUTO_BUCKET, ParameterSpec, PartitionLayout
 from zerolite.zero.observers import Observers
+from zerolite.zero.outcomes import UnusedParameters
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel, make_whole
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_numel
 from zerolite.zero.stages import STAGES, StagePolicy
 from zerolite.zero.step import StepPipeline
-from zerolite.zero.step_outcome import UnusedParameters
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import Staged
@@ -236,7 +236,8 @@ class _Assembly:
             pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model, observers
         )
         call = ModuleCall(self.model)
-        attached, monitoring, hooks = self._watch_model(call)
+        schedule = Schedule(scheduler)
+        attached, monitoring, hooks = self._watch_model(call, schedule)
         coordinator = None
         if self.partitioned is not None:
             coordinator = start_stage3(self.partitioned, pipeline, self.reducer, observers)
@@ -279,7 +280,7 @@ class _Assembly:
             loaders=loaders,
             broadcast_buffers=broadcast_buffers,
             loss_fn=loss_fn,
-            scheduler=scheduler,
+            schedule=schedule,
         )
         engine = _engine_class(self.trains, self.staged is not None)(components)
         monitoring.end_with(engine)
@@ -289,18 +290,19 @@ class _Assembly:
         monitoring.watch_communication(topology, coordinator)
         return engine
 
-    def _watch_model(self, call: ModuleCall) -> tuple[Attached, Monitoring, list[Any]]:
+    def _watch_model(self, call: ModuleCall, schedule: Schedule) -> tuple[Attached, Monitoring, list[Any]]:
         """Install the hooks on the model that come before those of stage 3, and the observers; return the hooks."""
         config, observers = self.config, self.observers
         hooks = watch_loading(self.model, self.pipeline)
         attached = self._checkpoint_activations()
         hooks += attached.handles
-        observers.add(Progress(self.reference))
+        if self.topology.world.rank == 0:
+            observers.add(Progress(self.reference))
         monitoring = open_monitoring(
             config, self.topology, self.device, self.pipeline.outcomes, observers, self.sharded, self.scaler
         )
         hooks += monitoring.watch_module(self.model, call)
-        observers.add(ScheduleStep(self.reference))  # after the monitors, which log the learning rates of the step
+        observers.add(schedule)  # after the monitors, which log the learning rates of the step
         self.fp32.attach()
         return attached, monitoring, hooks
 
@@ -387,11 +389,10 @@ class _Assembly:
         dtype_of = self.communication
         reduction = reduction_options(config, policy, self.precision, comm, accumulation, dtype_of, keep, alone)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
-        closes = self.window.next_backward_closes
         collector = StatsCollector(comm, self.device)
         here = self.tiers.within_reach(self.tiers.optimizer, on_host=False)
         resting = None if here else RestingGradients(self.tiers, self.transfers, collector.note)
-        self.reducer = GradReducer(buffer.layout, trained, comm, reduction, closes, strides, resting, self.observers)
+        self.reducer = GradReducer(buffer.layout, trained, comm, reduction, strides, resting, self.observers)
         choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
         check_optimizer(self.tiers, self.kind, self.sharded.inner)
@@ -449,7 +450,7 @@ class _Assembly:
                 counts = torch.tensor([most], device=self.device)
                 self.topology.model.all_reduce_max(counts, tag="initial_sync")
                 most = max(most, int(host_value(counts)))  # a dry run reads nothing
-            updated = UpdatedWeights(lambda: sharded.inner.param_groups, lambda: sharded.pieces_by_bucket, most)
+            updated = UpdatedWeights(sharded.inner, lambda: sharded.pieces_by_bucket, most)
         if consistency is not None or updated is not None:
             self.pipeline.check_with(StepChecks(sharded.inner, world, self.device, consistency, updated), updated)
 

@@ -34,6 +34,7 @@ from zerolite.zero.step import StepPipeline
 if TYPE_CHECKING:
     from zerolite.engine.engine import Engine
     from zerolite.engine.local_runner import LocalRunner
+    from zerolite.engine.notices import Schedule
     from zerolite.pipe.runner import PipelineRunner
 
 
@@ -77,7 +78,7 @@ class Components:
         step_log: on rank 0, if a monitor is enabled.
         broadcast_buffers: send rank 0's buffers before each training forward.
         loss_fn: of ``initialize``.
-        scheduler: the schedule that the engine steps after every update, or None.
+        schedule: what moves the learning rates after every update.
     """
 
     module: torch.nn.Module
@@ -109,4 +110,4 @@ class Components:
     loaders: Loaders
     broadcast_buffers: bool
     loss_fn: LossFunction | None
-    scheduler: Any
+    schedule: Schedule

@@ -74,7 +74,7 @@ class Engine:
         self._boundary = c.boundary
         self._same_inputs = c.same_inputs
         self._broadcast_buffers = c.broadcast_buffers
-        self._lr_scheduler = c.scheduler
+        self._schedule = c.schedule
         self._join: Join | None = None
         self._batches: Iterator[Any] | None = None  # over ``dataloader``, again and again
         c.reference.bind(self)
@@ -84,7 +84,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16). A loss comes back in fp32;
         where the module returns none, all 16-bit outputs do (docs/precision.md)."""
-        if self._reducer.pass_open:  # an exception has cut this rank's backward short: launch what the others have
+        if self._reducer.current.open:  # an exception has cut this rank's backward short: launch what the others have
             self._pipeline.end_backward(complete=False)
         if self._same_inputs is not None:
             self._same_inputs.compare(find_tensors((args, kwargs)))
@@ -127,7 +127,7 @@ class Engine:
         needs no gradient, and for a weight that is not a number of at least 0. Called on all ranks.
         """
         check_loss(loss)
-        if self._reducer.pass_open:
+        if self._reducer.current.open:
             self._pipeline.end_backward(complete=False)
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = checked_weight(weight, scale_wrt_gas)
@@ -519,22 +519,17 @@ class Engine:
     def lr_scheduler(self) -> Any:
         """The schedule that the engine steps after every update, or None."""
         self._pipeline.outcomes.settle()
-        return self._lr_scheduler
+        return self._schedule.scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        self._lr_scheduler = scheduler
+        self._schedule.use(scheduler)
 
     def settle_schedule(self) -> None:
         """Bring the param groups up to date, which the engine's schedule changes when the outcome of a step is read.
         Nothing without one: a loop that steps a schedule of its own need not wait for the device."""
-        if self._lr_scheduler is not None:
+        if self._schedule.scheduler is not None:
             self._pipeline.outcomes.settle()
-
-    def step_scheduler(self) -> None:
-        """Step the schedule after an update that was not skipped. Called by the pipeline."""
-        if self._lr_scheduler is not None:
-            self._lr_scheduler.step()
 
     @property
     def global_steps(self) -> int:

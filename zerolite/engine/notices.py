@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -12,14 +13,14 @@ from zerolite.zero.observers import StepObserver
 
 
 class Progress(StepObserver):
-    """Prints a line every ``steps_per_print`` steps on rank 0."""
+    """Prints a line every ``steps_per_print`` steps. Of rank 0 alone."""
 
     def __init__(self, engine: EngineRef) -> None:
         self._engine = engine
 
     def on_settled(self, step: int, norm: float) -> None:
         engine = self._engine()
-        if engine is None or engine.rank != 0:
+        if engine is None:
             return
         if step == 1:
             engine.activation_checkpointing.check_used()
@@ -33,16 +34,19 @@ class Progress(StepObserver):
             )
 
 
-class ScheduleStep(StepObserver):
-    """Moves the schedule of learning rates after every update that was not skipped."""
+class Schedule(StepObserver):
+    """Schedule of learning rates, if there is one: moved after every update that was not skipped."""
 
-    def __init__(self, engine: EngineRef) -> None:
-        self._engine = engine
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def use(self, scheduler: Any) -> None:
+        """Move ``scheduler`` from now on; None: nothing."""
+        self.scheduler = scheduler
 
     def on_updated(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.step_scheduler()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
 
 class PipelineLoss:

@@ -210,7 +210,7 @@ class ParameterAccess:
         if piece is not None:
             self._copy(piece, self._master(piece), values)
             bucket = piece.fragment.slot.bucket
-            self._copy(piece, self._buffer.piece(piece.fragment, self._buffer.owned_compute(bucket)), values)
+            self._copy(piece, self._buffer.piece(piece.fragment, self._buffer.owned[bucket]), values)
             self._buffer.tiers.written_in_place()
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)

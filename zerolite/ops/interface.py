@@ -115,8 +115,8 @@ def norm_arguments(sums: torch.Tensor, values: Sequence[torch.Tensor], table: to
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_int64]:
-    return (c_int64 * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+    return (c_int64 * len(tensors))(*map(torch.Tensor.data_ptr, tensors))
 
 
 def _numels(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_int64]:
-    return (c_int64 * len(tensors))(*[tensor.numel() for tensor in tensors])
+    return (c_int64 * len(tensors))(*map(torch.Tensor.numel, tensors))

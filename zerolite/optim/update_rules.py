@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,20 @@ Row = tuple[float, ...]
 
 ONLY_HERE = ("bias_correction", "fp32_optimizer_states")
 """Keys of a param group that only the kernels (and their reference) follow, where they are False."""
+
+
+# What a param group may say that only torch's implementation does.
+_VARIANTS = ("amsgrad", "capturable", "differentiable")
+_CHOICES = ("foreach", "fused")
+
+
+def unsupported(group: Group) -> str | None:
+    """The key of a param group that the kernels cannot follow, or None."""
+    for key, value in group.items():
+        chosen = key in _VARIANTS and value or key in _CHOICES and value is not None
+        if chosen or (isinstance(value, torch.Tensor) and value.is_cuda):
+            return key
+    return None
 
 
 @dataclass(frozen=True)
@@ -55,8 +70,7 @@ class UpdateRule:
         operator = getattr(torch.ops.zerolite, self.operator)
         operator(params, grads, *(states or [[]] * len(self.states)), outs, table, rows, factor, skip)
 
-    def unsupported(self, group: Group) -> str | None:
-        return unsupported(group)
+    unsupported = staticmethod(unsupported)
 
     def only_here(self, groups: Sequence[Group]) -> bool:
         """True if a group asks for an option that torch's optimizer does not have: no bias correction, or 16-bit
@@ -125,7 +139,7 @@ def _sgd_row(group: Group, step: int) -> Row:
 
 _ADAM_STATES = ("exp_avg", "exp_avg_sq")
 _RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
-    torch.optim.AdamW: UpdateRule(ADAM, "adam_", _ADAM_STATES, True, lambda g, t: _adam_row(g, t, decoupled=True)),
+    torch.optim.AdamW: UpdateRule(ADAM, "adam_", _ADAM_STATES, True, functools.partial(_adam_row, decoupled=True)),
     torch.optim.Adam: UpdateRule(
         ADAM, "adam_", _ADAM_STATES, True, lambda g, t: _adam_row(g, t, bool(g.get("decoupled_weight_decay")))
     ),
@@ -138,10 +152,6 @@ _RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
     ),
 }
 
-# What a param group may say that only torch's implementation does.
-_VARIANTS = ("amsgrad", "capturable", "differentiable")
-_CHOICES = ("foreach", "fused")
-
 
 def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     """The kernels' rule for an optimizer of exactly one of the classes that they know; None for others, and where the
@@ -151,12 +161,3 @@ def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     if rule is None or any(unsupported(group) for group in optimizer.param_groups):
         return None
     return rule
-
-
-def unsupported(group: Group) -> str | None:
-    """The key of a param group that the kernels cannot follow, or None."""
-    for key, value in group.items():
-        chosen = key in _VARIANTS and value or key in _CHOICES and value is not None
-        if chosen or (isinstance(value, torch.Tensor) and value.is_cuda):
-            return key
-    return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from zerolite.offload.tiers import Tier, Tiers
-from zerolite.utils.accelerator import address
+from zerolite.utils.accelerator import address, addresses
 from zerolite.utils.memory_items import COMPUTE, MASTERS, own
 from zerolite.utils.rounding import follow_
 from zerolite.zero.layout import Bucket, Fragment, PartitionLayout, Slot
@@ -81,8 +81,9 @@ class ParameterBuffer:
 
     ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this
     rank updates: its part of the bucket (``shard=True``) or the whole. Where masters need no other dtype than the
-    compute parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing. Other masters rest at the tier
-    of the optimizer (``tiers``).
+    compute parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing. Other masters, those of which
+    ``separate[b]`` is True, rest at the tier of the optimizer (``tiers``). ``owned[b]`` is the range of ``compute[b]``
+    that ``master[b]`` stands for, a view.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class ParameterBuffer:
         self.rank = rank
         self.shard = shard
         self.compute: list[torch.Tensor] = []
+        self.owned: list[torch.Tensor] = []
         self.master: list[torch.Tensor] = []
+        self.separate: list[bool] = []
         self._homes: dict[int, torch.Tensor] = {}  # by parameter: the view of its place
         self._addresses: list[int] = []  # where all parameters were when they were at home last
         self.use(layout, parameters)
@@ -135,23 +138,27 @@ class ParameterBuffer:
                 flat.narrow(0, slot.start, slot.numel).copy_(flattened(parameter.data))
             synchronize(bucket, flat)
             compute = own(flat.to(dtype), COMPUTE)
-            self.compute.append(compute)
-            kept = master_dtype(dtype)
-            if kept == dtype:
-                self.master.append(self._owned(bucket, compute))
-            else:
-                self.master.append(self._new_master(bucket.index, self._owned(bucket, flat), kept))
+            kept, owned = master_dtype(dtype), self._owned(bucket, compute)
+            master = owned if kept == dtype else self._new_master(bucket.index, self._owned(bucket, flat), kept)
+            self._add(compute, owned, master, kept != dtype)
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 strides = dense_strides(parameter.data)
                 start = compute.storage_offset() + slot.start
                 parameter.data = compute.as_strided(parameter.shape, strides, start)
                 self._homes[slot.index] = parameter.data
 
+    def _add(self, compute: torch.Tensor, owned: torch.Tensor, master: torch.Tensor, separate: bool) -> None:
+        """Have another bucket."""
+        self.compute.append(compute)
+        self.owned.append(owned)
+        self.master.append(master)
+        self.separate.append(separate)
+
     def _new_master(self, bucket: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.tiers.of_optimizer(bucket).zeros(values.numel(), dtype, MASTERS).copy_(values)
 
     def tier_of_master(self, bucket: int) -> Tier:
-        return self.tiers.of_optimizer(bucket) if self.separate_master(bucket) else self.tier_of_compute(bucket)
+        return self.tiers.of_optimizer(bucket) if self.separate[bucket] else self.tier_of_compute(bucket)
 
     def tier_of_compute(self, bucket: int) -> Tier:
         """Return the placement of this rank's range of the compute parameters."""
@@ -162,10 +169,6 @@ class ParameterBuffer:
             return full
         low, high = self.layout.shard_range(bucket, self.rank)
         return full[low:high]
-
-    def owned_compute(self, bucket: int) -> torch.Tensor:
-        """The range of compute bucket ``bucket`` that ``master[bucket]`` stands for, a view."""
-        return self._owned(self.layout.buckets[bucket], self.compute[bucket])
 
     def keeps_shape(self, slot: Slot) -> bool:
         """True if pieces of the parameter have its shape: all of it is updated here, and they are not flat."""
@@ -182,47 +185,43 @@ class ParameterBuffer:
     def publish(self, bucket: int, rounded: bool = False) -> None:
         """Round the masters of ``bucket`` into this rank's range of the compute parameters, unless the update has
         done so (``rounded``)."""
-        if self.separate_master(bucket) and not rounded:
-            self.owned_compute(bucket).copy_(self.master[bucket])
+        if self.separate[bucket] and not rounded:
+            self.owned[bucket].copy_(self.master[bucket])
         # The parameters' own views were not written through: tell autograd, which refuses to use an outdated saved
         # weight.
         members = [self.parameters[slot.index] for slot in self.layout.buckets[bucket].slots]
         torch.autograd.graph.increment_version(members)
 
-    def separate_master(self, bucket: int) -> bool:
-        """True if the masters of ``bucket`` are not the compute parameters themselves."""
-        return address(self.master[bucket]) != address(self.owned_compute(bucket))
-
     @torch.no_grad()
     def bring_home(self) -> None:
         """Parameters that the user has pointed to other memory (``p.data = values``) get their place in the bucket
         back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
-        found = [address(parameter) for parameter in self.parameters] if self._homes else []
+        found = addresses(self.parameters) if self._homes else []
         if found == self._addresses:
             return
         for index, home in self._homes.items():  # those of storages that have been emptied and filled are elsewhere now
             if found[index] != address(home):
                 take_values(self.layout.slots[index].name, self.parameters[index], home)
-        self._addresses = [address(parameter) for parameter in self.parameters]
+        self._addresses = addresses(self.parameters)
 
     @torch.no_grad()
     def follow(self, bucket: int) -> None:
         """Masters take the values that the user has written into the compute parameters: where those are not what the
         masters round to. The kernels do it while they update."""
-        if self.separate_master(bucket):
+        if self.separate[bucket]:
             master = self.master[bucket]
-            follow_(master, self.owned_compute(bucket).to(master.device))
+            follow_(master, self.owned[bucket].to(master.device))
 
     @torch.no_grad()
     def refresh_masters(self, indices: Collection[int]) -> None:
         """Take the masters of these parameters from the compute parameters, after the user has written values into
         those."""
         for bucket, fragments in enumerate(self.fragments):
-            if not self.separate_master(bucket):
+            if not self.separate[bucket]:
                 continue
             for fragment in fragments:
                 if fragment.slot.index in indices:
-                    compute = self.piece(fragment, self.owned_compute(bucket))
+                    compute = self.piece(fragment, self.owned[bucket])
                     self.piece(fragment, self.master[bucket]).copy_(compute)
 
 
@@ -268,11 +267,7 @@ class PartitionedParameterBuffer(ParameterBuffer):
                 if master is not compute:
                     master.narrow(0, slot.start, slot.part).copy_(parameter.ds_tensor)  # type: ignore[attr-defined]
                 self._move(parameter, compute.narrow(0, slot.start, slot.part), tier)
-            self.compute.append(compute)
-            self.master.append(master)
-
-    def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
-        return full
+            self._add(compute, compute, master, kept != dtype)
 
     def _place(self) -> None:
         """Choose the tiers of new buckets: what a forward uses first, the last buckets, before the others."""

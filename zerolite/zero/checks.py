@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from zerolite.zero.grad_stats import Extra
-from zerolite.zero.spans import Span
+from zerolite.zero.pieces import Hand
 
 
 class UpdateChecks(Extra, Protocol):
@@ -41,13 +41,12 @@ class UpdateChecks(Extra, Protocol):
         """The layout has other buckets than before."""
 
 
+Update = Callable[[Sequence[Hand]], None]
+"""Update of some of the spans of a step."""
+
+
 class UpdateLook(Protocol):
     """Observer of the masters before and after each of the calls that make one update."""
 
-    def begin(self) -> None: ...
-
-    def found(self, spans: Sequence[Span], masters: Sequence[torch.Tensor]) -> None: ...
-
-    def left(self, spans: Sequence[Span], masters: Sequence[torch.Tensor]) -> None: ...
-
-    def end(self) -> None: ...
+    def __call__(self, update: Update) -> Update:
+        """An update begins. Return ``update`` with a look before and after it."""

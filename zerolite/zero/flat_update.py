@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from zerolite.utils.memory_items import STATES
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.pieces import Groups, Hand, Piece, State
-from zerolite.zero.spans import Span
+from zerolite.zero.spans import Span, by_kind, segments
 
 Flat = list[torch.Tensor]
 
@@ -74,13 +75,13 @@ class FlatUpdate:
     def __init__(
         self,
         rule: Rule,
-        groups: Callable[[], Groups],
+        inner: Optimizer,
         buffer: ParameterBuffer,
         pieces: Sequence[list[Piece]],
         update_dtypes: Sequence[torch.dtype],
     ) -> None:
         self._rule = rule
-        self._groups = groups
+        self._inner = inner  # whose param groups are used
         self._buffer = buffer
         self._pieces: list[list[Piece]] = []
         self._piece_of: dict[int, Piece] = {}  # by index of the parameter
@@ -100,7 +101,7 @@ class FlatUpdate:
     def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None:
         """The pieces of further buckets, which have not been updated yet."""
         first = len(self._pieces)
-        groups = self._groups()
+        groups = self._inner.param_groups
         self._state_dtypes += [self._rule.state_dtype(groups, dtype) for dtype in update_dtypes]
         for members in pieces:
             self._pieces.append([piece for piece in members if piece.fragment.numel])
@@ -115,7 +116,7 @@ class FlatUpdate:
 
     def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
         """See :class:`UpdateMethod`. Raises ValueError for a param group that the kernels cannot follow."""
-        groups = self._groups()
+        groups = self._inner.param_groups
         for index, group in enumerate(groups):
             key = self._rule.unsupported(group)
             if key is not None:
@@ -138,43 +139,30 @@ class FlatUpdate:
     @torch.no_grad()
     def update(
         self,
-        spans: Sequence[Span],
-        gradients: Sequence[torch.Tensor],
+        hands: Sequence[Hand],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
-        publish: bool,
-        hands: Sequence[Hand] | None = None,
-    ) -> bool:
-        """See :class:`UpdateMethod`. True: with ``publish`` the compute parameters have been written."""
-        groups = self._groups()
-        buffer, on_host = self._buffer, isinstance(factor, float)
-        for launch in self._plan(tuple(spans), gradients, used, publish):
+    ) -> None:
+        """See :class:`UpdateMethod`."""
+        groups, names = self._inner.param_groups, self._rule.states if self._states is not None else ()
+        for launch in self._plan(hands, used):
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
-            if on_host:
+            on_device = factor if isinstance(factor, torch.Tensor) else None
+            if on_device is None:
                 scalars[:, 0] *= factor
-            if hands is None:
-                buckets = [spans[i].bucket for i in launch.members]
-                masters = [buffer.master[b] for b in buckets]
-                states = [[state[b] for b in buckets] for state in self._states or ()]
-                outs = [buffer.owned_compute(b) for b in buckets if self._writes(b, publish)]
-            else:
-                held = [hands[i] for i in launch.members]
-                masters = [hand.master for hand in held]
-                states = [[hand.states[name] for hand in held] for name in self._rule.states if self._states]
-                outs = [hand.out for hand in held if hand.out is not None]
+            held = [hands[i] for i in launch.members]
             self._rule.launch(
-                masters,
-                [gradients[i] for i in launch.members],
-                states,
-                outs,
+                [hand.master for hand in held],
+                [hand.gradient for hand in held],
+                [[hand.states[name] for hand in held] for name in names],
+                [hand.out for hand in held if hand.out is not None],
                 launch.table,
                 scalars.float(),
-                factor if isinstance(factor, torch.Tensor) else None,
+                on_device,
                 found_inf,
             )
-        return True
 
     def forget_last(self) -> None:
         """The last update was skipped on the device: it does not count."""
@@ -224,7 +212,7 @@ class FlatUpdate:
         self._fresh = False
         if not step and self._states is None:
             return {}
-        groups = self._groups()
+        groups = self._inner.param_groups
         bucket = piece.fragment.slot.bucket
         places = {}
         for name, flats in zip(self._rule.states, self._allocated(groups), strict=False):
@@ -290,49 +278,36 @@ class FlatUpdate:
 
     # ---------------------------------------------------------------- planning
 
-    def _writes(self, bucket: int, publish: bool) -> bool:
-        return publish and self._buffer.separate_master(bucket)
-
-    def _plan(
-        self, spans: tuple[Span, ...], gradients: Sequence[torch.Tensor], used: frozenset[int] | None, publish: bool
-    ) -> list[_Launch]:
+    def _plan(self, hands: Sequence[Hand], used: frozenset[int] | None) -> list[_Launch]:
         """A parameter that is updated apart may lag behind more in each step, and has no plan that lasts."""
-        dtypes = tuple(gradient.dtype for gradient in gradients)
         apart = used is not None and used <= self._known[1]
-        key = (spans, dtypes, publish)
+        key = tuple((hand.span, hand.gradient.dtype, hand.out is None) for hand in hands)
         plan = None if apart else self._launches.get(key)
         if plan is None:
-            kinds: dict[tuple[Any, ...], list[int]] = {}
-            for member, (span, dtype) in enumerate(zip(spans, dtypes, strict=True)):
-                bucket = span.bucket
-                out = self._buffer.compute[bucket].dtype if self._writes(bucket, publish) else None
-                kind = (self._buffer.master[bucket].dtype, dtype, self._state_dtypes[bucket], out)
-                kinds.setdefault(kind, []).append(member)
-            made = (self._launch(spans, members, used) for members in kinds.values())
+            made = (self._launch([hands[i].span for i in members], members, used) for members in self._by_kind(hands))
             plan = [launch for launch in made if launch is not None]
             if not apart:
                 self._launches[key] = plan
         return plan
 
-    def _launch(self, spans: Sequence[Span], members: list[int], used: frozenset[int] | None) -> _Launch | None:
+    def _by_kind(self, hands: Sequence[Hand]) -> list[tuple[int, ...]]:
+        def kind(hand: Hand) -> tuple[torch.dtype | None, ...]:
+            out = None if hand.out is None else hand.out.dtype
+            return hand.master.dtype, hand.gradient.dtype, self._state_dtypes[hand.span.bucket], out
+
+        return by_kind(map(kind, hands))
+
+    def _launch(self, spans: Sequence[Span], members: tuple[int, ...], used: frozenset[int] | None) -> _Launch | None:
         """Neighbours of one group and one count of steps are one segment."""
-        rows: dict[tuple[int, int], int] = {}
-        segments: list[list[int]] = []
-        for tensor, member in enumerate(members):
-            bucket, low, high, _ = spans[member]
+
+        def owned(bucket: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
             for piece in self._pieces[bucket] if used is None or len(used) > 1 else self._found(bucket, used):
-                fragment = piece.fragment
-                start = max(fragment.shard_start, low)
-                numel = min(fragment.shard_start + fragment.numel, high) - start
-                if numel <= 0 or (used is not None and fragment.slot.index not in used):
-                    continue
-                scalars = (piece.group, self._missed.get(fragment.slot.index, 0))
-                row = rows.setdefault(scalars, len(rows))
-                last = segments[-1] if segments else None
-                if last and last[0] == tensor and last[3] == row and last[1] + last[2] == start - low:
-                    last[2] += numel
-                else:
-                    segments.append([tensor, start - low, numel, row])
-        if not segments:
+                fragment, index = piece.fragment, piece.fragment.slot.index
+                if used is None or index in used:
+                    yield fragment.shard_start, fragment.numel, (piece.group, self._missed.get(index, 0))
+
+        rows: dict[tuple[int, int], int] = {}
+        table = [[*place, rows.setdefault(row, len(rows))] for *place, row in segments(spans, owned)]
+        if not table:
             return None
-        return _Launch(tuple(members), torch.tensor(segments, dtype=torch.int64, device="cpu"), tuple(rows))
+        return _Launch(members, torch.tensor(table, dtype=torch.int64, device="cpu"), tuple(rows))

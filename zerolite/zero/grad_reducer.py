@@ -16,7 +16,7 @@ What a bucket holds between passes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -31,13 +31,24 @@ from zerolite.zero.late_gradients import LateGradients
 from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Fragment, PartitionLayout, Slot
 from zerolite.zero.observers import Observers
-from zerolite.zero.shown_gradients import ShownGradients
 from zerolite.zero.stage3.launch_plan import LaunchPlan
 
 
 class GradReducer:
     """See the module. Called by the step pipeline on all ranks in the same order; what runs inside backward is
-    :class:`GradientArrivals`."""
+    :class:`GradientArrivals`.
+
+    Attributes:
+        current: the backward under way, or the last one.
+        order: of the launches of buckets; equal on all ranks.
+        parameters: of the layout, by index.
+        used: the parameters that got a gradient since the last step; complete between backwards.
+        shown: what ``p.grad`` shows; complete between backwards.
+        losses: of this rank's backwards, 0-dim fp32.
+        probes: sums of this rank's buckets: not finite if a gradient was not.
+        reduces_each_pass: a pass reduces its buckets whether it is the last of a step or not.
+        keeps_shards: :meth:`reduced` gives this rank's part, and not the whole.
+    """
 
     def __init__(
         self,
@@ -45,7 +56,6 @@ class GradReducer:
         parameters: Sequence[torch.nn.Parameter],
         comm: Communicator,
         options: ReductionOptions,
-        pass_reduces: Callable[[], bool],
         strides: Sequence[tuple[int, ...]],
         resting: RestingGradients | None,
         observers: Observers,
@@ -55,22 +65,22 @@ class GradReducer:
         self.layout = layout
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
         self._lent: set[int] = set()  # buckets of which the user may have views
-        self.losses: list[torch.Tensor] = []  # of this rank's backwards, 0-dim fp32
-        self.probes: list[torch.Tensor] = []  # sums of this rank's local buckets: not finite if a gradient was not
+        self.losses: list[torch.Tensor] = []
+        self.probes: list[torch.Tensor] = []
         self._comm = comm
         self._options = options
+        self.reduces_each_pass, self.keeps_shards = options.reduce_each_pass, options.shard
         self._resting = resting
-        self._pass_reduces = pass_reduces
-        self._pass = Pass(options.arrival_factor)
-        self._order = LaunchOrder()
-        self._memory = BucketMemory(comm, options, self._order, self._pass, resting)
+        self.current = Pass(options.arrival_factor)
+        self.order = LaunchOrder()
+        self._memory = BucketMemory(comm, options, self.order, self.current, resting)
         self._states: list[GradientBucket] = []
-        self.arrivals = GradientArrivals(options, self._pass, self, comm.rank, comm.world_size)
-        self._late = LateGradients(comm, options, self._order, self._pass, self._reduce_now)
+        self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size)
+        self.used, self.shown = self.arrivals.used, self.arrivals.shown
+        self._late = LateGradients(comm, options, self.order, self.current, self._reduce_now)
         self._announced = False  # a pass of this window, by a call of the engine that all ranks make
         self.commands = Commands()
-        self.share = 1.0  # what the gradients of the next pass are multiplied by
-        self.divisor = 1  # what they are divided by
+        self.share = 1.0  # what the gradients of the next pass are multiplied by, unless the loss has a weight
         self._in_flight: list[GradientBucket] = []
         self._plan: LaunchPlan | None = None
         self.use(layout, parameters, strides)
@@ -82,7 +92,7 @@ class GradReducer:
         strides: Sequence[tuple[int, ...]],
     ) -> None:
         """Take a layout that begins with the buckets there are; between passes."""
-        assert not self._pass.open, "a pass counts the buckets that it began with"
+        assert not self.current.open, "a pass counts the buckets that it began with"
         self.layout, self.strides = layout, list(strides)
         fragments = layout.fragments(self._comm.rank) if self._options.shard else layout.full_fragments()
         self._fragments: dict[int, Fragment] = {fragment.slot.index: fragment for fragment in fragments}
@@ -91,6 +101,7 @@ class GradReducer:
             self._states.append(state)
             state.reserve(bucket.numel // self._comm.world_size)
         self.arrivals.use(layout, parameters, strides, self._states)
+        self.parameters = self.arrivals.parameters
         if self._resting is not None:
             widest = max((bucket.numel for bucket in layout.buckets), default=0)
             self._resting.expect(4 * widest // self._comm.world_size)  # sums are in fp32
@@ -98,94 +109,73 @@ class GradReducer:
         # the next one fills.
         self._memory.use(IN_FLIGHT + 2 if self._options.shard else len(layout.buckets))
         follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
-        self._order.use(len(layout.buckets), learns=follows_gradients)
+        self.order.use(len(layout.buckets), learns=follows_gradients)
         self._late.use(self._states)
-
-    @property
-    def order(self) -> list[int]:
-        """Buckets in the order of their launches; equal on all ranks."""
-        return self._order.buckets
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters of the layout, by index."""
-        return self.arrivals.parameters
-
-    @property
-    def used(self) -> set[int]:
-        """The parameters that got a gradient in this window; complete between passes."""
-        return self.arrivals.used
-
-    @property
-    def shown(self) -> ShownGradients:
-        """Gradients that ``p.grad`` shows; complete between passes."""
-        return self.arrivals.shown
 
     # ---------------------------------------------------------------- a pass
 
-    @property
-    def pass_open(self) -> bool:
-        return self._pass.open
+    def begin_pass(
+        self,
+        reducing: bool,
+        end_with_backward: bool = True,
+        weight: float | None = None,
+        divisor: int = 1,
+    ) -> None:
+        """Open the buckets before the first gradient of a backward.
 
-    def will_reduce(self) -> bool:
-        """Return True if a pass that begins now reduces its buckets."""
-        return self._options.reduce_each_pass or self._pass_reduces()
-
-    def begin_pass(self, reducing: bool, end_with_backward: bool = True, void: bool = False) -> None:
-        """Open the buckets before the first gradient of a backward. ``reducing``: :meth:`will_reduce`.
-        ``end_with_backward``: called inside backward, which is to call :meth:`end_pass` when it ends; otherwise the
-        caller does. ``void``: its gradients are dropped, as if no parameter had got any, whatever their values."""
-        current = self._pass
-        if current.open:
+        Args:
+            reducing: the pass reduces its buckets; equal on all ranks.
+            end_with_backward: called inside backward, which is to call :meth:`end_pass` when it ends; otherwise the
+                caller does.
+            weight: of the loss; it says all about how much a rank counts. 0: gradients are dropped, as if no parameter
+                had got any, whatever their values.
+            divisor: what gradients are divided by.
+        """
+        if self.current.open:
             return
         self._announced |= not end_with_backward
-        self._use_share()
-        current.begin(reducing, void)
-        self._order.begin_pass()
+        factor = self._options.arrival_factor * (self.share if weight is None else 1.0) / divisor
+        if factor != self.current.factor:
+            self._change_factor(factor)
         if self._plan is not None:
             self._plan.begin_pass()
-            current.learn(not self._plan.settled)
+        self.current.begin(reducing, void=weight == 0, learning=self._plan is not None and not self._plan.settled)
+        self.order.begin_pass()
         self.arrivals.begin_pass()
         for state in self._states:
             state.begin_pass()
         if end_with_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
 
-    def _use_share(self) -> None:
-        factor = self._options.arrival_factor * self.share / self.divisor
-        if factor != self._pass.factor:
-            with torch.no_grad():
-                for state in self._states:  # what an earlier pass has left
-                    self.arrivals.close(state)
-                    state.put_held(self._pass.factor)
-            self._pass.multiply_by(factor)
+    @torch.no_grad()
+    def _change_factor(self, factor: float) -> None:
+        for state in self._states:  # what an earlier pass has left
+            self.arrivals.close(state)
+            state.put_held(self.current.factor)
+        self.current.multiply_by(factor)
 
     def end_pass(self, complete: bool = True) -> None:
         """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay
         in step."""
-        if not self._pass.open:
+        if not self.current.open:
             return
-        self._pass.end()
+        self.current.end()
         try:
             with self.commands(Command.PASS_END):
-                self._end_pass(complete)
+                self.arrivals.end_pass(complete)
+                if complete or not self.shown.all_none(self.parameters):  # or the user has dropped what it has shown
+                    self.show_held()
+                if self.current.reducing:  # decided before the pass began, from counters that all ranks count alike
+                    self._launch_until(len(self._states))
+                    self._late.agree()
+                    self.current.on_all_reduced()
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
 
-    def _end_pass(self, complete: bool) -> None:
-        arrivals = self.arrivals
-        arrivals.end_pass(complete)
-        if complete or not arrivals.shown.all_none(arrivals.parameters):  # or the user has dropped what it has shown
-            self.show_held()
-        if self._pass.reducing:  # decided before the pass began, from counters that all ranks have counted alike
-            self._launch_until(len(self._states))
-            self._late.agree()
-            self._pass.on_all_reduced()
-
     def show_held(self) -> None:
         """After a backward, or one that has raised: let ``p.grad`` show the gradients of the window."""
-        self.arrivals.show(self._announced, several=self._pass.in_window > 1)
+        self.arrivals.show(self._announced, several=self.current.in_window > 1)
 
     # ---------------------------------------------------------------- what gradients launch
 
@@ -197,34 +187,34 @@ class GradReducer:
             self._plan.on_gradient(bucket)
 
     def on_bucket_complete(self, bucket: int) -> None:
-        self._order.complete(bucket)
+        self.order.complete(bucket)
         # When this rank launches is its own affair, as DDP's ranks do: the order of the buckets is fixed, and nothing
         # else is launched on this communicator before the pass has ended.
-        if self._pass.reducing and self._options.overlap and (self.arrivals.learned or self._late.possible):
+        if self.current.reducing and self._options.overlap and (self.arrivals.learned or self._late.possible):
             self._launch_ready()
 
     # ---------------------------------------------------------------- reduction
 
     def _launch_ready(self) -> None:
-        while self._order.next < len(self._states) and self._states[self.order[self._order.next]].missing <= 0:
-            self._launch_until(self._order.next + 1)
+        while self.order.next < len(self._states) and self._states[self.order.buckets[self.order.next]].missing <= 0:
+            self._launch_until(self.order.next + 1)
 
     @torch.no_grad()
     def _launch_until(self, end: int) -> None:
         """Launch the buckets whose place in the order is below ``end``, unless they have been."""
-        while self._order.next < end:
-            state = self._states[self.order[self._order.next]]
+        while self.order.next < end:
+            state = self._states[self.order.buckets[self.order.next]]
             if not state.launched:
                 self._launch(state)
-            self._order.next += 1
+            self.order.next += 1
 
     def _launch(self, state: GradientBucket) -> None:
         """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
         run beside them."""
         options = self._options
-        with self._pass.launch():
+        with self.current.launch():
             self.arrivals.close(state)
-            local = state.complete(self._pass.factor)
+            local = state.complete(self.current.factor)
         if options.probes:
             self.probes.append(local.sum(dtype=torch.float32))
         self._make_room(state)
@@ -274,16 +264,16 @@ class GradReducer:
         window on all ranks."""
         self.end_pass(complete=False)
         self._wait_for_all()
-        self._order.next = 0
+        self.order.next = 0
         # Both follow from the passes of the window, which all ranks have begun alike, and not from the gradients that
         # came in them: a pass without any still opens, and reduces, every bucket.
-        if self._pass.in_local or any(state.reduced is None for state in self._states):
+        if self.current.in_local or any(state.reduced is None for state in self._states):
             for state in self._states:
                 state.reopen()
             self._launch_until(len(self._states))
             if self._plan is None:  # another rank may have reduced in its backward
                 self._late.agree()
-            self._pass.on_all_reduced()
+            self.current.on_all_reduced()
         self._wait_for_all()
 
     def wait(self) -> None:
@@ -296,17 +286,17 @@ class GradReducer:
         """Launch buckets when units end, not when gradients are there."""
         self._plan = plan
         self._late.follow(plan)
-        self._pass.follow_units()
-        self._order.stop_learning()
+        self.current.follow_units()
+        self.order.stop_learning()
 
     @torch.no_grad()
     def on_use_end(self, unit: int) -> None:
         """A unit's backward has ended. Called on all ranks, in the same order."""
-        if self._plan is None or not self._pass.open:
+        if self._plan is None or not self.current.open:
             return
         with self.commands(Command.USE_END, unit):
             for bucket in self._plan.on_use_end(unit):
-                if self._pass.reducing and not self._states[bucket].launched:
+                if self.current.reducing and not self._states[bucket].launched:
                     self._launch(self._states[bucket])
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -349,7 +339,7 @@ class GradReducer:
     @property
     def finished(self) -> bool:
         """True if :meth:`finish` would have nothing to do."""
-        return not (self._pass.open or self._pass.in_local or self._in_flight) and all(
+        return not (self.current.open or self.current.in_local or self._in_flight) and all(
             state.reduced is not None for state in self._states
         )
 
@@ -398,11 +388,6 @@ class GradReducer:
             return
         self._states[slot.bucket].add(slot, gradient, self._options.arrival_factor)
 
-    @property
-    def keeps_shards(self) -> bool:
-        """True if :meth:`reduced` gives this rank's part, and not the whole."""
-        return self._options.shard
-
     def release(self, bucket: int) -> None:
         """Drop the gradient of a bucket that has been consumed."""
         self._states[bucket].release(reuse=not self._options.shard and bucket not in self._lent)
@@ -419,7 +404,7 @@ class GradReducer:
             self.release(state.bucket.index)
         if self._options.shard:
             self._memory.clear()  # between steps no rank holds more than its part
-        self._pass.end_window()
+        self.current.end_window()
         self._announced = False
         self.arrivals.clear()
         self.probes.clear()

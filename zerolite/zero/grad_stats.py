@@ -14,6 +14,7 @@ from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import content_hash
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.layout import Fragment, PartitionLayout
+from zerolite.zero.spans import Span, by_kind, segments, whole
 
 SAME_BATCH = (
     "load data with engine.deepspeed_io or initialize(training_data=...), or give your sampler "
@@ -201,18 +202,42 @@ _BAD_GRADIENT, _BAD_LOSS = 1.0, 2.0  # what makes a rank a bad one; both: their 
 _COMPARED = 1 << 16  # elements of an input that are compared, about
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """Buckets whose squares are summed together, and the segments (place in ``buckets``, start, elements, parameter)
-    that count in them; gaps may hold anything."""
+class SquaresPlan:
+    """Launches that sum the squares of tensors by owner: one for the tensors of each dtype. Squares are summed in
+    double: then the order of summation does not show once the result is rounded to single, and neither does the stage,
+    which decides what each rank sums."""
 
-    buckets: tuple[int, ...]
-    table: torch.Tensor
+    def __init__(self, owned: Callable[[int], Iterable[tuple[int, int, int]]]) -> None:
+        """owned: the parts of a bucket: start, elements and owner of each; gaps may hold anything."""
+        self._owned = owned
+        self._plans: dict[Any, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
+
+    def add(self, sums: torch.Tensor, spans: tuple[Span, ...], tensors: Sequence[torch.Tensor | None]) -> None:
+        """Add the squares of ``tensors``, of these spans, to ``sums``, float64 by owner. None counts nothing."""
+        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+        plan = self._plans.get((spans, dtypes))
+        if plan is None:
+            plan = []
+            for members in by_kind(dtypes):
+                found = segments([spans[i] for i in members], self._owned)
+                if found:
+                    plan.append((members, torch.tensor(found, dtype=torch.int64, device="cpu")))
+            self._plans[spans, dtypes] = plan
+        for members, table in plan:
+            torch.ops.zerolite.squares_(sums, [tensors[i] for i in members], table)
+
+    def clear(self) -> None:
+        """The layout has other buckets than before."""
+        self._plans.clear()
 
 
 class StatsCollector:
     """Sums squares over what this rank owns and adds over ranks: one small all-reduce a step, and no copy from the
-    host in it."""
+    host in it.
+
+    Attributes:
+        noted: buckets whose gradients have left the device; their squares are here.
+    """
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         """comm: the data ranks."""
@@ -233,9 +258,12 @@ class StatsCollector:
             self._counted, self._wanted = made[:, 0], made[:, 1]
         self._count = len(layout.slots)
         self._fragments = list(fragments)
-        self._launches: dict[tuple[torch.dtype | None, ...], list[_Launch]] = {}
-        self._noted: set[int] = set()  # buckets whose gradients have left the device, with their squares here:
-        self._squares: torch.Tensor | None = None  # by parameter; each is in one bucket
+        self._spans = tuple(whole(bucket.index, bucket.numel) for bucket in layout.buckets)
+        self._plan = SquaresPlan(
+            lambda bucket: [(f.shard_start, f.numel, f.slot.index) for f in self._fragments if f.slot.bucket == bucket]
+        )
+        self.noted: set[int] = set()
+        self._squares: torch.Tensor | None = None  # of those, by parameter; each is in one bucket
         self._slots: dict[int, torch.Tensor] = {}
         ones = torch.ones(self._count, dtype=torch.float64, device=device)
         self._flagged = set(range(self._count)), ones  # parameters that got a gradient here in the last step
@@ -246,13 +274,10 @@ class StatsCollector:
         until another gradient is noted for the bucket, or :meth:`forget`."""
         if self._squares is None:
             self._squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        if bucket in self._noted:
+        if bucket in self.noted:
             self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
-        dtypes: list[torch.dtype | None] = [None] * (bucket + 1)
-        dtypes[bucket] = gradient.dtype
-        for launch in self._plan(tuple(dtypes)):
-            torch.ops.zerolite.squares_(self._squares, [gradient], launch.table)
-        self._noted.add(bucket)
+        self._plan.add(self._squares, (self._spans[bucket],), [gradient])
+        self.noted.add(bucket)
 
     def _slots_of(self, bucket: int) -> torch.Tensor:
         """The parameters of a bucket."""
@@ -261,16 +286,13 @@ class StatsCollector:
             self._slots[bucket] = torch.tensor(indices, dtype=torch.int64, device="cpu").to(self._device)
         return self._slots[bucket]
 
-    def noted(self, bucket: int) -> bool:
-        return bucket in self._noted
-
     def forget(self, bucket: int | None = None) -> None:
         """Drop the notes about a bucket (None: about all buckets), which do not hold any more."""
         if bucket is None:
-            self._noted.clear()
+            self.noted.clear()
             self._squares = None
-        elif bucket in self._noted:
-            self._noted.discard(bucket)
+        elif bucket in self.noted:
+            self.noted.discard(bucket)
             assert self._squares is not None
             self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
 
@@ -301,8 +323,7 @@ class StatsCollector:
         for place, number in zip(range(size - 6, size), numbers, strict=True):
             if number:  # as an argument of a kernel: copies from the host may wait for the device
                 values[place].fill_(number)
-        for launch in self._plan(tuple(None if part is None else part.dtype for part in parts)):
-            torch.ops.zerolite.squares_(values[:count], [parts[bucket] for bucket in launch.buckets], launch.table)
+        self._plan.add(values[:count], self._spans, parts)
         if self._squares is not None:
             values[:count] += self._squares
         values[count : 2 * count] = self._flags(used)
@@ -350,25 +371,6 @@ class StatsCollector:
         extra.copy_(over[2 + 2 * ranks :])
         different = (squares * across.model.world_size != numbers**2).sum().double().reshape(1)
         return torch.cat([different, over[1:2] - unused, over[:1]])
-
-    def _plan(self, dtypes: tuple[torch.dtype | None, ...]) -> list[_Launch]:
-        """One launch for the buckets of each dtype. Squares are summed in double: then the order of summation does not
-        show once the result is rounded to single, and neither does the stage, which decides what each rank sums."""
-        plan = self._launches.get(dtypes)
-        if plan is None:
-            plan = []
-            for dtype in dict.fromkeys(dtype for dtype in dtypes if dtype is not None):
-                buckets = tuple(bucket for bucket, other in enumerate(dtypes) if other == dtype)
-                place = {bucket: i for i, bucket in enumerate(buckets)}
-                segments = [
-                    [place[f.slot.bucket], f.shard_start, f.numel, f.slot.index]
-                    for f in self._fragments
-                    if f.slot.bucket in place
-                ]
-                if segments:
-                    plan.append(_Launch(buckets, torch.tensor(segments, dtype=torch.int64, device="cpu")))
-            self._launches[dtypes] = plan
-        return plan
 
     def _flags(self, used: set[int]) -> torch.Tensor:
         """1 for the parameters in ``used``, [n] on the device; those of the step before are taken again."""

@@ -56,8 +56,8 @@ class Pass:
     in_local: int = 0
     in_window: int = 0
 
-    def begin(self, reducing: bool, void: bool) -> None:
-        self.open, self.reducing, self.void = True, reducing, void
+    def begin(self, reducing: bool, void: bool, learning: bool) -> None:
+        self.open, self.reducing, self.void, self.learning = True, reducing, void, learning
         self.in_local += 1
         self.in_window += 1
 
@@ -84,10 +84,6 @@ class Pass:
     def follow_units(self) -> None:
         """Launch buckets at the ends of units' backwards from now on."""
         self.follows_units = True
-
-    def learn(self, wanted: bool) -> None:
-        """wanted: it is still to be learned in this pass when buckets are launched."""
-        self.learning = wanted
 
     def multiply_by(self, factor: float) -> None:
         self.factor = factor

@@ -15,7 +15,13 @@ from zerolite.zero.shown_gradients import Factor
 
 class GradientChanges:
     """No method launches a collective: this rank's ``p.grad`` alone must not decide what it launches. Statistics that
-    are there are corrected on each rank, alike."""
+    are there are corrected on each rank, alike.
+
+    Attributes:
+        assigned: by index of the parameter, what the user has put into ``p.grad`` and whose meaning is still open.
+        exposed: by index of the parameter and id, tensors through which the user can write to the memory of a reduced
+            gradient, and their versions.
+    """
 
     def __init__(
         self,
@@ -30,15 +36,14 @@ class GradientChanges:
         self._reducer = reducer
         self._stats = stats
         self._forget = forget
-        self._assigned: dict[int, torch.Tensor] = {}  # what the user has put into p.grad, by index of the parameter
-        # By index of the parameter and id: tensors through which the user can write, and their versions.
-        self._exposed: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
+        self.assigned: dict[int, torch.Tensor] = {}
+        self.exposed: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
         self._uncounted: set[int] = set()  # where torch does not count what is written
 
     def clear(self) -> None:
         """The gradients have been used, or dropped."""
-        self._assigned.clear()
-        self._exposed.clear()
+        self.assigned.clear()
+        self.exposed.clear()
         self._uncounted.clear()
 
     # ---------------------------------------------------------------- None and tensors in p.grad
@@ -46,7 +51,7 @@ class GradientChanges:
     def found(self) -> Mapping[int, torch.Tensor | None]:
         """Return, by index, each ``p.grad`` that the user has replaced. The statistics know afterwards what has been
         written to memory that the user has."""
-        if self._exposed:
+        if self.exposed:
             self.refresh()
         return self._reducer.shown.changed(self._reducer.parameters)
 
@@ -63,29 +68,24 @@ class GradientChanges:
             self._reducer.drop(index)
             shown.replace(index, value)
             self._forget(self._bucket(index), False)
-            self._assigned.pop(index, None)
+            self.assigned.pop(index, None)
             if value is not None:
-                self._assigned[index] = value
+                self.assigned[index] = value
             elif (stats := self._stats()) is not None:
                 stats.replace(index, None, 1.0)
         self._buffer.tiers.written_in_place()
-
-    @property
-    def assigned(self) -> bool:
-        """True if there are tensors in ``p.grad`` whose meaning is still open."""
-        return bool(self._assigned)
 
     def add(self, scale: Callable[[], float], weighted: bool) -> None:
         """Before a backward: tensors in ``p.grad`` count like a gradient of this rank's, as autograd would add to them.
         scale: of losses. Raises RuntimeError where backwards have weights."""
         if weighted:  # they stay, so that the next backward raises too
-            name = self._buffer.layout.slots[min(self._assigned)].name
+            name = self._buffer.layout.slots[min(self.assigned)].name
             raise RuntimeError(
                 f"p.grad of parameter '{name}' was assigned before a backward with a weight, but the mean weight, by "
                 "which the step divides, is known only after the last backward. Assign it after that; to go on now, "
                 "set it to None or call engine.zero_grad()"
             )
-        assigned, self._assigned = self._assigned, {}
+        assigned, self.assigned = self.assigned, {}
         for index, value in assigned.items():
             self._reducer.add(index, _whole(value) * scale())
 
@@ -93,7 +93,7 @@ class GradientChanges:
     def assign(self, stats: StatsVector, divisor: Factor) -> None:
         """After the last backward: tensors in ``p.grad`` are the mean gradient, the same on all ranks. divisor: what
         reduced gradients are divided by to be what ``p.grad`` shows."""
-        assigned, self._assigned = self._assigned, {}
+        assigned, self.assigned = self.assigned, {}
         for index, value in assigned.items():
             gradient, part = _whole(value), self._reducer.part(index)
             # Rounded on all ranks: what overflows here must be in the statistics, which then skip the step.
@@ -110,7 +110,7 @@ class GradientChanges:
             stats.replace(index, gradient, 1.0)
         if assigned:
             self._buffer.tiers.written_in_place()
-        for index in self._exposed:
+        for index in self.exposed:
             self._is_written(index)  # the statistics have it
 
     def note_written(self, index: int) -> None:
@@ -123,7 +123,7 @@ class GradientChanges:
         the user has put into ``p.grad`` before nor a factor counts."""
         (self._reducer.used.add if given else self._reducer.used.discard)(index)
         self._forget(self._bucket(index), True)
-        self._assigned.pop(index, None)
+        self.assigned.pop(index, None)
         shown, parameter = self._reducer.shown, self._reducer.parameters[index]
         shown.replace(index, None)
         if given:
@@ -159,16 +159,11 @@ class GradientChanges:
 
     # ---------------------------------------------------------------- memory that the user has
 
-    @property
-    def exposed(self) -> bool:
-        """True if the user has the memory of a reduced gradient."""
-        return bool(self._exposed)
-
     def expose(self, index: int, gradient: torch.Tensor) -> None:
         """The user is given the memory of a reduced gradient, and may write to it at any time. gradient: what stands
         for it in the operation that gives it. Autograd takes its result for a view of that, and counts there what is
         written to the view."""
-        known = self._exposed.setdefault(index, {})
+        known = self.exposed.setdefault(index, {})
         for tensor in (self._reducer.lend(self._bucket(index)), gradient):
             known.setdefault(id(tensor), (tensor, tensor._version))
 
@@ -180,17 +175,17 @@ class GradientChanges:
         """Correct the statistics, if there are any, of these gradients (default: all) by what has been written to
         memory that the user has. Only where each rank has whole gradients is there such memory."""
         stats = self._stats()
-        if stats is None or not self._exposed:
+        if stats is None or not self.exposed:
             return
-        for index in self._exposed.keys() if indices is None else self._exposed.keys() & set(indices):
+        for index in self.exposed.keys() if indices is None else self.exposed.keys() & set(indices):
             if self._is_written(index) and (gradient := self._reducer.part(index)) is not None:
                 stats.replace_square(index, gradient)
 
     def _is_written(self, index: int) -> bool:
         """Return True if the user may have written to a gradient since the last call."""
-        known = self._exposed[index]
+        known = self.exposed[index]
         written = index in self._uncounted or any(tensor._version != version for tensor, version in known.values())
-        self._exposed[index] = {key: (tensor, tensor._version) for key, (tensor, _) in known.items()}
+        self.exposed[index] = {key: (tensor, tensor._version) for key, (tensor, _) in known.items()}
         return written
 
     def _bucket(self, index: int) -> int:

@@ -9,8 +9,7 @@ import torch
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.grad_stats import StatsVector
-from zerolite.zero.outcomes import Outcomes
-from zerolite.zero.step_outcome import mean_weight
+from zerolite.zero.outcomes import Outcomes, mean_weight
 
 
 class GradientScale:

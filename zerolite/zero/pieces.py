@@ -32,9 +32,14 @@ class Piece:
 
 
 class Hand(NamedTuple):
-    """A span within reach of its update: copies, where what they are of rests elsewhere. states: by name, those of
-    :meth:`UpdateMethod.states_of`. out: this rank's range of the compute parameters, where masters are others and it is
-    to be written."""
+    """Tensors that the update of one span reads and writes: where they rest, or staging copies.
+
+    Attributes:
+        gradient: laid out like the master, in any floating dtype; may be scaled in place.
+        states: by name, those of :meth:`UpdateMethod.states_of`.
+        out: this rank's range of the compute parameters, where masters are others and the update is to round into it.
+            The master follows first what has been written there.
+    """
 
     span: Span
     gradient: torch.Tensor
@@ -46,22 +51,18 @@ class Hand(NamedTuple):
 class UpdateMethod(Protocol):
     """Update of the optimizer pieces, and owner of their states.
 
-    one_launch: whether all buckets are best updated in one call. follows: whether ``update`` lets masters follow what
-    has been written into compute parameters where it publishes; otherwise the caller does, once before all updates of a
-    bucket, because an update leaves masters that the compute parameters do not round to yet. cuts_buckets: whether a
-    span may be a part of a bucket. can_skip_on_device: whether ``found_inf`` is taken. begin: before the updates of a
-    step, once, with the
-    parameters that take part, and those of them that the device may leave out: they are updated apart, and
-    :meth:`leave_out` tells later which of them took no part. forget_last: the last update was skipped on the device.
-    states_of: a bucket's states that are laid out like its master, where they rest; those
-    there are. update: the pieces in ``spans`` from ``factor × gradient``; True if, with ``publish``, the result has
-    also been rounded into this rank's range of the compute parameters. Its ``gradients`` are laid out like the masters,
-    in any floating dtype, and may be scaled in place; parameters that are not in ``used`` (None: all are) are left
+    one_launch: whether all buckets are best updated in one call. follows: whether ``update`` is given ``out`` also for
+    what is updated where it rests; otherwise the caller lets masters follow, once before all updates of a bucket,
+    because an update leaves masters that the compute parameters do not round to yet. cuts_buckets: whether a span may
+    be a part of a bucket. can_skip_on_device: whether ``found_inf`` is taken. begin: before the updates of a step,
+    once, with the parameters that take part, and those of them that the device may leave out: they are updated apart,
+    and :meth:`leave_out` tells later which of them took no part. forget_last: the last update was skipped on the
+    device. states_of: a bucket's states that are laid out like its master, where they rest; those there are. update:
+    the pieces in ``hands`` from ``factor × gradient``; parameters that are not in ``used`` (None: all are) are left
     alone, as torch leaves alone those whose ``grad`` is None; ``found_inf`` is 0-dim fp32 on the device, not zero to
-    skip the update there; ``hands`` are what it works on where that is not what rests. state_names: of the states that
-    have a value for each element; None if only the states there are tell. make_state: a piece's states with these
-    numbers, and the tensors, of these shapes and dtypes where that is free, that the caller fills; without any the
-    piece is as if never updated. memory: the states' tensors.
+    skip the update there. state_names: of the states that have a value for each element; None if only the states there
+    are tell. make_state: a piece's states with these numbers, and the tensors, of these shapes and dtypes where that is
+    free, that the caller fills; without any the piece is as if never updated. memory: the states' tensors.
     """
 
     @property
@@ -84,14 +85,11 @@ class UpdateMethod(Protocol):
 
     def update(
         self,
-        spans: Sequence[Span],
-        gradients: Sequence[torch.Tensor],
+        hands: Sequence[Hand],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
-        publish: bool,
-        hands: Sequence[Hand] | None = None,
-    ) -> bool: ...
+    ) -> None: ...
 
     def forget_last(self) -> None: ...
 

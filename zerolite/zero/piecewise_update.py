@@ -16,7 +16,6 @@ from zerolite.utils.rounding import follow_
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.layout import Fragment
 from zerolite.zero.pieces import Hand, Piece, State
-from zerolite.zero.spans import Span
 from zerolite.zero.stage3.partitioned_parameter import whole_shape
 
 
@@ -59,7 +58,8 @@ class PiecewiseUpdate:
             bucket = len(self._pieces)
             self._pieces.append(members)
             self._sizes.append(_split_sizes(self._buffer.fragments[bucket], self._buffer.master[bucket].numel()))
-            self._unbind(bucket)
+            if self._temporary(bucket):
+                self._write_back(bucket, self._buffer.master[bucket])
             self._rest_states(members)
             self._reserve(members)
 
@@ -81,43 +81,29 @@ class PiecewiseUpdate:
     @torch.no_grad()
     def update(
         self,
-        spans: Sequence[Span],
-        gradients: Sequence[torch.Tensor],
+        hands: Sequence[Hand],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
-        publish: bool,
-        hands: Sequence[Hand] | None = None,
-    ) -> bool:
-        """See :class:`UpdateMethod`. False without ``hands``: only masters have been written."""
+    ) -> None:
+        """See :class:`UpdateMethod`."""
         pieces: list[Piece] = []
-        held = dict(zip((span.bucket for span in spans), hands, strict=True)) if hands is not None else {}
+        taken: list[Hand] = []
         exact: list[torch.Tensor] = []
-        for (bucket, *_), gradient in zip(spans, gradients, strict=True):
-            here = [p for p in self._pieces[bucket] if used is None or p.fragment.slot.index in used]
+        for hand in hands:
+            here = [p for p in self._pieces[hand.span.bucket] if used is None or p.fragment.slot.index in used]
             if not here:
                 continue
-            hand, dtype = held.get(bucket), self._update_dtypes[bucket]
-            if hand is not None and hand.out is not None:
+            if hand.out is not None:
                 follow_(hand.master, hand.out)
-            apart = used is not None and used <= self._doubtful  # earlier than the others, which scale in place
-            if not apart:
-                gradient = gradient.to(dtype)
-                exact.append(gradient)
-            self._bind(bucket, hand)
-            if apart:
-                for piece in here:
-                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient).to(dtype) * factor
-                    if piece.tensor not in self._inner.state:
-                        self._new_states[piece.fragment.slot.index] = piece.tensor
-            elif len(here) > 1 and not self._buffer.keeps_shape(here[0].fragment.slot):
-                parts = gradient.split_with_sizes(self._sizes[bucket])[1::2]
-                for piece in here:
-                    piece.tensor.grad = parts[piece.position]
+            self._bind(hand)
+            if used is not None and used <= self._doubtful:  # earlier than the others, which scale in place
+                self._show_apart(here, hand.gradient, factor)
             else:
-                for piece in here:
-                    piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
+                exact.append(hand.gradient.to(self._update_dtypes[hand.span.bucket]))
+                self._show(here, exact[-1])
             pieces += here
+            taken.append(hand)
         if self._reserved:  # torch makes the states now
             for piece in pieces:
                 self._reserved.pop(piece.fragment.slot.index, None)
@@ -130,13 +116,31 @@ class PiecewiseUpdate:
         finally:
             for piece in pieces:
                 piece.tensor.grad = None
-            for bucket in {piece.fragment.slot.bucket for piece in pieces}:
-                self._unbind(bucket, held.get(bucket))
+            for hand in taken:
+                self._unbind(hand)
         self._name_states(pieces)
-        for hand in held.values():
+        for hand in hands:
             if hand.out is not None:
                 hand.out.copy_(hand.master)
-        return hands is not None
+
+    def _show(self, pieces: Sequence[Piece], gradient: torch.Tensor) -> None:
+        """Let the ``grad`` of pieces of one bucket be views of ``gradient``."""
+        first = pieces[0].fragment.slot
+        if len(pieces) > 1 and not self._buffer.keeps_shape(first):
+            parts = gradient.split_with_sizes(self._sizes[first.bucket])[1::2]
+            for piece in pieces:
+                piece.tensor.grad = parts[piece.position]
+        else:
+            for piece in pieces:
+                piece.tensor.grad = self._buffer.piece(piece.fragment, gradient)
+
+    def _show_apart(self, pieces: Sequence[Piece], gradient: torch.Tensor, factor: float | torch.Tensor) -> None:
+        """The same with scaled copies, for parameters that the device may leave out."""
+        for piece in pieces:
+            dtype = self._update_dtypes[piece.fragment.slot.bucket]
+            piece.tensor.grad = self._buffer.piece(piece.fragment, gradient).to(dtype) * factor
+            if piece.tensor not in self._inner.state:
+                self._new_states[piece.fragment.slot.index] = piece.tensor
 
     def _name_states(self, pieces: Iterable[Piece]) -> None:
         """Say whose memory the states are, and where."""
@@ -319,41 +323,48 @@ class PiecewiseUpdate:
     # ---------------------------------------------------------------- masters in fewer bits than the update
 
     def _temporary(self, bucket: int) -> bool:
-        """True if the update works on a copy of the bucket in hand."""
+        """True if the update works on a copy of the bucket's master."""
         return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
 
-    def _bind(self, bucket: int, hand: Hand | None) -> None:
+    def _bind(self, hand: Hand) -> None:
         """Let the pieces be views of the master in hand, or of a copy in the dtype of the update, and their states of
         those in hand."""
-        temporary = self._temporary(bucket)
-        if not temporary and hand is None:
+        bucket, staged = hand.span.bucket, self._is_staged(hand)
+        if not staged and not self._temporary(bucket):
             return
-        master = self._buffer.master[bucket] if hand is None else hand.master
-        exact = master.to(self._update_dtypes[bucket])
+        exact = hand.master.to(self._update_dtypes[bucket])
         for piece in self._pieces[bucket]:
             piece.tensor.data = self._buffer.piece(piece.fragment, exact)
-            if hand is not None and hand.states:
+            if staged and hand.states:
                 state = self._inner.state.get(piece.tensor) or {}
                 held = {name: flat for name, flat in hand.states.items() if name in state}
                 state.update({name: self._buffer.piece(piece.fragment, flat) for name, flat in held.items()})
 
-    def _unbind(self, bucket: int, hand: Hand | None = None) -> None:
+    def _unbind(self, hand: Hand) -> None:
         """The reverse. What the update has not written in place reaches what is in hand."""
+        bucket, staged = hand.span.bucket, self._is_staged(hand)
         pieces = self._pieces[bucket]
-        if hand is not None:
+        if staged:
             for piece in pieces:
                 self._put_back(piece, hand.states)
         if self._temporary(bucket):
-            master = self._buffer.master[bucket] if hand is None else hand.master
-            for piece in pieces:
-                if piece.tensor.numel():
-                    self._buffer.piece(piece.fragment, master).copy_(piece.tensor)
-                    piece.tensor.data = piece.tensor.new_empty(0)
-        elif hand is not None:
+            self._write_back(bucket, hand.master)
+        elif staged:
             for piece in pieces:
                 piece.tensor.data = self._buffer.piece(piece.fragment, self._buffer.master[bucket])
-        if hand is not None:
+        if staged:
             self._rest_states(pieces)
+
+    def _is_staged(self, hand: Hand) -> bool:
+        """True if the update is not given the master itself."""
+        return hand.master is not self._buffer.master[hand.span.bucket]
+
+    def _write_back(self, bucket: int, master: torch.Tensor) -> None:
+        """Let ``master`` have the values of the pieces, which are copies, and these no memory."""
+        for piece in self._pieces[bucket]:
+            if piece.tensor.numel():
+                self._buffer.piece(piece.fragment, master).copy_(piece.tensor)
+                piece.tensor.data = piece.tensor.new_empty(0)
 
     def _put_back(self, piece: Piece, held: Mapping[str, torch.Tensor]) -> None:
         state = self._inner.state.get(piece.tensor) or {}

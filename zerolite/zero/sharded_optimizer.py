@@ -105,7 +105,7 @@ class ShardedOptimizer(Optimizer):
             return PiecewiseUpdate(self.inner, self._buffer, self._pieces, dtypes)
         for piece in self.pieces():
             self.inner.state.pop(piece.tensor, None)  # Adagrad makes its states when it is made
-        return FlatUpdate(rule, lambda: self.inner.param_groups, self._buffer, self._pieces, dtypes)
+        return FlatUpdate(rule, self.inner, self._buffer, self._pieces, dtypes)
 
     def extend(self) -> None:
         """The buffer has further buckets; their parameters are in the param groups. Called on all ranks."""
@@ -219,7 +219,7 @@ class ShardedOptimizer(Optimizer):
             state = self.method.state_of(piece)
             if state:
                 states[index] = state
-            if self._buffer.separate_master(piece.fragment.slot.bucket):
+            if self._buffer.separate[piece.fragment.slot.bucket]:
                 masters[index] = self._master_view(piece)
         groups = self.numbered_groups()
         return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+Key = TypeVar("Key")
 
 
 class Span(NamedTuple):
@@ -47,3 +49,34 @@ def sub_groups(numels: Sequence[tuple[int, int]], limit: int, alignment: int) ->
             if low == numel:
                 break
     return groups
+
+
+def by_kind(kinds: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
+    """Return the places of what is of one kind, for each kind; None is of none."""
+    found: dict[Hashable, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        if kind is not None:
+            found.setdefault(kind, []).append(place)
+    return [tuple(places) for places in found.values()]
+
+
+def segments(
+    spans: Iterable[Span], owned: Callable[[int], Iterable[tuple[int, int, Key]]]
+) -> list[tuple[int, int, int, Key]]:
+    """(place in ``spans``, start, elements, key) of what lies in the spans. Neighbours of one key are one.
+
+    owned: the parts of a bucket, in its order: start, elements and key of each.
+    """
+    found: list[tuple[int, int, int, Key]] = []
+    for place, (bucket, low, high, _) in enumerate(spans):
+        for first, count, key in owned(bucket):
+            start = max(first, low)
+            numel = min(first + count, high) - start
+            if numel <= 0:
+                continue
+            last = found[-1] if found else None
+            if last and (last[0], last[1] + last[2], last[3]) == (place, start - low, key):
+                found[-1] = place, last[1], last[2] + numel, key
+            else:
+                found.append((place, start - low, numel, key))
+    return found

@@ -167,12 +167,11 @@ class StagedSpans:
     def run(
         self,
         publish: bool,
-        update: Callable[[Sequence[Span], Sequence[Hand]], bool],
-        end: Callable[[Sequence[Span], bool, bool], None],
+        update: Callable[[Sequence[Hand]], None],
+        end: Callable[[Sequence[Hand], bool], None],
     ) -> None:
-        """``update(spans, hands)`` each sub-group in hand, and ``end(spans, rounded, publish)`` it, with what that has
-        returned, when its results are on their way back. Raises OSError if the disk failed: then some masters are ahead
-        of others."""
+        """``update(hands)`` each sub-group, and ``end(hands, publish)`` it when its results are on their way back.
+        Raises OSError if the disk failed: then some masters are ahead of others."""
         if not publish:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
                 self._buffer.follow(bucket)
@@ -184,19 +183,19 @@ class StagedSpans:
         coming: deque[_Grip] = deque()  # the first is in hand
         leaving: deque[_Grip] = deque()
         try:
-            for index, spans in enumerate(self.groups):
+            for index in range(len(self.groups)):
                 while len(coming) < min(2, count) and index + len(coming) < len(self.groups):
                     coming.append(self._take(wanted[index + len(coming)], longest))
                 grip = coming[0]
                 grip.ready()
-                rounded = update(spans, grip.hands)
+                update(grip.hands)
                 for earlier in leaving:
                     earlier.advance()
                 grip.give_back()
                 leaving.append(coming.popleft())
                 while len(leaving) > max(0, count - 2):
                     leaving.popleft().finish()
-                end(spans, rounded, publish)
+                end(grip.hands, publish)
             while leaving:
                 leaving.popleft().finish()
         except BaseException:
@@ -221,11 +220,11 @@ class StagedSpans:
             return _Part(flat[span.low : span.high], tier, not tiers.within_reach(tier, on_host), written)
 
         of_optimizer, of_compute = tiers.of_optimizer(bucket), buffer.tier_of_compute(bucket)
-        writes = publish and buffer.separate_master(bucket)
+        writes = publish and buffer.separate[bucket]
         return _Wanted(
             span,
             part(self._reducer.place_of_reduced(bucket), of_optimizer, False),
             part(buffer.master[bucket], buffer.tier_of_master(bucket), True),
             {name: part(flat, of_optimizer, True) for name, flat in self._method.states_of(bucket).items()},
-            part(buffer.owned_compute(bucket), of_compute, True) if writes else None,
+            part(buffer.owned[bucket], of_compute, True) if writes else None,
         )

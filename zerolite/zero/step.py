@@ -25,13 +25,11 @@ from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_scale import GradientScale
 from zerolite.zero.gradient_sums import GradientSums
 from zerolite.zero.observers import Observers
-from zerolite.zero.outcomes import Outcomes
+from zerolite.zero.outcomes import Outcomes, UnusedParameters
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.trace_agreement import Schedule, TraceAgreement
-from zerolite.zero.step_outcome import UnusedParameters
-from zerolite.zero.step_update import StepStatistics, StepUpdate
-from zerolite.zero.update_sweep import UpdateSweep
+from zerolite.zero.step_update import StepStatistics, StepUpdate, UpdateSweep
 from zerolite.zero.written_values import Shards, WrittenValues
 
 
@@ -129,7 +127,7 @@ class StepPipeline:
         """Check more than gradients from now on; look: at what updates do. Before the first step."""
         self._checks = self.outcomes.checks = checks
         self.written.check_with(checks)
-        self._sweep.look = look
+        self._sweep.watch(look)
 
     def follow(self, sharded: ShardedParameters) -> None:
         """The model is at stage 3. Before the first step."""
@@ -169,13 +167,17 @@ class StepPipeline:
         call it, and has divided (or not) the loss by the number of micro-batches. ``weight``: by which it multiplies
         the loss instead, in units of :meth:`GradientScale.weight_unit`.
         """
-        if self._reducer.pass_open:
+        if self._reducer.current.open:
             return
         self.check_here()
         if self._updated:
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
-        self._add_assigned(weighted)
+        self._take_replaced()
+        if self.changes.assigned:  # what the user has put into p.grad counts like a gradient of this rank's
+            self.changes.add(self.gradient_scale.of_window, weighted or self._window.weighted is True)
+        if self._reducer.shown.factors:
+            self.changes.apply_factors()
         for notify in self._observers.before_backward:
             notify()
         if self._window.weighted not in (None, weighted):
@@ -183,7 +185,7 @@ class StepPipeline:
                 "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
                 f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'}"
             )
-        reducing = self._reducer.will_reduce()
+        reducing = self._reducer.reduces_each_pass or self._window.next_backward_closes()
         divided = engine_scaled is None and self._options.divide_plain_backward
         with self.commands(Command.BACKWARD, scaled, weighted, reducing, divided):
             self._begin_pass(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
@@ -204,10 +206,7 @@ class StepPipeline:
         self.gradient_scale.reopen()
         if self._sums is not None:
             self._sums.reopen()
-        if weight is not None:
-            self._reducer.share = 1.0  # a weight says all about how much a rank counts
-        self._reducer.divisor = self._window.micro_batches if divided else 1
-        self._reducer.begin_pass(reducing, end_with_backward, void=weight == 0)
+        self._reducer.begin_pass(reducing, end_with_backward, weight, self._window.micro_batches if divided else 1)
         self._window.on_backward(scaled, weight, divided)
         self.outcomes.counters.micro_steps += 1
 
@@ -217,7 +216,7 @@ class StepPipeline:
 
     def wait_for_reductions(self) -> None:
         """None is under way afterwards. Nothing is launched for it that is not launched anyway."""
-        if self._reducer.pass_open:
+        if self._reducer.current.open:
             self.end_backward(complete=False)
         self._reducer.wait()
 
@@ -250,7 +249,7 @@ class StepPipeline:
     def why_no_gradients(self) -> str:
         """Return why there are no gradients to be read now, "" if there are."""
         self.check_here()
-        if self._reducer.pass_open:
+        if self._reducer.current.open:
             return "a backward is under way; read it when that has returned"
         return "engine.update() has used it" if self._updated else ""
 
@@ -263,8 +262,8 @@ class StepPipeline:
 
     def _take_replaced(self) -> None:
         """Drop gradients that were set to None, and note tensors, which count as :meth:`look_at_grads` or
-        :meth:`_add_assigned` says."""
-        if self._reducer.pass_open:  # a backward that has raised, with the sums of the user's hooks still in p.grad
+        :meth:`begin_backward` says."""
+        if self._reducer.current.open:  # a backward that has raised, with the sums of the user's hooks still in p.grad
             self.end_backward(complete=False)
         found = self.changes.found()
         if not found:
@@ -281,13 +280,6 @@ class StepPipeline:
         with self.commands(Command.OTHER):  # a rank that has left engine.join() would not know
             self.changes.take(found)
 
-    def _add_assigned(self, weighted: bool) -> None:
-        """Before a backward: what the user has put into ``p.grad`` counts like a gradient of this rank's."""
-        self._take_replaced()
-        if self.changes.assigned:
-            self.changes.add(self.gradient_scale.of_window, weighted or self._window.weighted is True)
-        self.changes.apply_factors()
-
     def stats(self) -> StatsVector:
         self.check_here()
         if self._stats is None:
@@ -295,19 +287,13 @@ class StepPipeline:
         return self._collected()
 
     def _collected(self) -> StatsVector:
-        if self._stats is None:
-            with self.commands(Command.STATS):
-                self._collect()
-        assert self._stats is not None
-        return self._stats
-
-    def _collect(self) -> None:
-        if self._stats is None:
+        if self._stats is not None:
+            return self._stats
+        with self.commands(Command.STATS):
             self.finish_reductions()
             noted, part = self._collector.noted, self._reducer.owned_part
-            parts = [None if noted(b.index) else part(b.index) for b in self._buffer.layout.buckets]
-            self._stats = self._collector.collect(
-                parts,
+            self._stats = stats = self._collector.collect(
+                [None if bucket in noted else part(bucket) for bucket in range(len(self._buffer.layout.buckets))],
                 self._reducer.used,
                 self._reducer.probes,
                 0 if self.trace is None else self.trace.vote(),
@@ -317,7 +303,8 @@ class StepPipeline:
                 self._checks,
             )
             if self.changes.assigned or self.changes.exposed:
-                self.changes.assign(self._stats, self.gradient_scale.on_device(self._stats))
+                self.changes.assign(stats, self.gradient_scale.on_device(stats))
+        return stats
 
     def clip(self, max_norm: float) -> float:
         """Clip this window's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
@@ -403,7 +390,7 @@ class StepPipeline:
             notify()
         try:
             with self.commands(Command.PUBLISH):
-                for bucket in reversed(self._reducer.order):
+                for bucket in reversed(self._reducer.order.buckets):
                     self._publisher.publish_bucket(bucket)
                 self._publisher.end_step()
                 if self._step_update.unpublished:

@@ -2,24 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.checks import UpdateLook
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.gradient_scale import GradientScale
-from zerolite.zero.outcomes import Outcomes
-from zerolite.zero.pieces import UpdateMethod
+from zerolite.zero.outcomes import Outcomes, mean_weight
+from zerolite.zero.pieces import Hand, UpdateMethod
+from zerolite.zero.publisher import Publisher
 from zerolite.zero.shown_gradients import Factor
-from zerolite.zero.step_outcome import mean_weight
-from zerolite.zero.update_sweep import UpdateSweep
+from zerolite.zero.spans import Span, sub_groups
+from zerolite.zero.staged_update import StagedSpans
 
 _MOST_DOUBTFUL = 32  # parameters that are updated one by one, so that the host need not wait
 _NONE: Mapping[int, torch.Tensor] = {}
+
+
+class UpdateSweep:
+    """Update of everything that a rank owns. Tensors that the update can reach where they are kept are updated there:
+    on the device, buckets of one kind in one launch. The others are staged (staged_update.py).
+
+    Called on all ranks; the only collectives are the publisher's, in the same order on all.
+    """
+
+    def __init__(
+        self,
+        buffer: ParameterBuffer,
+        reducer: GradReducer,
+        method: UpdateMethod,
+        publisher: Publisher,
+        transfers: Transfers,
+        update_numel: int,
+    ) -> None:
+        """update_numel: master elements that are updated in one call where ``method`` is better with few."""
+        self._buffer = buffer
+        self._reducer = reducer
+        self._method = method
+        self._publisher = publisher
+        self._tiers = buffer.tiers
+        self._staged = StagedSpans(buffer, reducer, method, publisher, transfers)
+        self._update_numel = update_numel
+        self._look: UpdateLook | None = None
+        self.plan()
+
+    def watch(self, look: UpdateLook | None) -> None:
+        """Let ``look`` see what updates do from now on."""
+        self._look = look
+
+    def plan(self) -> None:
+        """Look anew at the layout, and at the order in which buckets are reduced: one of them has changed.
+
+        Updates and gathers follow this plan: the bucket that is reduced last comes first, as its parameters are the
+        first that the next forward uses. All of it comes from the config, from sizes and from an order that are equal
+        on all ranks: no rank's free memory, and no gradient, has a say.
+        """
+        self._order = self._reducer.order.buckets
+        near: list[tuple[int, int]] = []
+        far: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
+        for bucket in reversed(self._order):
+            its = near if self._within_reach(bucket) else far[self._tiers.updates_on_host(bucket)]
+            its.append((bucket, self._buffer.master[bucket].numel()))
+        total = sum(numel for _, numel in near)
+        limit = total if self._method.one_launch else self._update_numel
+        self._near = sub_groups(near, limit, 0)
+        self._staged.plan(far)
+
+    def _within_reach(self, bucket: int) -> bool:
+        """Return True if everything of a bucket is updated where it rests."""
+        buffer, on_host = self._buffer, self._tiers.updates_on_host(bucket)
+        tiers = {buffer.tier_of_master(bucket), buffer.tier_of_compute(bucket), self._tiers.of_optimizer(bucket)}
+        return all(self._tiers.within_reach(tier, on_host) for tier in tiers)
+
+    @property
+    def all_on_device(self) -> bool:
+        return not self._staged.groups and not any(
+            self._tiers.updates_on_host(s.bucket) for chunk in self._near for s in chunk
+        )
+
+    def run(
+        self,
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+        doubtful: Mapping[int, torch.Tensor] = _NONE,
+    ) -> None:
+        """One update, with :meth:`UpdateMethod.update`'s arguments, after :meth:`UpdateMethod.begin`; consumes the
+        gradients. doubtful: further parameters, each with a ``found_inf`` of its own. Raises OSError if the disk
+        failed: then some masters are ahead of others."""
+        if self._order is not self._reducer.order.buckets:  # learned in a backward
+            self.plan()
+
+        def update(hands: Sequence[Hand]) -> None:
+            for index, left_out in doubtful.items():
+                bucket = self._buffer.layout.slots[index].bucket
+                if own := [hand for hand in hands if hand.span.bucket == bucket]:
+                    self._method.update(own, factor, frozenset([index]), left_out)
+            self._method.update(hands, factor, used, found_inf)
+
+        watched = update if self._look is None else self._look(update)
+        follows = publish and self._method.follows
+        for chunk in self._near:
+            self._publisher.wait([span.bucket for span in chunk])
+            if not follows:
+                for span in chunk:
+                    self._buffer.follow(span.bucket)
+            hands = [self._at_rest(span, follows) for span in chunk]
+            watched(hands)
+            self._end(hands, publish)
+        if self._staged.groups:
+            self._staged.run(publish, watched, self._end)
+        if publish:
+            self._publisher.end_step()
+
+    def _at_rest(self, span: Span, writes: bool) -> Hand:
+        """The tensors of a whole bucket where they rest. writes: the update rounds into the compute parameters."""
+        buffer, bucket = self._buffer, span.bucket
+        out = buffer.owned[bucket] if writes and buffer.separate[bucket] else None
+        return Hand(span, self._reducer.reduced(bucket), buffer.master[bucket], self._method.states_of(bucket), out)
+
+    def _end(self, hands: Sequence[Hand], publish: bool) -> None:
+        for hand in hands:
+            if hand.span.last:
+                self._reducer.release(hand.span.bucket)
+                if publish:
+                    self._publisher.publish_bucket(hand.span.bucket, rounded=hand.out is not None)
 
 
 @dataclass(frozen=True)
@@ -62,16 +176,12 @@ class StepUpdate:
     def run(self, statistics: StepStatistics, publish: bool) -> None:
         """Update what this rank owns, or skip the step on all ranks. publish: bring new values to all ranks on the way.
         Raises what is wrong with the step's statistics, on all ranks."""
-        if self._skips_on_device:
+        # Config, optimizer and layout alone decide this, and not which gradients came to this rank: an update whose
+        # skip the host decides launches no gathers when it is skipped.
+        if self._may_skip_on_device and self._method.can_skip_on_device and self._sweep.all_on_device:
             self._run_unread(statistics, publish)
         else:
             self._run_read(statistics, publish)
-
-    @property
-    def _skips_on_device(self) -> bool:
-        """Follows from config, optimizer and layout alone: which gradients came to this rank must not decide it,
-        because an update whose skip the host decides launches no gathers when it is skipped."""
-        return self._may_skip_on_device and self._method.can_skip_on_device and self._sweep.all_on_device
 
     def _run_read(self, statistics: StepStatistics, publish: bool) -> None:
         """Every rank reads the same statistics here, so either all of them launch the gathers of an update or none."""

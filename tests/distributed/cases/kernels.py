@@ -387,7 +387,7 @@ def torchs_calls(config: dict[str, Any]) -> dict[str, Any]:
         engine.update()
     counts = {name: calls.counts[name] for name in ("_fused_adamw_", "_foreach_mul_", "mul_")}
     flats = engine._pipeline._buffer.master
-    masters = [(bucket, flats[bucket].numel()) for bucket in reversed(engine._reducer.order)]
+    masters = [(bucket, flats[bucket].numel()) for bucket in reversed(engine._reducer.order.buckets)]
     pieces = [len(pieces) for pieces in engine.optimizer.pieces_by_bucket]
     return {"method": type(engine.optimizer.method).__name__, "masters": masters, "pieces": pieces, **counts}
 

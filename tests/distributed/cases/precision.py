@@ -227,7 +227,7 @@ def train(config: dict[str, Any], steps: int, how: str = "") -> dict[str, Any]:
 def _second_copies(engine: Any) -> dict[str, bool]:
     """By name of a trained parameter: whether its master is other memory than the parameter's."""
     buffer = engine.parameter_access._buffer
-    return {slot.name: buffer.separate_master(slot.bucket) for slot in buffer.layout.slots}
+    return {slot.name: buffer.separate[slot.bucket] for slot in buffer.layout.slots}
 
 
 def train_many(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
