@@ -17,11 +17,7 @@ from zerolite.version import __version__
 
 if TYPE_CHECKING:
     from zerolite import checkpointing, comm, pipe, tensor_parallel, zero
-    from zerolite.comm import destroy, init_distributed
-    from zerolite.config import ConfigError, ZeroliteConfig
-    from zerolite.data.dataloader import RepeatingLoader
-    from zerolite.engine.engine import Engine
-    from zerolite.engine.parameter_access import (
+    from zerolite.access.parameter_access import (
         get_full_grad,
         get_full_master,
         get_full_optimizer_state,
@@ -29,6 +25,10 @@ if TYPE_CHECKING:
         set_full_master,
         set_full_optimizer_state,
     )
+    from zerolite.comm import destroy, init_distributed
+    from zerolite.config import ConfigError, ZeroliteConfig
+    from zerolite.data.dataloader import RepeatingLoader
+    from zerolite.engine.engine import Engine
     from zerolite.planning import Plan, PlanError, plan
     from zerolite.planning.initialize import initialize
 
@@ -70,12 +70,12 @@ __getattr__ = lazy_names(
         "destroy": "zerolite.comm",
         "ConfigError": "zerolite.config",
         "ZeroliteConfig": "zerolite.config",
-        "get_full_grad": "zerolite.engine.parameter_access",
-        "get_full_master": "zerolite.engine.parameter_access",
-        "get_full_optimizer_state": "zerolite.engine.parameter_access",
-        "set_full_grad": "zerolite.engine.parameter_access",
-        "set_full_master": "zerolite.engine.parameter_access",
-        "set_full_optimizer_state": "zerolite.engine.parameter_access",
+        "get_full_grad": "zerolite.access.parameter_access",
+        "get_full_master": "zerolite.access.parameter_access",
+        "get_full_optimizer_state": "zerolite.access.parameter_access",
+        "set_full_grad": "zerolite.access.parameter_access",
+        "set_full_master": "zerolite.access.parameter_access",
+        "set_full_optimizer_state": "zerolite.access.parameter_access",
         "checkpointing": "",
         "comm": "",
         "op_builder": "zerolite.utils.builder",

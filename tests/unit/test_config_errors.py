@@ -10,7 +10,16 @@ import pytest
 
 from tests.toolkit.configs import errors_of, nested
 from zerolite.config import ConfigError, load_config
-from zerolite.config.known_keys import ALIASES, GROUPS, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, unsupported_paths
+from zerolite.config.known_keys import (
+    ALIASES,
+    GROUPS,
+    RENAMED,
+    TO_WRITE,
+    UNSUPPORTED,
+    Key,
+    UnsupportedBlock,
+    unsupported_paths,
+)
 from zerolite.config.load import supported_paths
 from zerolite.config.nearest import nearest_keys
 
@@ -271,7 +280,7 @@ def test_a_wrong_value_causes_no_second_error() -> None:
 # ------------------------------------------------------------------ known, not supported yet
 
 KEYS = [(path, entry) for path, entry in UNSUPPORTED.items() if isinstance(entry, Key)]
-BLOCKS = [(path, entry) for path, entry in UNSUPPORTED.items() if isinstance(entry, Block)]
+BLOCKS = [(path, entry) for path, entry in UNSUPPORTED.items() if isinstance(entry, UnsupportedBlock)]
 WITHIN = [(f"{path}.{name}", entry) for path, entry in BLOCKS for name in entry.names]
 
 
@@ -292,7 +301,7 @@ def test_unsupported_keys_are_known_by_name() -> None:
                 assert path == where or path.startswith(where + ".")
                 assert "known to zerolite but not supported yet" in sentence
         else:
-            within = isinstance(entry, Block)
+            within = isinstance(entry, UnsupportedBlock)
             assert not entry.on_by_default if within else entry.free or entry.ignored or entry.stage3, path
 
 
@@ -304,7 +313,7 @@ def test_inert_values_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(("path", "entry"), [(path, entry) for path, entry in BLOCKS if entry.switch])
-def test_blocks_with_a_switch(path: str, entry: Block) -> None:
+def test_blocks_with_a_switch(path: str, entry: UnsupportedBlock) -> None:
     others = dict.fromkeys((name.split(".")[0] for name in entry.names if name != entry.switch), "anything")
     for off in entry.off:
         load_config(nested(path, {entry.switch: off, **others}))

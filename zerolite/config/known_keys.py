@@ -28,7 +28,7 @@ class Key(NamedTuple):
     stage3: bool = False
 
 
-class Block(NamedTuple):
+class UnsupportedBlock(NamedTuple):
     """A block of keys that is accepted or refused as one. null and false stand for an absent one.
 
     Attributes:
@@ -47,19 +47,19 @@ class Block(NamedTuple):
     off_if_empty: bool = False
 
 
-def _switched(names: str, switch: str = "enabled", on_by_default: bool = False, note: str = "") -> Block:
-    return Block((switch, *names.split()), switch, (False,), on_by_default, note)
+def _switched(names: str, switch: str = "enabled", on_by_default: bool = False, note: str = "") -> UnsupportedBlock:
+    return UnsupportedBlock((switch, *names.split()), switch, (False,), on_by_default, note)
 
 
-def _present(names: str, note: str = "", off_if_empty: bool = False) -> Block:
-    return Block(tuple(names.split()), note=note, off_if_empty=off_if_empty)
+def _present(names: str, note: str = "", off_if_empty: bool = False) -> UnsupportedBlock:
+    return UnsupportedBlock(tuple(names.split()), note=note, off_if_empty=off_if_empty)
 
 
 OFF = Key((False,))
 STAGE_3 = Key((False,), stage3=True)
 REMOVED = "DeepSpeed has removed it as well"
 
-UNSUPPORTED: dict[str, Key | Block] = {
+UNSUPPORTED: dict[str, Key | UnsupportedBlock] = {
     "comet": _switched("samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
     "timers.throughput": _switched("synchronized", on_by_default=True),
     "autotuning": _switched(
@@ -265,7 +265,7 @@ GROUPS = frozenset(_groups(UNSUPPORTED))
 
 def unsupported_paths() -> list[str]:
     """The full path of every key in the table, also of those within blocks, and of these blocks."""
-    blocks = ((path, entry) for path, entry in UNSUPPORTED.items() if isinstance(entry, Block))
+    blocks = ((path, entry) for path, entry in UNSUPPORTED.items() if isinstance(entry, UnsupportedBlock))
     leaves = [*UNSUPPORTED, *(f"{path}.{name}" for path, entry in blocks for name in entry.names)]
     return list(dict.fromkeys([*leaves, *_groups(leaves)]))
 

@@ -14,7 +14,17 @@ from pydantic.fields import FieldInfo
 
 from .batch import MICRO, TRAIN
 from .errors import ConfigError
-from .known_keys import ALIASES, GROUPS, OFF_IF_FALSE, RENAMED, TO_WRITE, UNSUPPORTED, Block, Key, unsupported_paths
+from .known_keys import (
+    ALIASES,
+    GROUPS,
+    OFF_IF_FALSE,
+    RENAMED,
+    TO_WRITE,
+    UNSUPPORTED,
+    Key,
+    UnsupportedBlock,
+    unsupported_paths,
+)
 from .models import ZeroliteConfig
 from .nearest import nearest_keys
 from .source import read_source
@@ -217,7 +227,7 @@ class _Loader:
         else:
             self.errors.append((here, _not_yet(entry.note, entry.inert)))
 
-    def _unsupported_block(self, entry: Block | None, value: Mapping[Any, Any], here: str) -> None:
+    def _unsupported_block(self, entry: UnsupportedBlock | None, value: Mapping[Any, Any], here: str) -> None:
         """entry: None where each key is judged by itself."""
         if entry is None:
             for key, item in value.items():
@@ -229,7 +239,7 @@ class _Loader:
             if on:
                 self.errors.append((here, _not_yet(entry.note, entry.off, entry.switch)))
 
-    def _names(self, entry: Block, value: Mapping[Any, Any], path: str, prefix: str) -> None:
+    def _names(self, entry: UnsupportedBlock, value: Mapping[Any, Any], path: str, prefix: str) -> None:
         """Check only that every key exists, at every depth that the table describes."""
         for key, item in value.items():
             name = prefix + _name(key)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from .known_keys import ALIASES, RENAMED, UNSUPPORTED, Block
+from .known_keys import ALIASES, RENAMED, UNSUPPORTED, UnsupportedBlock
 from .load import block_model
 from .models import ZeroliteConfig
 from .values import expected
@@ -164,10 +164,10 @@ def _default(info: FieldInfo) -> str:
 
 def _unsupported_rows() -> Iterator[str]:
     for path, entry in UNSUPPORTED.items():
-        values = entry.off if isinstance(entry, Block) else entry.inert
+        values = entry.off if isinstance(entry, UnsupportedBlock) else entry.inert
         accepted = " or ".join(f"`{json.dumps(value)}`" for value in values)
         notes = [entry.note] if entry.note else []
-        if isinstance(entry, Block):
+        if isinstance(entry, UnsupportedBlock):
             accepted = f"`{entry.switch}`: {accepted}" if entry.switch else accepted
             notes.append("keys: " + ", ".join(f"`{name}`" for name in entry.names if name != entry.switch))
         else:

@@ -11,17 +11,14 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from zerolite.access.parameter_access import OWNERS
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.optim.lr_schedules import build_scheduler
 from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole, resolve_optimizer
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stages import StagePolicy
-
-# Parameter -> the engine that trains it, neither kept alive.
-OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerolite.access.parameter_access import OWNERS, ParameterAccess
+from zerolite.access.pending_gradients import PendingGradients
+from zerolite.access.sharded_grad import ShardedGradient
 from zerolite.activation_checkpointing import Attached, attach
 from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
 from zerolite.checkpoint.model_state import ModelState
@@ -33,7 +36,6 @@ from zerolite.diagnostics.same_inputs import SameInputs
 from zerolite.diagnostics.step_checks import StepChecks
 from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.engine.arguments import (
-    OWNERS,
     OptimizerLike,
     check_not_wrapped,
     check_parameters,
@@ -67,8 +69,6 @@ from zerolite.engine.local_runner import LocalRunner
 from zerolite.engine.model_values import fill_buckets, synchronize_rest
 from zerolite.engine.monitoring import Monitoring, open_monitoring
 from zerolite.engine.notices import PipelineLoss, Progress, Schedule, print_checkpointing
-from zerolite.engine.parameter_access import ParameterAccess
-from zerolite.engine.pending_gradients import PendingGradients
 from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine
 from zerolite.engine.spread import spread_over
 from zerolite.engine.state_offload import StateOffload
@@ -392,7 +392,9 @@ class _Assembly:
         collector = StatsCollector(comm, self.device)
         here = self.tiers.within_reach(self.tiers.optimizer, on_host=False)
         resting = None if here else RestingGradients(self.tiers, self.transfers, collector.note)
-        self.reducer = GradReducer(buffer.layout, trained, comm, reduction, strides, resting, self.observers)
+        self.reducer = GradReducer(
+            buffer.layout, trained, comm, reduction, strides, resting, self.observers, ShardedGradient.of
+        )
         choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
         self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
         check_optimizer(self.tiers, self.kind, self.sharded.inner)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerolite.access.parameter_access import ParameterAccess
+from zerolite.access.pending_gradients import PendingGradients
 from zerolite.activation_checkpointing import Attached
 from zerolite.checkpoint.checkpointer import Checkpointer
 from zerolite.comm import Topology
@@ -17,8 +19,6 @@ from zerolite.data.dataloader import Loaders
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.same_inputs import SameInputs
 from zerolite.engine.full_state import FullState
-from zerolite.engine.parameter_access import ParameterAccess
-from zerolite.engine.pending_gradients import PendingGradients
 from zerolite.engine.state_offload import StateOffload
 from zerolite.monitor import Monitor, StepLog
 from zerolite.monitor.comms_logger import CommsLogger

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import HostGroup
-from zerolite.engine.parameter_access import ParameterAccess
 
 _NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"
 

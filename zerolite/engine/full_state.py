@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.checkpointer import directory_of
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
@@ -22,7 +23,6 @@ from zerolite.checkpoint.saving import EngineParts
 from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.engine.full_optimizer_state import full_optimizer_state_dict
-from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.engine.whole_model import Known, WholeModel, first_names, union
 from zerolite.engine.whole_model import known as known_as
 from zerolite.precision.dtypes import Precision

@@ -1,19 +1,101 @@
-"""Norm, overflow and tied-weight sums over model-parallel ranks, for the step."""
+"""Norm, overflow and tied-weight sums over model-parallel ranks, for the step.
+
+Gradients that ranks share (tied weights, sequence-parallel weights) are summed once a step, when the data ranks have
+reduced them: what a rank then owns of such a parameter, all ranks of its group own, so the sum is one all-reduce over
+that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerolite.comm import Topology, stages_communicator
+from zerolite.comm import Communicator, Topology, stages_communicator
 from zerolite.diagnostics.agreement import Description, check_agreement
 from zerolite.tensor_parallel.cuts import cut_of, is_partial
+from zerolite.utils.accelerator import host_values
+from zerolite.utils.memory_items import BUCKETS, own
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import Across
-from zerolite.zero.gradient_sums import GradientSums, SharedGradients
+from zerolite.zero.layout import Fragment
+
+
+@dataclass(frozen=True)
+class SharedGradients:
+    """Trained parameters (indices in the layout) whose gradient is the sum over ``comm``, where all ranks have them in
+    this order and own the same parts of each."""
+
+    comm: Communicator
+    indices: tuple[int, ...]
+
+
+class GradientSums:
+    """All methods are called on all ranks, in the same order, by the step pipeline."""
+
+    def __init__(self, groups: Sequence[SharedGradients], reducer: GradReducer, rank: int) -> None:
+        """rank: among the data ranks."""
+        self._groups = [group for group in groups if group.indices and group.comm.world_size > 1]
+        self._reducer = reducer
+        self._rank = rank
+        self._summed = False
+        self._fragments = {group.indices: self._fragments_of(group) for group in self._groups}
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """Communicators over which the sums are taken."""
+        return [group.comm for group in self._groups]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Sum what :meth:`GradReducer.finish` has left. Once for the gradients that have come by now."""
+        if self._summed:
+            return
+        self._summed = True
+        for group in self._groups:
+            parts = self._parts(group)
+            flags = [index in self._reducer.used for index in group.indices]
+            like = parts[0] if parts else self._reducer.parameters[group.indices[0]].detach()
+            uses = like.new_ones(len(flags)) if all(flags) else like.new_tensor(flags)
+            flat = own(torch.cat([*parts, uses]), BUCKETS)
+            group.comm.all_reduce(flat, "shared_gradients").wait()
+            *totals, used = flat.split([*(part.numel() for part in parts), len(flags)])
+            for part, total in zip(parts, totals, strict=True):
+                part.copy_(total)
+            if not all(flags):  # another rank may have used it
+                known = zip(group.indices, host_values(used), strict=True)
+                self._reducer.used.update(index for index, users in known if users)
+
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """More gradients are coming for the same step. The sum stays with the first rank of each group, so that the
+        next one counts it once."""
+        if self._summed:
+            for group in self._groups:
+                for part in self._parts(group) if group.comm.rank else ():
+                    part.zero_()
+        self._summed = False
+
+    def clear(self) -> None:
+        """The gradients have been consumed or dropped."""
+        self._summed = False
+
+    def _parts(self, group: SharedGradients) -> list[torch.Tensor]:
+        """Return this rank's gradients of the group, flat, in the order of its indices."""
+        sharded = self._reducer.keeps_shards
+        return [
+            self._reducer.reduced(f.slot.bucket).narrow(0, f.shard_start if sharded else f.bucket_start, f.numel)
+            for f in self._fragments[group.indices]
+        ]
+
+    def _fragments_of(self, group: SharedGradients) -> list[Fragment]:
+        layout = self._reducer.layout
+        wanted = {index: place for place, index in enumerate(group.indices)}
+        fragments = layout.fragments(self._rank) if self._reducer.keeps_shards else layout.full_fragments()
+        return sorted((f for f in fragments if f.slot.index in wanted), key=lambda f: wanted[f.slot.index])
 
 
 def spread_over(

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.names import clean
 from zerolite.comm import HostGroup, Topology
 from zerolite.comm.initial_sync import broadcast_into
-from zerolite.engine.parameter_access import ParameterAccess
 from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_shape

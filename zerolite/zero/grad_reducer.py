@@ -31,6 +31,7 @@ from zerolite.zero.late_gradients import LateGradients
 from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Fragment, PartitionLayout, Slot
 from zerolite.zero.observers import Observers
+from zerolite.zero.shown_gradients import MakeGradient
 from zerolite.zero.stage3.launch_plan import LaunchPlan
 
 
@@ -59,8 +60,10 @@ class GradReducer:
         strides: Sequence[tuple[int, ...]],
         resting: RestingGradients | None,
         observers: Observers,
+        make_gradient: MakeGradient,
     ) -> None:
-        """resting: where mean gradients rest, None where that is the device."""
+        """resting: where mean gradients rest, None where that is the device. make_gradient: makes what ``p.grad``
+        shows."""
         self._observers = observers
         self.layout = layout
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
@@ -75,7 +78,7 @@ class GradReducer:
         self.order = LaunchOrder()
         self._memory = BucketMemory(comm, options, self.order, self.current, resting)
         self._states: list[GradientBucket] = []
-        self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size)
+        self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size, make_gradient)
         self.used, self.shown = self.arrivals.used, self.arrivals.shown
         self._late = LateGradients(comm, options, self.order, self.current, self._reduce_now)
         self._announced = False  # a pass of this window, by a call of the engine that all ranks make

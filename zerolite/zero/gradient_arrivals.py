@@ -18,8 +18,7 @@ from zerolite.zero.bucket_state import ReductionOptions
 from zerolite.zero.gradient_bucket import GradientBucket, Pass, PassState
 from zerolite.zero.hook_sums import HookSums
 from zerolite.zero.layout import PartitionLayout, Slot
-from zerolite.zero.sharded_grad import ShardedGradient
-from zerolite.zero.shown_gradients import ShownGradients
+from zerolite.zero.shown_gradients import GradientPlaceholder, MakeGradient, ShownGradients
 
 
 class Launcher(Protocol):
@@ -52,14 +51,20 @@ class GradientArrivals:
     """
 
     def __init__(
-        self, options: ReductionOptions, current: Pass, launcher: Launcher, rank: int, world_size: int
+        self,
+        options: ReductionOptions,
+        current: Pass,
+        launcher: Launcher,
+        rank: int,
+        world_size: int,
+        make_gradient: MakeGradient,
     ) -> None:
         self._options, self._pass, self._world_size = options, current, world_size
         self._launcher = weakref.proxy(launcher)
         self._states: Sequence[GradientBucket] = ()
         self._slots: Sequence[Slot] = ()
         self.parameters: list[torch.nn.Parameter] = []
-        self.shown = ShownGradients(options.shard, rank)
+        self.shown = ShownGradients(options.shard, rank, make_gradient)
         self.used: set[int] = set()
         self.handles: list[Any] = []
         self._hook_sums = HookSums()
@@ -118,7 +123,7 @@ class GradientArrivals:
         """Move a gradient by itself: a large one, the first of a pass, or one that must be looked at."""
         gradient = parameter.grad
         first = not (self._seen_gradient and self._pass.open)
-        if first or type(gradient) is ShardedGradient:
+        if first or isinstance(gradient, GradientPlaceholder):
             gradient = self._take_first(slot, parameter, gradient)
         if self._on_gradient is not None:
             self._on_gradient(slot.index)
@@ -148,7 +153,7 @@ class GradientArrivals:
 
     def _take_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the gradient in ``parameter.grad``, the first of a pass, or added to what the engine shows there."""
-        if type(gradient) is ShardedGradient:  # autograd has added to it
+        if isinstance(gradient, GradientPlaceholder):  # autograd has added to it
             gradient = gradient.collect()
         elif self._pass.open:
             parameter.grad = None

@@ -9,8 +9,7 @@ import torch
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsVector
-from zerolite.zero.sharded_grad import ShardedGradient
-from zerolite.zero.shown_gradients import Factor
+from zerolite.zero.shown_gradients import Factor, GradientPlaceholder
 
 
 class GradientChanges:
@@ -193,4 +192,4 @@ class GradientChanges:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.whole() if isinstance(value, ShardedGradient) else value.detach()
+    return value.whole() if isinstance(value, GradientPlaceholder) else value.detach()

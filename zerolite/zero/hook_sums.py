@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerolite.zero.sharded_grad import ShardedGradient
+from zerolite.zero.shown_gradients import GradientPlaceholder
 from zerolite.zero.stage3.released_parameter import opened, set_grad
 
 
@@ -49,7 +49,7 @@ class HookSums:
         engine shows, is this rank's sum."""
         for index in self.users:
             with opened():
-                if not isinstance(parameters[index].grad, ShardedGradient):
+                if not isinstance(parameters[index].grad, GradientPlaceholder):
                     parameters[index].grad = None
 
     @torch.no_grad()

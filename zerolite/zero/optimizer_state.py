@@ -21,7 +21,7 @@ class StateOfParameter(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class OptimizerState(defaultdict[Any, Any]):
+class GuardedState(defaultdict[Any, Any]):
     """The states of pieces, by piece, for the optimizer that makes them. To the user it is a mapping from the model's
     parameters to what this rank has of their states, in the shape of its shard, for reading."""
 

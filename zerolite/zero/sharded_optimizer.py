@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat_update import FlatUpdate, Rule
-from zerolite.zero.optimizer_state import OptimizerState
+from zerolite.zero.optimizer_state import GuardedState
 from zerolite.zero.pieces import Groups, Piece, State, UpdateMethod, cut, cut_state
 from zerolite.zero.piecewise_update import PiecewiseUpdate
 
@@ -91,7 +91,7 @@ class ShardedOptimizer(Optimizer):
         if isinstance(make_inner, Optimizer):
             self._adopt_state()
         known = weakref.ref(self)
-        self.inner.state = self._state = OptimizerState(self.inner.state, lambda index: _read(known, index))
+        self.inner.state = self._state = GuardedState(self.inner.state, lambda index: _read(known, index))
         self._note_pieces()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))

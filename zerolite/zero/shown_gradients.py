@@ -6,18 +6,83 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zerolite.zero.gradient_source import GradientSource, Place
+from zerolite.zero.buffer import flattened
 from zerolite.zero.layout import PartitionLayout, Slot
-from zerolite.zero.sharded_grad import ShardedGradient
 from zerolite.zero.stage3.released_parameter import opened, set_grad
 
 Factor = float | torch.Tensor
 """A number by which gradients are multiplied; as a tensor 0-dim float64."""
+
+
+@dataclass(eq=False)
+class Place:
+    """The elements of one parameter that this rank owns: ``[start, start + numel)`` of it in the order in which memory
+    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``used``: it was the
+    gradient of an earlier step."""
+
+    name: str
+    index: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int
+    numel: int
+    sharded: bool
+    known: weakref.ref[Any]
+    used: bool = False
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
+        if not self.sharded or not tensor.dim():
+            return tensor
+        return flattened(tensor.expand(self.shape), self.strides).narrow(0, self.start, self.numel)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return True if ``tensor`` broadcasts to the parameter's shape."""
+        ends = zip(reversed(tensor.shape), reversed(self.shape), strict=False)
+        return tensor.dim() <= len(self.shape) and all(own in (1, size) for own, size in ends)
+
+
+class GradientPlaceholder(torch.Tensor):
+    """The tensor in ``p.grad`` between backward and step, without memory of its own. The core makes, shows and hides
+    it; a subclass, which is passed in, says what operations on it do.
+
+    Attributes:
+        place: of this rank's part.
+        part: None for the gradient itself; for what an elementwise operation has made of it, this rank's part of the
+            result.
+        arrived: what autograd has added, in a backward that has begun unannounced.
+    """
+
+    place: Place
+    part: torch.Tensor | None
+    arrived: torch.Tensor | None
+
+    def collect(self) -> torch.Tensor | None:
+        """Return what autograd has added, once."""
+        arrived, self.arrived = self.arrived, None
+        return arrived
+
+    def open(self) -> torch.Tensor:
+        """Return this rank's part to be written to, until :meth:`close`."""
+        raise NotImplementedError
+
+    def close(self, part: torch.Tensor) -> None:
+        """Take what has been written to ``part``."""
+        raise NotImplementedError
+
+    def whole(self) -> torch.Tensor:
+        """Return all values. Called on all ranks."""
+        raise NotImplementedError
+
+
+MakeGradient = Callable[[Place, torch.Tensor], GradientPlaceholder]
+"""Make the placeholder of a gradient, in the dtype and on the device of a tensor."""
 
 
 _two_lists = [object()]
@@ -25,17 +90,18 @@ _OWN_REFERENCES = next(map(sys.getrefcount, list(_two_lists)))  # to what is in 
 
 
 class ShownGradients:
-    """One :class:`ShardedGradient` for each parameter that has a gradient in the engine.
+    """One :class:`GradientPlaceholder` for each parameter that has a gradient in the engine.
 
     ``factors``: by index of the parameter, what the user has multiplied a gradient by, which is not in its values yet:
     clipping is then no pass over memory, and the update multiplies once, as with ``gradient_clipping``.
     """
 
-    def __init__(self, sharded: bool, rank: int) -> None:
+    def __init__(self, sharded: bool, rank: int, make: MakeGradient) -> None:
         """sharded: whether reduced gradients are kept in parts, of which ``rank`` owns one."""
+        self._make = make
         self.factors: dict[int, Factor] = {}
         self._sharded, self._rank = sharded, rank
-        self._made: list[ShardedGradient | None] = []  # by index of the parameter, to be used again
+        self._made: list[GradientPlaceholder | None] = []  # by index of the parameter, to be used again
         self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
         self._references: list[int] = []  # to each of those that were made, as far as they are the engine's
         self._renewed = False
@@ -43,7 +109,7 @@ class ShownGradients:
         self._given: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
         self._products: dict[int, tuple[Factor | None, Factor]] = {}  # with it, by id of the factor before
 
-    def connect(self, source: GradientSource) -> None:
+    def connect(self, source: object) -> None:
         """Let the gradients ask ``source`` for their values. It is known weakly: a model may outlive its engine."""
         self._known = weakref.ref(source)
 
@@ -60,7 +126,7 @@ class ShownGradients:
         """Show the gradient of a parameter."""
         held = self._made[slot.index]
         if held is None:
-            held = self._made[slot.index] = ShardedGradient.of(self._place(slot, parameter), parameter)
+            held = self._made[slot.index] = self._make(self._place(slot, parameter), parameter)
             self._references[slot.index] = _OWN_REFERENCES
         self._shown[slot.index] = held
         if self._partitioned:
@@ -158,8 +224,8 @@ class ShownGradients:
         """Return True if ``gradient`` is what was shown, or what an operation on it has given, which is then taken."""
         held = self._shown[index]
         if (
-            not isinstance(held, ShardedGradient)
-            or not isinstance(gradient, ShardedGradient)
+            not isinstance(held, GradientPlaceholder)
+            or not isinstance(gradient, GradientPlaceholder)
             or gradient.place is not held.place
         ):
             return False

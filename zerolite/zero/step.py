@@ -23,7 +23,6 @@ from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import Across, StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_scale import GradientScale
-from zerolite.zero.gradient_sums import GradientSums
 from zerolite.zero.observers import Observers
 from zerolite.zero.outcomes import Outcomes, UnusedParameters
 from zerolite.zero.publisher import Publisher
@@ -61,6 +60,19 @@ class ShardedParameters(Shards, Protocol):
 
     @property
     def schedule(self) -> Schedule: ...
+
+
+class SharedSums(Protocol):
+    """Sums of gradients that model-parallel ranks share."""
+
+    def run(self) -> None:
+        """Sum what the data ranks have reduced, unless that has been done for the gradients that have come by now."""
+
+    def reopen(self) -> None:
+        """More gradients are coming for the same step."""
+
+    def clear(self) -> None:
+        """The gradients have been consumed or dropped."""
 
 
 class StepPipeline:
@@ -107,7 +119,7 @@ class StepPipeline:
         self.trace: TraceAgreement | None = None
         self._stats: StatsVector | None = None
         self._across: Across | None = None
-        self._sums: GradientSums | None = None
+        self._sums: SharedSums | None = None
         self.written = WrittenValues(buffer, publisher, self._step_update, self.check_here)
         self.away = False  # engine.offload_states() has emptied what is worked on here
         self.count_buckets()
@@ -134,7 +146,7 @@ class StepPipeline:
         self.written.use(sharded)
         self.trace = self.outcomes.trace = TraceAgreement(sharded.schedule, self._comm.main)
 
-    def spread(self, across: Across, sums: GradientSums) -> None:
+    def spread(self, across: Across, sums: SharedSums) -> None:
         """The model has parts on other ranks. Before the first step."""
         self._across, self._sums = across, sums
         self.count_buckets()

@@ -18,14 +18,15 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types as _torch_optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _torch_clip_types
 
+from zerolite.access.gradient_source import GradientSource, read_only
 from zerolite.comm import wait_for_result
 from zerolite.utils.nested import find_tensors, map_tensors
-from zerolite.zero.gradient_source import GradientSource, Place, read_only
+from zerolite.zero.shown_gradients import GradientPlaceholder, Place
 
 aten = torch.ops.aten
 
 
-class ShardedGradient(torch.Tensor):
+class ShardedGradient(GradientPlaceholder):
     """See the module. ``part``: None for the gradient itself; for what an elementwise operation has made of it, this
     rank's part of the result, so that ``p.grad.isfinite().all()`` gathers nothing.
 
@@ -34,9 +35,6 @@ class ShardedGradient(torch.Tensor):
     A backward that begins unannounced finds it in ``p.grad``, and autograd adds to it: ``arrived`` is then what came.
     """
 
-    place: Place
-    part: torch.Tensor | None
-    arrived: torch.Tensor | None
     origin: ShardedGradient | None = None
 
     @staticmethod
@@ -56,12 +54,10 @@ class ShardedGradient(torch.Tensor):
                 f"the gradient of parameter '{self.place.name}' cannot be used here: a step has used it, or it was "
                 "dropped; take p.grad after the next backward, and clone what is to outlive the step"
             )
-        return self.place.source
-
-    def collect(self) -> torch.Tensor | None:
-        """Return what autograd has added, once."""
-        arrived, self.arrived = self.arrived, None
-        return arrived
+        source: GradientSource | None = self.place.known()
+        if source is None:
+            raise RuntimeError(f"the gradient of parameter '{self.place.name}' has gone with its engine")
+        return source
 
     def read(self) -> torch.Tensor:
         """Return this rank's part."""

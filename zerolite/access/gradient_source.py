@@ -1,16 +1,14 @@
-"""Sources of the tensors in ``p.grad``: an engine's gradients, a rank's place in one, a copy that was gathered."""
+"""Sources of the tensors in ``p.grad``: an engine's gradients, and a copy of one that was gathered."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from zerolite.utils.nested import find_tensors
-from zerolite.zero.buffer import flattened
+from zerolite.zero.shown_gradients import Place
 
 
 class GradientSource(Protocol):
@@ -47,41 +45,6 @@ class GradientSource(Protocol):
 
     def lend(self, index: int) -> None:
         """The user is given the memory that :meth:`whole` has returned, to be used without torch."""
-
-
-@dataclass(eq=False)
-class Place:
-    """The elements of one parameter that this rank owns: ``[start, start + numel)`` of it in the order in which memory
-    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``used``: it was the
-    gradient of an earlier step."""
-
-    name: str
-    index: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    start: int
-    numel: int
-    sharded: bool
-    known: weakref.ref[Any]
-    used: bool = False
-
-    @property
-    def source(self) -> GradientSource:
-        source = self.known()
-        if source is None:
-            raise RuntimeError(f"the gradient of parameter '{self.name}' has gone with its engine")
-        return source
-
-    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
-        if not self.sharded or not tensor.dim():
-            return tensor
-        return flattened(tensor.expand(self.shape), self.strides).narrow(0, self.start, self.numel)
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Return True if ``tensor`` broadcasts to the parameter's shape."""
-        ends = zip(reversed(tensor.shape), reversed(self.shape), strict=False)
-        return tensor.dim() <= len(self.shape) and all(own in (1, size) for own, size in ends)
 
 
 class GatheredGradient(torch.Tensor):

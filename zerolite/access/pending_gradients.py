@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from zerolite.access.gradient_source import Place
 from zerolite.comm import Communicator
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.gradient_source import Place
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.step import StepPipeline
 
@@ -23,7 +23,7 @@ Gather = Callable[[list[int], dict[int, torch.Tensor], torch.dtype], list[torch.
 
 
 class PendingGradients:
-    """The :class:`~zerolite.zero.gradient_source.GradientSource` of one engine."""
+    """The :class:`~zerolite.access.gradient_source.GradientSource` of one engine."""
 
     def __init__(
         self,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.comm import Communicator, Topology, largest
-from zerolite.engine.arguments import OWNERS
 from zerolite.tensor_parallel.cuts import cut_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer, flattened
@@ -26,6 +26,9 @@ from zerolite.zero.step import StepPipeline
 
 Parameters = torch.nn.Parameter | Iterable[torch.nn.Parameter]
 Result = TypeVar("Result")
+
+OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By parameter, a weak reference to the engine that trains it; the parameter is known weakly, too."""
 
 
 def get_full_grad(parameters: Parameters) -> Any:
