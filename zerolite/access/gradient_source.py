@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from zerolite.utils.nested import find_tensors
+from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 from zerolite.zero.shown_gradients import Place
 
 
@@ -52,7 +52,9 @@ class GatheredGradient(torch.Tensor):
     raises."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             views = find_tensors((args, kwargs), cls)

@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch._ops import OpOverload
 from torch.optim.optimizer import _foreach_supported_types as _torch_optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _torch_clip_types
 
 from zerolite.access.gradient_source import GradientSource, read_only
 from zerolite.comm import wait_for_result
-from zerolite.utils.nested import find_tensors, map_tensors
+from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors
 from zerolite.zero.shown_gradients import GradientPlaceholder, Place
 
 aten = torch.ops.aten
+
+Tensors = Sequence[torch.Tensor]
+Dims = int | Sequence[int] | None
+Rule = Callable[..., object]
+"""A function in place of one of torch's: takes that, and its arguments."""
 
 
 class ShardedGradient(GradientPlaceholder):
@@ -92,7 +98,9 @@ class ShardedGradient(GradientPlaceholder):
         return repr(self)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if function in _OUTSIDE_DISPATCH and isinstance(args[0], cls):
             return _OUTSIDE_DISPATCH[function](function, *args, **kwargs)
@@ -101,8 +109,8 @@ class ShardedGradient(GradientPlaceholder):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, function: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # what is made in it can be no view of p.grad, nor be updated after it
             with torch.inference_mode(False), torch.no_grad():
@@ -121,7 +129,7 @@ class ShardedGradient(GradientPlaceholder):
 # -------------------------------------------------------------------- on parts
 
 
-def _on_parts(function: Any, args: Any, kwargs: Any) -> Any:
+def _on_parts(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """An elementwise operation, on this rank's part; NotImplemented where it needs other elements."""
     gradients = find_tensors((args, kwargs), ShardedGradient)
     place, written = gradients[0].place, written_arguments(function, args, kwargs)
@@ -140,7 +148,7 @@ def _on_parts(function: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
-def _on_lists(function: Any, args: Any, kwargs: Any) -> Any:
+def _on_lists(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """One of torch's ``_foreach`` functions of several gradients, on this rank's parts, in one call."""
     targets = args[0]
     if not all(isinstance(target, ShardedGradient) for target in targets):
@@ -163,14 +171,14 @@ def _on_lists(function: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _belongs(item: Any, place: Place) -> bool:
+def _belongs(item: object, place: Place) -> bool:
     if isinstance(item, ShardedGradient):
         return item.place is place
     return isinstance(item, torch.Tensor) and place.fits(item)
 
 
-def _part_at(place: Place) -> Callable[[Any], Any]:
-    def part(item: Any) -> Any:
+def _part_at(place: Place) -> Callable[[object], object]:
+    def part(item: object) -> object:
         if isinstance(item, ShardedGradient):
             return item.read()
         return place.part_of(item) if isinstance(item, torch.Tensor) else item
@@ -181,7 +189,7 @@ def _part_at(place: Place) -> Callable[[Any], Any]:
 # -------------------------------------------------------------------- on wholes
 
 
-def _on_wholes(function: Any, args: Any, kwargs: Any) -> Any:
+def _on_wholes(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """Any operation, on whole gradients."""
     gradients = list({id(g): g for g in find_tensors((args, kwargs), ShardedGradient)}.values())
     values, copies = _wholes(gradients)
@@ -195,11 +203,12 @@ def _on_wholes(function: Any, args: Any, kwargs: Any) -> Any:
     back = {id(whole): g for whole, g in zip(wholes.values(), gradients, strict=True)}
     memory = {copy.untyped_storage()._cdata for copy in copies}
 
-    def shown(item: Any) -> Any:
+    def shown(item: object) -> object:
         if id(item) in back:
             return back[id(item)]
-        is_view = isinstance(item, torch.Tensor) and item.untyped_storage()._cdata in memory
-        return read_only(item) if is_view else item
+        if isinstance(item, torch.Tensor) and item.untyped_storage()._cdata in memory:
+            return read_only(item)
+        return item
 
     return map_tensors(shown, result)
 
@@ -224,11 +233,11 @@ def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], l
     return [found[id(gradient)] for gradient in gradients], copies
 
 
-def _replaced(wholes: dict[int, torch.Tensor]) -> Callable[[Any], Any]:
+def _replaced(wholes: dict[int, torch.Tensor]) -> Callable[[object], object]:
     return lambda item: wholes.get(id(item), item)
 
 
-def written_arguments(function: Any, args: Any, kwargs: Any) -> list[Any]:
+def written_arguments(function: OpOverload, args: Arguments, kwargs: Keywords) -> list[torch.Tensor]:
     """Return the arguments that an operation writes to."""
     arguments = function._schema.arguments
     values = [*args, *(kwargs[a.name] for a in arguments[len(args) :] if a.name in kwargs)]
@@ -242,7 +251,7 @@ def written_arguments(function: Any, args: Any, kwargs: Any) -> list[Any]:
 # -------------------------------------------------------------------- single operations
 
 
-def _accumulate(function: Any, held: Any, gradient: torch.Tensor, **ignored: Any) -> Any:
+def _accumulate(function: OpOverload, held: object, gradient: torch.Tensor, **ignored: object) -> object:
     """Autograd's addition to what is in ``p.grad``."""
     if not isinstance(held, ShardedGradient) or held.part is not None:
         return NotImplemented
@@ -254,54 +263,53 @@ def _accumulate(function: Any, held: Any, gradient: torch.Tensor, **ignored: Any
     return held
 
 
-def _alias(function: Any, gradient: ShardedGradient, *ignored: Any) -> Any:
+def _alias(function: OpOverload, gradient: ShardedGradient, *ignored: object) -> ShardedGradient:
     alias = ShardedGradient.of(gradient.place, gradient, gradient.part)
     alias.origin = gradient if gradient.origin is None else gradient.origin
     return alias
 
 
-def _like(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+def _like(function: OpOverload, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
     """A tensor in the shape of the gradient, which needs none of its values."""
     template = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
     return function(template, *args, **{**kwargs, "device": kwargs.get("device") or gradient.device})
 
 
-def _convert(function: Any, gradient: ShardedGradient, **kwargs: Any) -> Any:
+def _convert(function: OpOverload, gradient: ShardedGradient, **kwargs: Any) -> object:
     if kwargs.get("device") not in (None, gradient.device) or kwargs.get("memory_format") == torch.channels_last:
         return NotImplemented
     part = function(gradient.read(), **{**kwargs, "memory_format": None})
     return ShardedGradient.of(gradient.place, part, part)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return not isinstance(value, ShardedGradient) and (not isinstance(value, torch.Tensor) or not value.dim())
 
 
-def _multiply(function: Any, gradient: Any, factor: Any) -> Any:
+def _multiply(function: OpOverload, gradient: object, factor: Any) -> object:
     if not isinstance(gradient, ShardedGradient) or gradient.part is not None or not _is_number(factor):
         return NotImplemented
     gradient.source.multiply([gradient.place.index], factor)
     return gradient
 
 
-def _divide(function: Any, gradient: Any, divisor: Any) -> Any:
+def _divide(function: OpOverload, gradient: object, divisor: Any) -> object:
     if isinstance(divisor, torch.Tensor) or not divisor or abs(math.frexp(divisor)[0]) != 0.5:
         return NotImplemented  # the product with the inverse would have other bits
     return _multiply(function, gradient, 1.0 / divisor)
 
 
-def _multiply_all(function: Any, gradients: Any, factor: Any) -> Any:
+def _multiply_all(function: OpOverload, gradients: Tensors, factor: Any) -> object:
     if not _are_pending(gradients) or isinstance(factor, (list, tuple)) or not _is_number(factor):
         return NotImplemented
     gradients[0].source.multiply([g.place.index for g in gradients], factor)
     return None
 
 
-def _are_pending(gradients: Any) -> bool:
+def _are_pending(gradients: Tensors) -> TypeGuard[Sequence[ShardedGradient]]:
     """Return True for the gradients themselves of one engine, and nothing else."""
-    return all(isinstance(g, ShardedGradient) and g.part is None for g in gradients) and (
-        len({id(g.source) for g in gradients}) == 1
-    )
+    ours = [g for g in gradients if isinstance(g, ShardedGradient) and g.part is None]
+    return len(ours) == len(gradients) and len({id(g.source) for g in ours}) == 1
 
 
 def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[GradientSource, list[ShardedGradient]]]:
@@ -312,7 +320,7 @@ def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[GradientSourc
     return list(found.items())
 
 
-def _unscale(function: Any, gradients: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+def _unscale(function: OpOverload, gradients: Tensors, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """GradScaler's ``unscale_``."""
     ours = [g for g in gradients if isinstance(g, ShardedGradient)]
     made = [g for g in ours if g.part is not None]  # p.grad = p.grad * mask
@@ -328,14 +336,21 @@ def _unscale(function: Any, gradients: Any, found_inf: torch.Tensor, inverse_sca
         source.multiply(indices, inverse_scale)
 
 
-def _norm(function: Any, gradient: ShardedGradient, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _norm(
+    function: OpOverload,
+    gradient: ShardedGradient,
+    order: float | None = 2,
+    dim: Dims = None,
+    *args: object,
+    **kwargs: Any,
+) -> object:
     if not _over_all(gradient, dim) or args[:1] == (True,) or kwargs.get("keepdim"):
         return NotImplemented
     norm = _norms([gradient], 2 if order is None else order)[0]
     return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
 
 
-def _norm_all(function: Any, tensors: Any, order: Any = 2, dtype: Any = None) -> Any:
+def _norm_all(function: OpOverload, tensors: Tensors, order: float = 2, dtype: torch.dtype | None = None) -> object:
     ours = [t for t in tensors if isinstance(t, ShardedGradient)]
     others = [t for t in tensors if not isinstance(t, ShardedGradient)]
     found = dict(zip(map(id, ours), _norms(ours, order), strict=True))
@@ -371,18 +386,18 @@ def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _over_all(gradient: ShardedGradient, dim: Any) -> bool:
+def _over_all(gradient: ShardedGradient, dim: Dims) -> bool:
     if dim is None or dim == []:
         return True
     dims = [dim] if isinstance(dim, int) else dim
     return len({d % max(1, gradient.dim()) for d in dims}) == max(1, gradient.dim())
 
 
-def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Callable[..., Any]:
+def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Rule:
     """A rule for an operation that makes one number of all elements: ``neutral`` for no elements; over ranks the
     largest (with ``sign``) or the sum."""
 
-    def rule(function: Any, gradient: ShardedGradient, **kwargs: Any) -> Any:
+    def rule(function: OpOverload, gradient: ShardedGradient, **kwargs: Any) -> object:
         part = gradient.read()
         own = function(part, **kwargs) if part.numel() else None
         dtype = function(part.new_ones(1), **kwargs).dtype if own is None else own.dtype
@@ -393,18 +408,18 @@ def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Callable[...
     return rule
 
 
-def _set_item(function: Any, gradient: ShardedGradient, index: Any, value: Any) -> None:
+def _set_item(function: Function, gradient: ShardedGradient, index: Any, value: Any) -> None:
     whole = gradient.whole()
     whole[index] = value.whole() if isinstance(value, ShardedGradient) else value
     gradient.store(whole)
 
 
-def _set_data(function: Any, gradient: ShardedGradient, value: torch.Tensor) -> None:
+def _set_data(function: Function, gradient: ShardedGradient, value: torch.Tensor) -> None:
     if not (isinstance(value, ShardedGradient) and value.place is gradient.place and value.part is gradient.part):
         gradient.copy_(value)
 
 
-def _from_whole(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+def _from_whole(function: Function, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
     return function(gradient.whole(), *args, **kwargs)
 
 
@@ -420,7 +435,7 @@ def _memory(gradient: ShardedGradient) -> torch.Tensor | None:
     return kept
 
 
-def _from_memory(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+def _from_memory(function: Function, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
     memory = _memory(gradient)
     if memory is None:
         raise RuntimeError(
@@ -430,7 +445,7 @@ def _from_memory(function: Any, gradient: ShardedGradient, *args: Any, **kwargs:
     return function(memory, *args, **kwargs)
 
 
-def _to_numpy(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> Any:
+def _to_numpy(function: Function, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
     memory = _memory(gradient)
     if memory is not None:
         return function(memory, *args, **kwargs)
@@ -439,7 +454,7 @@ def _to_numpy(function: Any, gradient: ShardedGradient, *args: Any, **kwargs: An
     return array
 
 
-def _is_foreach(function: Any) -> bool:
+def _is_foreach(function: OpOverload) -> bool:
     name = function._schema.name
     return name.startswith("aten::_foreach_") and not name.endswith(("_norm", "_max", "_powsum"))
 
@@ -454,7 +469,7 @@ _ELEMENTWISE = frozenset(
 )
 _LIKE = "empty zeros ones full rand randn randint"
 _NEW = "empty zeros ones full"
-_RULES: dict[Any, Callable[..., Any]] = {
+_RULES: dict[object, Rule] = {
     **{getattr(aten, f"{name}_like").default: _like for name in _LIKE.split()},
     **{getattr(aten, f"new_{name}").default: _like for name in _NEW.split()},
     aten.randint_like.low_dtype: _like,
@@ -481,7 +496,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }
 _Tensor = torch.Tensor
 # Functions of Python that torch does not dispatch.
-_OUTSIDE_DISPATCH: dict[Any, Callable[..., Any]] = {
+_OUTSIDE_DISPATCH: dict[object, Rule] = {
     _Tensor.__repr__: lambda function, gradient, **ignored: ShardedGradient.__repr__(gradient),
     _Tensor.__setitem__: _set_item,
     getattr(_Tensor, "data").__set__: _set_data,  # noqa: B009

@@ -264,10 +264,8 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def checked_weight(weight: Any, scale_wrt_gas: bool) -> float | None:
+def checked_weight(weight: float | torch.Tensor, scale_wrt_gas: bool) -> float:
     """Return the weight of a loss, as ``Engine.backward`` takes it. Raises ValueError for what is none."""
-    if weight is None:
-        return None
     if not scale_wrt_gas:
         raise ValueError(
             "engine.backward: a weight takes the place of the division by gradient_accumulation_steps; leave "

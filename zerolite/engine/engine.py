@@ -130,10 +130,10 @@ class Engine:
         if self._reducer.current.open:
             self._pipeline.end_backward(complete=False)
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        share = checked_weight(weight, scale_wrt_gas)
-        if share is not None:
-            share /= self._pipeline.gradient_scale.weight_unit()
-        first = self._window.empty
+        share = None
+        if weight is not None:
+            share = checked_weight(weight, scale_wrt_gas) / self._pipeline.gradient_scale.weight_unit()
+        first = self.step_log is not None and self._window.empty
         self._pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
         if share != 0:
             self._reducer.losses.append(exact.detach().reshape(()).float())

@@ -13,7 +13,7 @@ import torch
 
 from zerolite.monitor.memory_report import MemoryParts
 from zerolite.utils.memory_items import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, own, resize
-from zerolite.utils.nested import find_tensors
+from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.stage3.param_group import gather
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -192,7 +192,9 @@ class OffloadedParameter(torch.nn.Parameter):
     """Class of a whole parameter whose memory is on the host for a time: reading it would read nothing."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         with opened():
             if function in HARMLESS or function in COUNTS:
                 return function(*args, **(kwargs or {}))

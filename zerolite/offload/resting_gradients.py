@@ -42,9 +42,7 @@ class RestingGradients:
         return not self._tiers.within_reach(self._tiers.of_optimizer(bucket), on_host=False)
 
     def keep(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Store ``gradient``, which is on the device, and return the stored tensor; itself where that is the device."""
-        if not self.away(bucket):
-            return own(gradient, GRADIENTS)
+        """Store ``gradient``, which is on the device, of a bucket that is :meth:`away`; return the stored tensor."""
         self._on_leaving(bucket, gradient)
         own(gradient, BUCKETS)
         for leaving in self._leaving.values():
@@ -66,9 +64,7 @@ class RestingGradients:
         return home
 
     def fetch(self, bucket: int, resting: torch.Tensor) -> torch.Tensor:
-        """A bucket's gradient on the device: a copy, or itself where it rests there."""
-        if not self.away(bucket):
-            return resting
+        """Return a copy on the device of the gradient of a bucket that is :meth:`away`."""
         self.wait(bucket)
         gradient = own(torch.empty_like(resting, device=self._tiers.device), BUCKETS)
         try:

@@ -11,16 +11,24 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
+
+Found = TypeVar("Found")
+Function = Callable[..., Any]
+"""A function or method of torch, as ``__torch_function__`` is given it."""
+Arguments = Sequence[Any]
+"""Its positional arguments; some are tensors."""
+Keywords = dict[str, Any]
+"""Its arguments by keyword."""
 
 # Most values that are no tensor: asked for before abstract classes are, which takes longer.
 _LEAVES = (int, float, str, type(None), torch.dtype, torch.device, bytes, torch.nn.Module, torch.Tensor)
 
 
-def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Any], object], value: object) -> Any:
     """Return ``value`` with ``function(tensor)`` in place of every tensor, in containers of the same types.
 
     A container in which nothing is replaced is returned as it is, the same object; nothing is changed in place.
@@ -46,15 +54,23 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     return _rebuilt_mapping(value, replaced) if items is value else _rebuilt_dataclass(value, changed)
 
 
-def find_tensors(value: Any, kind: Any = torch.Tensor) -> list[Any]:
+@overload
+def find_tensors(value: object) -> list[torch.Tensor]: ...
+
+
+@overload
+def find_tensors(value: object, kind: type[Found] | tuple[type[Found], ...]) -> list[Found]: ...
+
+
+def find_tensors(value: object, kind: type | tuple[type, ...] = torch.Tensor) -> Sequence[object]:
     """Return the tensors in ``value`` of class ``kind`` (or of one in a tuple of classes), in the order in which
     :func:`map_tensors` meets them."""
-    found: list[Any] = []
+    found: list[object] = []
     _find(value, kind, found, -1)
     return found
 
 
-def find_in_objects(value: Any, depth: int = 4) -> list[torch.Tensor]:
+def find_in_objects(value: object, depth: int = 4) -> list[torch.Tensor]:
     """Return the tensors in ``value``, also those in sets and in attributes of plain objects, down to ``depth`` levels:
     objects may refer to each other in a circle."""
     found: list[torch.Tensor] = []
@@ -62,12 +78,12 @@ def find_in_objects(value: Any, depth: int = 4) -> list[torch.Tensor]:
     return found
 
 
-def _find(value: Any, kind: Any, found: list[Any], levels: int) -> None:
+def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels: int) -> None:
     """levels: to go, those of objects included; below 0: all of them, without objects."""
     if isinstance(value, kind):
         found.append(value)
         return
-    inside: Iterable[Any]
+    inside: Iterable[object]
     if isinstance(value, (list, tuple)):
         inside = value
     elif isinstance(value, dict):
@@ -80,7 +96,7 @@ def _find(value: Any, kind: Any, found: list[Any], levels: int) -> None:
         _find(item, kind, found, levels - 1)
 
 
-def named_leaves(value: Any) -> list[tuple[str, Any]]:
+def named_leaves(value: object) -> list[tuple[str, Any]]:
     """Return everything in ``value`` that is no container with members, as :func:`map_tensors` meets it, each with its
     place: "0.1" or "1.name" for the second positional argument and a keyword, if ``value`` is (args, kwargs)."""
     items = enumerate(value) if isinstance(value, (list, tuple)) else _items(value).items()
@@ -88,7 +104,7 @@ def named_leaves(value: Any) -> list[tuple[str, Any]]:
     return leaves or [("", value)]
 
 
-def _items(value: Any) -> Mapping[Any, Any]:
+def _items(value: object) -> Mapping[Any, object]:
     """The members of a mapping, itself, or of a dataclass; of anything else none."""
     if isinstance(value, Mapping):
         return value
@@ -97,7 +113,7 @@ def _items(value: Any) -> Mapping[Any, Any]:
     return {}
 
 
-def _attributes(value: Any) -> Iterable[Any]:
+def _attributes(value: object) -> Iterable[object]:
     if isinstance(value, (Mapping, set, frozenset)):
         return value.values() if isinstance(value, Mapping) else value
     if hasattr(value, "__dict__"):
@@ -105,7 +121,7 @@ def _attributes(value: Any) -> Iterable[Any]:
     return [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
 
 
-def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuilt_mapping(value: Mapping[Any, object], items: dict[object, object]) -> object:
     if type(value) is dict:
         return items
     if isinstance(value, (dict, collections.UserDict)):  # their copies have entries of their own
@@ -129,7 +145,7 @@ _CANNOT_REBUILD = (
 )
 
 
-def _rebuilt_sequence(value: Any, mapped: list[Any]) -> Any:
+def _rebuilt_sequence(value: Any, mapped: list[object]) -> object:
     if type(value) is list:
         return mapped
     if isinstance(value, list):
@@ -139,7 +155,7 @@ def _rebuilt_sequence(value: Any, mapped: list[Any]) -> Any:
     return value._make(mapped) if hasattr(value, "_make") else type(value)(mapped)
 
 
-def _rebuilt_dataclass(value: Any, changed: dict[str, Any]) -> Any:
+def _rebuilt_dataclass(value: object, changed: Mapping[str, object]) -> object:
     result = copy.copy(value)
     for name, item in changed.items():
         object.__setattr__(result, name, item)

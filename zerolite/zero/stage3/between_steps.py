@@ -18,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from zerolite.utils.accelerator import address
-from zerolite.utils.nested import find_tensors, map_tensors
+from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.stage3.param_group import gather
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, PartitionedParameter
@@ -104,7 +105,9 @@ class WholeValues(torch.Tensor):
     memory: _Memory
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         """Run what :func:`use_whole` has let through; C++ comes here alone."""
         if any(kind is not WholeValues for kind in types):
             return NotImplemented  # another class, p.grad's for one, has no memory to be read
@@ -115,7 +118,9 @@ class WholeValues(torch.Tensor):
             return function(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         return use_whole(function, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -155,7 +160,7 @@ class _Saved:
             return _gathered([handle])[0].as_strided(shape, strides, start)
 
 
-def use_whole(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def use_whole(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Call ``function``, with partitioned parameters and :class:`WholeValues` among its arguments. Called on all ranks,
     in the same order, where one of them is not here or stale. Raises RuntimeError inside a forward or backward, on
     another thread than the engine's, and for what hands out memory."""
@@ -201,7 +206,9 @@ def _gathered(handles: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
     return [here[handle] for handle in handles]
 
 
-def _unite(wholes: dict[PartitionedParameter, torch.Tensor], aliases: list[Any]) -> dict[PartitionedParameter, _Memory]:
+def _unite(
+    wholes: dict[PartitionedParameter, torch.Tensor], aliases: Sequence[WholeValues]
+) -> dict[PartitionedParameter, _Memory]:
     """One memory for each parameter, with the values of today: what changes one of its aliases changes all of them."""
     found = {handle: _Memory(handle, full) for handle, full in wholes.items()}
     for alias in aliases:
@@ -222,11 +229,11 @@ def _unite(wholes: dict[PartitionedParameter, torch.Tensor], aliases: list[Any])
 
 
 def _call(
-    function: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    function: Function,
+    args: Arguments,
+    kwargs: Keywords,
     used: dict[PartitionedParameter, _Memory],
-    aliases: list[Any],
+    aliases: Sequence[WholeValues],
 ) -> Any:
     """The call, in which the parameters in ``used`` have their values."""
     parameters = {handle: handle.parameter for handle in used}
@@ -256,7 +263,7 @@ def _call(
 def _settle(
     used: dict[PartitionedParameter, _Memory],
     parameters: dict[PartitionedParameter, torch.nn.Parameter],
-    aliases: Sequence[Any],
+    aliases: Sequence[WholeValues],
     versions: dict[int, float],
     changed: set[int],
 ) -> None:
@@ -295,7 +302,7 @@ def _replace(handle: PartitionedParameter, data: torch.Tensor) -> None:
     handle.replace(full)
 
 
-def _written(function: Any, args: Sequence[Any]) -> set[int]:
+def _written(function: Function, args: Arguments) -> set[int]:
     """The ids of arguments that a function changes by its name. With p.grad among its arguments it runs where torch
     does not count changes."""
     name = getattr(function, "__name__", "")
@@ -311,7 +318,7 @@ def _version(tensor: torch.Tensor, written: set[int]) -> float:
 def _saving(memories: _Memories) -> Any:
     """Inside, autograd saves where its tensors come from, and not their memory."""
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
         memory = memories.find(tensor)
         if memory is None or not memory.tied or tensor.dtype != memory.full.dtype:
             return tensor
@@ -333,7 +340,7 @@ def _expect_gradient(handle: PartitionedParameter) -> Any:
     if _SHOWS not in accumulator.metadata:
         accumulator.metadata[_SHOWS] = True
 
-        def show(gradients: Any) -> None:
+        def show(gradients: object) -> None:
             coordinator = handle.group.coordinator
             (handle.show_shape if coordinator is None else functools.partial(coordinator.show_shape, handle))()
 
@@ -348,10 +355,10 @@ def _unpack(saved: Any) -> torch.Tensor:
     return saved.unpack() if isinstance(saved, _Saved) else saved
 
 
-def _marked(result: Any, memories: _Memories) -> Any:
+def _marked(result: Any, memories: _Memories) -> object:
     """``result``, in which tensors in a parameter's memory know it. An array in it cannot be written to."""
 
-    def mark(value: torch.Tensor) -> Any:
+    def mark(value: torch.Tensor) -> torch.Tensor:
         memory = memories.find(value) if type(value) is torch.Tensor else None
         if memory is None:
             return value
@@ -375,7 +382,7 @@ _MEMORY = frozenset(
 )
 
 
-def _check(function: Any, handles: Sequence[PartitionedParameter], gathers: bool) -> None:
+def _check(function: Function, handles: Sequence[PartitionedParameter], gathers: bool) -> None:
     first = handles[0]
     if function in _MEMORY:
         raise no_values(first.name, f"Tensor.{function.__name__} hands out memory that it does not have")

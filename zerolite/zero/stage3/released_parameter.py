@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function
 
-from zerolite.utils.nested import find_tensors
+from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 
 Tensor = torch.Tensor
 
@@ -27,7 +27,7 @@ class ReleasedParameter(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return vars(self)["_zero_handle"].__reduce__()  # says what to do instead
 
-    def as_subclass(self, cls: Any) -> Any:
+    def as_subclass(self, cls: type) -> Any:
         """Refuse, as reading does: torch's method asks no ``__torch_function__``."""
         return handle_torch_function(Tensor.as_subclass, (self,), self, cls)
 
@@ -36,7 +36,9 @@ class ReleasedParameter(torch.nn.Parameter):
         return handle_torch_function(Tensor.set_, (self,), self, *args, **kwargs)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if function is Tensor.__repr__ or function is Tensor.__format__:
@@ -47,7 +49,8 @@ class ReleasedParameter(torch.nn.Parameter):
                     return function(vars(shown[0])["_zero_handle"].view, *shown[1:], **kwargs)
                 args = shown
             if function == _SET_GRAD:
-                return set_grad(*args)
+                set_grad(*args)
+                return None
             if function in HARMLESS:
                 return function(*args, **kwargs)
             if function in _CASTS and "memory_format" not in kwargs:
@@ -94,7 +97,7 @@ class ArrivingParameter(torch.nn.Parameter):
         self.wait_for([self])
         return self.__reduce_ex__(protocol)
 
-    def as_subclass(self, cls: Any) -> Any:
+    def as_subclass(self, cls: type) -> Any:
         """Return the values in another class, once they are there: torch's method asks no ``__torch_function__``."""
         self.wait_for([self])
         return self.as_subclass(cls)
@@ -104,7 +107,9 @@ class ArrivingParameter(torch.nn.Parameter):
         return handle_torch_function(Tensor.set_, (self,), self, *args, **kwargs)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if function in NEEDS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
@@ -120,7 +125,7 @@ class ArrivingParameter(torch.nn.Parameter):
         return function(*args, **kwargs)
 
 
-def _getters(*names: str) -> list[Any]:
+def _getters(*names: str) -> list[object]:
     return [getattr(Tensor, name).__get__ for name in names]
 
 
@@ -176,7 +181,7 @@ _CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half dou
 _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 
 
-def _name(parameter: Any) -> str:
+def _name(parameter: object) -> str:
     handle = getattr(parameter, "_zero_handle", None)
     return "?" if handle is None else handle.name
 
@@ -198,7 +203,7 @@ def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
             parameter.data = empty
 
 
-def close(parameter: Any) -> None:
+def close(parameter: torch.Tensor) -> None:
     """From here on ``parameter`` is released. One whose class decides by itself what functions do stays what it is."""
     own = type(parameter)
     if own is torch.nn.Parameter:
@@ -208,7 +213,7 @@ def close(parameter: Any) -> None:
             parameter.__class__ = _released(own)
 
 
-def open_again(parameter: Any) -> None:
+def open_again(parameter: torch.Tensor) -> None:
     """Undo :func:`close`."""
     own = type(parameter)
     if own is ReleasedParameter:
