@@ -157,21 +157,12 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
         """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor. ``key`` says what it is, here
         and below: see :class:`~zerolite.comm.flight.Entry`."""
-        entry = self._note("all_reduce", tensor, tag, key)
-        start = self._watched(entry, self._all_reduce) if self._watchers else self._all_reduce
-        pending = start(tensor, tag, divisor)
-        pending.entry = entry
-        return pending
+        return self._launch("all_reduce", tensor, tag, key, self._all_reduce, tensor, tag, divisor)
 
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
         """Maximum over ranks of a small tensor, in place; returns when it is there."""
-        entry = self._note("all_reduce", tensor, tag)
-        if self.world_size == 1:
-            return
-        start = self._watched(entry, self._all_reduce_max, True) if self._watchers else self._all_reduce_max
-        pending = start(tensor)
-        pending.entry = entry
-        pending.wait()
+        if self.world_size > 1:
+            self._launch("all_reduce", tensor, tag, 0, self._all_reduce_max, tensor, at_once=True).wait()
 
     def reduce_scatter(
         self, full: torch.Tensor, tag: str, divisor: float = 1.0, dtype: torch.dtype | None = None, key: int = 0
@@ -180,19 +171,12 @@ class Communicator:
         / world_size], in ``dtype`` (default: ``full``'s). Where 16-bit values are summed in fp32, they are rounded
         to ``dtype`` only. ``full`` is clobbered.
         """
-        entry = self._note("reduce_scatter", full, tag, key)
-        start = self._watched(entry, self._reduce_scatter) if self._watchers else self._reduce_scatter
-        pending = start(full, tag, divisor, dtype or full.dtype)
-        pending.entry = entry
-        return pending
+        start = self._reduce_scatter
+        return self._launch("reduce_scatter", full, tag, key, start, full, tag, divisor, dtype or full.dtype)
 
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
         """In place: this rank's part of ``full`` is sent, the other parts are received."""
-        entry = self._note("all_gather", full, tag, key)
-        start = self._watched(entry, self._all_gather) if self._watchers else self._all_gather
-        pending = start(full, tag)
-        pending.entry = entry
-        return pending
+        return self._launch("all_gather", full, tag, key, self._all_gather, full, tag)
 
     def gather_shards(
         self,
@@ -231,38 +215,45 @@ class Communicator:
 
     def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
         """Rank ``source`` of the group overwrites ``tensor`` of every rank; returns when it has."""
-        if self.world_size == 1:
-            return
-        entry = self._note("broadcast", tensor, tag)
-        start = self._watched(entry, self._broadcast, True) if self._watchers else self._broadcast
-        pending = start(tensor, source)
-        pending.entry = entry
-        pending.wait()
+        if self.world_size > 1:
+            self._launch("broadcast", tensor, tag, 0, self._broadcast, tensor, source, at_once=True).wait()
 
     def part(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """Rank ``rank``'s part of ``full`` (default: this rank's), a view."""
         numel = full.numel() // self.world_size
         return full.narrow(0, (self.rank if rank is None else rank) * numel, numel)
 
-    def _note(self, op: str, tensor: torch.Tensor, tag: str, key: int = 0) -> Raw | None:
+    def _launch(
+        self,
+        op: str,
+        tensor: torch.Tensor,
+        tag: str,
+        key: int,
+        start: Callable[..., Pending],
+        *arguments: object,
+        at_once: bool = False,
+    ) -> Pending:
+        """Note a collective over ``tensor``, and call ``start(*arguments)``, which launches it."""
         if self.guard is not None:
             self.guard(op)
         if self.world_size == 1:
-            return None
+            return start(*arguments)
         if recorder.active:
             recorder.note(op, tensor, tag, self.dimension, self.world_size, key)
         entry: Raw = (op, tag, tensor.numel(), tensor.dtype, key)
         flight = self.flight
         flight.count += 1
         flight.latest.append(entry)
-        return entry
+        if self._watchers:
+            start = self._watched(entry, start, at_once)
+        pending = start(*arguments)
+        pending.entry = entry
+        return pending
 
     def _watched(
-        self, entry: Raw | None, start: Callable[Arguments, Pending], at_once: bool = False
+        self, entry: Raw, start: Callable[Arguments, Pending], at_once: bool = False
     ) -> Callable[Arguments, Pending]:
         """``start``, given to the watchers when it is called."""
-        if entry is None:
-            return start
 
         def launch(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Pending:
             def innermost() -> Pending:

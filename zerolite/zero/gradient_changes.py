@@ -135,7 +135,7 @@ class GradientChanges:
     @torch.no_grad()
     def apply_factors(self) -> None:
         """Multiply gradients by what the user has multiplied them by, which the update would do otherwise."""
-        factors, self._reducer.shown.factors = self._reducer.shown.factors, {}
+        factors = self._reducer.shown.take_factors()
         for index, factor in factors.items():
             part = self._reducer.part(index)
             if part is not None:
@@ -152,7 +152,7 @@ class GradientChanges:
         if common is None:
             self.apply_factors()
             return 1.0
-        self._reducer.shown.factors = {}
+        self._reducer.shown.take_factors()
         stats.rescale({}, common)
         return common
 

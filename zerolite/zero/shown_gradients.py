@@ -256,6 +256,11 @@ class ShownGradients:
                 self._products[id(old)] = old, own if old is None else old * own
             self.factors[index] = self._products[id(old)][1]
 
+    def take_factors(self) -> dict[int, Factor]:
+        """Return the factors, which count no more."""
+        factors, self.factors = self.factors, {}
+        return factors
+
     def common_factor(self) -> Factor | None:
         """Return the factor of all gradients that are shown, None if they have several, or some have none."""
         shown = [index for index, held in enumerate(self._shown) if held is not None]
