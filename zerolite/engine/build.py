@@ -80,6 +80,8 @@ from zerolite.optim.kernels import kernel_chooser
 from zerolite.optim.muon import muon_groups
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.precision.fp32_modules import Fp32Modules
+from zerolite.updates.piecewise_update import PiecewiseUpdate
+from zerolite.updates.staged_update import StagedSpans
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.buffer import ParameterBuffer
@@ -396,7 +398,9 @@ class _Assembly:
             buffer.layout, trained, comm, reduction, strides, resting, self.observers, ShardedGradient.of
         )
         choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
-        self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose)
+        self.sharded = ShardedOptimizer(
+            make_inner, groups, buffer, self.precision.update_dtype, choose, PiecewiseUpdate
+        )
         check_optimizer(self.tiers, self.kind, self.sharded.inner)
         self.publisher = Publisher(
             buffer,
@@ -419,7 +423,7 @@ class _Assembly:
             self.scaler,
             step_options(config, numel, self.kind in SKIPS_ON_DEVICE),
             self.device,
-            self.transfers,
+            StagedSpans(buffer, self.reducer, self.sharded.method, self.publisher, self.transfers),
             UnusedParameters(
                 config.zero_optimization.ignore_unused_parameters, functools.partial(_gone, self.model, buffer)
             ),

@@ -16,10 +16,11 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat_update import FlatUpdate, Rule
 from zerolite.zero.optimizer_state import GuardedState
 from zerolite.zero.pieces import Groups, Piece, State, UpdateMethod, cut, cut_state
-from zerolite.zero.piecewise_update import PiecewiseUpdate
 
 ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], "Rule | None"]
 """The kernels' rule for an optimizer and the dtypes of masters; None: the optimizer itself updates."""
+MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[Piece]], Sequence[torch.dtype]], UpdateMethod]
+"""Make the update of the pieces of all buckets, in these dtypes, by the optimizer itself."""
 
 
 class OptimizerPhases(Protocol):
@@ -72,7 +73,8 @@ class ShardedOptimizer(Optimizer):
         groups: Groups,
         buffer: ParameterBuffer,
         update_dtype: Callable[[torch.dtype], torch.dtype],
-        choose_rule: ChooseRule = lambda inner, dtypes: None,
+        choose_rule: ChooseRule,
+        by_itself: MakeUpdate,
     ) -> None:
         self._buffer = buffer
         self._update_dtype = update_dtype
@@ -87,7 +89,7 @@ class ShardedOptimizer(Optimizer):
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
-        self.method = self._choose_method(choose_rule)
+        self.method = self._choose_method(choose_rule, by_itself)
         if isinstance(make_inner, Optimizer):
             self._adopt_state()
         known = weakref.ref(self)
@@ -97,12 +99,12 @@ class ShardedOptimizer(Optimizer):
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
 
-    def _choose_method(self, choose_rule: ChooseRule) -> UpdateMethod:
+    def _choose_method(self, choose_rule: ChooseRule, by_itself: MakeUpdate) -> UpdateMethod:
         masters = [master.dtype for master in self._buffer.master]
         dtypes = [self._update_dtype(dtype) for dtype in masters]
         rule = choose_rule(self.inner, masters)
         if rule is None:
-            return PiecewiseUpdate(self.inner, self._buffer, self._pieces, dtypes)
+            return by_itself(self.inner, self._buffer, self._pieces, dtypes)
         for piece in self.pieces():
             self.inner.state.pop(piece.tensor, None)  # Adagrad makes its states when it is made
         return FlatUpdate(rule, self.inner, self._buffer, self._pieces, dtypes)

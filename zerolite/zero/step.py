@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.offload.transfers import Transfers
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.buffer import ParameterBuffer
@@ -28,7 +27,7 @@ from zerolite.zero.outcomes import Outcomes, UnusedParameters
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.trace_agreement import Schedule, TraceAgreement
-from zerolite.zero.step_update import StepStatistics, StepUpdate, UpdateSweep
+from zerolite.zero.step_update import StagedUpdate, StepStatistics, StepUpdate, UpdateSweep
 from zerolite.zero.written_values import Shards, WrittenValues
 
 
@@ -90,7 +89,7 @@ class StepPipeline:
         scaler: LossScaler | None,
         options: StepOptions,
         device: torch.device,
-        transfers: Transfers,
+        staged: StagedUpdate,
         unused: UnusedParameters,
         collector: StatsCollector,
         observers: Observers,
@@ -110,7 +109,7 @@ class StepPipeline:
         finite, limit = options.check_finite, options.max_skipped_in_a_row
         self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main)
         self.gradient_scale = GradientScale(window, scaler, self.outcomes)
-        self._sweep = UpdateSweep(buffer, reducer, optimizer.method, publisher, transfers, options.update_numel)
+        self._sweep = UpdateSweep(buffer, reducer, optimizer.method, publisher, staged, options.update_numel)
         scale, on_device = self.gradient_scale, options.skip_on_device
         self._step_update = StepUpdate(
             self._sweep, optimizer.method, buffer, reducer, scale, self.outcomes, on_device, comm.world_size

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.checks import UpdateLook
+from zerolite.zero.checks import Update, UpdateLook
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.gradient_scale import GradientScale
@@ -19,15 +19,29 @@ from zerolite.zero.pieces import Hand, UpdateMethod
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.spans import Span, sub_groups
-from zerolite.zero.staged_update import StagedSpans
 
 _MOST_DOUBTFUL = 32  # parameters that are updated one by one, so that the host need not wait
 _NONE: Mapping[int, torch.Tensor] = {}
 
 
+class StagedUpdate(Protocol):
+    """Update of what cannot be reached where it rests, by sub-groups of which copies are staged."""
+
+    groups: list[list[Span]]
+    """The sub-groups."""
+
+    def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
+        """Divide buckets, in the order of their updates, with the elements of their masters. buckets: by whether the
+        host updates them."""
+
+    def run(self, publish: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
+        """``update(hands)`` each sub-group, and ``end(hands, publish)`` it when its results are on their way back.
+        Raises OSError if the disk failed: then some masters are ahead of others."""
+
+
 class UpdateSweep:
     """Update of everything that a rank owns. Tensors that the update can reach where they are kept are updated there:
-    on the device, buckets of one kind in one launch. The others are staged (staged_update.py).
+    on the device, buckets of one kind in one launch. The others are staged.
 
     Called on all ranks; the only collectives are the publisher's, in the same order on all.
     """
@@ -38,7 +52,7 @@ class UpdateSweep:
         reducer: GradReducer,
         method: UpdateMethod,
         publisher: Publisher,
-        transfers: Transfers,
+        staged: StagedUpdate,
         update_numel: int,
     ) -> None:
         """update_numel: master elements that are updated in one call where ``method`` is better with few."""
@@ -47,7 +61,7 @@ class UpdateSweep:
         self._method = method
         self._publisher = publisher
         self._tiers = buffer.tiers
-        self._staged = StagedSpans(buffer, reducer, method, publisher, transfers)
+        self._staged = staged
         self._update_numel = update_numel
         self._look: UpdateLook | None = None
         self.plan()

@@ -23,6 +23,7 @@ from zerolite.offload.tiers import SPAN_ALIGNMENT, Tier
 from zerolite.offload.transfers import Transfer, Transfers, whole_blocks
 from zerolite.utils.memory_items import STAGING, own
 from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.checks import Update
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.pieces import Hand, UpdateMethod
 from zerolite.zero.publisher import Publisher
@@ -157,21 +158,14 @@ class StagedSpans:
         self.groups: list[list[Span]] = []
 
     def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
-        """Divide buckets, in the order of their updates, with the elements of their masters. buckets: by whether the
-        host updates them."""
+        """See :class:`~zerolite.zero.step_update.StagedUpdate`."""
         alignment = SPAN_ALIGNMENT if self._method.cuts_buckets else 0
         elements = sum(numel for of_place in buckets.values() for _, numel in of_place)
         most = min(self._tiers.sub_group_numel, max(_SMALLEST, elements // _SEVERAL))  # there is something to overlap
         self.groups = [group for of_place in buckets.values() for group in sub_groups(of_place, most, alignment)]
 
-    def run(
-        self,
-        publish: bool,
-        update: Callable[[Sequence[Hand]], None],
-        end: Callable[[Sequence[Hand], bool], None],
-    ) -> None:
-        """``update(hands)`` each sub-group, and ``end(hands, publish)`` it when its results are on their way back.
-        Raises OSError if the disk failed: then some masters are ahead of others."""
+    def run(self, publish: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
+        """See :class:`~zerolite.zero.step_update.StagedUpdate`."""
         if not publish:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
                 self._buffer.follow(bucket)

@@ -1,0 +1,1 @@
+"""Updates that a step is passed: by torch's optimizers, and by sub-groups of what is offloaded."""
