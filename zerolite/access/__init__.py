@@ -1,1 +1,1 @@
-"""What users read and change between steps: p.grad, and whole gradients, master weights and states by parameter."""
+"""Access of users between steps: p.grad, and whole gradients, master weights and states by parameter."""

@@ -21,7 +21,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _torch_clip_t
 
 from zerolite.access.gradient_source import GradientSource, read_only
 from zerolite.comm import wait_for_result
-from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors
+from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors, written_arguments
 from zerolite.zero.shown_gradients import GradientPlaceholder, Place
 
 aten = torch.ops.aten
@@ -235,17 +235,6 @@ def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], l
 
 def _replaced(wholes: dict[int, torch.Tensor]) -> Callable[[object], object]:
     return lambda item: wholes.get(id(item), item)
-
-
-def written_arguments(function: OpOverload, args: Arguments, kwargs: Keywords) -> list[torch.Tensor]:
-    """Return the arguments that an operation writes to."""
-    arguments = function._schema.arguments
-    values = [*args, *(kwargs[a.name] for a in arguments[len(args) :] if a.name in kwargs)]
-    marked = list(arguments[: len(args)]) + [a for a in arguments[len(args) :] if a.name in kwargs]
-    written = [v for v, a in zip(values, marked, strict=True) if a.alias_info is not None and a.alias_info.is_write]
-    if not written and function.namespace == "c10d":  # whose schemas do not say
-        written = values[:1]
-    return find_tensors(written)
 
 
 # -------------------------------------------------------------------- single operations

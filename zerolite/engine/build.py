@@ -68,7 +68,7 @@ from zerolite.engine.growth import Growth, Parameters, Ways
 from zerolite.engine.local_runner import LocalRunner
 from zerolite.engine.model_values import fill_buckets, synchronize_rest
 from zerolite.engine.monitoring import Monitoring, open_monitoring
-from zerolite.engine.notices import PipelineLoss, Progress, Schedule, print_checkpointing
+from zerolite.engine.notices import LearningRateSchedule, PipelineLoss, Progress, print_checkpointing
 from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine
 from zerolite.engine.spread import spread_over
 from zerolite.engine.state_offload import StateOffload
@@ -238,7 +238,7 @@ class _Assembly:
             pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model, observers
         )
         call = ModuleCall(self.model)
-        schedule = Schedule(scheduler)
+        schedule = LearningRateSchedule(scheduler)
         attached, monitoring, hooks = self._watch_model(call, schedule)
         coordinator = None
         if self.partitioned is not None:
@@ -292,7 +292,7 @@ class _Assembly:
         monitoring.watch_communication(topology, coordinator)
         return engine
 
-    def _watch_model(self, call: ModuleCall, schedule: Schedule) -> tuple[Attached, Monitoring, list[Any]]:
+    def _watch_model(self, call: ModuleCall, schedule: LearningRateSchedule) -> tuple[Attached, Monitoring, list[Any]]:
         """Install the hooks on the model that come before those of stage 3, and the observers; return the hooks."""
         config, observers = self.config, self.observers
         hooks = watch_loading(self.model, self.pipeline)

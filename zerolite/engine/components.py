@@ -34,7 +34,7 @@ from zerolite.zero.step import StepPipeline
 if TYPE_CHECKING:
     from zerolite.engine.engine import Engine
     from zerolite.engine.local_runner import LocalRunner
-    from zerolite.engine.notices import Schedule
+    from zerolite.engine.notices import LearningRateSchedule
     from zerolite.pipe.runner import PipelineRunner
 
 
@@ -110,4 +110,4 @@ class Components:
     loaders: Loaders
     broadcast_buffers: bool
     loss_fn: LossFunction | None
-    schedule: Schedule
+    schedule: LearningRateSchedule

@@ -34,8 +34,8 @@ class Progress(StepObserver):
             )
 
 
-class Schedule(StepObserver):
-    """Schedule of learning rates, if there is one: moved after every update that was not skipped."""
+class LearningRateSchedule(StepObserver):
+    """LearningRateSchedule of learning rates, if there is one: moved after every update that was not skipped."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from zerolite.offload.tiers import Tiers
-from zerolite.offload.transfers import DONE, Transfer, Transfers
+from zerolite.offload.tiers import Tiers, Transfer
+from zerolite.offload.transfers import DONE, Transfers
 from zerolite.utils.memory_items import BUCKETS, GRADIENTS, own
 
 _ON_THEIR_WAY = 2  # buckets; more would hold memory of the device

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerolite.offload.tiers import SPAN_ALIGNMENT, DiskTier, Tier, Tiers
-from zerolite.offload.transfers import Transfer, Transfers
+from zerolite.offload.tiers import SPAN_ALIGNMENT, DiskTier, Tier, Tiers, Transfer
+from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_items import DEVICE, DISK, STAGING, own
 
 _NO_CONTEXT = contextlib.nullcontext()

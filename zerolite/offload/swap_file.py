@@ -30,6 +30,7 @@ import torch
 
 from zerolite.offload.checksums import Checksums, compare
 from zerolite.offload.space import Space
+from zerolite.offload.tiers import Transfer
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.utils.sizes import format_size
 
@@ -256,7 +257,7 @@ class SwapFile:
             raise ValueError(f"{self.name} is closed")
 
 
-class SwapTransfer:
+class SwapTransfer(Transfer):
     """A read or a write under way. Both ends live until it has ended."""
 
     def __init__(self, request: IOTask | None, resting: torch.Tensor, check: Callable[[], None] | None = None) -> None:

@@ -22,13 +22,20 @@ SPAN_ALIGNMENT = 4096
 dtype."""
 
 
-class FileTransfer(Protocol):
-    """A copy under way."""
+class Transfer:
+    """A copy under way, which keeps both ends alive. This class is the one of a copy that has ended."""
 
     def wait(self) -> None:
-        """Wait until the transfer has ended. Raises OSError with the file, the position and the bytes if it failed. May
-        be called several times."""
-        ...
+        """Afterwards the target may be used where it is: the host waits for a target on the host or on disk, the
+        current stream for one on a device. Raises OSError with the file, the position and the bytes if the disk failed.
+        May be called several times."""
+
+    def finish(self) -> None:
+        """The host waits until all is done: the source may be overwritten, and freed."""
+        self.wait()
+
+    def advance(self) -> None:
+        """Wait for the first of two transfers and begin the second."""
 
 
 class File(Protocol):
@@ -36,9 +43,9 @@ class File(Protocol):
 
     def zeros(self, nbytes: int) -> torch.Tensor: ...
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> FileTransfer: ...
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer: ...
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> FileTransfer: ...
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer: ...
 
     def forget_cached(self) -> None: ...
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from zerolite.offload.tiers import DiskTier, FileTransfer, Tier, Tiers
+from zerolite.offload.tiers import DiskTier, Tier, Tiers, Transfer
 from zerolite.utils.accelerator import machine
 from zerolite.utils.memory_items import HOST, STAGING, own
 
@@ -23,41 +23,15 @@ _LARGER = 4  # a buffer may be so many times larger than what is asked of it,
 _SMALL = 1 << 20  # or have so many bytes
 
 
-class Transfer(Protocol):
-    """A copy under way; it keeps both ends alive."""
-
-    def wait(self) -> None:
-        """Afterwards the target may be used where it is: the host waits for a target on the host or on disk, the
-        current stream for one on a device. Raises OSError if the disk failed."""
-        ...
-
-    def finish(self) -> None:
-        """The host waits until all is done: the source may be overwritten, and freed."""
-        ...
-
-    def advance(self) -> None:
-        """Wait for the first of two transfers and begin the second."""
-        ...
-
-
 def whole_blocks(nbytes: int) -> int:
     """``nbytes``, up to the end of a block of a disk."""
     return -(-nbytes // _BLOCK) * _BLOCK
 
 
-class _Done:
-    """Transfer that has ended."""
-
-    def wait(self) -> None:
-        return
-
-    finish = advance = wait
+DONE = Transfer()
 
 
-DONE = _Done()
-
-
-class _StreamCopy:
+class _StreamCopy(Transfer):
     def __init__(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(
             torch.cuda.current_stream(stream.device)
@@ -78,24 +52,8 @@ class _StreamCopy:
     def finish(self) -> None:
         self._event.synchronize()
 
-    def advance(self) -> None:
-        return
 
-
-class _FileCopy:
-    def __init__(self, transfer: FileTransfer) -> None:
-        self._transfer = transfer
-
-    def wait(self) -> None:
-        self._transfer.wait()
-
-    finish = wait
-
-    def advance(self) -> None:
-        return
-
-
-class _TwoHops:
+class _TwoHops(Transfer):
     """first, then what ``then`` begins."""
 
     def __init__(self, first: Transfer, then: Callable[[], Transfer]) -> None:
@@ -177,9 +135,9 @@ class Transfers:
         if not isinstance(tier, DiskTier):
             return self.copy(resting, into)
         if self._direct(into):
-            return _FileCopy(tier.file.read(resting, into))
+            return tier.file.read(resting, into)
         through = self.pool.take(resting.numel(), resting.dtype, longest, resting)
-        read = _FileCopy(tier.file.read(resting, through))
+        read = tier.file.read(resting, through)
         return _TwoHops(read, lambda: _Returning(self.copy(through, into), self.pool, through))
 
     def send(self, source: torch.Tensor, resting: torch.Tensor, tier: Tier, longest: int = 0) -> Transfer:
@@ -188,10 +146,10 @@ class Transfers:
             return self.copy(source, resting)
         file = tier.file
         if self._direct(source):
-            return _FileCopy(file.write(resting, source))
+            return file.write(resting, source)
         through = self.pool.take(source.numel(), source.dtype, longest, source)
         copied = self.copy(source, through)
-        return _TwoHops(copied, lambda: _Returning(_FileCopy(file.write(resting, through)), self.pool, through))
+        return _TwoHops(copied, lambda: _Returning(file.write(resting, through), self.pool, through))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Copy between any two tensors on device and host."""
@@ -212,7 +170,7 @@ class Transfers:
         return self.pool.has(tensor) and not start % _BLOCK and end <= tensor.untyped_storage().nbytes()
 
 
-class _Returning:
+class _Returning(Transfer):
     """A transfer whose staging buffer goes back to the pool when it has ended."""
 
     def __init__(self, transfer: Transfer, pool: StagingPool, buffer: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ def unsupported(group: Group) -> str | None:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An optimizer as the kernels see it; what zerolite.zero.flat_update asks of a rule.
+    """An optimizer as the kernels see it.
 
     Attributes:
         number: the rule of csrc/kernels.h.

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerolite.access.sharded_grad import written_arguments
 from zerolite.utils.accelerator import FakeMode, fake_mode
-from zerolite.utils.nested import find_tensors
+from zerolite.utils.nested import find_tensors, written_arguments
 
 Labels = frozenset[str]
 NOTHING: Labels = frozenset()

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from zerolite.offload.tiers import FileTransfer
-from zerolite.offload.transfers import DONE
+from zerolite.offload.tiers import Transfer
 from zerolite.utils.accelerator import FakeMode, Machine, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -204,13 +203,13 @@ class DryFile:
     def zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> FileTransfer:
+    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer:
         into.copy_(resting)
-        return DONE
+        return Transfer()
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> FileTransfer:
+    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer:
         resting.copy_(source)
-        return DONE
+        return Transfer()
 
     def forget_cached(self) -> None:
         return

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from zerolite.offload.tiers import SPAN_ALIGNMENT, Tier
-from zerolite.offload.transfers import Transfer, Transfers, whole_blocks
+from zerolite.offload.tiers import SPAN_ALIGNMENT, Tier, Transfer
+from zerolite.offload.transfers import Transfers, whole_blocks
 from zerolite.utils.memory_items import STAGING, own
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
+from torch._ops import OpOverload
 
 Found = TypeVar("Found")
 Function = Callable[..., Any]
@@ -102,6 +103,17 @@ def named_leaves(value: object) -> list[tuple[str, Any]]:
     items = enumerate(value) if isinstance(value, (list, tuple)) else _items(value).items()
     leaves = [(f"{key}.{place}" if place else str(key), leaf) for key, i in items for place, leaf in named_leaves(i)]
     return leaves or [("", value)]
+
+
+def written_arguments(function: OpOverload, args: Arguments, kwargs: Keywords) -> list[torch.Tensor]:
+    """Return the arguments that an operation writes to."""
+    arguments = function._schema.arguments
+    values = [*args, *(kwargs[a.name] for a in arguments[len(args) :] if a.name in kwargs)]
+    marked = list(arguments[: len(args)]) + [a for a in arguments[len(args) :] if a.name in kwargs]
+    written = [v for v, a in zip(values, marked, strict=True) if a.alias_info is not None and a.alias_info.is_write]
+    if not written and function.namespace == "c10d":  # whose schemas do not say
+        written = values[:1]
+    return find_tensors(written)
 
 
 def _items(value: object) -> Mapping[Any, object]:

@@ -4,49 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.memory_items import STATES
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.pieces import Groups, Hand, Piece, State
 from zerolite.zero.spans import Span, by_kind, segments
 
 Flat = list[torch.Tensor]
-
-
-class Rule(Protocol):
-    """The part of zerolite.optim.update_rules.UpdateRule that the core uses."""
-
-    @property
-    def states(self) -> tuple[str, ...]: ...
-
-    @property
-    def counts_steps(self) -> bool: ...
-
-    def row(self, group: Mapping[str, Any], step: int) -> Sequence[float]: ...
-
-    def has_states(self, group: Mapping[str, Any]) -> bool: ...
-
-    def initial(self, group: Mapping[str, Any]) -> float: ...
-
-    def unsupported(self, group: Mapping[str, Any]) -> str | None: ...
-
-    def state_dtype(self, groups: Sequence[Mapping[str, Any]], update: torch.dtype) -> torch.dtype: ...
-
-    def launch(
-        self,
-        params: Flat,
-        grads: Flat,
-        states: Sequence[Flat],
-        outs: Flat,
-        table: torch.Tensor,
-        rows: torch.Tensor,
-        factor: torch.Tensor | None,
-        skip: torch.Tensor | None,
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +43,7 @@ class FlatUpdate:
 
     def __init__(
         self,
-        rule: Rule,
+        rule: UpdateRule,
         inner: Optimizer,
         buffer: ParameterBuffer,
         pieces: Sequence[list[Piece]],

@@ -9,7 +9,7 @@ import torch
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import AccumulationWindow
 from zerolite.zero.grad_stats import StatsVector
-from zerolite.zero.outcomes import Outcomes, mean_weight
+from zerolite.zero.outcomes import Outcomes
 
 
 class GradientScale:
@@ -78,12 +78,8 @@ class GradientScale:
         """The divisor without what only all ranks know."""
         return self.of_window() / self._flush_factor
 
-    def divisor(self, stats: StatsVector) -> float:
-        """The divisor of the accumulated gradient. The host reads the statistics where there are weights."""
-        return self.own_divisor() * (mean_weight(stats.get()) if self.weighted else 1.0)
-
     def on_device(self, stats: StatsVector) -> float | torch.Tensor:
-        """The same, for which the host does not wait."""
+        """The divisor of the accumulated gradient. The host does not wait for the weights in it."""
         return self.own_divisor() * (stats.weight() if self.weighted else 1.0)
 
     def shown(self, stats: Callable[[], StatsVector]) -> float | torch.Tensor:

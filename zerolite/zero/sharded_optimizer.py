@@ -12,12 +12,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zerolite.optim.update_rules import UpdateRule
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.flat_update import FlatUpdate, Rule
+from zerolite.zero.flat_update import FlatUpdate
 from zerolite.zero.optimizer_state import GuardedState
 from zerolite.zero.pieces import Groups, Piece, State, UpdateMethod, cut, cut_state
 
-ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], "Rule | None"]
+ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]
 """The kernels' rule for an optimizer and the dtypes of masters; None: the optimizer itself updates."""
 MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[Piece]], Sequence[torch.dtype]], UpdateMethod]
 """Make the update of the pieces of all buckets, in these dtypes, by the optimizer itself."""

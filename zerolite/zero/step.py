@@ -23,12 +23,13 @@ from zerolite.zero.grad_stats import Across, StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_scale import GradientScale
 from zerolite.zero.observers import Observers
-from zerolite.zero.outcomes import Outcomes, UnusedParameters
+from zerolite.zero.outcomes import Outcomes, UnusedParameters, mean_weight
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
-from zerolite.zero.stage3.trace_agreement import Schedule, TraceAgreement
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.stage3.trace_agreement import TraceAgreement
 from zerolite.zero.step_update import StagedUpdate, StepStatistics, StepUpdate, UpdateSweep
-from zerolite.zero.written_values import Shards, WrittenValues
+from zerolite.zero.written_values import WrittenValues
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,6 @@ class StepOptions:
     skip_on_device: bool = False
     update_numel: int = 0
     divide_plain_backward: bool = False
-
-
-class ShardedParameters(Shards, Protocol):
-    """The interface of a stage-3 model that the pipeline uses."""
-
-    @property
-    def schedule(self) -> Schedule: ...
 
 
 class SharedSums(Protocol):
@@ -140,7 +134,7 @@ class StepPipeline:
         self.written.check_with(checks)
         self._sweep.watch(look)
 
-    def follow(self, sharded: ShardedParameters) -> None:
+    def follow(self, sharded: PartitionedParameterCoordinator) -> None:
         """The model is at stage 3. Before the first step."""
         self.written.use(sharded)
         self.trace = self.outcomes.trace = TraceAgreement(sharded.schedule, self._comm.main)
@@ -481,8 +475,8 @@ class StepPipeline:
 
     def divisor(self) -> float:
         """Return the divisor of the accumulated gradient. Called on all ranks."""
-        scale = self.gradient_scale
-        return scale.divisor(self.stats()) if self._window.weighted else scale.own_divisor()
+        divisor = self.gradient_scale.own_divisor()
+        return divisor * mean_weight(self.stats().get()) if self._window.weighted else divisor
 
     def check_here(self) -> None:
         """Raise RuntimeError while what is worked on here is away."""

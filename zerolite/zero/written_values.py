@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import UpdateChecks
 from zerolite.zero.publisher import Publisher
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step_update import StepUpdate
-
-
-class Shards(Protocol):
-    """The part of a stage-3 model that is used here."""
-
-    def collect_writes(self) -> None:
-        """Copy what has been written into whole parameters to their shards."""
 
 
 class WrittenValues:
@@ -29,11 +22,11 @@ class WrittenValues:
     ) -> None:
         """check_here: raises RuntimeError while parameters and masters are away."""
         self._buffer, self._publisher, self._update, self._check_here = buffer, publisher, update, check_here
-        self._shards: Shards | None = None
+        self._shards: PartitionedParameterCoordinator | None = None
         self._checks: UpdateChecks | None = None
         self._loaded: set[int] = set()  # parameters into which values have been loaded
 
-    def use(self, shards: Shards) -> None:
+    def use(self, shards: PartitionedParameterCoordinator) -> None:
         """The model is at stage 3."""
         self._shards = shards
 

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+
+from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 
 logger = logging.getLogger("zerolite")
-
-
-class Schedule(Protocol):
-    """The part of stage 3's schedule that agreement on a trace needs. gathers: a hash of all gathers so far."""
-
-    gathers: int
-
-    @property
-    def candidate_hash(self) -> int: ...
-
-    def adopt(self) -> None: ...
-
-    def reject(self) -> None: ...
 
 
 class TraceAgreement:
@@ -29,7 +17,7 @@ class TraceAgreement:
     Whether the votes agreed is the same on all ranks, and while they agree the votes are, so all adopt the same traces.
     """
 
-    def __init__(self, schedule: Schedule, says: bool) -> None:
+    def __init__(self, schedule: FetchSchedule, says: bool) -> None:
         """says: this rank logs."""
         self.schedule, self._says = schedule, says
         self._sent = 0
