@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from zerolite.offload.shard_reader import ShardReader, cover, places, spans
-from zerolite.offload.tiers import SPAN_ALIGNMENT, DiskTier, HostTier, Tier, Tiers
+from zerolite.offload.tiers import SPAN_ALIGNMENT, DiskTier, HostTier, Tier, Tiers, Transfer
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_items import COMPUTE
 
 CPU = torch.device("cpu")
 
 
-class _Read:
+class _Read(Transfer):
     """Carried out when it is waited for."""
 
     def __init__(self, resting: torch.Tensor, into: torch.Tensor, fails: bool) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zerolite.offload.tiers import DiskTier, Tier, Tiers
+from zerolite.offload.tiers import DiskTier, Tier, Tiers, Transfer
 from zerolite.offload.transfers import StagingPool, Transfers
 
 CPU = torch.device("cpu")
 
 
-class Copying:
+class Copying(Transfer):
     def __init__(self, copy: Callable[[], object]) -> None:
         self._copy: Callable[[], object] | None = copy
 

@@ -92,3 +92,8 @@ class WeakHook(ModuleHook, Generic[Owner]):
 
     def __init__(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """True if a module is compiled, and with it everything inside it, hooks too."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

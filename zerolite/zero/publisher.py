@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerolite.comm import Communicator, Pending
-from zerolite.utils.module_hook import WeakHook, untraced
+from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.released_parameter import ArrivingParameter
@@ -175,7 +175,7 @@ class Publisher:
 
         self._at_once = {bucket_of[id(p)] for p in self._buffer.parameters if type(p) is not nn.Parameter}
         for module in root.modules():
-            if _compiled(module):
+            if is_compiled(module):  # its guards would find another class of parameter than the one that was compiled
                 self._at_once.update(buckets(module, recurse=True))
         for module in root.modules():
             waited = [b for b in buckets(module, isinstance(module, _READ_CHILDREN)) if b not in self._at_once]
@@ -197,12 +197,6 @@ class Publisher:
                 "given it outside the forward of the module that owns it, or this is the backward of a forward before "
                 "the step. Set zero_optimization.overlap_comm to false (or leave it out) for loops that do this."
             )
-
-
-def _compiled(module: nn.Module) -> bool:
-    """Return whether the guards of compiled code look at the parameters of ``module``: they would find another class
-    of parameter than the one that was compiled."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 class _ForwardHook(WeakHook[Publisher]):

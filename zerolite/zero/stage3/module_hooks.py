@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.utils.module_hook import WeakHook, untraced
+from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE
 from zerolite.zero.stage3.questions import asks_only
-from zerolite.zero.stage3.units import UnitPlan, is_compiled, is_released, owns_released
+from zerolite.zero.stage3.units import UnitPlan, is_released, owns_released, units_of_parameters
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -196,9 +196,7 @@ def attach(
     """Install all hooks. Returns handles whose ``remove()`` takes them away."""
     handles: list[Any] = []
     traced: set[int] = set()  # modules inside a compiled region
-    units_of: dict[int, frozenset[int]] = {}  # by id of a parameter
-    for index, plan in enumerate(plans):
-        units_of.update((id(p), units_of.get(id(p), frozenset()) | {index}) for p in plan.parameters)
+    units_of = units_of_parameters(plans)
     for plan, unit in zip(plans, coordinator.units, strict=True):
         enter: Any = _Enter(coordinator, unit)
         leave: Any = _Leave(coordinator, unit)
@@ -211,7 +209,7 @@ def attach(
             coordinator.assign(module, unit)
             if owns_released(module) and id(module) not in traced:
                 own = [id(p) for p in module._parameters.values() if p is not None and is_released(p)]
-                having = sorted(frozenset.intersection(*(units_of[parameter] for parameter in own)))
+                having = sorted(set.intersection(*(set(units_of[parameter]) for parameter in own)))
                 begin = _EnterInside(coordinator, unit, [coordinator.units[index] for index in having])
                 end = _LeaveInside(coordinator, unit)
                 handles.append(begin.install(module.register_forward_pre_hook, prepend=True))

@@ -22,7 +22,7 @@ from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, whole_numel
-from zerolite.zero.stage3.units import LeafRule, UnitPlan, plan_units
+from zerolite.zero.stage3.units import LeafRule, UnitPlan, plan_units, units_of_parameters
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,15 @@ def bucket_groups(
     together: the first group of those that stay whole joins the first group of units, because the gradients of both are
     complete at the end of a backward only. Their shards are then placed alike. Parameters without elements always join.
     """
-    unit_of = _first_units(plans)
+    units_of = units_of_parameters(plans)
     of_unit: dict[int, list[int]] = {}
     whole: list[list[int]] = []
     empty: list[int] = []
     numels = [whole_numel(parameter) for parameter in trained]
     for index, parameter in enumerate(trained):
-        unit = unit_of.get(id(parameter))
-        if unit is not None:
-            of_unit.setdefault(unit, []).append(index)
+        having = units_of.get(id(parameter))
+        if having:
+            of_unit.setdefault(having[0], []).append(index)
         elif numels[index]:
             whole.append([index])
         else:
@@ -187,10 +187,7 @@ def units_of_buckets(
 ) -> tuple[list[set[int]], set[int]]:
     """Return the units of each bucket made from :func:`bucket_groups`, and the buckets with parameters that stay whole
     or that several units have: when their gradients are complete the units do not tell."""
-    units_of: dict[int, list[int]] = {}
-    for index, plan in enumerate(plans):
-        for parameter in plan.parameters:
-            units_of.setdefault(id(parameter), []).append(index)
+    units_of = units_of_parameters(plans)
     units: list[set[int]] = []
     uncertain: set[int] = set()
     for bucket in layout.buckets:
@@ -199,14 +196,6 @@ def units_of_buckets(
         if any(len(having) != 1 for having in found):
             uncertain.add(bucket.index)
     return units, uncertain
-
-
-def _first_units(plans: Sequence[UnitPlan]) -> dict[int, int]:
-    unit_of: dict[int, int] = {}
-    for index, plan in enumerate(plans):
-        for parameter in plan.parameters:
-            unit_of.setdefault(id(parameter), index)
-    return unit_of
 
 
 def make_whole(model: torch.nn.Module) -> None:

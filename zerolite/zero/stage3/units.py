@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerolite.utils.module_hook import is_compiled
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_numel
 
 LARGEST_SHARE = 4
@@ -37,6 +38,15 @@ class UnitPlan:
             return False
         hooked = module._forward_hooks or module._forward_pre_hooks
         return not hooked and [id(p) for p in self.parameters] == [id(module._parameters["weight"])]
+
+
+def units_of_parameters(plans: Sequence[UnitPlan]) -> dict[int, list[int]]:
+    """Return, by id of a parameter, the units that have it, the first one first."""
+    found: dict[int, list[int]] = {}
+    for index, plan in enumerate(plans):
+        for parameter in plan.parameters:
+            found.setdefault(id(parameter), []).append(index)
+    return found
 
 
 LeafRule = Callable[[str, torch.nn.Module], bool]
@@ -172,11 +182,6 @@ def is_released(parameter: torch.nn.Parameter) -> bool:
 def owns_released(module: torch.nn.Module) -> bool:
     """True if a module itself has a parameter that is released."""
     return any(parameter is not None and is_released(parameter) for parameter in module._parameters.values())
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """True if a module is compiled: hooks inside would be traced with it, so it is one unit."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def external_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
