@@ -84,14 +84,14 @@ def attach(
 class _Enter(WeakHook[Checkpointing]):
     """Hook before the model's forward."""
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
         running.stack.append(self.owner() or current())
 
 
 class _Leave(ModuleHook):
     """Hook after the model's forward."""
 
-    def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         if running.stack:
             running.stack.pop()
 

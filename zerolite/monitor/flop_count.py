@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerolite.monitor.flop_formulas import OperatorFlops
-from zerolite.utils.nested import find_in_objects
+from zerolite.utils.nested import Arguments, Function, Keywords, find_in_objects
 from zerolite.zero.stage3.partitioned_parameter import whole_numel
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
@@ -267,7 +267,9 @@ class _Counting(TorchDispatchMode):
         self.count = count
         self.flops: Counter[tuple[str, str]] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         flops = self.count.operators.of_call(func, args, kwargs, out)
@@ -280,7 +282,7 @@ class _EnterModule:
     def __init__(self, count: FlopCount, name: str) -> None:
         self._count, self._name = count, name
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
         self._count.enter_module(self._name)
 
 
@@ -288,7 +290,7 @@ class _LeaveModule:
     def __init__(self, count: FlopCount) -> None:
         self._count = count
 
-    def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         self._count.leave_module(module, outputs)
 
 

@@ -6,11 +6,15 @@ A multiplication and an addition are two. Attention counts all pairs of position
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from zerolite.utils.nested import Arguments, Function, Keywords
+
+Shape = Sequence[int]
 _TORCHS_OWN = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional", "zerolite")
 """Namespaces whose operators without a formula do no products, or next to none."""
 
@@ -26,7 +30,7 @@ class OperatorFlops:
         self.unknown: set[str] = set()
         """Names of the operators that ran, are not torch's own, and have no formula."""
 
-    def of_call(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    def of_call(self, func: Function, args: Arguments, kwargs: Keywords, out: object) -> int:
         """Return the FLOPs of a call that returned ``out``; 0 if there is no formula."""
         formula = self._formulas.get(getattr(func, "_overloadpacket", func))
         if formula is not None:
@@ -45,35 +49,35 @@ def _operator(name: str) -> Any:
 # Each formula gets shapes in place of tensors.
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _attention(query: Shape, key: Shape, value: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
     return int(sdpa_flop_count(query, key, value))
 
 
 def _attention_backward(
-    gradient: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+    gradient: Shape, query: Shape, key: Shape, value: Shape, *args: Any, out_shape: object = None, **kwargs: Any
 ) -> int:
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-def _grouped_mm(one: Any, other: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _grouped_mm(one: Shape, other: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
     """Rows of ``one``, columns of ``other`` or the dimension between them are divided among the groups, so each is
     multiplied once. Only with a group dimension in both is it a product of whole matrices for each group."""
     groups = one[0] if len(one) == len(other) == 3 else 1
     return int(2 * groups * one[-2] * one[-1] * other[-1])
 
 
-def _grouped_mm_backward(rows: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _grouped_mm_backward(rows: Shape, weight: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
     return 2 * _grouped_mm(rows, weight)
 
 
-def _recurrent(inputs: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _recurrent(inputs: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
     """Every matrix once at each position. ``inputs [positions..., features]``; matrices follow one by one, or in a
     list."""
     weights = args[0] if isinstance(args[0], list) else args[:2]
     return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
 
 
-def _recurrent_backward(inputs: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _recurrent_backward(inputs: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
     return 2 * _recurrent(inputs, *args)
 
 

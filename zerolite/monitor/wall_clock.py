@@ -164,14 +164,14 @@ def watch_forward(clock: PhaseClock, module: torch.nn.Module) -> list[Any]:
 
 
 class _BeforeForward(WeakHook[PhaseClock]):
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
         clock = self.owner()
         if clock is not None and module.training:
             clock.enter(FORWARD)
 
 
 class _AfterForward(WeakHook[PhaseClock]):
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object, output: object) -> None:
         clock = self.owner()
         if clock is not None:
             clock.leave(FORWARD)

@@ -235,7 +235,7 @@ class _CallsEveryModule(ModuleHook):
     """A hook that does nothing, on a transformer layer of torch: in evaluation one operation would read the weights of
     all modules in it, of one dtype, without calling those; not where there are hooks."""
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None: ...
+    def __call__(self, module: torch.nn.Module, args: object) -> None: ...
 
     def stays_in_copies(self) -> bool:
         return True

@@ -19,6 +19,7 @@ from torch import Tensor
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import functions
 from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from zerolite.utils.nested import Arguments, Function, Keywords
 
 
 class VocabParallelLogits(Tensor):
@@ -139,7 +140,7 @@ def _without_padding(full: Tensor, vocabulary: int) -> Tensor:
     return full if full.shape[-1] == vocabulary else full.narrow(-1, 0, vocabulary).contiguous()
 
 
-def _refuse_lost_writes(func: Any, first: VocabParallelLogits | None) -> None:
+def _refuse_lost_writes(func: Function, first: VocabParallelLogits | None) -> None:
     """Raise RuntimeError for a write in place to memory that another object shows as well."""
     name = getattr(func, "__name__", "")
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -150,9 +151,9 @@ def _refuse_lost_writes(func: Any, first: VocabParallelLogits | None) -> None:
         )
 
 
-_Kept = Callable[["_State", Any, Any, Any], Any]
-_KEPT: dict[Any, _Kept] = {}
-_TOLD: set[Any] = {
+_Kept = Callable[["_State", Function, Arguments, Keywords], object]
+_KEPT: dict[Function, _Kept] = {}
+_TOLD: set[Function] = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.size,
@@ -163,7 +164,7 @@ _TOLD: set[Any] = {
 }
 
 
-def _keeps(*functions: Any) -> Callable[[_Kept], _Kept]:
+def _keeps(*functions: Function) -> Callable[[_Kept], _Kept]:
     def register(handler: _Kept) -> _Kept:
         _KEPT.update(dict.fromkeys(functions, handler))
         return handler
@@ -186,13 +187,13 @@ def _keeps(*functions: Any) -> Callable[[_Kept], _Kept]:
     Tensor.register_hook,
     Tensor.is_contiguous,
 )
-def _asked_of_the_part(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+def _asked_of_the_part(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     return func(state.local, *args, **kwargs)
 
 
 @_keeps(Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.contiguous, Tensor.clone, Tensor.detach)
 @_keeps(Tensor.to, Tensor.type_as, torch.clone, torch.detach, Tensor.cpu, Tensor.cuda, Tensor.tanh, torch.tanh)
-def _same_shape(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+def _same_shape(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     made = func(state.local, *_gathered(args), **_gathered(kwargs))
     # On another device the ranks may have nothing to gather it with: it is gathered before.
     return state.like(made) if made.device == state.local.device else NotImplemented
@@ -200,14 +201,14 @@ def _same_shape(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
 
 @_keeps(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div)
 @_keeps(Tensor.true_divide, torch.true_divide)
-def _with_a_number(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+def _with_a_number(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     if kwargs or len(args) != 1 or not isinstance(args[0], (int, float)):
         return NotImplemented
     return state.like(func(state.local, args[0]))
 
 
 @_keeps(Tensor.view, Tensor.reshape, torch.reshape)
-def _view(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+def _view(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     if kwargs or not args or isinstance(args[0], torch.dtype):
         return NotImplemented
     sizes = list(args[0]) if len(args) == 1 and not isinstance(args[0], int) else list(args)
@@ -224,12 +225,12 @@ def _view(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_keeps(Tensor.view_as)
-def _view_as(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+def _view_as(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     return _view(state, Tensor.view, (tuple(args[0].shape),), kwargs)
 
 
 @_keeps(Tensor.flatten, torch.flatten)
-def _flatten(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+def _flatten(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     given = dict(zip(("start_dim", "end_dim"), args, strict=False)) | kwargs
     first, last = given.get("start_dim", 0), given.get("end_dim", -1)
     dims = len(state.shape)
@@ -239,7 +240,7 @@ def _flatten(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_keeps(Tensor.__getitem__)
-def _slice(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+def _slice(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     """Index leading dimensions, with the last one whole."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not all(item is Ellipsis or type(item) in (int, slice) for item in index) or index.count(Ellipsis) > 1:
@@ -252,7 +253,7 @@ def _slice(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_keeps(F.cross_entropy)
-def _cross_entropy(state: _State, func: Any, args: Any, kwargs: Any) -> Any:
+def _cross_entropy(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     bound = _SIGNATURE.bind(None, *args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments

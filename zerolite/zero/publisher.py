@@ -206,7 +206,7 @@ class _ForwardHook(WeakHook[Publisher]):
         super().__init__(publisher)
         self._buckets = buckets
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         publisher = self.owner()
         if publisher is not None:
             publisher.before_forward(self._buckets)

@@ -107,7 +107,7 @@ class _Hook(WeakHook["PartitionedParameterCoordinator"]):
 
 class _Enter(_Hook):
     @untraced
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
         coordinator = self.owner()
         if coordinator is not None:
             coordinator.enter_forward(self._unit)
@@ -115,7 +115,7 @@ class _Enter(_Hook):
 
 class _Leave(_Hook):
     @untraced
-    def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         coordinator = self.owner()
         if coordinator is not None:
             coordinator.leave_forward(self._unit, module, outputs)
@@ -130,7 +130,7 @@ class _EnterInside(_Hook):
         super().__init__(coordinator, unit)
         self._having = tuple(having)
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
         for unit in self._having:
             if unit.uses:
                 return
@@ -145,7 +145,7 @@ class _EnterInside(_Hook):
 
 
 class _LeaveInside(_Hook):
-    def __call__(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         if self._unit.inside is module:
             self._end(module, outputs)
 
