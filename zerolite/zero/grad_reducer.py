@@ -215,9 +215,8 @@ class GradReducer:
         """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
         run beside them."""
         options = self._options
-        with self.current.launch():
-            self.arrivals.close(state)
-            local = state.complete(self.current.factor)
+        self.arrivals.close(state)
+        local = state.complete(self.current.factor)
         if options.probes:
             self.probes.append(local.sum(dtype=torch.float32))
         self._make_room(state)

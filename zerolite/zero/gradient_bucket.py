@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ class Pass:
         open: it has begun and not ended.
         reducing: it reduces every bucket.
         void: what comes in it counts as nothing.
-        launching: a bucket is being filled, to be launched at once.
         follows_units: buckets are launched at the ends of units' backwards, and not in their order.
         learning: it is still to be learned at which of these ends.
         in_local: backwards since this rank's sums were last reduced; equal on all ranks.
@@ -50,7 +48,6 @@ class Pass:
     open: bool = False
     reducing: bool = False
     void: bool = False
-    launching: bool = False
     follows_units: bool = False
     learning: bool = False
     in_local: int = 0
@@ -71,15 +68,6 @@ class Pass:
     def end_window(self) -> None:
         """The gradients have been consumed, or dropped."""
         self.in_local = self.in_window = 0
-
-    @contextlib.contextmanager
-    def launch(self) -> Iterator[None]:
-        """Context of the filling of a bucket that is launched next."""
-        self.launching = True
-        try:
-            yield
-        finally:
-            self.launching = False
 
     def follow_units(self) -> None:
         """Launch buckets at the ends of units' backwards from now on."""
@@ -110,16 +98,18 @@ class BucketMemory:
         """Keep so many full buckets at most to be used again."""
         self._pool = BucketPool(buckets if self.options.keep_buckets else 0)
 
-    def new(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, travels: bool) -> tuple[torch.Tensor, bool]:
+    def new(
+        self, bucket: Bucket, dtype: torch.dtype, device: torch.device, travels: bool, launching: bool
+    ) -> tuple[torch.Tensor, bool]:
         """Return an uninitialised full bucket, and whether it is the communicator's, which travels without a copy.
-        travels: it may be sent in this dtype."""
+        travels: it may be sent in this dtype. launching: it is launched as soon as it is filled."""
         options, current = self.options, self.current
-        in_pass = current.reducing and (current.open or current.launching)  # between passes others may launch before it
+        in_pass = current.reducing and (current.open or launching)  # between passes others may launch before it
         exchanged = options.shard and options.use_reduce_scatter and in_pass
         if exchanged and travels:
             # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
             # else. With units what is launched next is known only when it is.
-            if not current.follows_units or current.launching:
+            if not current.follows_units or launching:
                 ahead = 0 if current.follows_units else self._order.ahead(bucket.index)
                 staged = self._comm.staging(bucket.numel, dtype, ahead)
                 if staged is not None:
@@ -190,6 +180,7 @@ class GradientBucket:
         self.local: torch.Tensor | None = None
         self.written: set[int] = set()
         self._staged = False  # `local` is the communicator's memory
+        self._launching = False  # it is being filled, to be launched at once
         self.expected = self._filled
         self.missing = 0
         self.state = PassState.OPEN
@@ -329,7 +320,8 @@ class GradientBucket:
 
     def _new_local(self, gradient: torch.Tensor) -> tuple[torch.Tensor, bool]:
         dtype = self._dtypes.summed or gradient.dtype
-        return self._memory.new(self.bucket, dtype, gradient.device, self._dtypes.asked in (None, dtype))
+        travels = self._dtypes.asked in (None, dtype)
+        return self._memory.new(self.bucket, dtype, gradient.device, travels, self._launching)
 
     def _widen(self) -> torch.Tensor:
         """Let ``local`` have the dtype in which several contributions are summed."""
@@ -340,8 +332,12 @@ class GradientBucket:
         return local
 
     def complete(self, factor: float) -> torch.Tensor:
-        """Move what is held, and return ``local`` with zeros where no gradient came."""
-        self.put_held(factor)
+        """Move what is held, and return ``local``, which is launched next, with zeros where no gradient came."""
+        self._launching = True
+        try:
+            self.put_held(factor)
+        finally:
+            self._launching = False
         if self.local is None:
             zeros = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.device)
             return own(zeros, self._memory.item())
