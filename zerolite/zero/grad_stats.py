@@ -257,11 +257,12 @@ class StatsCollector:
             made = torch.tensor(masks, dtype=torch.float64, device="cpu").to(device)
             self._counted, self._wanted = made[:, 0], made[:, 1]
         self._count = len(layout.slots)
-        self._fragments = list(fragments)
+        self._owned: dict[int, list[tuple[int, int, int]]] = {bucket.index: [] for bucket in layout.buckets}
+        for fragment in fragments:
+            part = fragment.shard_start, fragment.numel, fragment.slot.index
+            self._owned[fragment.slot.bucket].append(part)
         self._spans = tuple(whole(bucket.index, bucket.numel) for bucket in layout.buckets)
-        self._plan = SquaresPlan(
-            lambda bucket: [(f.shard_start, f.numel, f.slot.index) for f in self._fragments if f.slot.bucket == bucket]
-        )
+        self._plan = SquaresPlan(self._owned.__getitem__)
         self.noted: set[int] = set()
         self._squares: torch.Tensor | None = None  # of those, by parameter; each is in one bucket
         self._slots: dict[int, torch.Tensor] = {}
@@ -282,7 +283,7 @@ class StatsCollector:
     def _slots_of(self, bucket: int) -> torch.Tensor:
         """The parameters of a bucket."""
         if bucket not in self._slots:
-            indices = sorted({f.slot.index for f in self._fragments if f.slot.bucket == bucket})
+            indices = sorted({index for *_, index in self._owned[bucket]})
             self._slots[bucket] = torch.tensor(indices, dtype=torch.int64, device="cpu").to(self._device)
         return self._slots[bucket]
 
