@@ -225,7 +225,7 @@ class Join:
         self._comm.guard = self._guard
         coordinator = self._owner.coordinator
         if coordinator is not None:
-            coordinator.comm.guard = lambda op: None if op == "gather_shards" else self._guard(op)
+            coordinator.comm.guard = self._guard_gathers
             coordinator.group.listen(self)
 
     def _remove(self) -> None:
@@ -257,6 +257,11 @@ class Join:
         """Note a command before a collective of the engine's communicators."""
         if not self._reducer.current.open:
             self._note(Command.OTHER)
+
+    def _guard_gathers(self, op: str) -> None:
+        """The same on the communicator of the gathers, which :meth:`before_launch` announces."""
+        if op != "gather_shards":
+            self._guard(op)
 
 
 def _hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
