@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zerolite.config import reference
-from zerolite.config.known_keys import RENAMED, UNSUPPORTED, Block
+from zerolite.config.known_keys import RENAMED, UNSUPPORTED, UnsupportedBlock
 from zerolite.config.load import supported_paths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ def test_every_key_is_in_it() -> None:
         assert f"\n| `{path}` | " in text, path
     for path, entry in UNSUPPORTED.items():
         assert f"\n| `{path}` | " in text, path
-        for name in entry.names if isinstance(entry, Block) else ():
+        for name in entry.names if isinstance(entry, UnsupportedBlock) else ():
             assert f"`{name}`" in text, path
     for path in ("fp16", "zero_optimization", "zero_optimization.leaf_module"):
         assert f"# `{path}`\n" in text and f"](#{path.replace('.', '')})" in text
