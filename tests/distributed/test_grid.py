@@ -17,7 +17,7 @@ from tests.distributed.cases import grid as cases
 from tests.distributed.cases.grid import Grid, grids, on_grid
 from tests.distributed.configs import PARTITIONED, SGD, STATIC_SCALE, Optimizer, config
 from tests.pool import Pools
-from zerolite.pipe.stage import available_schedules
+from zerolite.pipe.schedules import available_schedules
 
 CASES = "tests.distributed.cases.grid"
 STEPS, CLIP = 10, 0.4

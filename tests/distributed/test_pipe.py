@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.pool import Pools
-from zerolite.pipe.stage import available_schedules
+from zerolite.pipe.schedules import available_schedules
 
 CASES = "tests.distributed.cases.pipe"
 RELATIVE = 1e-6  # fp32: only the order differs in which micro-batches are summed

@@ -16,7 +16,7 @@ from tests.planning.test_plan_is_right import CASES, assert_right
 from tests.pool import Pools
 from zerolite.config import ConfigError
 from zerolite.pipe.order import orders
-from zerolite.pipe.stage import ONE_PART, available_schedules
+from zerolite.pipe.schedules import ONE_PART, available_schedules
 from zerolite.planning.bubble import bubble
 from zerolite.planning.command import parse_command_line
 from zerolite.planning.errors import PlanError

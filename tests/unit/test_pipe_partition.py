@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.pipe.modules import trained_numel
 from zerolite.pipe.partition import balanced, by_type, ranks_of_parts, uniform
+from zerolite.pipe.schedules import schedule_class
 from zerolite.pipe.split import _called_later
-from zerolite.pipe.stage import schedule_class
 from zerolite.utils.skeleton import Skeleton
 
 

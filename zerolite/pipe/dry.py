@@ -11,7 +11,8 @@ import torch
 from zerolite.comm import Communicator, recorder
 from zerolite.pipe.boundary import BoundarySpec
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.stage import TAG, ChunkStage, Launched, Step
+from zerolite.pipe.schedules import Launched
+from zerolite.pipe.stage import TAG, ChunkStage, Step
 
 FORWARD, BACKWARD = "forward", "backward"
 

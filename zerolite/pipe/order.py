@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zerolite.pipe.stage import schedule_class
+from zerolite.pipe.schedules import schedule_class
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "backward of inputs", "backward of weights"
 

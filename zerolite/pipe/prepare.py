@@ -20,8 +20,8 @@ from zerolite.pipe.homes import Home, homes_of, keep_only
 from zerolite.pipe.modules import PipelineModule, name_of, trained_numel
 from zerolite.pipe.profile import seconds_of_layers
 from zerolite.pipe.runner import PipelineRunner, RunnerParts
+from zerolite.pipe.schedules import FOLDED, schedule_class
 from zerolite.pipe.split import split_by_names
-from zerolite.pipe.stage import FOLDED, schedule_class
 from zerolite.tensor_parallel.cuts import set_names
 from zerolite.utils.accelerator import fake_mode
 

@@ -13,7 +13,8 @@ from zerolite.comm.ranks import name_ranks
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.stage import ChunkStage, Step, make_schedule
+from zerolite.pipe.schedules import make_schedule
+from zerolite.pipe.stage import ChunkStage, Step
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.dtypes import HALF

@@ -1,4 +1,4 @@
-"""Stages for torch's pipeline schedules. All uses of torch's private pipeline interfaces stay here.
+"""Stages for torch's pipeline schedules. All uses of torch's private pipeline interfaces are here and in schedules.py.
 
 A schedule (``torch.distributed.pipelining``) decides when a stage receives, computes and sends. The stage is ours: it
 holds an activation no longer than its backward needs it, takes micro-batches from a list, learns shapes from the
@@ -16,47 +16,16 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from zerolite.comm import HostLinks, recorder
 from zerolite.comm.flight import blocked
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
+from zerolite.pipe.schedules import KEEPS_ONE, Launch, launch_together
 
 TAG = "pipe"
-
-
-class Launched(list[Any]):
-    """Messages launched together. torch's newer schedules wait for each of them, older ones for the whole."""
-
-    def wait(self) -> None:
-        for work in self:
-            work.wait()
-
-
-Launch = Callable[..., Launched]  # of the arguments of torch's ``_batch_p2p``
-
-
-def _launch(ops: list[dist.P2POp], desc: str | None = None) -> Launched:
-    return Launched(dist.batch_isend_irecv(ops)) if ops else Launched()
-
-
-# The schedules of torch 2.6 keep the last of the messages and wait for that alone. gloo does not finish them in order,
-# so a stage that is sent two tensors could compute with what its room for the first one held before.
-_keeps_one = not hasattr(schedules, "_wait_batch_p2p")
-
-
-@contextlib.contextmanager
-def _launched_by(launch: Launch | None) -> Iterator[None]:
-    """Inside, torch's schedules launch messages with ``launch``; None: as ever."""
-    torchs: Any = schedules
-    before = torchs._batch_p2p
-    torchs._batch_p2p = launch or before
-    try:
-        yield
-    finally:
-        torchs._batch_p2p = before
 
 
 class StepWork(Protocol):
@@ -168,7 +137,7 @@ class _Enter(torch.autograd.Function):
 class ChunkStage(PipelineStage):
     """One part of the model as torch's schedules see it. links: to the other ranks of ``group``."""
 
-    launch: Launch | None = _launch if _keeps_one else None  # of its messages; None: torch's own is right
+    launch: Launch | None = launch_together if KEEPS_ONE else None  # of its messages; None: torch's own is right
 
     def __init__(
         self, chunk: Chunk, parts: int, device: torch.device, group: dist.ProcessGroup, links: HostLinks
@@ -477,68 +446,3 @@ class ChunkStage(PipelineStage):
 
 
 _WHOLE = object()  # instead of the groups of parameters: the whole backward is still to come
-
-
-SCHEDULES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "zero_bubble": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
-ONE_PART = ("gpipe", "1f1b")
-FOLDED = ("zbv", "dualpipev")
-
-
-def available_schedules() -> list[str]:
-    """The config's names of the schedules that the torch at hand has."""
-    return [name for name in SCHEDULES if _find_schedule(name) is not None]
-
-
-def _find_schedule(name: str) -> Any:
-    found = getattr(schedules, SCHEDULES[name], None)
-    if found is not None and name in FOLDED and not issubclass(found, schedules._PipelineScheduleRuntime):
-        return None  # torch 2.6's would send messages from a rank to itself
-    return found
-
-
-def schedule_class(name: str) -> Any:
-    """torch's schedule of the config's ``name``. Raises ValueError if the torch at hand has none."""
-    found = _find_schedule(name)
-    if found is None:
-        raise ValueError(
-            f'pipeline.schedule: "{name}" needs a torch.distributed.pipelining.{SCHEDULES[name]} that torch '
-            f"{torch.__version__} does not have; update torch, or use one of {', '.join(available_schedules())}"
-        )
-    return found
-
-
-def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -> Callable[[], None]:
-    """Return a function that runs one step of ``stages``, this rank's. Raises ValueError if the schedule cannot be made
-    of so many micro-batches."""
-    made = schedule_class(name)
-    own: Any = stages[0] if name in ONE_PART else list(stages)
-    try:
-        schedule = made(own, micro_batches, loss_fn=_no_loss)
-    except ValueError as error:
-        raise ValueError(
-            f"gradient_accumulation_steps: expected micro-batches that pipeline.schedule {name!r} can run on "
-            f"{stages[0].group_size} stages with {len(stages)} parts each, got {micro_batches} ({error}); raise it to "
-            f"a multiple of {stages[0].group_size}, or use another schedule"
-        ) from None
-    by_index = {stage.stage_index: stage for stage in stages}
-    for index, stage in by_index.items():
-        stage.previous_here, stage.next_here = by_index.get(index - 1), by_index.get(index + 1)
-    nothing = [None] * micro_batches
-
-    def run() -> None:
-        with _launched_by(type(stages[0]).launch):
-            schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, nothing)
-
-    return run
-
-
-def _no_loss(outputs: Any, target: Any) -> Any:
-    """Losses are the stage's own affair; torch's schedules only need to know that there is one."""
-    return None
