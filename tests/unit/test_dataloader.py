@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zerolite.data.dataloader import EpochSampler, Loaders, RepeatingLoader, Rows, build_dataloader
+from zerolite.data.dataloader import EpochSampler, Loaders, Rows, build_dataloader
 
 
 class Stream(IterableDataset):
@@ -64,15 +63,6 @@ def test_a_pass_that_is_left_early_still_counts_and_set_epoch_resumes():
     assert samples(resumed) == second
 
 
-def test_drop_last_and_collate_fn():
-    data = [torch.tensor(float(i)) for i in range(7)]
-    loader = build_dataloader(data, 2, 0, 1, collate_fn=sum, drop_last=True)
-    batches = list(loader)
-    assert len(loader) == len(batches) == 3
-    assert all(batch.shape == () for batch in batches)
-    assert [len(b) for b in build_dataloader(data, 2, 0, 1)] == [2, 2, 2, 1]
-
-
 def test_memory_is_pinned_for_cuda_only():
     assert build_dataloader([1], 1, 0, 1, device_type="cuda").pin_memory is True
     assert build_dataloader([1], 1, 0, 1).pin_memory is False
@@ -103,30 +93,6 @@ def test_wrong_batch_size(size):
 def test_data_that_cannot_be_loaded(data, words):
     with pytest.raises(TypeError, match=words):
         build_dataloader(data, 2, 0, 1)
-
-
-def test_repeating_loader_goes_on_with_new_passes():
-    loader = build_dataloader(list(range(12)), 4, 0, 1)
-    repeating = RepeatingLoader(loader)
-    batches = [next(repeating).tolist() for _ in range(6)]
-    assert sorted(sum(batches[:3], [])) == sorted(sum(batches[3:], [])) == list(range(12))
-    assert batches[:3] != batches[3:]
-    assert iter(repeating) is repeating
-
-
-def test_repeating_loader_advances_the_epoch_of_a_users_sampler():
-    data = list(range(16))
-    sampler = DistributedSampler(data, 1, 0, seed=3)
-    repeating = RepeatingLoader(DataLoader(data, batch_size=8, sampler=sampler))
-    drawn = [sum((next(repeating).tolist() for _ in range(2)), []) for _ in range(3)]
-    for epoch, seen in enumerate(drawn):
-        reference = DistributedSampler(data, 1, 0, seed=3)
-        reference.set_epoch(epoch)
-        assert seen == list(reference)
-
-
-def test_without_shuffling_samples_come_in_order():
-    assert samples(build_dataloader(list(range(7)), 2, 1, 2, shuffle=False)) == [1, 3, 5, 0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -223,9 +189,3 @@ class Reversed(DistributedSampler):
 def test_loaders_of_which_the_samples_are_not_known(loader, words):
     with pytest.raises(ValueError, match=f"prepare_loader: expected a torch DataLoader.*{words}"):
         loaders_of(1, 2).prepare(loader)
-
-
-def test_dropping_is_for_training_only():
-    loaders = loaders_of(0, 1, drop_last=True)
-    assert len(loaders.make(list(range(6)))) == 1
-    assert len(loaders.make(list(range(6)), route="eval")) == 2

@@ -290,16 +290,6 @@ def test_torchs_transformer_layer_calls_its_modules(pattern, inside):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_modules_that_come_later():
-    model = Net()
-    modules = kept(model, "*.norm")
-    count = len(modules.handles)
-    model.extra = nn.ModuleDict({"norm": nn.LayerNorm(4), "other": nn.Linear(4, 4)})
-    modules.attach()
-    assert len(modules.handles) == count + 1
-    assert modules.holds(model.extra["norm"].weight) and not modules.holds(model.extra["other"].weight)
-
-
 def test_names_are_those_from_before_compiling():
     model = Net()
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
