@@ -26,13 +26,13 @@ import torch
 
 import zerolite
 from benchmarks.report import positive
-from benchmarks.tiny_layers import FAKE_WORLD, build_stack, loss_of, make_inputs
+from benchmarks.tiny_layers import FAKE_WORLD, MODULES, build_stack, loss_of, make_inputs
 from zerolite import comm
 from zerolite.comm import NullCommunicator, recorder
 from zerolite.comm.flight import wait_for
 
 CALLS = 2_000  # of what is timed, in a round
-MODULES = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+OWN_UNITS = {"stage3_param_persistence_threshold": 0, **MODULES}
 ENTRY = ("reduce_scatter", "gradients", 1024, torch.float32, 1)
 
 
@@ -102,7 +102,7 @@ def main() -> int:
     print(f"a launch {launch * 1e6:.3f} us, a wait {wait * 1e6:.3f} us")
     for name, zero in {
         "default units": {"stage3_param_persistence_threshold": 0},
-        "a unit per module": MODULES,
+        "a unit per module": OWN_UNITS,
     }.items():
         count = collectives_of_a_step(options.layers, zero)
         print(f"{options.layers} layers, {name}: {count} collectives a step, {count * (launch + wait) * 1e6:.1f} us")
