@@ -34,14 +34,15 @@ class EvaluationPipeline(StepPipeline):
     def agree_on_trace(self) -> None:
         """Let stage 3 follow its recorded trace if all ranks have the same; the host waits for the answer. Called on
         all ranks."""
-        assert self.trace is not None
-        vote = self.trace.vote()
+        trace = self.outcomes.trace
+        assert trace is not None
+        vote = trace.vote()
         highest, lowest = vote, -vote
         if self._comm.world_size > 1:
             highest, lowest = largest([vote, -vote], self._comm, self._device, "stats")
-        self.trace.cast()
-        self.trace.note(lowest == -highest)
-        self.trace.decide()
+        trace.cast()
+        trace.note(lowest == -highest)
+        trace.decide()
 
 
 def check_frozen(model: torch.nn.Module) -> None:

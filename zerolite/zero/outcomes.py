@@ -196,6 +196,14 @@ class Outcomes:
         self._failure: Exception | None = None  # found while an outcome was read; raised by the next update
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
 
+    def check_with(self, checks: UpdateChecks) -> None:
+        """Check more than gradients from now on."""
+        self.checks = checks
+
+    def compare(self, trace: TraceAgreement) -> None:
+        """Compare the ranks' traces of stage 3 from now on."""
+        self.trace = trace
+
     @property
     def global_steps(self) -> int:
         """Steps so far, those that are not settled included."""

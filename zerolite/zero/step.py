@@ -108,12 +108,10 @@ class StepPipeline:
         self._step_update = StepUpdate(
             self._sweep, optimizer.method, buffer, reducer, scale, self.outcomes, on_device, comm.world_size
         )
-        self._checks: UpdateChecks | None = None
-        self.trace: TraceAgreement | None = None
         self._stats: StatsVector | None = None
         self._across: Across | None = None
         self._sums: SharedSums | None = None
-        self.written = WrittenValues(buffer, publisher, self._step_update, self.check_here)
+        self.written = WrittenValues(buffer, publisher, self._step_update, self.outcomes, self.check_here)
         self.away = False  # engine.offload_states() has emptied what is worked on here
         self.count_buckets()
         self.changes = GradientChanges(buffer, reducer, lambda: self._stats, self._forget)
@@ -125,19 +123,18 @@ class StepPipeline:
         fragments = list(layout.fragments(self._buffer.rank))
         self._collector.use(layout, fragments, self._across)
         self._sweep.plan()
-        if self._checks is not None:
-            self._checks.replan()
+        if self.outcomes.checks is not None:
+            self.outcomes.checks.replan()
 
     def check_with(self, checks: UpdateChecks, look: UpdateLook | None) -> None:
         """Check more than gradients from now on; look: at what updates do. Before the first step."""
-        self._checks = self.outcomes.checks = checks
-        self.written.check_with(checks)
+        self.outcomes.check_with(checks)
         self._sweep.watch(look)
 
     def follow(self, sharded: PartitionedParameterCoordinator) -> None:
         """The model is at stage 3. Before the first step."""
         self.written.use(sharded)
-        self.trace = self.outcomes.trace = TraceAgreement(sharded.schedule, self._comm.main)
+        self.outcomes.compare(TraceAgreement(sharded.schedule, self._comm.main))
 
     def spread(self, across: Across, sums: SharedSums) -> None:
         """The model has parts on other ranks. Before the first step."""
@@ -296,16 +293,16 @@ class StepPipeline:
             return self._stats
         with self.commands(Command.STATS):
             self.finish_reductions()
-            noted, part = self._collector.noted, self._reducer.owned_part
+            noted, part, trace = self._collector.noted, self._reducer.owned_part, self.outcomes.trace
             self._stats = stats = self._collector.collect(
                 [None if bucket in noted else part(bucket) for bucket in range(len(self._buffer.layout.buckets))],
                 self._reducer.used,
                 self._reducer.probes,
-                0 if self.trace is None else self.trace.vote(),
+                0 if trace is None else trace.vote(),
                 self._window.weighted,
                 self._window.weight,
                 self._reducer.losses,
-                self._checks,
+                self.outcomes.checks,
             )
             if self.changes.assigned or self.changes.exposed:
                 self.changes.assign(stats, self.gradient_scale.on_device(stats))
@@ -351,21 +348,22 @@ class StepPipeline:
                 self._optimizer.run_hooks("post")
 
     def _update(self, publish: bool) -> None:
+        checks, trace = self.outcomes.checks, self.outcomes.trace
         self.outcomes.settle()
         self.outcomes.raise_failure()
-        if self.trace is not None:
-            self.trace.decide()
+        if trace is not None:
+            trace.decide()
         self.written.take()
-        if self._checks is not None:
+        if checks is not None:
             # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
-            gathers = self.trace.schedule.gathers if self.trace is not None and self._across is None else 0
+            gathers = trace.schedule.gathers if trace is not None and self._across is None else 0
             divisor = self.gradient_scale.own_divisor()
-            self._checks.before_update(self.outcomes.counters.global_steps, divisor, self._max_norm, gathers)
+            checks.before_update(self.outcomes.counters.global_steps, divisor, self._max_norm, gathers)
         if self.changes.exposed:
             self.changes.refresh()
         stats = self._collected()
-        if self.trace is not None:
-            self.trace.cast()
+        if trace is not None:
+            trace.cast()
         given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
         self._updated = True
         self.changes.clear()  # from here on nothing corrects the statistics
@@ -376,8 +374,8 @@ class StepPipeline:
         """All weights have been replaced by others, a checkpoint's: what was wrong with steps before does not matter
         any more. Called on all ranks."""
         self.outcomes.forget_failure()
-        if self._checks is not None:
-            self._checks.forget(update=True)
+        if self.outcomes.checks is not None:
+            self.outcomes.checks.forget(update=True)
 
     def on_masters_loaded(self) -> None:
         """Take loaded masters into the parameters, also those into which values were loaded before."""
@@ -451,9 +449,9 @@ class StepPipeline:
         update has made weights non-finite. Called on all ranks, between steps."""
         self.outcomes.settle()
         self.outcomes.raise_failure()
-        if self._checks is not None:
+        if self.outcomes.checks is not None:
             steps = self.outcomes.counters.global_steps
-            self._checks.before_save(steps, self.gradient_scale.of_next(), self._max_norm)
+            self.outcomes.checks.before_save(steps, self.gradient_scale.of_next(), self._max_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the loss scale, as plain data."""

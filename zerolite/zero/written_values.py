@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.checks import UpdateChecks
+from zerolite.zero.outcomes import Outcomes
 from zerolite.zero.publisher import Publisher
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step_update import StepUpdate
@@ -18,21 +18,22 @@ class WrittenValues:
     saves, loads or reads masters."""
 
     def __init__(
-        self, buffer: ParameterBuffer, publisher: Publisher, update: StepUpdate, check_here: Callable[[], None]
+        self,
+        buffer: ParameterBuffer,
+        publisher: Publisher,
+        update: StepUpdate,
+        outcomes: Outcomes,
+        check_here: Callable[[], None],
     ) -> None:
         """check_here: raises RuntimeError while parameters and masters are away."""
-        self._buffer, self._publisher, self._update, self._check_here = buffer, publisher, update, check_here
+        self._buffer, self._publisher, self._update = buffer, publisher, update
+        self._outcomes, self._check_here = outcomes, check_here
         self._shards: PartitionedParameterCoordinator | None = None
-        self._checks: UpdateChecks | None = None
         self._loaded: set[int] = set()  # parameters into which values have been loaded
 
     def use(self, shards: PartitionedParameterCoordinator) -> None:
         """The model is at stage 3."""
         self._shards = shards
-
-    def check_with(self, checks: UpdateChecks) -> None:
-        """Tell these checks that weights are not what the last update has left."""
-        self._checks = checks
 
     def note_loaded(self, indices: Iterable[int]) -> None:
         """Values have been loaded into these parameters of the module: the next update starts from them."""
@@ -60,8 +61,8 @@ class WrittenValues:
             self._buffer.refresh_masters(self._loaded)
             self._buffer.tiers.written_in_place()
             self._loaded.clear()
-            if self._checks is not None:
-                self._checks.forget(update=False)
+            if self._outcomes.checks is not None:  # weights are not what the last update has left
+                self._outcomes.checks.forget(update=False)
 
     def take_all(self) -> None:
         """The same, and masters follow what has been written into parameters in place, as they do in an update."""
