@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
-    FakeTensor,
     FakeTensorConverter,
-    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 
 from zerolite.offload.tiers import Transfer
+from zerolite.planning import shortcuts
 from zerolite.utils.accelerator import FakeMode, Machine, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -28,25 +27,7 @@ _MOST_NUMBERS = 4096
 _OF_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
 """torch's cache of what operators return would keep these storages: those that torch.load makes."""
 
-_CPU, _META = torch.device("cpu"), torch.device("meta")
-
-
-def _operators(names: str) -> set[Any]:
-    """Operators of aten, such as "mul.Tensor"; "default" may be left out."""
-    found = (name.partition(".") for name in names.split())
-    return {getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found}
-
-
-_MAKERS = _operators(
-    "empty.memory_format empty_strided empty_like zeros new_empty new_empty_strided _to_copy"  # they take a device
-)
-_SIMPLE = _MAKERS | _operators(
-    "view _unsafe_view as_strided detach alias permute expand unsqueeze t transpose.int select.int slice.Tensor "
-    "add.Tensor sub.Tensor mul.Tensor mul.out div.Tensor add_.Tensor mul_.Tensor div_.Tensor zero_ copy_ sum "
-    "sum.dim_IntList mm bmm addmm gelu gelu_backward"
-)
-"""Operators with one result that is their kernel's for the meta device. A dry run calls little else, and torch's way to
-them, with a cache by the properties of all arguments, takes several times as long."""
+_CPU = torch.device("cpu")
 
 
 class _Converter(FakeTensorConverter):
@@ -96,23 +77,9 @@ class WithoutMemory(FakeMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        simple = func in _SIMPLE and not given.get("pin_memory")
-        if not (simple and all(map(self._is_simple, args)) and all(map(self._is_simple, given.values()))):
-            return super().__torch_dispatch__(func, types, args, given)
-        if func in _MAKERS:
-            given = {**given, "device": _META}
-        with in_kernel_invocation_manager(self):
-            out = func(*args, **given)
-        return out if isinstance(out, FakeTensor) else FakeTensor(self, out, _CPU)  # in place, or a result
-
-    def _is_simple(self, argument: Any) -> bool:
-        """True if the argument is one of our tensors, without numbers, or says nothing about another kind of tensor."""
-        if type(argument) is FakeTensor:
-            known = argument.fake_mode is self and argument.constant is None
-            return known and argument.fake_device == _CPU and argument.layout is torch.strided
-        if isinstance(argument, torch.layout):
-            return argument is torch.strided
-        return argument == _CPU if isinstance(argument, torch.device) else not isinstance(argument, torch.Tensor)
+        return shortcuts.call(
+            self, func, args, given, lambda: super(WithoutMemory, self).__torch_dispatch__(func, types, args, given)
+        )
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.stepping and func is torch.ops.aten._local_scalar_dense.default:

@@ -11,7 +11,7 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.bubble import bubble
-from zerolite.planning.dry_run import Job, run, run_stages
+from zerolite.planning.dry_run import Job, older_objects_kept, run, run_stages
 from zerolite.planning.errors import RefusedError
 from zerolite.planning.make import (
     ConfigLike,
@@ -62,6 +62,7 @@ class Candidate:
         return f"{self.grid}, stage {self.stage}"
 
 
+@older_objects_kept()
 def compare_grids(
     model_fn: Callable[[], torch.nn.Module],
     config: ConfigLike,
@@ -169,8 +170,7 @@ class _Search:
         if config.zero_optimization.stage == "auto":
             config = with_blocks(config, zero_optimization={"stage": 1})
         job = self._job(config)
-        outcomes = run_stages(job, range(job.grid.pipe), 1) if job.grid.pipe > 1 else {0: run(job, 1)}
-        return plan_of_stages(job, outcomes, self._nodes, *self._memory)
+        return self._planned(job, range(job.grid.pipe))
 
     # ---------------------------------------------------------------- what there is
 
@@ -261,18 +261,25 @@ class _Search:
     def _plan(self, one: Candidate, few: bool) -> Plan:
         """few: of the first stage, which has the most micro-batches, of the last, which has the head, and of one
         between them, which all others are like."""
-        job, times = self._shortened(self._job(one.config))
         pipe = one.grid.pipe
-        stages = range(pipe) if not few else sorted({0, pipe // 2, pipe - 1})
-        outcomes = run_stages(job, stages, 1) if one.grid.pipe > 1 else {0: run(job, 1)}
-        made = plan_of_stages(job, outcomes, self._nodes, *self._memory)
+        made = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if few else range(pipe))
         update = {
             "parameters": self._base.parameters,
             "trained_parameters": self._base.trained_parameters,
-            "accumulation": one.config.gradient_accumulation_steps or 1,
-            **_longer(made, times, one.stage),
-            "stages": [stage.model_copy(update=_longer(stage, times, one.stage)) for stage in made.stages],
-            "bubble": one.waiting if one.grid.pipe > 1 else None,
+            "bubble": one.waiting if pipe > 1 else None,
+        }
+        return made.model_copy(update=update)
+
+    def _planned(self, job: Job, stages: Sequence[int]) -> Plan:
+        """Plan ``stages`` of a pipeline, or all where there is none, from a step that may be shorter."""
+        short, times = self._shortened(job)
+        outcomes = run_stages(short, stages, 1) if job.grid.pipe > 1 else {0: run(short, 1)}
+        made = plan_of_stages(short, outcomes, self._nodes, *self._memory)
+        zero = job.config.zero_optimization.chosen_stage
+        update = {
+            "accumulation": job.config.gradient_accumulation_steps or 1,
+            **_longer(made, times, zero),
+            "stages": [stage.model_copy(update=_longer(stage, times, zero)) for stage in made.stages],
         }
         return made.model_copy(update=update)
 

@@ -12,7 +12,7 @@ import torch
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.planning.bubble import ASSUMED, ActionLike, bubble
-from zerolite.planning.dry_run import Job, Outcome, run, run_stages
+from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run, run_stages
 from zerolite.planning.errors import PlanError, RefusedError
 from zerolite.planning.flops import Flops
 from zerolite.planning.grid_config import grid_of
@@ -141,6 +141,7 @@ def job_of(
     )
 
 
+@older_objects_kept()
 def compare(
     model_fn: Callable[[], torch.nn.Module],
     config: ConfigLike,

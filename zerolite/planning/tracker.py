@@ -13,7 +13,9 @@ from torch.autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from zerolite.utils.accelerator import is_fake
+from zerolite.planning import shortcuts
+from zerolite.planning.fakes import WithoutMemory
+from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.memory_items import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import find_tensors
 
@@ -164,7 +166,11 @@ class MemoryTracker(TorchDispatchMode):
         if func is _DEVICE_OF and is_fake(args[0]) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # asked as often as anything is computed
         self._op = func
-        out = func(*args, **(kwargs or {}))
+        mode = fake_mode()
+        if type(mode) is WithoutMemory:
+            out = shortcuts.call(mode, func, args, kwargs or {}, lambda: func(*args, **(kwargs or {})))
+        else:
+            out = func(*args, **(kwargs or {}))
         before = self.place
         if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and (kwargs or {}).get("device") is None:
             self.place = self._place_of_result(args)

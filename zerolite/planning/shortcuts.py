@@ -1,0 +1,170 @@
+"""Results of operators on tensors without memory, remembered by the sizes of what they are called with.
+
+A dry run calls the same operators with the same sizes in every block, every micro-batch and every setting that is
+compared, and torch's shape functions would take most of its time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from zerolite.utils.nested import find_tensors
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
+_UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_MOST = 100_000  # results that are kept; comparing settings of a large model takes a thousand
+
+
+class _Returns(NamedTuple):
+    """Results of an operator: the argument of this place and name, or tensors of their own where there is no name."""
+
+    place: int = 0
+    name: str = ""
+
+
+class _Tensor(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_known: dict[tuple[Any, ...], Any] = {}
+"""Tensors that operators have made, by what they were called with: a _Tensor, a list of them, or None for none."""
+
+
+def _operators(names: str) -> set[Any]:
+    """Operators of aten, such as "mul.Tensor"; "default" may be left out."""
+    found = (name.partition(".") for name in names.split())
+    return {getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found}
+
+
+_VIEWS = _operators(
+    "view _unsafe_view as_strided detach alias permute expand unsqueeze t transpose.int select.int slice.Tensor"
+)
+_MAKERS = _operators(
+    "empty.memory_format empty_strided empty_like zeros new_empty new_empty_strided _to_copy"  # they take a device
+)
+_SIMPLE = _MAKERS | _operators(
+    "add.Tensor sub.Tensor mul.Tensor mul.out div.Tensor add_.Tensor mul_.Tensor div_.Tensor zero_ copy_ sum "
+    "sum.dim_IntList mm bmm addmm gelu gelu_backward"
+)
+"""Operators with one result that is their kernel's for the meta device: torch's way to it, through FakeTensorMode,
+takes several times as long."""
+_NUMBERED = _operators("linspace arange arange.start arange.start_step lift_fresh")  # their values may be known
+
+
+def call(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any]) -> Any:
+    """Return the result of ``func``, which ``otherwise()`` returns, without asking it twice for the same sizes."""
+    key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
+    if not (_describe(mode, args, key) and _describe(mode, kwargs.values(), key)):
+        return otherwise()
+    if func in _VIEWS:
+        return _run_kernel(mode, func, args, kwargs)
+    returns = _returns(func)
+    if returns is None:
+        return otherwise()
+    whole = tuple(key)
+    known = _known.get(whole, _known)
+    if known is _known:
+        if func in _SIMPLE and not kwargs.get("pin_memory"):
+            return _ask(mode, returns, args, kwargs, lambda: _run_kernel(mode, func, args, kwargs), whole)
+        return _ask(mode, returns, args, kwargs, otherwise, whole)
+    if returns.name:
+        return args[returns.place] if returns.place < len(args) else kwargs[returns.name]
+    if isinstance(known, list):
+        return tuple(None if one is None else _make(mode, one) for one in known)
+    return None if known is None else _make(mode, known)
+
+
+def _run_kernel(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the kernel for the meta device."""
+    if func in _MAKERS:
+        kwargs = {**kwargs, "device": _META}
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+    return out if type(out) is FakeTensor else FakeTensor(mode, out, _CPU)  # in place, or a result
+
+
+@functools.cache
+def _returns(func: Any) -> _Returns | None:
+    """Read the schema of ``func``. None if its result is not to be remembered."""
+    schema = func._schema
+    if (
+        func in _NUMBERED
+        or _UNKNOWN.intersection(func.tags)
+        or any(str(entry.type) != "Tensor" for entry in schema.returns)
+    ):
+        return None
+    aliases = [entry.alias_info for entry in schema.returns if entry.alias_info is not None]
+    if not aliases:
+        return _Returns()
+    for place, argument in enumerate(schema.arguments if len(schema.returns) == 1 else ()):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write and alias.before_set == aliases[0].before_set:
+            return _Returns(place, argument.name)
+    return None
+
+
+def _describe(mode: FakeTensorMode, values: Iterable[Any], key: list[Any]) -> bool:
+    """Add to ``key`` all that the sizes of a result depend on. False if ``values`` has something else."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if not _is_plain(value, mode):
+                return False
+            key += (value.shape, value.stride(), value.dtype)
+        elif kind in _PLAIN:
+            key += (kind, value)
+        elif kind is list or kind is tuple:
+            key.append(len(value))
+            if not _describe(mode, value, key):
+                return False
+        elif value is torch.strided or (kind is torch.device and value == _CPU):
+            key.append(kind)
+        else:
+            return False
+    return True
+
+
+def _is_plain(tensor: Any, mode: FakeTensorMode) -> bool:
+    plain = tensor.fake_mode is mode and tensor.constant is None and tensor.fake_device == _CPU
+    return plain and tensor.layout is torch.strided and not tensor.dtype.is_complex
+
+
+def _ask(
+    mode: FakeTensorMode, returns: _Returns, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any], key: Any
+) -> Any:
+    """Return ``otherwise()``, and remember it if it is what the operator's schema says."""
+    given = find_tensors((args, kwargs))
+    before = [(tensor.shape, tensor.stride()) for tensor in given]
+    out = otherwise()
+    made = () if returns.name else out if isinstance(out, tuple) else (out,)
+    taken = {tensor.untyped_storage()._cdata for tensor in given}
+    if len(_known) < _MOST and before == [(tensor.shape, tensor.stride()) for tensor in given]:
+        if all(entry is None or _is_whole(entry, mode, taken) for entry in made):
+            specs = [None if entry is None else _Tensor(entry.shape, entry.stride(), entry.dtype) for entry in made]
+            _known[key] = specs if isinstance(out, tuple) else specs[0] if specs else None
+    return out
+
+
+def _is_whole(tensor: Any, mode: FakeTensorMode, taken: set[int]) -> bool:
+    """True if ``tensor`` has memory of its own, no more than it needs. taken: memory of others; its own is added."""
+    if type(tensor) is not FakeTensor or not _is_plain(tensor, mode):
+        return False
+    storage, ends = tensor.untyped_storage(), zip(tensor.shape, tensor.stride(), strict=True)
+    numel = 1 + sum((size - 1) * stride for size, stride in ends) if tensor.numel() else 0
+    own = storage._cdata not in taken and tensor.storage_offset() == 0
+    taken.add(storage._cdata)
+    return own and storage.nbytes() == numel * tensor.element_size()
+
+
+def _make(mode: FakeTensorMode, spec: _Tensor) -> FakeTensor:
+    with torch._C._DisableTorchDispatch():
+        made = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=_META)
+    return FakeTensor(mode, made, _CPU)
