@@ -58,6 +58,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "zero2.json").write_text(json.dumps(CONFIG))
     (tmp_path / "plan_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "plan_models", None)
     monkeypatch.delitem(sys.modules, "plan_models")

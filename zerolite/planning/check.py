@@ -59,7 +59,7 @@ def run_check(
     lines = list(compare(plan, measured))
     good = agrees(lines, TOLERANCE[device]) or agrees(_outside(lines, measured.inside_operators), TOLERANCE[device])
     print()
-    print(render(lines, TOLERANCE[device], measured.inside_operators, Screen.of(sys.stdout)), flush=True)
+    print(render(lines, TOLERANCE[device], measured.inside_operators, Screen.of_terminal()), flush=True)
     return 0 if good else 1
 
 

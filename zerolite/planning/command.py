@@ -358,7 +358,7 @@ def render(made: Plan | Comparison) -> str:
     from zerolite.planning.report import Screen
     from zerolite.planning.report import render as render_for
 
-    return render_for(made, Screen.of(sys.stdout))
+    return render_for(made, Screen.of_terminal())
 
 
 def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:

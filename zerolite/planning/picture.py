@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from zerolite.planning.errors import PlanError
 from zerolite.planning.result import Comparison, Plan, spoken
 from zerolite.utils.memory_items import ITEMS
 from zerolite.utils.sizes import format_size
@@ -16,12 +15,10 @@ _GB = 10**9
 
 def draw(shown: Plan | Comparison, path: Path) -> None:
     """Write ``path``: bars of the items, and the memory in the course of a step of the plan, or of the setting that was
-    chosen (the smallest, if none was). Raises PlanError without matplotlib, OSError if the file cannot be written."""
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlanError("a picture needs matplotlib: pip install 'zerolite[plot]'") from None
+    chosen (the smallest, if none was). Raises OSError if the file cannot be written."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
     if isinstance(shown, Plan):
         plan, title = shown, ""
         bars = {"at rest": plan.at_rest, "making\nthe engine": plan.initialize_peak.items}

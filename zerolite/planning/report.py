@@ -4,57 +4,40 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from zerolite.planning.advice import advise
-from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, TimePoint, Traffic, spoken, total
+from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Traffic, spoken, total
 from zerolite.utils.memory_items import ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size
 
 _NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100
 _CHART_ROWS, _LEAST_BAR, _WIDEST_BAR = 10, 8, 40
+_LOWER, _UPPER = "█▒"
+_MARKS = f"{_LOWER} model states and buffers, {_UPPER} everything else"
 _LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "grid", "", "check")
 """Heads of columns that are aligned to the left."""
 
 
-@dataclass(frozen=True)
-class Screen:
-    """Abilities of the output. width: columns, 40 to 120. blocks: whether it has Unicode's block elements, which plain
-    ASCII stands for otherwise."""
+class Screen(NamedTuple):
+    """The output. width: columns, 40 to 120."""
 
     width: int = _UNKNOWN
-    blocks: bool = True
 
     @staticmethod
-    def of(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Screen:
-        """Return what ``stream`` can show; COLUMNS is heeded."""
-        columns = environ.get("COLUMNS", "")
-        try:
-            width = int(columns) if columns.isdecimal() else os.get_terminal_size(stream.fileno()).columns
-        except OSError:  # no terminal
-            width = 0
-        try:
-            blocks = bool("█▒".encode(stream.encoding or "ascii"))
-        except (UnicodeEncodeError, LookupError):
-            blocks = False
-        return Screen(max(_NARROWEST, min(_WIDEST, width or _UNKNOWN)), blocks)
+    def of_terminal() -> Screen:
+        """Return the terminal that standard output is; COLUMNS is heeded."""
+        return Screen(max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size((_UNKNOWN, 24)).columns)))
 
-    @property
-    def marks(self) -> tuple[str, str]:
-        """Characters of model states and buffers, and of everything else."""
-        return ("█", "▒") if self.blocks else ("#", ":")
-
-    def paragraph(self, text: str) -> list[str]:
-        return textwrap.wrap(text, self.width)
+    def paragraph(self, text: str, dash: str = "") -> list[str]:
+        return textwrap.wrap(text, self.width, initial_indent=dash, subsequent_indent=" " * len(dash))
 
     def listed(self, sentences: Sequence[str]) -> list[str]:
         """A line, or several, with a dash for each sentence."""
-        wrapped = [textwrap.wrap(one, self.width, initial_indent="- ", subsequent_indent="  ") for one in sentences]
-        return list(itertools.chain(*wrapped))
+        return [line for sentence in sentences for line in self.paragraph(sentence, "- ")]
 
     def table(self, rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> list[str]:
         """Aligned lines; the first row are the heads. optional: heads of columns that are left out, in this order,
@@ -84,7 +67,7 @@ class Screen:
         if room < _LEAST_BAR or not largest:
             return lines
         ends = [(round(room * lower / largest), round(room * whole / largest)) for lower, whole in bars]
-        drawn = [self.marks[0] * lower + self.marks[1] * (whole - lower) for lower, whole in ends]
+        drawn = [_LOWER * lower + _UPPER * (whole - lower) for lower, whole in ends]
         if limit is not None:
             at = round(room * limit / largest)
             drawn = [f"{bar[:at]:<{at}}|{bar[at:]}" for bar in drawn]
@@ -227,20 +210,13 @@ def _course(plan: Plan, screen: Screen) -> list[str]:
     starts = [(column * count // width, (column + 1) * count // width) for column in range(width)]
     among = [plan.timeline[first : max(end, first + 1)] for first, end in starts]
     columns = [max(points, key=lambda point: point.bytes) for points in among]
-    lower, upper = screen.marks
-    text = f"memory in the course of a step: {lower} model states and buffers, {upper} everything else"
-    lines = screen.paragraph(text)
+    lines = screen.paragraph(f"memory in the course of a step: {_MARKS}")
     for row, label in zip(reversed(range(_CHART_ROWS)), labels, strict=True):
         middle = (row + 0.5) / _CHART_ROWS * highest
-        cells = (lower if p.at_rest >= middle else upper if p.bytes >= middle else " " for p in columns)
+        cells = (_LOWER if p.at_rest >= middle else _UPPER if p.bytes >= middle else " " for p in columns)
         lines.append(f"{label:>{margin - 1}} |{''.join(cells)}".rstrip())
-    return [*lines, " " * margin + _phases(columns)]
-
-
-def _phases(columns: list[TimePoint]) -> str:
-    """The names of the phases, each under the column with which it begins, as much of them as there is room for."""
-    groups = [(phase, len(list(points)) - 1) for phase, points in itertools.groupby(columns, lambda point: point.phase)]
-    return "".join(f"|{phase[:room]:<{room}}" for phase, room in groups).rstrip()
+    phases = [(phase, len(list(points)) - 1) for phase, points in itertools.groupby(columns, lambda p: p.phase)]
+    return [*lines, " " * margin + "".join(f"|{phase[:room]:<{room}}" for phase, room in phases).rstrip()]
 
 
 def _traffic(plan: Plan, screen: Screen) -> list[str]:
@@ -269,8 +245,8 @@ def _traffic(plan: Plan, screen: Screen) -> list[str]:
 
 def _sums(rows: Sequence[Traffic]) -> list[str]:
     """Count, bytes, sent, and sent to other nodes."""
-    count, nbytes, sent = (sum(values) for values in zip(*((e.count, e.nbytes, e.sent) for e in rows), strict=True))
-    return [f"{count:,}", format_size(nbytes), format_size(sent), format_size(sum(e.inter_node or 0 for e in rows))]
+    sums = [(entry.nbytes, entry.sent, entry.inter_node or 0) for entry in rows]
+    return [f"{sum(entry.count for entry in rows):,}", *map(format_size, map(sum, zip(*sums, strict=True)))]
 
 
 def _flops(plan: Plan) -> str:
@@ -317,8 +293,7 @@ def _side_by_side(comparison: Comparison, screen: Screen) -> list[str]:
         cells = _cells(plan)
         mark = "<- fastest" if comparison.speeds else "<- cheapest"
         rows.append([name, *(cells[head] for head in heads), mark if index == comparison.chosen else ""])
-    lower, upper = screen.marks
-    head = f"at the peak: {lower} model states and buffers, {upper} everything else"
+    head = f"at the peak: {_MARKS}"
     head += "" if plans[0].device_memory is None else "; the device's memory ends at |"
     names = [line[: screen.width // 2] for line in ("", *(name for name, _ in comparison.rows))]
     bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
