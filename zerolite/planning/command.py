@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib.util
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,25 +49,11 @@ cannot be planned; 130 after Ctrl-C; and 141 if what reads the output, such as h
 
 AUTO = "auto"
 
-_CLEAR = "\r\033[K"  # the line on a terminal
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One sentence, without the usage."""
         self.exit(2, f"{self.prog}: {message}\n")
-
-    def check_known(self, arguments: Sequence[str]) -> None:
-        """Exit with a sentence if one of them is no option and no value of one."""
-        known = {name: action.nargs is None for action in self._actions for name in action.option_strings}
-        value = False  # whether the next one is that of an option
-        for argument in arguments:
-            name, equals, _ = argument.partition("=")
-            if not value and name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                meant = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
-                self.error(f"there is no option or argument {name!r}; {meant}")
-            value = not value and known[name] and not equals
 
 
 def _count(text: str) -> int:
@@ -202,9 +187,7 @@ def _add_output(parser: _Parser) -> None:
 def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
     """The options; a mistake that can be seen without the model prints a sentence and exits with status 2."""
     parser = build_parser(prog)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser.check_known(arguments)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     problem = find_problem(options)
     if problem is not None:
         parser.error(problem)
@@ -229,10 +212,6 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return problem
     if options.png and importlib.util.find_spec("matplotlib") is None:
         return "--png needs matplotlib: pip install 'zerolite[plot]'"
-    for option, name in (("--json", options.json), ("--png", options.png)):
-        problem = None if name in (None, "-") else _find_file_problem(name)
-        if problem is not None:
-            return f"{option} {name}: {problem}"
     return None
 
 
@@ -244,21 +223,6 @@ def _find_grids_problem(options: argparse.Namespace) -> str | None:
     others = [name for name in ("compare", "check", "png") if getattr(options, name)]
     if others or options.rank is not None:
         return f"--grids plans several grids: leave out --{[*others, 'rank'][0]}"
-    return None
-
-
-def _find_file_problem(name: str) -> str | None:
-    """Say why this file cannot be written, before the plan is made, or return None."""
-    path = Path(name)
-    if path.is_dir():
-        return "this is a directory; expected the name of a file"
-    try:
-        known = path.exists()
-        path.open("ab").close()
-        if not known:
-            path.unlink()
-    except OSError as error:
-        return f"cannot be written ({error.strerror})"
     return None
 
 
@@ -334,7 +298,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config)
     config.resolve(grid_of(config, options.world_size).data)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-    with contextlib.redirect_stdout(sys.stderr), _told("planning ..."):  # what the model's module prints is no result
+    with contextlib.redirect_stdout(sys.stderr):  # what the model's module prints is no result
         made = make(options, config)
     _write_files(made, options)
     _print(made.model_dump_json(indent=1) if options.json == "-" else render(made))
@@ -377,17 +341,6 @@ def _print(text: str) -> None:
     """Print to standard output, with "?" for what its encoding lacks."""
     encoding = sys.stdout.encoding or "ascii"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)
-
-
-@contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """``what`` on a terminal's standard error for as long as it takes."""
-    terminal = sys.stderr.isatty()
-    print(what if terminal else "", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print(_CLEAR if terminal else "", end="", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
+    FakeTensor,
     FakeTensorConverter,
     unset_fake_temporarily,
 )
@@ -46,6 +47,7 @@ class WithoutMemory(FakeMode):
         super().__init__()
         self.fake_tensor_converter = _Converter()
         self._constructing = False
+        self._attributes: dict[str, Any] = {}  # of every tensor, all the same
         # An optimizer may read its numbers, mostly counts of steps: they are 2, as some divide by 1 minus a number.
         self.stepping = False
 
@@ -80,6 +82,19 @@ class WithoutMemory(FakeMode):
         return shortcuts.call(
             self, func, args, given, lambda: super(WithoutMemory, self).__torch_dispatch__(func, types, args, given)
         )
+
+    def wrapped(self, tensor: torch.Tensor) -> FakeTensor:
+        """Return ``tensor``, which is on the meta device, as one of this mode's. FakeTensor's own constructor takes as
+        long as all else that is done for an operator."""
+        if not self._attributes:
+            self._attributes.update(vars(FakeTensor(self, tensor, _CPU)))
+        made: Any = torch.Tensor._make_subclass(
+            FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes)
+        wrapped: FakeTensor = made
+        return wrapped
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.stepping and func is torch.ops.aten._local_scalar_dense.default:

@@ -13,6 +13,7 @@ from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.bubble import bubble
 from zerolite.planning.dry_run import Job, older_objects_kept, run, run_stages
 from zerolite.planning.errors import RefusedError
+from zerolite.planning.flops import Flops
 from zerolite.planning.make import (
     ConfigLike,
     check_places,
@@ -116,7 +117,13 @@ class _Search:
     ) -> None:
         self._config, self._world_size, self._nodes = config, world_size, nodes
         self._memory, self._speeds = memory, speeds
-        self._job = lambda config: job_of(model_fn, config, world_size, nodes, 0, device, batch, loss, {})
+        counted: dict[tuple[int, int], dict[int, Flops]] = {}  # by pipeline stages and tensor ranks
+
+        def job(config: ZeroliteConfig) -> Job:
+            flops = counted.setdefault((config.pipeline.stages, config.tensor_parallel.ranks), {})
+            return job_of(model_fn, config, world_size, nodes, 0, device, batch, loss, flops)
+
+        self._job = job
         self._rows: list[tuple[str, Plan]] = []
         self._refused: list[tuple[str, Exception]] = []
         self._of_tensor: dict[int, float] = {}  # seconds, by the number of tensor ranks

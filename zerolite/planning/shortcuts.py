@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from zerolite.utils.nested import find_tensors
+
+if TYPE_CHECKING:
+    from zerolite.planning.fakes import WithoutMemory
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
@@ -59,7 +62,7 @@ takes several times as long."""
 _NUMBERED = _operators("linspace arange arange.start arange.start_step lift_fresh")  # their values may be known
 
 
-def call(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any]) -> Any:
+def call(mode: WithoutMemory, func: Any, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any]) -> Any:
     """Return the result of ``func``, which ``otherwise()`` returns, without asking it twice for the same sizes."""
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if not (_describe(mode, args, key) and _describe(mode, kwargs.values(), key)):
@@ -82,13 +85,13 @@ def call(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any], oth
     return None if known is None else _make(mode, known)
 
 
-def _run_kernel(mode: FakeTensorMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_kernel(mode: WithoutMemory, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the kernel for the meta device."""
     if func in _MAKERS:
         kwargs = {**kwargs, "device": _META}
     with in_kernel_invocation_manager(mode):
         out = func(*args, **kwargs)
-    return out if type(out) is FakeTensor else FakeTensor(mode, out, _CPU)  # in place, or a result
+    return out if type(out) is FakeTensor else mode.wrapped(out)  # in place, or a result
 
 
 @functools.cache
@@ -111,7 +114,7 @@ def _returns(func: Any) -> _Returns | None:
     return None
 
 
-def _describe(mode: FakeTensorMode, values: Iterable[Any], key: list[Any]) -> bool:
+def _describe(mode: WithoutMemory, values: Iterable[Any], key: list[Any]) -> bool:
     """Add to ``key`` all that the sizes of a result depend on. False if ``values`` has something else."""
     for value in values:
         kind = type(value)
@@ -132,13 +135,13 @@ def _describe(mode: FakeTensorMode, values: Iterable[Any], key: list[Any]) -> bo
     return True
 
 
-def _is_plain(tensor: Any, mode: FakeTensorMode) -> bool:
+def _is_plain(tensor: Any, mode: WithoutMemory) -> bool:
     plain = tensor.fake_mode is mode and tensor.constant is None and tensor.fake_device == _CPU
     return plain and tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
 def _ask(
-    mode: FakeTensorMode, returns: _Returns, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any], key: Any
+    mode: WithoutMemory, returns: _Returns, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any], key: Any
 ) -> Any:
     """Return ``otherwise()``, and remember it if it is what the operator's schema says."""
     given = find_tensors((args, kwargs))
@@ -153,7 +156,7 @@ def _ask(
     return out
 
 
-def _is_whole(tensor: Any, mode: FakeTensorMode, taken: set[int]) -> bool:
+def _is_whole(tensor: Any, mode: WithoutMemory, taken: set[int]) -> bool:
     """True if ``tensor`` has memory of its own, no more than it needs. taken: memory of others; its own is added."""
     if type(tensor) is not FakeTensor or not _is_plain(tensor, mode):
         return False
@@ -164,7 +167,7 @@ def _is_whole(tensor: Any, mode: FakeTensorMode, taken: set[int]) -> bool:
     return own and storage.nbytes() == numel * tensor.element_size()
 
 
-def _make(mode: FakeTensorMode, spec: _Tensor) -> FakeTensor:
+def _make(mode: WithoutMemory, spec: _Tensor) -> FakeTensor:
     with torch._C._DisableTorchDispatch():
         made = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=_META)
-    return FakeTensor(mode, made, _CPU)
+    return mode.wrapped(made)
