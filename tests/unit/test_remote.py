@@ -16,7 +16,6 @@ from zerolite.launcher.job import NodeJob, gloo_variables, run_module
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import check_reachable, make_node_jobs, make_plan, own_part
 from zerolite.launcher.preflight import Answer, clock_offset, find_problems
-from zerolite.launcher.remote import own_command
 from zerolite.launcher.remote_commands import Route, exported_variables, make_commands, pack, unpack
 from zerolite.utils import network
 from zerolite.utils.listening import SECRET_VARIABLE
@@ -246,17 +245,6 @@ def test_a_node_with_a_command_of_its_own_finds_its_place(hostfile: str) -> None
         own_part(LaunchRequest(["t.py"], hostfile=hostfile, exclude=socket.gethostname()), 29500)
 
 
-def test_the_command_of_a_node_by_hand(hostfile: str) -> None:
-    request = LaunchRequest(
-        ["-m", "mod"], ["--x"], hostfile=hostfile, include="host2:1@host3", num_nodes=(1, 2), tee=[3]
-    )
-    plan = make_plan(request)
-    assert shlex.join(own_command(request, plan, 0)) == (
-        "env CUDA_VISIBLE_DEVICES=1 zerolite --no-ssh --num-nodes 1:2 --node-rank 0 --master-addr host2 "
-        f"--master-port {plan.port} --nproc 1 --tee 3 -m mod --x"
-    )
-
-
 def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
     request = LaunchRequest(["t.py"], ["a b"], hostfile=hostfile, launcher_args=["-F", "x y"], dry_run=True)
     assert remote.run(request) == 0
@@ -272,14 +260,6 @@ def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFi
     (command,) = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     packed = shlex.split(shlex.split(command)[-1])[-2]
     assert [NodeJob.from_json(job).nproc for job in unpack(packed)["jobs"]] == [2, 4, 4]
-
-
-def test_launcher_none_prints_a_command_for_each_host(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert remote.run(LaunchRequest(["t.py"], hostfile=hostfile, launcher="none", master_port=29777)) == 2
-    printed = capsys.readouterr()
-    assert "--launcher none starts nothing on other hosts; run on each of them" in printed.err
-    for rank in range(3):
-        assert f"--node-rank {rank} --master-addr {socket.gethostname()} --master-port 29777" in printed.out
 
 
 def test_a_host_that_cannot_be_used_is_an_exit_status_of_two(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,7 +221,7 @@ class Agent(LocalElasticAgent):
             exitcode=code,
             seen=seen,
             record=self._record(local_rank),
-            killed_for_memory=code == -signal.SIGKILL and self._memory_kills.happened(pid),
+            killed_for_memory=code == -signal.SIGKILL and self._memory_kills.happened(),
             output=self.logs.outputs[worker.global_rank],
             tail=self.logs.tail(worker.global_rank),
         )

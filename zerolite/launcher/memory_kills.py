@@ -1,14 +1,9 @@
-"""Detection of kills by the kernel for lack of memory, from cgroup counters and the kernel log."""
+"""Detection of kills by the kernel for lack of memory, from cgroup counters."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 from pathlib import Path
-
-KERNEL_LOG = "/dev/kmsg"
-_LOG_RECORDS = 4096  # at most so many of the newest records are read
 
 
 class MemoryKills:
@@ -26,9 +21,9 @@ class MemoryKills:
     def _count(self) -> int:
         return sum(read_counter(path) for path in self._files)
 
-    def happened(self, pid: int) -> bool:
-        """True if a kill was counted since the start, or the kernel's log tells of one of this process."""
-        return self._count() > self._at_start or logged(pid)
+    def happened(self) -> bool:
+        """True if a kill was counted since the start."""
+        return self._count() > self._at_start
 
 
 def counter_files(root: Path, membership: Path) -> list[Path]:
@@ -56,25 +51,3 @@ def read_counter(path: Path) -> int:
             if name == "oom_kill":
                 return int(number)
     return 0
-
-
-def logged(pid: int, path: str = KERNEL_LOG) -> bool:
-    """True if the kernel's log, where it may be read, says that it killed this process for want of memory."""
-    pattern = re.compile(rf"Killed process {pid}\b".encode())
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        for _ in range(_LOG_RECORDS):
-            try:
-                record = os.read(descriptor, 8192)
-            except BrokenPipeError:  # this record was overwritten meanwhile
-                continue
-            if not record or pattern.search(record):
-                return bool(record)
-    except OSError:  # BlockingIOError: no more records
-        return False
-    finally:
-        os.close(descriptor)
-    return False

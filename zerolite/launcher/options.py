@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from zerolite.launcher.job import JobSpec
 from zerolite.version import __version__
 
-LAUNCHERS = ("ssh", "pdsh", "openmpi", "slurm", "none")
+LAUNCHERS = ("ssh", "pdsh", "openmpi", "slurm")
 
 
 @dataclass(frozen=True)
@@ -287,13 +287,12 @@ def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
             from zerolite.compat.as_deepspeed import variables
 
             env |= variables({**os.environ, **env})
-        alone = options.node_rank is not None or (options.launcher == "none" and options.hostfile is None)
         own.update(
             python=not options.no_python,
             num_nodes=None if options.num_nodes is None else parse_num_nodes(options.num_nodes),
             master_addr=None if options.master_addr is None else options.master_addr.strip("[]"),
             launcher_args=shlex.split(options.launcher_args),
-            no_ssh=options.no_ssh or alone,
+            no_ssh=options.no_ssh or options.node_rank is not None,
             log_dir=None if options.log_dir is None else os.path.abspath(options.log_dir),
             tee=parse_ranks(options.tee),
             env=env,

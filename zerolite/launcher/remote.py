@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from zerolite.launcher import supervisor
@@ -23,8 +22,6 @@ def run(request: LaunchRequest) -> int:
     """Run a job on the hosts that were asked for; return its exit status, 2 if it cannot be started."""
     try:
         job = make_plan(request)
-        if request.launcher == "none":
-            return print_own_commands(request, job)
         if len(job.hosts) == 1 and job.route.here == 0:
             return run_here(request, job)
         if request.dry_run:
@@ -130,36 +127,3 @@ def print_commands(request: LaunchRequest, job: JobPlan) -> int:
         print(f"# {place}; to its standard input this line, then a byte every second:\n#   {lines[node]}")
         print(command.shell_line())
     return 0
-
-
-def print_own_commands(request: LaunchRequest, job: JobPlan) -> int:
-    """Print the commands to be run by hand, one on each host."""
-    say("--launcher none starts nothing on other hosts; run on each of them, in the same directory:")
-    for i, host in enumerate(job.hosts):
-        words = own_command(request, job, i)
-        print(f"# {host.name}\ncd {shlex.quote(job.route.cwd)} && {shlex.join(words)}")
-    return 2
-
-
-def own_command(request: LaunchRequest, job: JobPlan, node: int) -> list[str]:
-    """Return the command line that starts one node by hand."""
-    host = job.hosts[node]
-    settings = [f"{key}={value}" for key, value in request.env.items()]
-    if host.devices is not None:
-        settings.append(f"CUDA_VISIBLE_DEVICES={','.join(map(str, host.devices))}")
-    words = [*(["env", *settings] if settings else []), "zerolite", "--no-ssh"]
-    count = len(job.hosts)
-    options = {
-        "--num-nodes": str(count) if job.min_nodes == count else f"{job.min_nodes}:{count}",
-        "--node-rank": str(node),
-        "--master-addr": job.addresses[0],
-        "--master-port": str(job.port),
-        "--nproc": str(host.slots),
-        "--max-restarts": str(request.max_restarts) if request.max_restarts else None,
-        "--log-dir": request.log_dir,
-        "--tee": "all" if request.tee is None else ",".join(map(str, request.tee)) or None,
-    }
-    words += [word for key, value in options.items() if value is not None for word in (key, value)]
-    words += ["--bind-cores"] if request.bind_cores else []
-    words += [] if request.python else ["--no-python"]
-    return [*words, *request.target, *request.script_args]
