@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import resource
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -225,19 +223,6 @@ def test_control_groups_of_version_1(tmp_path: Path) -> None:
         (group.parent / name).write_text((group / name).read_text())
     (group.parent / "memory.limit_in_bytes").write_text("960\n")
     assert available.control_group_left(tmp_path, membership) == 110
-
-
-def test_a_limit_of_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
-    monkeypatch.setattr(available.resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
-    assert available.own_limits_left() is None
-    used = psutil.Process().memory_info()
-    limits[resource.RLIMIT_AS] = used.vms + 10**9
-    left = available.own_limits_left()
-    assert left is not None and abs(left - 10**9) < 10**8
-    assert available.share_of_host(1) <= left + 10**8
-    limits[resource.RLIMIT_DATA] = 1
-    assert available.own_limits_left() == available.share_of_host(1) == 0
 
 
 def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:

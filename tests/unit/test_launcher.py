@@ -154,10 +154,9 @@ class TestCommandLine:
             ["--include", "a"],
             ["--num-nodes", "2"],
             ["--launcher", "slurm"],
-            ["--launcher", "none", "--hostfile", "h"],
         ):
             assert cli.is_remote(self.request(*argv, "t.py"))
-        for argv in ([], ["--num-nodes", "1"], ["--launcher", "none"], ["--num-nodes", "2", "--node-rank", "1"]):
+        for argv in ([], ["--num-nodes", "1"], ["--num-nodes", "2", "--node-rank", "1"]):
             assert not cli.is_remote(self.request(*argv, "t.py"))
 
     def test_env_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

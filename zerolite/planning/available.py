@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -26,26 +25,15 @@ def available_memory(device: torch.device) -> int:
 
 def share_of_host(ranks: int) -> int:
     """Bytes that this process can still allocate if ``ranks`` processes share what is left on the host and in this
-    process's control group, and not more than its own limits (``ulimit -v``, ``-d``) leave."""
+    process's control group."""
     left = psutil.virtual_memory().available
     limit = control_group_left()
-    share = (left if limit is None else min(left, limit)) // ranks
-    own = own_limits_left()
-    return share if own is None else min(share, own)
+    return (left if limit is None else min(left, limit)) // ranks
 
 
 def local_ranks(environ: Mapping[str, str]) -> int | None:
     """Return how many ranks of the job this host has, as the launcher says; None if it does not."""
     return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), 0) or None
-
-
-def own_limits_left() -> int | None:
-    """Bytes until this process reaches a limit of its own (RLIMIT_AS, RLIMIT_DATA). None where there is none."""
-    memory = psutil.Process().memory_info()
-    used = ((resource.RLIMIT_AS, memory.vms), (resource.RLIMIT_DATA, getattr(memory, "data", 0)))
-    limits = [(resource.getrlimit(kind)[0], nbytes) for kind, nbytes in used]
-    lefts = [max(0, limit - nbytes) for limit, nbytes in limits if limit != resource.RLIM_INFINITY]
-    return min(lefts, default=None)
 
 
 class _Version(NamedTuple):

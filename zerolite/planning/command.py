@@ -293,6 +293,7 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
 
 def run(options: argparse.Namespace) -> int:
     """Plan, write and print. Returns the exit status; raises PlanError and ConfigError."""
+    from zerolite.planning.report import Screen, render
     from zerolite.planning.result import Plan
 
     config = load_config(options.config)
@@ -301,28 +302,16 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the model's module prints is no result
         made = make(options, config)
     _write_files(made, options)
-    _print(made.model_dump_json(indent=1) if options.json == "-" else render(made))
+    _print(made.model_dump_json(indent=1) if options.json == "-" else render(made, Screen.of_terminal()))
     if not isinstance(made, Plan):
         return 1 if made.chosen is None and (options.grids or any(plan.fits is False for _, plan in made.rows)) else 0
-    status = check(options, made) if options.check else 0
-    return status or (1 if made.fits is False else 0)
+    status = 1 if made.fits is False else 0
+    if options.check:
+        from zerolite.planning.check import run_check
 
-
-def check(options: argparse.Namespace, plan: Plan) -> int:
-    """Run a real job and print it beside its plan. Returns the exit status; raises PlanError."""
-    from zerolite.planning.check import run_check
-
-    given = {"batch": options.batch or options.input_spec, "loss": options.loss, "device": options.device}
-    status: int = run_check(options.model, options.config, options.world_size, **given, plan=plan)
+        given = {"batch": options.batch or options.input_spec, "loss": options.loss, "device": options.device}
+        status = run_check(options.model, options.config, options.world_size, **given, plan=made) or status
     return status
-
-
-def render(made: Plan | Comparison) -> str:
-    """The text for standard output."""
-    from zerolite.planning.report import Screen
-    from zerolite.planning.report import render as render_for
-
-    return render_for(made, Screen.of_terminal())
 
 
 def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
