@@ -167,7 +167,7 @@ def test_mistakes_of_the_config_are_told_verbatim(ask: Ask, made: list[Any], con
     ("model", "options", "sentence"),
     [
         ("plan_models:bild", (), "module 'plan_models' has no 'bild'; did you mean 'build'?"),
-        ("plan_modles:build", (), "there is no module 'plan_modles' in the working directory"),
+        ("plan_modles:build", (), "importing 'plan_modles' failed with ModuleNotFoundError"),
         ("nonsuch/config.json", (), "there is no file 'nonsuch/config.json'"),
         ("plan_models:build", ("--input-spec", "x:int64"), "expected name:dtype[sizes] for each tensor"),
         ("plan_models:build", ("--batch", "plan_models:nonsuch"), "--batch plan_models:nonsuch: module"),
