@@ -138,6 +138,11 @@ def test_models_made_under_zero_init(tmp_path: Path) -> None:
     assert result["worst"] < 1e-6
 
 
+def test_the_moving_average_of_diffusers(tmp_path: Path) -> None:
+    need("diffusers", "transformers")
+    assert max(run(tmp_path, "ema_loop.py")) < 1e-6
+
+
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")])
 def test_a_run_of_deepspeed_is_resumed(tmp_path: Path, stage: int, precision: str) -> None:
     """The losses are those with which DeepSpeed resumes its own checkpoint."""
