@@ -30,6 +30,7 @@ from zerolite.engine import build
 from zerolite.offload.from_config import tiers_of
 from zerolite.offload.shard_reader import Arrival, ShardReader
 from zerolite.offload.swap_file import SwapFile
+from zerolite.offload.tiers import Transfer
 from zerolite.utils.memory_items import COMPUTE, GATHERED, HOST, STAGING, listeners
 from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
 from zerolite.zero.layout import part_numel
@@ -227,7 +228,7 @@ def failing_disk(config: dict[str, Any]) -> dict[str, Any]:
 SwapFile_read = SwapFile.read
 
 
-class _Failed:
+class _Failed(Transfer):
     def wait(self) -> None:
         raise OSError(5, "read 17 bytes of the swap file")
 
