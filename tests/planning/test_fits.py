@@ -139,14 +139,17 @@ def test_the_stage_that_fits_is_chosen_on_all_ranks(pools: Pools) -> None:
 
 @pytest.mark.slow
 def test_few_dry_runs_choose_the_stage_and_check_the_memory(pools: Pools) -> None:
-    """Stage 1 fits, so 2 and 3 are not asked; its plan is the one that is checked."""
+    """Stage 1 fits, so 2 and 3 are not asked; its plan is the one that is checked. Where its states alone are too
+    large, stage 2 is not asked either."""
 
     def runs(free: float) -> list[int]:
-        kwargs = {"config": config("auto", bf16={"enabled": True}), "free": [int(free * NUMEL)] * 2}
+        settings = config("auto", bf16={"enabled": True}, memory_check="warn")
+        kwargs = {"config": settings, "free": [int(free * NUMEL)] * 2}
         return pools(2).run(CASE, kwargs)[0]["runs"]
 
     assert runs(13.3) == [1]  # with the model's 4 bytes 80 % are less than 2 + 4 + 8, which stage 0 keeps
     assert runs(14) == [1, 0]
+    assert runs(5.5) == [1, 3]  # 80 % of 9.5 are less than 2 + 2 + 4
 
 
 def test_one_rank_without_memory_stops_all(pools: Pools) -> None:

@@ -84,14 +84,14 @@ def choose_stage(
 
 
 def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
-    """True if a stage needs no plan: 2 and 3 where a lower one fits, which sends no more, and 0 where what stage 1
-    shards over the ranks is too large in one piece."""
-    if stage >= 2:
-        return any(made.fits for made in plans)
-    if stage == 1 or not plans:
+    """True if a stage needs no plan: 2 and 3 where a lower one fits, which sends no more; 2 where what it shares with
+    stage 1 is too large already; and 0 where what stage 1 shards over the ranks is too large in one piece."""
+    if stage >= 2 and any(made.fits for made in plans):
+        return True
+    if stage not in (0, 2) or not plans or plans[0].stage != 1:
         return False
-    states = plans[0].states
-    return states[COMPUTE] + (states[MASTERS] + states[STATES]) * plans[0].world_size > limit
+    states, parts = plans[0].states, plans[0].world_size if stage == 0 else 1
+    return states[COMPUTE] + (states[MASTERS] + states[STATES]) * parts > limit
 
 
 def _possible_stages(config: ZeroliteConfig) -> list[int]:
