@@ -310,6 +310,17 @@ def test_interrupt_twice_kills_at_once(start) -> None:
 
 
 @pytest.mark.slow
+def test_interrupted_ranks_that_do_not_finish(start) -> None:
+    job = start(PRELUDE + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nup()\nwait()\n", "--nproc", "2")
+    job.wait_up(0, 1)
+    since = time.time()
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.stderr
+    assert 19 < job.ended_at - since < 20 + LIMIT_S and job.left() == []
+    assert "did not finish within 20 s" in job.stderr
+
+
+@pytest.mark.slow
 def test_first_failure_is_the_cause(start) -> None:
     """Rank 1 fails; the others see only that it has gone, one of them fails too. The cause is told."""
     body = """

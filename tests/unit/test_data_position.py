@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from zerolite.data.dataloader import Loaders, RepeatingLoader
+from zerolite.data.position import position_from
 
 SIZES = [1, 7, 12, 37, 48]
 
@@ -478,3 +479,16 @@ def test_a_pass_that_cannot_be_continued_begins_anew(before, after, words, caplo
     assert "Loader 0 of this engine had given 6 of 12 samples" in said and words in said and "begins anew" in said
     assert sorted(sample for _, samples in resumed.passing() for sample in samples) == list(range(12))
     del passing
+
+
+def test_a_state_of_another_generator_is_not_used(caplog):
+    loaders, loader = one_process(lambda: DataLoader(list(range(12)), 3, shuffle=True))
+    batches = iter(loader)
+    next(batches)
+    (state,) = loaders.state_dict()
+    for text in ("00ff", "not hexadecimal", None):
+        caplog.clear()
+        loaders.load_state_dict([{**state, "drawn_from": text}])
+        assert "the random state that its order was drawn from" in caplog.text
+        assert sorted(sample for batch in loader for sample in batch.tolist()) == list(range(12))
+    assert position_from(state).consumed == 3

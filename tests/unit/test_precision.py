@@ -137,6 +137,14 @@ def test_all_walks_meet_the_same_tensors_in_the_same_order(kind):
     assert leaves[-1] == ("after", value["after"]) and ("nested.2", {}) in leaves
 
 
+def test_tensors_of_objects_that_refer_to_each_other_are_found():
+    one, other = Custom(), Custom()
+    one.other, other.other, other.several = other, one, {torch.ones(1)}
+    found = {id(tensor) for tensor in find_in_objects([one, None, nn.Linear(1, 1)])}
+    assert found == {id(one.tensor), id(other.tensor), *map(id, other.several)}
+    assert find_tensors([one, other]) == []
+
+
 @pytest.mark.parametrize("compute", HALVES)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_inputs_of_any_shape_are_cast_and_never_changed(kind, compute):

@@ -1,14 +1,16 @@
 """Variables that torchrun, srun and the mpiruns leave in the environment, and what follows from them."""
 
+import datetime
 import os
 import sys
 import types
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import zerolite
-from zerolite.comm import process_group
+from zerolite.comm import process_group, rendezvous
 from zerolite.comm.rendezvous import Rendezvous, find_local_rank, first_host, read_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "123"}
@@ -119,6 +121,33 @@ def test_mpichs_names():
     assert read_environment({**MPICH, "PMI_RANK": "0", "PMI_SIZE": "1"}).world_size == 1
 
 
+def test_two_mpichs_on_a_host_get_different_ports(monkeypatch):
+    """They do not number their jobs, so the process tells them apart that has started the ranks."""
+    ports = set()
+    for launching in ("10 700", "10 701", "11 700"):
+        monkeypatch.setattr(rendezvous, "_launching_process", lambda of=launching: of)
+        ports.add(read_environment({**MPICH, "MPI_LOCALNRANKS": "2"}).master_port)
+        assert read_environment({**MPICH, "MASTER_ADDR": "h"}).master_port == 29500, "it says nothing to other hosts"
+    assert len(ports) == 3 and min(ports) >= 20000 and max(ports) < 32768
+
+
+def test_an_mpirun_is_found_among_the_processes_above(tmp_path, monkeypatch):
+    def process(pid, name, parent, start):
+        (tmp_path / pid).mkdir()
+        numbers = [parent, *["0"] * 17, start, "0"]
+        (tmp_path / pid / "stat").write_text(f"{pid} ({name}) S {' '.join(numbers)}\n")
+
+    monkeypatch.setattr(rendezvous, "Path", lambda path: tmp_path / path.removeprefix("/proc/"))
+    assert rendezvous._launching_process() is None, "not Linux"
+    process("self", "python) S 7 (x", "20", "900")
+    process("20", "bash", "10", "800")
+    process("10", "hydra_pmi_proxy", "1", "700")
+    process("1", "init", "0", "1")
+    assert rendezvous._launching_process() == "10 700"
+    (tmp_path / "10" / "stat").write_text((tmp_path / "20" / "stat").read_text().replace(" 10 ", " 1 "))
+    assert rendezvous._launching_process() is None
+
+
 def test_pmi_of_other_launchers():
     env = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_ADDR": "h"}
     assert read_environment(env) == Rendezvous(3, 4, 1, "h", 29500) and find_local_rank(env) == 1
@@ -217,3 +246,51 @@ def test_gloo_is_told_the_interface_that_leads_to_rank_0(monkeypatch, host, rank
     process_group._keep_gloo_here(host, 8)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+@pytest.mark.parametrize(("version", "wanted"), [("2.6.0", "1"), ("2.7.1+cu126", "1"), ("2.8.0+cu128", None)])
+def test_old_torch_is_told_to_keep_tensors_and_not_to_record_streams(version, wanted):
+    name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+    assert process_group.nccl_environment(TorchVersion(version), {}).get(name) == wanted
+    assert process_group.nccl_environment(TorchVersion(version), {name: "0"}) == {}
+
+
+def test_nccl_is_told_before_there_is_a_group(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1"))
+    monkeypatch.setattr(process_group.dist, "is_initialized", lambda: False)
+    monkeypatch.setenv("TORCH_NCCL_AVOID_RECORD_STREAMS", "")  # so that what is set below is taken back
+    monkeypatch.delenv("TORCH_NCCL_AVOID_RECORD_STREAMS")
+    start = lambda *args: seen.append(process_group.os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS"))  # noqa: E731
+    monkeypatch.setattr(process_group, "_start_from_environment", start)
+    monkeypatch.setattr(process_group, "_started_here", False)
+    zerolite.init_distributed()
+    assert seen == ["1"]
+
+
+def test_gathers_over_nccl_have_high_priority(monkeypatch):
+    made = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream=False):
+            self.priority, self._timeout = is_high_priority_stream, None
+            made.append(self)
+
+    monkeypatch.setattr(process_group.dist, "ProcessGroupNCCL", types.SimpleNamespace(Options=Options), raising=False)
+    timeout = datetime.timedelta(seconds=7)
+    options = process_group.group_options("nccl", process_group.GATHERS, timeout)
+    assert made == [options] and options.priority is True and options._timeout == timeout
+    assert process_group.group_options("gloo", process_group.GATHERS, timeout) is None
+    assert process_group.group_options("nccl", "checkpoint", timeout) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "known", "chosen"),
+    [("cpu:gloo,cuda:nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)],
+)
+def test_gloo_beside_nccl_connects_ranks_when_they_speak(monkeypatch, backend, known, chosen):
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", known or "")  # undone afterwards
+    if known is None:
+        monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    process_group._let_gloo_wait(backend)
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_listed_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_tool_that_fails_means_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, monkeypatch, 'echo "GPU 0: but the driver is broken"; exit 9')
+    assert resources.count_cuda_devices({}) == 0
+
+
+def test_a_tool_that_hangs_means_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, "")
+
+    def hang(command: list[str], timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
     assert resources.count_cuda_devices({}) == 0
 
 
@@ -168,6 +179,27 @@ def test_quota_of_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tex
     machine.write("proc/self/cgroup", "0::/")
     machine.write("sys/fs/cgroup/cpu.max", text)
     assert read_cpu_quota(tmp_path) == quota
+
+
+def test_the_strictest_of_nested_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch, [[0]])
+    machine.write("proc/self/cgroup", "0::/slice/job/step")
+    for group, text in (("slice", "800000 100000"), ("slice/job", "250000 100000"), ("slice/job/step", "max 100000")):
+        machine.write(f"sys/fs/cgroup/{group}/cpu.max", text)
+    assert read_cpu_quota(tmp_path) == 2.5
+
+
+@pytest.mark.parametrize("group", ["/docker/1234", "/"])
+def test_quota_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    """In a container the path is the host's, and the files lie at the root of the mount."""
+    machine = Machine(tmp_path, monkeypatch, [[0]])
+    machine.write("proc/self/cgroup", f"5:memory:{group}\n4:cpu,cpuacct:{group}\n0::/")
+    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "300000")
+    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
+    machine.write("sys/fs/cgroup/memory/cpu.max", "100000 100000")
+    assert read_cpu_quota(tmp_path) == 3.0
+    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1")
+    assert read_cpu_quota(tmp_path) is None
 
 
 @pytest.mark.parametrize(
