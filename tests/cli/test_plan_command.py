@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -122,6 +123,24 @@ def test_a_picture(ask: Ask, made: list[Any]) -> None:
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_output_without_unicode(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made.append(make_plan(notes=["α"]))
+    with open("out.txt", "w", encoding="ascii") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        assert command.main(["--model", "m:f", "--config", "zero2.json", "--world-size", "8"]) == 0
+    assert Path("out.txt").read_bytes().endswith(b"- ?\n")
+
+
+def test_check_is_asked_for(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    check = ModuleType("zerolite.planning.check")
+    check.run_check = lambda *args, **given: asked.append((args, given)) or 1  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "zerolite.planning.check", check)
+    assert ask("--check", "--input-spec", "float32[2]", "--device", "cpu")[0] == 1
+    given = {"batch": "float32[2]", "loss": None, "device": "cpu", "plan": made[0]}
+    assert asked == [(("plan_models:build", "zero2.json", 8), given)]
+
+
 # -------------------------------------------------------------------- mistakes
 
 
@@ -144,6 +163,12 @@ def test_mistakes_of_the_command_line(ask: Ask, made: list[Any], options: list[s
     status, out, err = ask(*options)
     assert (status, out) == (2, "") and err.startswith("zerolite plan: ") and sentence in err
     assert err.count("\n") == 1
+
+
+def test_a_picture_without_matplotlib(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, _, err = ask("--png", "plan.png")
+    assert (status, err) == (2, "zerolite plan: --png needs matplotlib: pip install 'zerolite[plot]'\n")
 
 
 @pytest.mark.parametrize(

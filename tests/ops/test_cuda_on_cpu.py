@@ -20,6 +20,7 @@ from tests.ops.cuda_calls import (
     Dtypes,
     all_dtypes,
     copy_call,
+    copy_tensor,
     differences,
     flat,
     make_call,
@@ -228,3 +229,12 @@ def test_squares_of_many_segments(library: ctypes.CDLL, count: int, owners: int)
         kernels = SimulatedKernels(library, capturing)
         kernels.squares(sums, [value], table)
         assert torch.equal(sums, wanted)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_squares_show_what_is_not_finite(kernels: SimulatedKernels, bad: float) -> None:
+    values = [copy_tensor(finite(NORM_CHUNK + 5, 0, torch.bfloat16, i)) for i in range(2)]
+    values[1][-1] = bad
+    sums = torch.zeros(2, dtype=torch.float64)
+    kernels.squares(sums, values, torch.tensor([(i, 0, NORM_CHUNK + 5, i) for i in range(2)]))
+    assert sums.isfinite().tolist() == [True, False]

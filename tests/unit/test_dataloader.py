@@ -113,6 +113,15 @@ def test_drop_last_with_too_little_data():
         build_dataloader(list(range(7)), 4, 0, 2, drop_last=True)
 
 
+def test_workers_load_the_same_samples():
+    data = list(range(9))
+    here = build_dataloader(data, 2, 1, 2)
+    workers = build_dataloader(data, 2, 1, 2, num_workers=2)
+    assert workers.num_workers == 2
+    for _ in range(2):
+        assert samples(workers) == samples(here)
+
+
 def test_an_iterable_dataset_on_several_ranks_is_said_once(caplog):
     with caplog.at_level("WARNING", "zerolite"):
         for rank in range(2):
@@ -189,3 +198,10 @@ class Reversed(DistributedSampler):
 def test_loaders_of_which_the_samples_are_not_known(loader, words):
     with pytest.raises(ValueError, match=f"prepare_loader: expected a torch DataLoader.*{words}"):
         loaders_of(1, 2).prepare(loader)
+
+
+def test_the_collate_function_of_the_engine_is_the_default():
+    loaders = loaders_of(0, 1)
+    loaders.collate_fn = sum
+    assert list(loaders.make([1, 2, 3, 4, 5], route="eval")) == [10, 5]
+    assert list(loaders.make([1, 2, 3, 4, 5], route="eval", collate_fn=max)) == [4, 5]

@@ -290,6 +290,14 @@ def test_torchs_transformer_layer_calls_its_modules(pattern, inside):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_is_refused():
+    model = nn.ModuleDict({"fine": nn.Linear(2, 2), "script": torch.jit.script(nn.Linear(2, 2))})
+    kept(model, "fine")
+    with pytest.raises(ConfigError, match="fp32_modules: .*'script', which is TorchScript"):
+        kept(model, "script")
+
+
 def test_names_are_those_from_before_compiling():
     model = Net()
     model.blocks[0] = torch.compile(model.blocks[0], backend="eager")

@@ -505,3 +505,17 @@ def test_moments_are_read_when_the_device_has_passed_them(device: Device) -> Non
         one_step(clock, device, number)
     assert device.moments == made, "moments that were read are used again"
     assert reports[-1] == (48, STEP_TIMES)
+
+
+def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> None:
+    reports: list[dict[str, float]] = []
+    clock = PhaseClock(CPU, 1, lambda step, means: reports.append(dict(means)))
+    clock.enter(STEP)
+    clock.enter(REDUCE_WAIT)
+    device.now += 3
+    clock.leave(STEP)
+    assert not clock.is_open(STEP) and not clock.is_open(REDUCE_WAIT)
+    device.now += 1
+    clock.end_step(1)
+    clock.end_step(1)  # an update that raised: no step has ended
+    assert reports == [{FORWARD: 0.0, BACKWARD: 0.0, REDUCE_WAIT: 3.0, GATHER: 0.0, STEP: 0.0, OTHER: 1.0}]
