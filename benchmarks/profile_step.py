@@ -29,16 +29,22 @@ import torch.multiprocessing as mp
 from benchmarks.competitors import Setting, make_zerolite_engine, optimizer_for
 from benchmarks.model import ModelSize, build_model, make_batches
 from benchmarks.workers import join_group
+from zerolite.zero.gradient_bucket import GradientBucket
+from zerolite.zero.step_update import UpdateSweep
 
+# (class, method) -> the phase it belongs to. These are many objects, which keep methods of each other.
+CLASSES = {
+    (GradientBucket, "accept"): "gradients into buckets",
+    (GradientBucket, "put_run"): "gradients into buckets",
+    (GradientBucket, "put_held"): "gradients into buckets",
+    (UpdateSweep, "run"): "update",
+}
 # (attribute of the engine, method) -> the phase it belongs to. The methods are wrapped on the instance.
 PHASES = {
-    ("_reducer", "_accept"): "gradients into buckets",
-    ("_reducer", "_put_held"): "gradients into buckets",
     ("_reducer", "_launch"): "launch reductions",
     ("_reducer", "_complete"): "wait for reductions",
     ("_reducer", "clear"): "clear",
     ("_pipeline", "stats"): "norm and finiteness",
-    ("optimizer", "update"): "update",
     ("_publisher", "publish_bucket"): "publish: launch",
     ("_publisher", "wait"): "publish: wait",
 }
@@ -133,6 +139,8 @@ def _alone(setting: Setting, size: ModelSize) -> Step:
 
 
 def _zerolite(setting: Setting, size: ModelSize, stage: int, zero: dict[str, Any], timer: PhaseTimer) -> Step:
+    for (kind, method), name in CLASSES.items():
+        timer.wrap(kind, method, name)
     engine = make_zerolite_engine(build_model(size), setting, stage, zero)
     for (path, method), name in {**PHASES, **(STAGE_3 if stage == 3 else {})}.items():
         timer.wrap(getattr(engine, path), method, name)
