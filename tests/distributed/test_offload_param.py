@@ -177,7 +177,7 @@ def built_partitioned(configs: dict[str, dict[str, Any]], remote_device: str | N
             result["copied"] = {key: p.detach().clone() for key, p in copied.named_parameters()}
         del copied
         for turn in range(2):
-            engine = zerolite.initialize(model, config)
+            engine = zerolite.initialize(model, settings)
             result[f"losses {turn}"] = _losses(engine, 3)
             del engine
             with GatheredParameters(model):
