@@ -65,7 +65,14 @@ TEST = ["mypy>=1.8", "pytest>=8", "ruff>=0.6", "setuptools>=68", "wheel"]
 TRANSFORMERS = ["transformers>=4.40"]  # tests of its models are skipped where it is absent
 DIGITS = ["scikit-learn>=1.0"]  # the data of examples/digits
 LORA = ["peft>=0.10", "transformers>=4.40"]  # examples/lora
-CLIENTS = ["accelerate>=1.0", "diffusers>=0.30", "peft>=0.10", "transformers>=4.46", "trl>=0.12"]  # tests/clients
+CLIENTS = [
+    "accelerate>=1.0",
+    "diffusers>=0.30",
+    "lightning>=2.2",
+    "peft>=0.10",
+    "transformers>=4.46",
+    "trl>=0.12",
+]  # tests/clients
 RAY = ["ray[train]>=2.9"]  # examples/ray_train
 BENCH = ["deepspeed>=0.15", "numpy"]
 DOCS = ["mkdocs-material>=9.5", "mkdocs>=1.6", "mkdocstrings[python]>=0.26"]  # `make site`

@@ -38,6 +38,17 @@ TRAINER_LOSSES = [
 ]
 TRAINER_EVALS = [4.537005424499512, 4.483879089355469]
 TRAINER_TOKENS = [10, 56, 25, 3, 3, 3, 3, 3]
+# DeepSpeed's, stage 2.
+LIGHTNING_LOSSES = [
+    0.16932038962841034,
+    0.002040319610387087,
+    0.01804976724088192,
+    0.006850617006421089,
+    0.05211067944765091,
+    0.013547906652092934,
+    0.034861970692873,
+    0.03187110275030136,
+]
 # zerolite's.
 LORA_LOSSES = [
     4.5691118240356445,
@@ -136,6 +147,14 @@ def test_models_made_under_zero_init(tmp_path: Path) -> None:
         assert result[name], name
     assert 0.015 < result["spread"] < 0.025  # transformers' initialisation, 0.02
     assert result["worst"] < 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lightning_trains_and_resumes(tmp_path: Path, stage: int) -> None:
+    need("lightning")
+    result = run(tmp_path, "lightning_loop.py", str(stage))
+    assert result["whole"] == pytest.approx(LIGHTNING_LOSSES, rel=3e-6)
+    assert result["first"] + result["second"] == result["whole"]
 
 
 def test_the_moving_average_of_diffusers(tmp_path: Path) -> None:

@@ -58,9 +58,10 @@ class DeepSpeedOptimizer:
         self._engine.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:
-        """This rank's states by parameter, for reading."""
-        return self._engine.optimizer.state
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """This rank's states by parameter, in dicts of their own: Lightning, which puts moved tensors into them when it
+        ends, changes nothing. ``deepspeed.utils.safe_set_full_optimizer_state`` sets a state."""
+        return {parameter: dict(states) for parameter, states in self._engine.optimizer.state.items()}
 
     @property
     def defaults(self) -> dict[str, Any]:
