@@ -51,7 +51,7 @@ $(INSTALLED): $(INPUTS) | $(CONSTRAINTS)
 	@touch $@
 
 $(ALL_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)
-	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[transformers,lora,clients,tensorboard,docs]'
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[transformers,lora,clients,ray,tensorboard,docs]'
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED) | $(CONSTRAINTS)
