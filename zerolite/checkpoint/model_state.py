@@ -172,9 +172,11 @@ class ModelState:
 
     # ---------------------------------------------------------------- saving
 
-    def shards(self, exclude_frozen: bool, elsewhere: Collection[str] = ()) -> tuple[list[Shard], Scalars]:
+    def shards(
+        self, exclude_frozen: bool, elsewhere: Collection[str] = (), with_scalars: bool = True
+    ) -> tuple[list[Shard], Scalars]:
         """Return the parameters and states that this rank writes, and the states that are one number. elsewhere: names
-        of the parameters that another stage writes."""
+        of the parameters that another stage writes. with_scalars: copy these numbers too."""
         names = self.names_by_index()
         chosen = {i for i, p in enumerate(self.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
         sharded = [part for index, part in self._masters(names) if index in chosen]
@@ -186,7 +188,7 @@ class ModelState:
             for kind, value in state.items():
                 if not self.is_scalar(kind, value, piece):
                     sharded.append(self._state_range(piece, name, kind, value))
-                elif self._writes_scalars(piece):
+                elif with_scalars and self._writes_scalars(piece):
                     scalars.setdefault(kind, {})[name] = _number(value)
         if not self.buffer.shard:
             sharded, everywhere = everywhere, sharded

@@ -164,7 +164,7 @@ class Saver:
 
     def nbytes(self) -> int:
         """Bytes of parameters, masters and states that this rank writes."""
-        return sum(shard.nbytes for shard in self._parts.model.shards(exclude_frozen=False)[0])
+        return sum(shard.nbytes for shard in self._parts.model.shards(exclude_frozen=False, with_scalars=False)[0])
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, has ended. Raises what went wrong with it, once."""
