@@ -11,7 +11,7 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.bubble import bubble
-from zerolite.planning.dry_run import Job, older_objects_kept, run, run_stages
+from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run, run_stages
 from zerolite.planning.errors import RefusedError
 from zerolite.planning.flops import Flops
 from zerolite.planning.make import (
@@ -127,6 +127,7 @@ class _Search:
         self._rows: list[tuple[str, Plan]] = []
         self._refused: list[tuple[str, Exception]] = []
         self._of_tensor: dict[int, float] = {}  # seconds, by the number of tensor ranks
+        self._outcomes: dict[tuple[Grid, int], dict[int, Outcome]] = {}  # by grid and stage of ZeRO; pipeline stages
         self._base = self._plan_base()
 
     def result(self) -> Comparison:
@@ -280,9 +281,12 @@ class _Search:
     def _planned(self, job: Job, stages: Sequence[int]) -> Plan:
         """Plan ``stages`` of a pipeline, or all where there is none, from a step that may be shorter."""
         short, times = self._shortened(job)
-        outcomes = run_stages(short, stages, 1) if job.grid.pipe > 1 else {0: run(short, 1)}
-        made = plan_of_stages(short, outcomes, self._nodes, *self._memory)
         zero = job.config.zero_optimization.chosen_stage
+        known = self._outcomes.setdefault((job.grid, zero), {})
+        missing = [stage for stage in stages if stage not in known]
+        if missing:
+            known |= run_stages(short, missing, 1) if job.grid.pipe > 1 else {0: run(short, 1)}
+        made = plan_of_stages(short, {stage: known[stage] for stage in stages}, self._nodes, *self._memory)
         update = {
             "accumulation": job.config.gradient_accumulation_steps or 1,
             **_longer(made, times, zero),
