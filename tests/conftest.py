@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import faults
-from tests.pool import Pool
+from tests.toolkit.pool import Pool
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import ROOT, Pools
+from tests.toolkit.pool import ROOT, Pools
 
 CASES = "tests.checkpoint.cases.background"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.cases import crashes
-from tests.pool import Pool, Pools, WorkerDied
+from tests.toolkit.pool import Pool, Pools, WorkerDied
 
 CASES = "tests.checkpoint.cases.crashes"
 

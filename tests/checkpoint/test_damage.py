@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint import crafted, faults
 from tests.checkpoint.crafted import FILES
-from tests.pool import Pool, Pools
+from tests.toolkit.pool import Pool, Pools
 from zerolite.checkpoint import inspect
 from zerolite.checkpoint.directory import MANIFEST, find
 from zerolite.checkpoint.errors import CheckpointError

@@ -19,7 +19,7 @@ import torch
 
 from tests.checkpoint.cases.export import read_model
 from tests.checkpoint.deepspeed_writer import CASES, STEPS
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.checkpoint.export import export_checkpoint
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.compat.deepspeed_import import import_deepspeed

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.cases.elastic import BATCH, SAVED, STEPS
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 CASES = "tests.checkpoint.cases.elastic"
 SIZES = {1: (BATCH, 3, 8), 2: (BATCH, 3, 4), 3: (BATCH, 2, 4), 4: (BATCH, 3, 2)}

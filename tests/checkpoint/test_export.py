@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests import models
 from tests.checkpoint.cases.export import (
     BUFFERS,
     PARAMETERS,
@@ -23,8 +22,9 @@ from tests.checkpoint.cases.export import (
     read_file,
     read_model,
 )
-from tests.distributed.configs import ADAMW, PARTITIONED, config
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.pool import Pools
 from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelWriter, plan_files

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_resume import assert_goes_on, run
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 CASES = "tests.checkpoint.cases"
 SLOW = pytest.mark.slow

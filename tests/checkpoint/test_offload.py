@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint.cases.resume import differences
 from tests.checkpoint.test_resume import SLOW, assert_goes_on, same_sums
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.checkpoint import export
 
 CASES = "tests.checkpoint.cases.offload"

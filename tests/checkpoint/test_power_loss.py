@@ -17,7 +17,7 @@ import pytest
 from tests.checkpoint import faults
 from tests.checkpoint.block_layer import Change, Disk, Recorder, crashes, read_tree, write_tree
 from tests.checkpoint.cases.crashes import SCENARIOS, _found
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError

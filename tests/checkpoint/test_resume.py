@@ -16,7 +16,7 @@ import torch
 
 from tests.checkpoint.cases.recipes import RECIPES
 from tests.checkpoint.cases.resume import differences
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 CASES = "tests.checkpoint.cases.resume"
 STAGES = (0, 1, 2, 3)

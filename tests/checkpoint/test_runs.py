@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import crafted, faults
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.checkpoint.directory import MANIFEST, complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import read_manifest

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.cli.helpers import free_port
-from tests.pool import Pool
+from tests.toolkit.pool import Pool
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
 CASES = "tests.distributed.cases.arrival"

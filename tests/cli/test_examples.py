@@ -18,8 +18,8 @@ from torch import Tensor
 from tests.cli import example_cases
 from tests.cli.helpers import COMMAND, ROOT, TIMEOUT_S, free_port, job_environment
 from tests.cli.test_documentation import code_blocks
-from tests.distributed.configs import PARTITIONED
-from tests.pool import Pool, Pools
+from tests.toolkit.configs import PARTITIONED
+from tests.toolkit.pool import Pool, Pools
 
 CASES = "tests.cli.example_cases"
 EXAMPLES = ROOT / "examples"

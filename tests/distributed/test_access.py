@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import zerolite
-from tests import models, reference
-from tests.distributed.cases.training import make_engine, snapshot
-from tests.distributed.configs import ADAMW, PARTITIONED, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models, reference
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.growth import message_of
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import make_engine, snapshot
 
 SKIPPED = ("empty", "unused")  # of OddModel: they never have states
 

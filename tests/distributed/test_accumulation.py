@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import models, reference
-from tests.distributed.cases.training import make_engine, snapshot
-from tests.distributed.configs import ADAMW, SGD, config, dynamic_fp16
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models, reference
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, SGD, config, dynamic_fp16
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import make_engine, snapshot
 
 
 def loss_on(engine: Any, step: int, micro: int) -> Tensor:

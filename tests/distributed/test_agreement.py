@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
-from tests.distributed.configs import config
-from tests.pool import Pools
+from tests.toolkit.configs import config
+from tests.toolkit.pool import Pools
 from zerolite.comm import (
     CollectiveCheck,
     HostGroup,

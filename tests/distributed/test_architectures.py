@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.cases.architectures import ALL, PLANS
 from tests.distributed.test_tensor_parallel import GRADIENTS, LOSS
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 CASES = "tests.distributed.cases.architectures"
 

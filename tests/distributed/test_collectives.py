@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerolite
-from tests.pool import Pool, Pools
+from tests.toolkit.pool import Pool, Pools
 from tests.toolkit.transports import CPU, F32, UNITS, pair, transport
 from zerolite.comm import (
     Communicator,

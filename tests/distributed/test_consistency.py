@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import BATCHES, LOSSES, make_engine
-from tests.distributed.configs import ADAMW, PARTITIONED, config
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.lockstep import skipping_on_device
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import BATCHES, LOSSES, make_engine
 
 
 def unread(function: str, **arguments: Any) -> Any:

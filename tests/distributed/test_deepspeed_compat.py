@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zerolite.compat.deepspeed as deepspeed
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 CASES = "tests.distributed.cases.deepspeed_compat"
 PARTS = "tests.distributed.cases.deepspeed_parts"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases.drop_in import STAGES, all_cases
-from tests.models import ROOT
-from tests.pool import Pools
+from tests.toolkit.models import ROOT
+from tests.toolkit.pool import Pools
 
 HEADER = ["what a loop does", "0", "1", "2", "3", "instead"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from tests.toolkit.transports import UNITS, pair, transport
 from zerolite.comm import Communicator, Pending, dry_communicator, gloo, record
 from zerolite.utils import memory_items

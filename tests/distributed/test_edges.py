@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import zerolite
-from tests.pool import Pools
 from tests.toolkit.compare import everywhere_equal
+from tests.toolkit.pool import Pools
 from zerolite.comm import host_memory
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}

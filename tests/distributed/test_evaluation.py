@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import make_engine, snapshot
-from tests.distributed.configs import config
-from tests.distributed.configs import config as make_config
-from tests.pool import Pool, Pools
+from tests.toolkit import models
+from tests.toolkit.configs import config
+from tests.toolkit.configs import config as make_config
+from tests.toolkit.pool import Pool, Pools
+from tests.toolkit.training import make_engine, snapshot
 from tests.toolkit.transports import transport
 from zerolite.data.dataloader import EpochSampler
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import make_engine, snapshot
-from tests.distributed.configs import config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import make_engine, snapshot
 from zerolite.comm import record
 
 STEPS = 3

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import models, reference
 from tests.distributed.cases import grid as cases
 from tests.distributed.cases.grid import Grid, grids, on_grid
-from tests.distributed.configs import PARTITIONED, SGD, STATIC_SCALE, Optimizer, config
-from tests.pool import Pools
+from tests.toolkit import models, reference
+from tests.toolkit.configs import PARTITIONED, SGD, STATIC_SCALE, Optimizer, config
+from tests.toolkit.pool import Pools
 from zerolite.pipe.schedules import available_schedules
 
 CASES = "tests.distributed.cases.grid"

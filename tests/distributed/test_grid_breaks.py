@@ -11,10 +11,10 @@ import pytest
 
 from tests.distributed import test_grid
 from tests.distributed.cases.grid import Grid, on_grid
-from tests.distributed.configs import PARTITIONED, SGD, Optimizer, config, dynamic_fp16
 from tests.distributed.test_grid import CLIP, FP32, assert_ranks_agree, expected, worst
 from tests.distributed.test_hang_processes import run as run_processes
-from tests.pool import CaseFailed, Pools
+from tests.toolkit.configs import PARTITIONED, SGD, Optimizer, config, dynamic_fp16
+from tests.toolkit.pool import CaseFailed, Pools
 
 CASES = "tests.distributed.cases.grid_breaks"
 TENSOR, PIPE, DATA_TENSOR, PIPE_TENSOR = (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 1, 2)

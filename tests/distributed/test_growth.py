@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import snapshot
-from tests.distributed.configs import ADAMW, PARTITIONED, SGD, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, config
 from tests.toolkit.growth import Frozen, message_of
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import snapshot
 
 LR = 3e-3  # of an added group
 WAKES, SLEEPS, WAKES_AGAIN = 2, 4, 5  # steps

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import snapshot
-from tests.distributed.configs import ADAMW, PARTITIONED, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.lockstep import Layers, loss_of, make_engine
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import snapshot
 from zerolite.utils.accelerator import HostRead
 
 STEPS, STEADY = 7, 3

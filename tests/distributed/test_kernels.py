@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import models
 from tests.distributed.cases import kernels as cases
-from tests.distributed.configs import PARTITIONED, Optimizer, config, dynamic_fp16
-from tests.distributed.test_parity import EPSILON, assert_same_bits
 from tests.ops.cases import needs_fma
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import EPSILON, assert_same_bits
+from tests.toolkit.configs import PARTITIONED, Optimizer, config, dynamic_fp16
+from tests.toolkit.pool import Pools
 from zerolite.zero.spans import sub_groups
 
 CASES = "tests.distributed.cases.kernels"

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import counters, snapshot
-from tests.distributed.configs import ADAMW, PARTITIONED, config, dynamic_fp16
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, config, dynamic_fp16
 from tests.toolkit.lockstep import loss_of, make_engine
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import counters, snapshot
 from zerolite.comm import record
 
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import engine_window, make_engine
-from tests.distributed.configs import config
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.configs import config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import engine_window, make_engine
 
 TICKET = 48  # bytes of a fence's tensor, which gloo's threads free where the profiler does not see it
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import zerolite
-from tests import models
-from tests.distributed.configs import ADAMW, PARTITIONED, config
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.mixed import Mixed
+from tests.toolkit.pool import Pools
 from zerolite.zero import GatheredParameters
 
 

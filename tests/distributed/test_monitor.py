@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import WINDOWS, make_engine, snapshot
-from tests.distributed.configs import ADAMW, config, dynamic_fp16
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
 from tests.toolkit.monitoring import events_of, read_jsonl
+from tests.toolkit.pool import Pools
 from tests.toolkit.traffic import plain_calls
+from tests.toolkit.training import WINDOWS, make_engine, snapshot
 from zerolite.monitor.wall_clock import PhaseObserver
 
 STEPS = 4

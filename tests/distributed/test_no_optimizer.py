@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import make_engine
-from tests.distributed.configs import PARTITIONED, SGD
-from tests.distributed.configs import config as make_config
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.configs import PARTITIONED, SGD
+from tests.toolkit.configs import config as make_config
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import make_engine
 from zerolite.config import ConfigError
 from zerolite.planning import plan
 from zerolite.utils.memory_items import GRADIENTS, MASTERS, STATES

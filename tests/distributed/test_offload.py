@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases.offload import LOOPS, RUNS
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 CASES = "tests.distributed.cases.offload"
 

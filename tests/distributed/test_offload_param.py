@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import KINDS, snapshot
-from tests.distributed.configs import ADAMW, PARTITIONED, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.growth import Frozen
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import KINDS, snapshot
 from zerolite.comm import Communicator
 from zerolite.engine import build
 from zerolite.offload.from_config import tiers_of

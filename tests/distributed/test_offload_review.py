@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zerolite
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.comm import create
 from zerolite.offload import swap_file
 from zerolite.offload.swap_file import SwapFile

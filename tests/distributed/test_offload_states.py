@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolite
-from tests import models
-from tests.distributed.configs import ADAMW, config
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.mixed import Mixed
+from tests.toolkit.pool import Pools
 
 
 def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:

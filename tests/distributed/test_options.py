@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests import models, reference
-from tests.distributed.cases.training import counters, engine_window, make_engine, snapshot
-from tests.distributed.configs import ADAMW, SGD, config
-from tests.distributed.test_parity import CLIP, EPSILON, assert_same_bits
-from tests.pool import Pool, Pools
+from tests.toolkit import models, reference
+from tests.toolkit.compare import CLIP, EPSILON, assert_same_bits
+from tests.toolkit.configs import ADAMW, SGD, config
+from tests.toolkit.pool import Pool, Pools
+from tests.toolkit.training import counters, engine_window, make_engine, snapshot
 
 
 def two_engines(first: dict[str, Any], second: dict[str, Any], together: bool) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def native_threads() -> list[str]:
 # -------------------------------------------------------------------- the tests
 
 
-TRAIN = "tests.distributed.cases.training"
+TRAIN = "tests.toolkit.training"
 STEPS = 4
 LOW_BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.distributed.cases.p_grad_loops import LOOPS
-from tests.distributed.configs import ADAMW, PARTITIONED, SGD, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, config
+from tests.toolkit.pool import Pools
 
 CASES = "tests.distributed.cases.p_grad"
 COMPARE = "tests.distributed.cases.p_grad_loops:compare"

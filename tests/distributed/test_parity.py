@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests import models, reference
-from tests.distributed.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, config
-from tests.pool import Pools
+from tests.toolkit import models, reference
+from tests.toolkit.compare import CLIP, EPSILON, FP32_RELATIVE, FP32_SGD, HALF_RELATIVE, assert_same_bits, mean_losses
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, config
+from tests.toolkit.pool import Pools
 
-CASES = "tests.distributed.cases.training"
+CASES = "tests.toolkit.training"
 STEPS = 10
-CLIP = 0.4  # below the norm of most steps, above that of some
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
 # Odd widths, and one that fills a bucket's alignment exactly.
 SIZES = {
@@ -27,18 +26,8 @@ SIZES = {
     4: {"width": 8, "hidden": 32},
 }
 
-# fp32: regrouping a batch changes sums by a few units in the last place (6e-8). Adam divides by |g|: an element whose
-# contributions nearly cancel moves by a share of lr; regrouping alone moves it by up to 0.008 lr.
-FP32_RELATIVE = 1e-6
-FP32_SGD = 1e-6
 FP32_ADAM_LR = 0.02
 
-# 16 bits, same rounding points on both sides, so only the order of fp32 sums differs. Where that flips the rounding
-# of one value, it moves by one unit in the last place: 2^-8 relative in bf16, 2^-11 in fp16. The flip enters the next
-# forward. HALF_RELATIVE bounds the sum of a few such flips in a loss or norm; parameters may be one such unit apart,
-# two for an element at a power of two (EPSILON is the distance from 1 to the next number, the largest relative unit).
-EPSILON = {"bf16": 2.0**-7, "fp16": 2.0**-10}
-HALF_RELATIVE = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 # Share of elements that may differ at all. SGD's masters have the reference's bits as long as nothing flips; AdamW's
 # arithmetic is not torch's (docs/kernels.md), so its masters differ in the last place from the first step on.
 HALF_FLIPPED = {"SGD": 0.02, "AdamW": 0.04}
@@ -56,18 +45,6 @@ def expected(
     model = models.build(models.OddModel, **SIZES[world])
     scale = STATIC_SCALE if precision == "fp16" else 1.0
     return reference.train(model, models.token_loss, batches, precision, OPTIMIZERS[optimizer], clip, scale)
-
-
-def mean_losses(results: list[dict[str, Any]], accumulation: int) -> list[float]:
-    """Per step, over ranks and micro-batches."""
-    per_micro = torch.tensor([result["losses"] for result in results], dtype=torch.float64).mean(0)
-    return per_micro.reshape(-1, accumulation).mean(1).tolist()
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
-    different = [name for name in one if not torch.equal(one[name], other[name])]
-    assert list(one) == list(other)
-    assert not different, f"{what}: {different} differ"
 
 
 def assert_matches(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.pipe.schedules import available_schedules
 
 CASES = "tests.distributed.cases.pipe"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.pool import ROOT, CaseFailed, CaseTimeout, Pool, WorkerDied
+from tests.toolkit.pool import ROOT, CaseFailed, CaseTimeout, Pool, WorkerDied
 
 CASES = "tests.distributed.cases.pool"
 
@@ -130,7 +130,7 @@ def test_a_case_is_cheap(pool: Pool) -> None:
 ORPHAN_SCRIPT = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from tests.pool import Pool
+from tests.toolkit.pool import Pool
 if __name__ == "__main__":
     pool = Pool(2)
     pool.run("{CASES}:sum_of_ranks", {{"offset": 0}})

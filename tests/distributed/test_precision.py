@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests import reference
 from tests.distributed.cases import precision as cases
-from tests.distributed.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, config
-from tests.distributed.test_parity import EPSILON, HALF_RELATIVE, assert_same_bits, mean_losses
-from tests.pool import Pools
+from tests.toolkit import reference
+from tests.toolkit.compare import EPSILON, HALF_RELATIVE, assert_same_bits, mean_losses
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, config
+from tests.toolkit.pool import Pools
 
 CASES = "tests.distributed.cases.precision"
 STEPS = 5

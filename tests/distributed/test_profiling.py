@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import WINDOWS, make_engine, snapshot
-from tests.distributed.configs import ADAMW, PARTITIONED, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.monitoring import events_of, read_jsonl
+from tests.toolkit.pool import Pools
 from tests.toolkit.traffic import plain_calls
+from tests.toolkit.training import WINDOWS, make_engine, snapshot
 from zerolite.monitor.flops_profiler import FlopsProfiler
 
 STEPS = 4

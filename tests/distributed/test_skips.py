@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import models
-from tests.distributed.cases.training import make_engine, snapshot
-from tests.distributed.configs import ADAMW, config, dynamic_fp16
-from tests.distributed.test_parity import CLIP, assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import CLIP, assert_same_bits
+from tests.toolkit.configs import ADAMW, config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import make_engine, snapshot
 
 
 def bad_step(

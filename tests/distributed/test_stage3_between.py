@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerolite
-from tests import models
-from tests.distributed.configs import PARTITIONED, config
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.configs import PARTITIONED, config
 from tests.toolkit.partitioned import raises
+from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from zerolite.zero.stage3 import between_steps
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import snapshot
-from tests.distributed.configs import ADAMW, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import snapshot
 from zerolite.engine import build_stage3
 
 WIDTH = 6

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import zerolite
-from tests.distributed.configs import ADAMW, config
+from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.partitioned import (
     assert_partitioned,
     assert_same,

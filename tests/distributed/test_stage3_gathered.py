@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
-from tests.distributed.configs import ADAMW, config
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.partitioned import (
     SETTINGS,
     assert_partitioned,

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolite
-from tests import models
-from tests.distributed.configs import ADAMW, config
-from tests.pool import Pool, Pools
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.partitioned import (
     ATTRIBUTES,
     assert_partitioned,
@@ -30,6 +29,7 @@ from tests.toolkit.partitioned import (
     values_of,
     whole,
 )
+from tests.toolkit.pool import Pool, Pools
 from tests.toolkit.ranks import on_ranks
 from zerolite import zero
 from zerolite.zero.layout import part_numel

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.cases import stage3_lifecycle as cases
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 CASES = "tests.distributed.cases.stage3_lifecycle"
 STEPS = 8

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.distributed.cases import stage3_cases, stage3_graphs, stage3_library, stage3_models
-from tests.distributed.configs import ADAMW, config
-from tests.pool import Pools
+from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.pool import Pools
 
 CASES = list(stage3_cases.CLASSES)
 assert stage3_models and stage3_graphs and stage3_library  # they fill the list

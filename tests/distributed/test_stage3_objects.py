@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.test_stage3_lifecycle import assert_same
-from tests.pool import CaseFailed, Pools
+from tests.toolkit.pool import CaseFailed, Pools
 
 CASES = "tests.distributed.cases.stage3_objects"
 SETTINGS = ["move", "keep", "tight"]

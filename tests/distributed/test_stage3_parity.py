@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests import models, reference
-from tests.distributed.cases.training import KINDS
-from tests.distributed.configs import ADAMW, PARTITIONED, SGD, Optimizer, config, dynamic_fp16
-from tests.distributed.test_parity import FP32_RELATIVE, FP32_SGD, assert_same_bits, mean_losses
-from tests.pool import Pools
+from tests.toolkit import models, reference
+from tests.toolkit.compare import FP32_RELATIVE, FP32_SGD, assert_same_bits, mean_losses
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, Optimizer, config, dynamic_fp16
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import KINDS
 
 CASES = "tests.distributed.cases.stage3_training"
 STEPS = 6
@@ -21,7 +21,7 @@ CLIP = 0.5
 LEAVES = {"leaf_modules": ["*MoeBlock"]}  # ranks call different experts
 TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
-# By name: the function or class in tests.models, its arguments, keys of zero_optimization that it needs.
+# By name: the function or class in tests.toolkit.models, its arguments, keys of zero_optimization that it needs.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt": ("example_gpt", {}, {}),
     "prime mlp": ("PrimeMlp", {}, {}),

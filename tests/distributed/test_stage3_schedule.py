@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
-from tests.distributed.configs import ADAMW, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
-from tests.toolkit.compare import everywhere_equal
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits, everywhere_equal
+from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.pool import Pools
 from tests.toolkit.traffic import gathered, stage3_engine, stage3_loss
 from zerolite.zero import GatheredParameters, ZeroParamStatus
 from zerolite.zero.stage3.fetch_schedule import FetchLimits, plan_step

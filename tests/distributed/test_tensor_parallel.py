@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import CaseFailed, Pools
+from tests.toolkit.pool import CaseFailed, Pools
 
 CASES = "tests.distributed.cases.tensor_parallel"
 LOGITS = "tests.distributed.cases.tensor_parallel_logits"

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import engine_window, make_engine, snapshot
-from tests.distributed.configs import ADAMW, config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.pool import Pools
 from tests.toolkit.traffic import (
     gathered,
     plain_calls,
     stage3_engine,
     stage3_loss,
 )
+from tests.toolkit.training import engine_window, make_engine, snapshot
 from zerolite.comm import NullCommunicator, host_group, use_communicator
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.algorithms import Join
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import KINDS, counters, make_engine, snapshot
-from tests.distributed.configs import ADAMW, PARTITIONED, SGD, config, dynamic_fp16
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, config, dynamic_fp16
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import KINDS, counters, make_engine, snapshot
 from zerolite.comm import record
 from zerolite.zero import GatheredParameters
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.distributed.configs import ADAMW, PARTITIONED, config
-from tests.pool import Pools, WorkerDied
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.pool import Pools, WorkerDied
 from zerolite.comm import flight
 from zerolite.diagnostics import watchdog
 from zerolite.diagnostics.position import WATCHDOG

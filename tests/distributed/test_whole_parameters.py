@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import BATCHES, LOSSES, make_engine, snapshot, train_engine
-from tests.distributed.configs import config
-from tests.distributed.test_parity import assert_same_bits
-from tests.pool import Pools
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import config
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import BATCHES, LOSSES, make_engine, snapshot, train_engine
 from zerolite.planning import plan
 
 STEPS = 3
@@ -321,7 +321,7 @@ def test_stage_3_says_what_to_do(pools: Pools) -> None:
 
 @pytest.mark.slow
 def test_a_plan_shows_the_padding() -> None:
-    from tests import models
+    from tests.toolkit import models
 
     made = plan(models.Chain, settings(2, ADAFACTOR, zero={"reduce_bucket_size": 1}), 8, device="cpu")
     numel = 12 * 384 * 384

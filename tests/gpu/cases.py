@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import models, reference
-from tests.distributed.cases.training import make_engine, snapshot
+from tests.toolkit import models, reference
 from tests.toolkit.faults import poison
+from tests.toolkit.training import make_engine, snapshot
 
 STEPS = 5
 

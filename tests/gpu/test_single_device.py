@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import zerolite
-from tests import models
-from tests.distributed.configs import ADAMW, SGD, STATIC_SCALE, config
-from tests.pool import Pool
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, SGD, STATIC_SCALE, config
+from tests.toolkit.pool import Pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.cli.example_cases import load
-from tests.distributed.configs import PARTITIONED, SGD
-from tests.pool import Pool
+from tests.toolkit.configs import PARTITIONED, SGD
+from tests.toolkit.pool import Pool
 
 pytestmark = [
     pytest.mark.gpu,

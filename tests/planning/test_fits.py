@@ -12,7 +12,7 @@ from torch import nn
 
 import zerolite
 from tests.planning.fits_cases import stack, start
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.comm import record
 from zerolite.config import ConfigError
 from zerolite.engine.arguments import OWNERS

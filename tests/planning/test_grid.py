@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.planning.jobs import KINDS, settings
 from tests.planning.test_dry_run import Call
 from tests.planning.test_plan_is_right import CASES, assert_right
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.config import ConfigError
 from zerolite.pipe.order import orders
 from zerolite.pipe.schedules import ONE_PART, available_schedules

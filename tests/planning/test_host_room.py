@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.planning.fits_cases import start
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from tests.unit.plan_examples import GB, make_items, make_plan
 from zerolite.comm import dry_communicator
 from zerolite.config import ZeroliteConfig, load_config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.planning.jobs import BUCKETS, KINDS, settings
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from zerolite.planning.make import plan
 from zerolite.planning.measure import Measurement
 from zerolite.planning.result import Plan

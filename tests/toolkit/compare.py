@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+
+CLIP = 0.4  # below the norm of most steps, above that of some
+
+# fp32: regrouping a batch changes sums by a few units in the last place (6e-8). Adam divides by |g|: an element whose
+# contributions nearly cancel moves by a share of lr; regrouping alone moves it by up to 0.008 lr.
+FP32_RELATIVE = FP32_SGD = 1e-6
+
+# 16 bits, same rounding points on both sides, so only the order of fp32 sums differs. Where that flips the rounding
+# of one value, it moves by one unit in the last place: 2^-8 relative in bf16, 2^-11 in fp16. The flip enters the next
+# forward. HALF_RELATIVE bounds the sum of a few such flips in a loss or norm; parameters may be one such unit apart,
+# two for an element at a power of two (EPSILON is the distance from 1 to the next number, the largest relative unit).
+EPSILON = {"bf16": 2.0**-7, "fp16": 2.0**-10}
+HALF_RELATIVE = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 
 
 def everywhere_equal(module: nn.Module) -> None:
@@ -14,3 +29,15 @@ def everywhere_equal(module: nn.Module) -> None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         dist.all_reduce(smallest, op=dist.ReduceOp.MAX)
         assert torch.equal(largest, -smallest), name
+
+
+def mean_losses(results: list[dict[str, Any]], accumulation: int) -> list[float]:
+    """Per step, over ranks and micro-batches."""
+    per_micro = torch.tensor([result["losses"] for result in results], dtype=torch.float64).mean(0)
+    return per_micro.reshape(-1, accumulation).mean(1).tolist()
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert list(one) == list(other)
+    assert not different, f"{what}: {different} differ"

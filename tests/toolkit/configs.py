@@ -1,29 +1,61 @@
-"""Helpers for tests of configurations."""
+"""JSON configs for the distributed tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
+Optimizer = tuple[str, dict[str, Any]]
 
-from zerolite.config import ConfigError, load_config
+SGD: Optimizer = ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
+ADAMW: Optimizer = ("AdamW", {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1})
+STATIC_SCALE = 256.0
+
+# Settings of stage 3 for models of a few hundred elements, for which the defaults would do nothing at all.
+_ALL = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+PARTITIONED: dict[str, dict[str, Any]] = {
+    "moving": {**_ALL, "stage3_max_reuse_distance": 0},  # released after every use
+    "kept": _ALL,  # from the forward to the backward
+    "tight": {  # prefetch of a layer or two, evictions
+        **_ALL,
+        "stage3_prefetch_bucket_size": 150,
+        "stage3_max_live_parameters": 300,
+        "stage3_max_reuse_distance": 250,
+    },
+    "defaults": {},  # every parameter stays whole
+    "one unit": {"stage3_param_persistence_threshold": 0},
+}
 
 
-def errors_of(source: Any) -> dict[str, str]:
-    """Load a configuration that must be refused, and return the sentence of each key."""
-    with pytest.raises(ConfigError) as caught:
-        load_config(source)
-    return dict(caught.value.errors)
+def config(
+    stage: int = 0,
+    precision: str = "fp32",
+    accumulation: int = 1,
+    clip: float = 0.0,
+    optimizer: Optimizer = SGD,
+    zero: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """A config of two sequences per rank, with buckets so small that even the test models fill several.
+
+    ``zero`` is added to the zero_optimization section, ``more`` to the top level; a section there replaces the
+    default one.
+    """
+    result: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": optimizer[0], "params": optimizer[1]},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100, "allgather_bucket_size": 100, **(zero or {})},
+        "steps_per_print": 1_000_000,
+    }
+    if clip:
+        result["gradient_clipping"] = clip
+    if precision == "bf16":
+        result["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        result["fp16"] = {"enabled": True, "loss_scale": STATIC_SCALE}
+    return result | more
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
-    """Return ``{"a": {"b": value}}`` for ``"a.b"``, with what else the block needs."""
-    *blocks, key = path.split(".")
-    source: dict[str, Any] = {key: value}
-    if blocks and blocks[-1].startswith("offload_") and key != "device":
-        source["device"] = "none"
-    for block in reversed(blocks):
-        source = {block: source}
-    if blocks and blocks[0] in ("optimizer", "scheduler"):
-        source[blocks[0]].setdefault("type", "Adam")
-    return source
+def dynamic_fp16(**more: Any) -> dict[str, Any]:
+    """An fp16 section with a dynamic scale that starts at 256 and shrinks at the first overflow."""
+    return {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 1, "min_loss_scale": 1, **more}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
+from tests.toolkit import models
 from zerolite.engine.decisions import SKIPS_ON_DEVICE
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests import models
-from tests.distributed.configs import ADAMW, config
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, config
 from zerolite import zero
 
 MOVING = {

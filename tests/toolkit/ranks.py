@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 
 
 def on_ranks(*worlds: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests import models
+from tests.toolkit import models
 from zerolite.zero import ZeroParamStatus
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.toolkit.configs import errors_of, nested
+from tests.toolkit.config_errors import errors_of, nested
 from zerolite.config import ConfigError, load_config
 from zerolite.config.known_keys import (
     ALIASES,

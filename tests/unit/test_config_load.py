@@ -16,7 +16,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 
-from tests.toolkit.configs import errors_of, nested
+from tests.toolkit.config_errors import errors_of, nested
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.load import block_model
 from zerolite.config.values import expected

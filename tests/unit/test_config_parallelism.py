@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.toolkit.configs import errors_of
+from tests.toolkit.config_errors import errors_of
 from zerolite.config import load_config
 
 PIPE = {"stages": 2}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
+from tests.toolkit import models
 from zerolite.comm import NullCommunicator, use_communicator
 
 LAYERS = 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import has_no_values
+from tests.toolkit.models import has_no_values
 from zerolite.comm import Communicator, NullCommunicator
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.param_group import ParamGroup, gather

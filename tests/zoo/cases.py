@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests.distributed.configs import SGD, config
+from tests.toolkit.configs import SGD, config
 from tests.zoo.architectures import LENGTH, VOCABULARY, Architecture
 from zerolite import zero
 

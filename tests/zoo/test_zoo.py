@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 
-from tests.pool import Pools
+from tests.toolkit.pool import Pools
 from tests.zoo.architectures import ARCHITECTURES, Architecture
 from tests.zoo.torchvision_models import MODELS
 

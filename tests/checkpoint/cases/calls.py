@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import zerolite
-from tests import models
 from tests.checkpoint import faults
 from tests.checkpoint.cases.matching import ADAM, expect, expect_words, message, trained
 from tests.checkpoint.cases.recipes import RECIPES, Recipe
 from tests.checkpoint.cases.resume import differences, facts, make_engine, scatter_seeds, train
-from tests.distributed.configs import SGD
+from tests.toolkit import models
+from tests.toolkit.configs import SGD
 from zerolite.checkpoint import reader
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.loading import load_targets

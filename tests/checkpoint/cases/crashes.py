@@ -21,8 +21,8 @@ import torch.distributed as dist
 import zerolite
 from tests.checkpoint import crafted, faults
 from tests.checkpoint.block_layer import Change, Recorder
-from tests.distributed.cases.training import BATCHES, LOSSES, counters, make_engine, snapshot
-from tests.distributed.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.training import BATCHES, LOSSES, counters, make_engine, snapshot
 from zerolite.checkpoint.directory import MANIFEST, NoCheckpoint
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import INDEX, STATE

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import BATCHES, LOSSES, make_engine
+from tests.toolkit import models
+from tests.toolkit.training import BATCHES, LOSSES, make_engine
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import boxes_of_range
 from zerolite.checkpoint.checksums import entry_of

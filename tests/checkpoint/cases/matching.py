@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests import models
 from tests.checkpoint.cases.recipes import RECIPES, Mixture, Recipe, adapted, by, scheduler, three_groups
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, scatter_seeds, train
+from tests.toolkit import models
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
 STEPS = 2

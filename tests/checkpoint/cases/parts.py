@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests import models
 from tests.checkpoint.cases.matching import ADAM, expect, expect_words, into, message, saved_by, trained
 from tests.checkpoint.cases.recipes import BF16, FP16, RECIPES, Recipe, by, three_groups
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, scatter_seeds, train
-from tests.distributed.configs import SGD
+from tests.toolkit import models
+from tests.toolkit.configs import SGD
 
 # -------------------------------------------------------------------- other precisions
 

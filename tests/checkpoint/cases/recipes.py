@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
-from tests import models
-from tests.distributed.configs import ADAMW, SGD, dynamic_fp16
+from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, SGD, dynamic_fp16
 from zerolite.ops import Lion
 
 ROWS = 12  # of a batch: a multiple of every world size

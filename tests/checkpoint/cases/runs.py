@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.checkpoint.cases.crashes import _config, _of_all, _train
-from tests.distributed.cases.training import make_engine
+from tests.toolkit.training import make_engine
 from zerolite.checkpoint import run as runs
 from zerolite.checkpoint.errors import CheckpointError
 

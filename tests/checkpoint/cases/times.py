@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from tests import models
 from tests.checkpoint import crafted
 from tests.checkpoint.cases.calls import reloaded
 from tests.checkpoint.cases.matching import ADAM, expect, expect_words, message, trained
 from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, adapted
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, train
+from tests.toolkit import models
 from tests.toolkit.faults import Warnings
 from zerolite.checkpoint.manifest import STATE
 from zerolite.checkpoint.reader import CheckpointReader

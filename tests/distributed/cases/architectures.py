@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.distributed.cases.tensor_parallel import compare
-from tests.distributed.configs import SGD, config
+from tests.toolkit.configs import SGD, config
 
 VOCABULARY, LENGTH = 67, 12
 Batch = Callable[[], dict[str, Tensor]]

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import snapshot
-from tests.distributed.configs import PARTITIONED, config
+from tests.toolkit import models
+from tests.toolkit.configs import PARTITIONED, config
+from tests.toolkit.training import snapshot
 from zerolite.zero import GatheredParameters
 
 THEMES = ("loops", "gradients", "hooks", "optimizers", "schedules", "weights", "modules", "graphs")

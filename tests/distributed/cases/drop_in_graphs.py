@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils.prune import l1_unstructured
 
-from tests import models
 from tests.distributed.cases.drop_in import STEPS, Run, case
+from tests.toolkit import models
 
 UNUSED = {"find_unused_parameters": True}
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests import models
 from tests.distributed.cases.drop_in import ROUNDED, STEPS, Run, case
+from tests.toolkit import models
 
 # ---------------------------------------------------------------- hooks
 

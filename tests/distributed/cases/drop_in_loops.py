@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests import models
 from tests.distributed.cases.drop_in import ROUNDED, ROUNDING, STEPS, Run, case
+from tests.toolkit import models
 
 
 @case("`engine.backward(loss)`, `engine.step()`")

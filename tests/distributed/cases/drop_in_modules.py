@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerolite
-from tests import models
 from tests.distributed.cases.drop_in import STEPS, Run, case
-from tests.distributed.configs import config
+from tests.toolkit import models
+from tests.toolkit.configs import config
 
 
 def train_plainly(run: Run, model: nn.Module, steps: int = 2) -> None:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import zerolite
-from tests import models
 from tests.distributed.cases.drop_in import Run, case
-from tests.distributed.configs import config
-from tests.toolkit import growth
+from tests.toolkit import growth, models
+from tests.toolkit.configs import config
 
 # The arithmetic of torch's loops over tensors and of a kernel over a flat buffer: the same operations on an element,
 # with a multiplication and an addition fused here and there. Learning rates are 0.02 at most.

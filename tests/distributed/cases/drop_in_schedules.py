@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.optim import lr_scheduler as schedulers
 
 import zerolite
-from tests import models
 from tests.distributed.cases.drop_in import STEPS, Run, case
 from tests.distributed.cases.drop_in_optimizers import KERNELS, two_group_sgd
+from tests.toolkit import models
 
 # ---------------------------------------------------------------- schedulers
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import zerolite
-from tests import models
 from tests.distributed.cases.drop_in import ROUNDED, ROUNDING, Run, case
+from tests.toolkit import models
 
 GATHER = ("'first.weight'", "zerolite.zero.GatheredParameters")
 WRITE = ("'first.weight'", "zerolite.zero.GatheredParameters", "modifier_rank=0")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
+from tests.toolkit import models
 from zerolite.comm import record
 from zerolite.tensor_parallel.cuts import cut_of
 from zerolite.zero import GatheredParameters

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests import models, reference
 from tests.distributed.cases import grid as cases
+from tests.toolkit import models, reference
 
 Change = Callable[[nn.Module, Any, int], None]
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import BATCHES, LOSSES, snapshot
+from tests.toolkit import models
 from tests.toolkit.faults import Warnings, poison
+from tests.toolkit.training import BATCHES, LOSSES, snapshot
 from zerolite.ops import Lion, library
 from zerolite.ops.cpu_kernels import CpuKernels
 

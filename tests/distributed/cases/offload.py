@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
 from tests.checkpoint.cases.recipes import (
     BF16,
     FP16,
@@ -28,7 +27,8 @@ from tests.checkpoint.cases.recipes import (
     token_batch,
 )
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds
-from tests.distributed.configs import SGD, dynamic_fp16
+from tests.toolkit import models
+from tests.toolkit.configs import SGD, dynamic_fp16
 from zerolite.offload.tiers import Tiers
 from zerolite.zero import GatheredParameters
 

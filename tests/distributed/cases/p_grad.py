@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import zerolite
-from tests import models
-from tests.distributed.cases.training import make_engine, snapshot
+from tests.toolkit import models
 from tests.toolkit.memory import events_in_order, mark, memory_profile
+from tests.toolkit.training import make_engine, snapshot
 from zerolite.comm import record
 from zerolite.utils import user_line
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import zerolite
-from tests import models
 from tests.distributed.cases.drop_in import STAGES, Case, Run, _outcome
+from tests.toolkit import models
 
 CLIPPED = 2e-7  # a clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests import models, reference
-from tests.distributed.configs import STATIC_SCALE, config
+from tests.toolkit import models, reference
+from tests.toolkit.configs import STATIC_SCALE, config
 from zerolite.comm import record
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests import models, reference
 from tests.distributed.cases.drop_in import rank_mean
-from tests.distributed.cases.training import snapshot
+from tests.toolkit import models, reference
+from tests.toolkit.training import snapshot
 
 PATTERNS = ["*.norm", "gate", "positions", "blocks.?.adapter"]
 WIDTH, LENGTH = 7, 7

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import zerolite
-from tests import models
 from tests.distributed.cases.drop_in import rank_mean
-from tests.distributed.cases.training import snapshot
+from tests.toolkit import models
+from tests.toolkit.training import snapshot
 from zerolite.zero import GatheredParameters
 
 Rows = dict[str, str]

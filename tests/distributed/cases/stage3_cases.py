@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
+from tests.toolkit import models
 from zerolite.zero import ZeroParamStatus
 
 WIDTH = 6

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests.distributed.configs import ADAMW, config
+from tests.toolkit.configs import ADAMW, config
 from zerolite.zero import ZeroParamStatus
 
 WIDTH = 6

@@ -1,4 +1,4 @@
-"""Training runs that tell more than tests.distributed.cases.training: evaluation, buffers, strides, and at stage 3 what
+"""Training runs that tell more than tests.toolkit.training: evaluation, buffers, strides, and at stage 3 what
 was partitioned, gathered and left behind."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import zerolite
-from tests.distributed.cases.training import BATCHES, LOSSES, make_engine, train_engine
-from tests.models import has_no_values
+from tests.toolkit.models import has_no_values
+from tests.toolkit.training import BATCHES, LOSSES, make_engine, train_engine
 from zerolite.zero import ZeroParamStatus
 from zerolite.zero.layout import part_numel
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests import models
+from tests.toolkit import models
 from zerolite.zero import GatheredParameters
 
-# By the name of the model in tests.models: its loss, and what makes a micro-batch for it.
+# By the name of the model in tests.toolkit.models: its loss, and what makes a micro-batch for it.
 KINDS: dict[str, tuple[Callable[[Any, Any], Tensor], Callable[..., Any]]] = {
     "OddModel": (models.token_loss, models.token_batch),
     "Mlp": (models.square_loss, models.float_batch),

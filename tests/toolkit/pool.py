@@ -41,7 +41,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 3.0  # how long the other ranks may go on after the first one raised or died
 START_SECONDS = 90.0
 
@@ -62,7 +62,7 @@ def _server_context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            "tests.pool",
+            "tests.toolkit.pool",
             "torch",
             "torch.distributed",
             "torch.nn.functional",

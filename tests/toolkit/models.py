@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerolite.zero.stage3.released_parameter import ReleasedParameter
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 11
 
 
