@@ -195,6 +195,9 @@ def _gathered(handles: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
     for handle in handles:
         if handle.pending is not None:
             handle.pending.wait()
+        listener = handle.group.listener
+        if handle.storage is None and listener is not None:  # no gather asks it: whole values are the shard
+            listener.before_launch([handle.index])
     here = {handle: handle.full.clone() for handle in handles if handle.is_here}
     missing = [handle for handle in handles if handle not in here]
     with contextlib.ExitStack() as stack:
