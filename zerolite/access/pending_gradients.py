@@ -34,8 +34,11 @@ class PendingGradients:
         gather: Gather,
         refusal: str = "",
     ) -> None:
-        """gather: makes whole tensors from the ranks' parts, by index of the parameter, in one collective. refusal: why
-        this engine's gradients cannot be used through ``p.grad``, if they cannot."""
+        """
+        Args:
+            gather: makes whole tensors from the ranks' parts, by index of the parameter, in one collective.
+            refusal: why this engine's gradients cannot be used through ``p.grad``, if they cannot.
+        """
         self._pipeline = pipeline
         self._reducer = reducer
         self._comm = comm

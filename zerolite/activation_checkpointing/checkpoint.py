@@ -49,9 +49,13 @@ class Checkpointing:
         tell: Tell,
         counts: bool = False,
     ) -> None:
-        """device: the one that computes. group: gives the ranks over which inputs are cut, None where there are none.
-        tell: is given the times of each step if ``settings.profile``, when the clock is told of its end; counts: or
-        when a checkpoint follows a backward, as there is no call at the end of a step."""
+        """
+        Args:
+            device: the one that computes.
+            group: gives the ranks over which inputs are cut, None where there are none.
+            tell: is given the times of each step if ``settings.profile``, when the clock is told of its end.
+            counts: or when a checkpoint follows a backward, as there is no call at the end of a step.
+        """
         self.settings = settings
         self.used = False  # whether a checkpoint was called
         self._device = device

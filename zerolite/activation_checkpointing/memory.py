@@ -66,7 +66,11 @@ class HostBuffers:
     place = HOST
 
     def __init__(self, pin: bool, quiet: Callable[[], None]) -> None:
-        """pin: registered with CUDA. quiet: waits until no copy is under way, before memory is freed."""
+        """
+        Args:
+            pin: registered with CUDA.
+            quiet: waits until no copy is under way, before memory is freed.
+        """
         self._pin = pin
         self._quiet = quiet
         self._free: list[torch.Tensor] = []

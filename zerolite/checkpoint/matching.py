@@ -19,7 +19,13 @@ _BY_GROUP = frozenset(  # lists with an entry for each param group, in torch's s
 
 @dataclass(frozen=True)
 class NameMatch:
-    """names: the stored name by the name here. missing: names here that are not stored; unexpected: the reverse."""
+    """Names of parameters here and in a checkpoint.
+
+    Attributes:
+        names: the stored name by the name here.
+        missing: names here that are not stored.
+        unexpected: the reverse.
+    """
 
     names: dict[str, str]
     missing: list[str]

@@ -175,8 +175,12 @@ class ModelState:
     def shards(
         self, exclude_frozen: bool, elsewhere: Collection[str] = (), with_scalars: bool = True
     ) -> tuple[list[Shard], Scalars]:
-        """Return the parameters and states that this rank writes, and the states that are one number. elsewhere: names
-        of the parameters that another stage writes. with_scalars: copy these numbers too."""
+        """Return the parameters and states that this rank writes, and the states that are one number.
+
+        Args:
+            elsewhere: names of the parameters that another stage writes.
+            with_scalars: copy these numbers too.
+        """
         names = self.names_by_index()
         chosen = {i for i, p in enumerate(self.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
         sharded = [part for index, part in self._masters(names) if index in chosen]

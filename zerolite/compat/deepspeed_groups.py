@@ -19,7 +19,10 @@ from zerolite.compat.inert_pickle import Inert
 class Group:
     """Parameters whose elements lie in the same flat partitions: a parameter group, or a part of one at stage 3.
 
-    shapes: by name, in their order. masters, states: of each rank. number: of the parameter group.
+    Attributes:
+        shapes: by name, in their order.
+        masters, states: of each rank.
+        number: of the parameter group.
     """
 
     where: str

@@ -35,8 +35,12 @@ def equal_partitions(
 ) -> dict[str, Pieces]:
     """Stages 1 and 2: the pieces of each parameter, in the order of its elements.
 
-    numels: of the parameters, in their order. gaps: unused elements behind each of them. lengths: of each rank's
-    partition as it was saved. Raises CheckpointError, with ``where`` for the group, if they do not fit.
+    Args:
+        numels: of the parameters, in their order.
+        gaps: unused elements behind each of them.
+        lengths: of each rank's partition as it was saved.
+
+    Raises CheckpointError, with ``where`` for the group, if they do not fit.
     """
     needed, present, world_size = sum(numels.values()) + sum(gaps), sum(lengths), len(lengths)
     if not needed <= present < needed + max(1, 2 * world_size):

@@ -32,7 +32,9 @@ from zerolite.checkpoint.errors import CheckpointError
 class Inert:
     """Stand-in for an object of a class, or the result of a function, that is not called.
 
-    arguments: what it would have been called with. state: what it would have been given afterwards, or None.
+    Args:
+        arguments: what it would have been called with.
+        state: what it would have been given afterwards, or None.
     """
 
     name = ""  # "module.class" of what it stands for

@@ -47,7 +47,13 @@ class Parting(NamedTuple):
 
 
 def diagnose(reason: str, positions: Sequence[Position], absent: Mapping[int, Absent]) -> str:
-    """reason: the sentence to begin with. positions: by rank, of those that have answered. absent: the others."""
+    """Return the message that ends a job whose ranks have parted.
+
+    Args:
+        reason: the sentence to begin with.
+        positions: by rank, of those that have answered.
+        absent: the others.
+    """
     parted = first_difference(positions)
     cause, remedy = _cause(positions, absent, parted)
     parts = [reason, "Where the ranks are:\n" + _table(positions, absent), "\n".join(one.sentence for one in parted)]

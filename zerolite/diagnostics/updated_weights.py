@@ -24,8 +24,12 @@ class UpdatedWeights:
     def __init__(
         self, optimizer: torch.optim.Optimizer, pieces: Callable[[], Sequence[Sequence[Piece]]], most_groups: int
     ) -> None:
-        """pieces: of each bucket. most_groups: param groups of any rank of the model now, which are as many on all
-        ranks that share its statistics: stages of a pipeline may have other groups."""
+        """
+        Args:
+            pieces: of each bucket.
+            most_groups: param groups of any rank of the model now, which are as many on all ranks that share its
+                statistics: stages of a pipeline may have other groups.
+        """
         self._more = most_groups - len(optimizer.param_groups)
         self._optimizer = optimizer
         self._before: Sums = {}

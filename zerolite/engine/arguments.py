@@ -141,9 +141,14 @@ def check_parameters(parameters: list[torch.nn.Parameter], names: dict[int, str]
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """make: the user's instance, or a function from param groups to an optimizer. untested: whether it updates parts of
-    parameters although nothing is known of its class, because the config allows it. whole: whether each parameter
-    belongs whole to one rank."""
+    """The optimizer that the user has chosen.
+
+    Attributes:
+        make: the user's instance, or a function from param groups to an optimizer.
+        untested: whether it updates parts of parameters although nothing is known of its class, because the config
+            allows it.
+        whole: whether each parameter belongs whole to one rank.
+    """
 
     make: Callable[[Groups], Optimizer] | Optimizer
     untested: bool = False

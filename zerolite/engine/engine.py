@@ -226,8 +226,15 @@ class Engine:
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """The mean loss of as many micro-batches as a step has, without gradients, in eval mode: as
-        :meth:`train_batch` gives it. return_logits: also the model's outputs, a list over micro-batches (None on ranks
-        that do not have the last layers). compute_loss: False gives the outputs alone. Called on all ranks."""
+        :meth:`train_batch` gives it.
+
+        Args:
+            return_logits: also the model's outputs, a list over micro-batches (None on ranks that do not have the last
+                layers).
+            compute_loss: False gives the outputs alone.
+
+        Called on all ranks.
+        """
         batches = self._batches_of(data_iter, "eval_batch")
         training = [module for module in self._module.modules() if module.training]
         self._module.eval()
@@ -296,10 +303,12 @@ class Engine:
         """Bring what this engine holds on its device to the host, between two steps, so that something else has the
         device's memory until :meth:`reload_states`. What is offloaded already stays where it is.
 
-        include: some of DeepSpeed's names "optim_states", "hp_params" (separate master weights), "lp_params" (what the
-        modules compute with), "lp_grads" and "contiguous_grad_buffer"; None: all. Without "lp_params" the module can
-        still compute under ``torch.no_grad()``. pin_memory: registered with CUDA, for fast copies. non_blocking: return
-        while copies are under way; the device's memory is free for what is queued after them.
+        Args:
+            include: some of DeepSpeed's names "optim_states", "hp_params" (separate master weights), "lp_params" (what
+                the modules compute with), "lp_grads" and "contiguous_grad_buffer"; None: all. Without "lp_params" the
+                module can still compute under ``torch.no_grad()``.
+            pin_memory: registered with CUDA, for fast copies.
+            non_blocking: return while copies are under way; the device's memory is free for what is queued after them.
 
         Raises RuntimeError between ``update`` and ``publish``, inside :meth:`join` and if states are out already;
         whatever trains, saves, loads or reads meanwhile raises RuntimeError as well. Called on all ranks.
@@ -347,10 +356,16 @@ class Engine:
         """A loader of this rank's part of ``dataset``, in batches of ``batch_size`` samples (default: the config's
         micro-batch), whose samples :meth:`gather_for_metrics` knows.
 
-        route: "train" shuffles, in each pass anew, and obeys ``dataloader_drop_last``; "eval" and "predict" keep the
-        order and every sample. pin_memory: where the engine's device is CUDA. collate_fn: a list of samples to a batch;
-        default: that of ``initialize``. num_local_io_workers: processes that load; 0 loads in this one. Raises
-        ValueError or TypeError for data that cannot be loaded.
+        Args:
+            route: "train" shuffles, in each pass anew, and obeys ``dataloader_drop_last``; "eval" and "predict" keep
+                the order and every sample.
+            pin_memory: where the engine's device is CUDA.
+            collate_fn: a list of samples to a batch; default: that of ``initialize``.
+            num_local_io_workers: processes that load; 0 loads in this one.
+
+        Raises:
+            ValueError: for data that cannot be loaded.
+            TypeError: for data that cannot be loaded.
         """
         return self.loaders.make(dataset, batch_size, route, pin_memory, collate_fn, num_local_io_workers)
 
@@ -361,13 +376,21 @@ class Engine:
         return self.loaders.prepare(loader)
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """``value`` over all ranks, the same on all of them. value: a number, a tensor, or nested dicts, lists and
-        tuples of them; None stays. op: "mean" (each rank counts the same), "sum", "max", "min".
+        """``value`` over all ranks, the same on all of them.
+
+        Args:
+            value: a number, a tensor, or nested dicts, lists and tuples of them; None stays.
+            op: "mean" (each rank counts the same), "sum", "max", "min".
 
         Floats are computed in float64, in rank order; tensors come back in their dtype, those of 16 bits and less in
         float32. Integers stay integers (tensors: a sum is int64); their mean is a float (tensors: float64). Of bools,
-        max is any, min is all, sum counts. NaN on one rank is NaN. Raises ValueError or RuntimeError on all ranks if
-        one passes something else or they differ in structure, dtype or shape. Called on all ranks.
+        max is any, min is all, sum counts. NaN on one rank is NaN.
+
+        Raises:
+            ValueError: on all ranks if one passes something else or they differ in structure, dtype or shape.
+            RuntimeError: on all ranks if one passes something else or they differ in structure, dtype or shape.
+
+        Called on all ranks.
         """
         with self._pipeline.commands(Command.METRIC):
             return metrics.reduce(value, op, self._comm, self.device)
@@ -422,15 +445,24 @@ class Engine:
         checkpoint begins that accumulation anew. Until the checkpoint is complete, what was there stays; one of the
         same tag is replaced.
 
-        save_dir: on a file system that all nodes share. tag: default ``global_step<N>``. client_state: plain data
-        (numbers, strings, lists, dicts, tensors, …), that of rank 0, which :meth:`load_checkpoint` gives back.
-        save_latest: let ``save_dir/latest`` name it. exclude_frozen_parameters: leave out what is not trained, as for
-        adapters. async_save: return when all has been copied to host memory, and write in the background; what goes
-        wrong there is raised by the next call that saves, loads or waits.
+        Args:
+            save_dir: on a file system that all nodes share.
+            tag: default ``global_step<N>``.
+            client_state: plain data (numbers, strings, lists, dicts, tensors, …), that of rank 0, which
+                :meth:`load_checkpoint` gives back.
+            save_latest: let ``save_dir/latest`` name it.
+            exclude_frozen_parameters: leave out what is not trained, as for adapters.
+            async_save: return when all has been copied to host memory, and write in the background; what goes wrong
+                there is raised by the next call that saves, loads or waits.
 
-        Raises CheckpointError on all ranks (a full disk, a rank that does not come, …), RuntimeError if ranks hold
-        different weights or learning rates, FloatingPointError for non-finite weights, TypeError for a client_state
-        that is not plain. Called on all ranks with the same arguments."""
+        Raises:
+            CheckpointError: on all ranks (a full disk, a rank that does not come, …).
+            RuntimeError: if ranks hold different weights or learning rates.
+            FloatingPointError: for non-finite weights.
+            TypeError: for a client_state that is not plain.
+
+        Called on all ranks with the same arguments.
+        """
         request = save_dir, tag, save_latest, exclude_frozen_parameters, async_save
         return self.checkpointer.save(self.lr_scheduler, client_state, *request)
 
@@ -451,15 +483,19 @@ class Engine:
         """Continue from a checkpoint, saved at whichever stage and grid of ranks. Gradients that no step has used are
         dropped. Returns its directory and the client state.
 
-        tag: default the one that ``load_dir/latest`` names, or, without that file, the newest complete one.
-        load_module_strict: the checkpoint must have exactly the model's parameters and buffers; False loads what both
-        have, also where an adapter has been put around a module or taken away. load_optimizer_states: also the
-        hyperparameters of param groups that have the same parameters. load_lr_scheduler_states: False lets
-        ``lr_scheduler`` begin anew, from the engine's own lr, momentum and betas. load_module_only: parameters and
-        buffers, no counters, no random states. missing_ok: (None, {}) if there is no checkpoint at all.
+        Args:
+            tag: default the one that ``load_dir/latest`` names, or, without that file, the newest complete one.
+            load_module_strict: the checkpoint must have exactly the model's parameters and buffers; False loads what
+                both have, also where an adapter has been put around a module or taken away.
+            load_optimizer_states: also the hyperparameters of param groups that have the same parameters.
+            load_lr_scheduler_states: False lets ``lr_scheduler`` begin anew, from the engine's own lr, momentum and
+                betas.
+            load_module_only: parameters and buffers, no counters, no random states.
+            missing_ok: (None, {}) if there is no checkpoint at all.
 
         Raises CheckpointError on all ranks: before anything is changed if it does not fit; when a part has been loaded
-        if a file turns out to be damaged. Called on all ranks with the same arguments."""
+        if a file turns out to be damaged. Called on all ranks with the same arguments.
+        """
         flags = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, missing_ok
         return self.checkpointer.load(self.lr_scheduler, load_dir, tag, *flags)
 

@@ -54,8 +54,12 @@ class Growth:
         adopts: bool,
         event: list[Callable[[], None]],
     ) -> None:
-        """adopts: whether a parameter that wakes up and is in no param group joins the only one; otherwise the user
-        has chosen what is trained. event: the listeners of that in which :meth:`wake` is due."""
+        """
+        Args:
+            adopts: whether a parameter that wakes up and is in no param group joins the only one; otherwise the user
+                has chosen what is trained.
+            event: the listeners of that in which :meth:`wake` is due.
+        """
         self._model = model
         self._comm = comm
         self._device = device

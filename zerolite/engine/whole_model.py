@@ -28,8 +28,12 @@ TAG = "checkpoint"
 @dataclass(frozen=True)
 class Known:
     """A tensor of the model, as all ranks know it: which one it is (names that are tied to each other have the same
-    ``owner``), its full shape, dtype, and whether it is a parameter and trained. stage: the first that has it. cuts:
-    what each tensor-parallel rank of that stage has of it; none where they have it whole."""
+    ``owner``), its full shape, dtype, and whether it is a parameter and trained.
+
+    Attributes:
+        stage: the first that has it.
+        cuts: what each tensor-parallel rank of that stage has of it; none where they have it whole.
+    """
 
     owner: str
     shape: tuple[int, ...]
@@ -91,8 +95,12 @@ def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
 
 
 class WholeModel:
-    """The entries of the whole model's state dict. Made on all ranks; state: of this rank's part, in which partitioned
-    parameters are empty. masters: gives the master weights of what an engine trains."""
+    """The entries of the whole model's state dict. Made on all ranks.
+
+    Args:
+        state: of this rank's part, in which partitioned parameters are empty.
+        masters: gives the master weights of what an engine trains.
+    """
 
     def __init__(
         self,

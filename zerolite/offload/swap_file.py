@@ -56,8 +56,11 @@ class SwapFile:
     """
 
     def __init__(self, directory: str | Path, io: AsyncIO, rank: int, key: str, checksums: bool = False) -> None:
-        """directory: exists, on a disk of this host. key: of the configuration that names it, for errors. checksums:
-        what :meth:`read` fetches is compared with what :meth:`write` was given.
+        """
+        Args:
+            directory: exists, on a disk of this host.
+            key: of the configuration that names it, for errors.
+            checksums: what :meth:`read` fetches is compared with what :meth:`write` was given.
 
         Raises OSError if there cannot be a file in the directory.
         """
@@ -120,8 +123,11 @@ class SwapFile:
     def read(self, resting: torch.Tensor, into: torch.Tensor) -> SwapTransfer:
         """Begin to read a part of a tensor of this file into other memory.
 
-        resting: a view that begins at a multiple of 4096 bytes. into: of as many bytes, in memory that begins at a
-        multiple of 4096 and goes on to the next one after the end: whole blocks travel.
+        Args:
+            resting: a view that begins at a multiple of 4096 bytes.
+            into: of as many bytes, in memory that begins at a multiple of 4096 and goes on to the next one after the
+                end: whole blocks travel.
+
         Raises ValueError if they are not so. The transfer raises OSError.
         """
         return self._begin(False, resting, into)

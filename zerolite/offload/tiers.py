@@ -96,12 +96,16 @@ class DiskTier(Tier):
 class Tiers:
     """The tiers of an engine.
 
-    apart: whether device and host are different memories; where the CPU computes they are the same, and nothing is
-    copied between the two. optimizer: of masters that are separate, states, and gradients that wait for the step.
-    parameters: of stage 3's shards. ratio: the part of the elements, from 0 to 1, that ``optimizer`` has; the rest
-    stays on the device. sub_group_numel: most elements of a shard that an update off the device, or of what rests
-    elsewhere, has in hand at once. buffer_count: sub-groups that are on their way or in hand at the same time.
-    max_in_host: elements of this rank's shards that stay in the host's memory where ``parameters`` is the disk.
+    Attributes:
+        apart: whether device and host are different memories; where the CPU computes they are the same, and nothing is
+            copied between the two.
+        optimizer: of masters that are separate, states, and gradients that wait for the step.
+        parameters: of stage 3's shards.
+        ratio: the part of the elements, from 0 to 1, that ``optimizer`` has; the rest stays on the device.
+        sub_group_numel: most elements of a shard that an update off the device, or of what rests elsewhere, has in hand
+            at once.
+        buffer_count: sub-groups that are on their way or in hand at the same time.
+        max_in_host: elements of this rank's shards that stay in the host's memory where ``parameters`` is the disk.
     """
 
     device: torch.device

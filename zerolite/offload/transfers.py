@@ -88,8 +88,12 @@ class StagingPool:
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by ``_cdata``: those that are alive
 
     def take(self, numel: int, dtype: torch.dtype, longest: int = 0, like: torch.Tensor | None = None) -> torch.Tensor:
-        """[numel], uninitialised, beginning at a page, in memory of whole blocks. longest: in bytes. like: in a dry
-        run, a tensor of it: what is made is of it too, whatever modes are active."""
+        """[numel], uninitialised, beginning at a page, in memory of whole blocks.
+
+        Args:
+            longest: in bytes.
+            like: in a dry run, a tensor of it: what is made is of it too, whatever modes are active.
+        """
         nbytes = whole_blocks(max(numel * dtype.itemsize, longest))
         fitting = [memory for memory in self._free if nbytes <= memory.numel() <= max(_LARGER * nbytes, _SMALL)]
         if fitting:

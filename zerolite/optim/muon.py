@@ -33,8 +33,13 @@ class MuonWithAdamW(Optimizer):
         muon_lr: float | None = None,
         adam_lr: float | None = None,
     ) -> None:
-        """lr, weight_decay: of both. muon_lr, adam_lr: of one of them, instead. betas, eps: AdamW's. The others are
-        Muon's. A group that does not say ``use_muon`` uses it if all its parameters are matrices."""
+        """
+        Args:
+            lr, weight_decay: of both.
+            muon_lr, adam_lr: of one of them, instead.
+            betas, eps: AdamW's. The others are Muon's. A group that does not say ``use_muon`` uses it if all its
+                parameters are matrices.
+        """
         muon: Any = torch.optim.Muon
         self._muon: Optimizer = muon(
             [{"params": []}],

@@ -19,7 +19,12 @@ NOT_WHOLE = (
 
 
 class Chunk(Protocol):
-    """index: its place among all parts. module: contains its parameters."""
+    """One part of the model on this rank.
+
+    Attributes:
+        index: its place among all parts.
+        module: contains its parameters.
+    """
 
     index: int
     module: nn.Module

@@ -11,7 +11,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Home:
-    """names: all of the parameter's in the whole model, in the order of registration. parts: that have it."""
+    """A parameter and the parts of the model that have it.
+
+    Attributes:
+        names: all of the parameter's in the whole model, in the order of registration.
+        parts: that have it.
+    """
 
     parameter: nn.Parameter
     names: tuple[str, ...]

@@ -52,8 +52,13 @@ class PipelineRunner:
     on all ranks, in the same order; both methods are called on all ranks, in the same order."""
 
     def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, given: RunnerParts) -> None:
-        """chunks: this rank's, ascending, of ``parts``. schedule: its name in the config. Raises ValueError if it
-        cannot be made of so many micro-batches."""
+        """
+        Args:
+            chunks: this rank's, ascending, of ``parts``.
+            schedule: its name in the config.
+
+        Raises ValueError if it cannot be made of so many micro-batches.
+        """
         self._parts, self._chunks = given, list(chunks)
         topology = given.topology
         pipe, group = topology.pipe, topology.pipe.group

@@ -33,7 +33,12 @@ _LAST_LINES = 15
 
 
 class Line(NamedTuple):
-    """One number of both sides. unit: "bytes" or "calls". exact: whether they must be equal."""
+    """One number of both sides.
+
+    Attributes:
+        unit: "bytes" or "calls".
+        exact: whether they must be equal.
+    """
 
     name: str
     planned: int
@@ -47,9 +52,13 @@ def run_check(
 ) -> int:
     """Run ``plan``'s job for a few steps and print what rank 0 needed beside what was planned.
 
-    model, batch, loss: as on the command line. config: a path or JSON. device: "cuda" or "cpu". Returns 0 if model
-    states and traffic are equal and the peak of a step is within :data:`TOLERANCE`, if need be without what operators
-    took inside themselves, otherwise 1. Raises PlanError if the job cannot run here.
+    Args:
+        model, batch, loss: as on the command line.
+        config: a path or JSON.
+        device: "cuda" or "cpu".
+
+    Returns 0 if model states and traffic are equal and the peak of a step is within :data:`TOLERANCE`, if need be
+    without what operators took inside themselves, otherwise 1. Raises PlanError if the job cannot run here.
     """
     problem = find_problem(world_size, device)
     if problem is not None:

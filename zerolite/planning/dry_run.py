@@ -48,12 +48,20 @@ stages learn in the first two how many gradients come and in which order."""
 
 @dataclass(frozen=True)
 class Job:
-    """Inputs of a dry run. config: resolved for ``grid.data`` ranks; what it says of tensor_parallel and pipeline holds
-    where the grid has several ranks for it. rank: of all. device: "cuda" or "cpu", whose communicator and habits are
-    imitated. shared_memory: on the CPU, whether the ranks are on one host. batch: None runs no forward of the model:
-    every parameter is used once, in the order of registration. loss: of the outputs, or of outputs and targets.
-    make_arguments: called when the model has been made. divided: whether the model is this rank's part already.
-    counted: FLOPs of a step by pipeline stage, for all jobs that differ in settings of ZeRO alone."""
+    """Inputs of a dry run.
+
+    Attributes:
+        config: resolved for ``grid.data`` ranks; what it says of tensor_parallel and pipeline holds where the grid has
+            several ranks for it.
+        rank: of all.
+        device: "cuda" or "cpu", whose communicator and habits are imitated.
+        shared_memory: on the CPU, whether the ranks are on one host.
+        batch: None runs no forward of the model: every parameter is used once, in the order of registration.
+        loss: of the outputs, or of outputs and targets.
+        make_arguments: called when the model has been made.
+        divided: whether the model is this rank's part already.
+        counted: FLOPs of a step by pipeline stage, for all jobs that differ in settings of ZeRO alone.
+    """
 
     make_model: Callable[[], torch.nn.Module]
     config: ZeroliteConfig

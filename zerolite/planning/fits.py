@@ -130,9 +130,14 @@ def check_memory(
     made: Plan | None = None,
 ) -> None:
     """Raise MemoryError on all ranks, or warns, as ``memory_check`` says, if one of them has less memory than the
-    engine will need without activations, on its device or, with offload, on its host and disk. model: this rank's part
-    of it. made: the plan, where :func:`choose_stage` has made it. Called on all ranks; one small all-reduce while all
-    is well."""
+    engine will need without activations, on its device or, with offload, on its host and disk.
+
+    Args:
+        model: this rank's part of it.
+        made: the plan, where :func:`choose_stage` has made it.
+
+    Called on all ranks; one small all-reduce while all is well.
+    """
     if config.memory_check == "off":
         return
     free = _available(model, device)

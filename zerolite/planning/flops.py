@@ -13,9 +13,10 @@ from zerolite.monitor.flop_formulas import OperatorFlops
 class Flops(NamedTuple):
     """FLOPs of one rank's step.
 
-    model: of one forward and backward of each micro-batch.
-    recomputed: of forwards that activation checkpointing runs again inside backward.
-    unknown: names of operators that ran and have no formula.
+    Attributes:
+        model: of one forward and backward of each micro-batch.
+        recomputed: of forwards that activation checkpointing runs again inside backward.
+        unknown: names of operators that ran and have no formula.
     """
 
     model: int

@@ -48,8 +48,12 @@ class Speeds(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid with a ZeRO stage. bound: seconds that a step takes at least. states: bytes that model states take at
-    least on one rank."""
+    """A grid with a ZeRO stage.
+
+    Attributes:
+        bound: seconds that a step takes at least.
+        states: bytes that model states take at least on one rank.
+    """
 
     grid: Grid
     stage: int

@@ -26,8 +26,12 @@ OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 
 
 class Room(NamedTuple):
-    """Memory and disk of the host that this rank may use, in bytes: equal shares of what is left. ranks: of the job, on
-    this host. disks: by block of the config that names a folder on one; None where it is unknown."""
+    """Memory and disk of the host that this rank may use, in bytes: equal shares of what is left.
+
+    Attributes:
+        ranks: of the job, on this host.
+        disks: by block of the config that names a folder on one; None where it is unknown.
+    """
 
     ranks: int
     memory: int
@@ -35,7 +39,12 @@ class Room(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """reason: what is needed, and what there is. remedy: what would help."""
+    """Memory or disk of a host that does not suffice.
+
+    Attributes:
+        reason: what is needed, and what there is.
+        remedy: what would help.
+    """
 
     reason: str
     remedy: str

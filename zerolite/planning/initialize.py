@@ -48,22 +48,32 @@ def initialize(
 ) -> Engine:
     """Make an :class:`~zerolite.engine.engine.Engine` of ``model``.
 
-    model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and
-    a place in flat buffers (same ``Parameter`` objects). config: DeepSpeed's schema as a dict, a path, or JSON or
-    hjson text. optimizer: an instance, a class, or a function of parameters; otherwise ``config["optimizer"]``;
-    without either the engine only evaluates the model, whose parameters are frozen.
-    model_parameters: parameters or param groups to train, by default all that require a gradient. training_data: a
-    dataset, for ``engine.dataloader``. lr_scheduler: an instance, or a function of the optimizer; otherwise
-    ``config["scheduler"]``; stepped by the engine after every update. broadcast_buffers: send rank 0's buffers
-    before each training forward.
-    collate_fn: a list of samples to a batch, for this engine's loaders. num_local_io_workers: processes that load
-    ``training_data``; 0 loads in this one. loss_fn: (outputs, targets) to a scalar, for ``engine.train_batch``; None
-    where the model computes its loss itself.
+    Args:
+        model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and
+            a place in flat buffers (same ``Parameter`` objects).
+        config: DeepSpeed's schema as a dict, a path, or JSON or hjson text.
+        optimizer: an instance, a class, or a function of parameters; otherwise ``config["optimizer"]``; without either
+            the engine only evaluates the model, whose parameters are frozen.
+        model_parameters: parameters or param groups to train, by default all that require a gradient.
+        training_data: a dataset, for ``engine.dataloader``.
+        lr_scheduler: an instance, or a function of the optimizer; otherwise ``config["scheduler"]``; stepped by the
+            engine after every update.
+        broadcast_buffers: send rank 0's buffers before each training forward.
+        collate_fn: a list of samples to a batch, for this engine's loaders.
+        num_local_io_workers: processes that load ``training_data``; 0 loads in this one.
+        loss_fn: (outputs, targets) to a scalar, for ``engine.train_batch``; None where the model computes its loss
+            itself.
 
     With ``tensor_parallel`` and ``pipeline``, this rank's part of ``model`` stays in it, and the rest is dropped.
-    Starts torch.distributed from the environment if it does not run. Raises ConfigError for the config, ValueError
-    for the other arguments, RuntimeError if ranks hold different models, configs or optimizers, MemoryError if model
-    states do not fit (``memory_check``). Called on all ranks, with equal arguments.
+    Starts torch.distributed from the environment if it does not run.
+
+    Raises:
+        ConfigError: for the config.
+        ValueError: for the other arguments.
+        RuntimeError: if ranks hold different models, configs or optimizers.
+        MemoryError: if model states do not fit (``memory_check``).
+
+    Called on all ranks, with equal arguments.
     """
     check_model(model)
     given = load_config(config)

@@ -68,20 +68,28 @@ def plan(
     the grid that they form (``tensor_parallel``, ``pipeline``).
 
     The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated.
-    model_fn: called where no tensor has memory; the model may be plain, made in ``zerolite.zero.Init``, or on the meta
-    device. nodes: over how many hosts the ranks are spread, evenly and in order, for the traffic between them. rank:
-    whose needs to tell; None: rank 0's, or with a pipeline those of the stage with the highest peak. device:
-    "cuda" or "cpu", for which communicators and habits are those of the plan. device_memory: of each rank's device,
-    host_memory: of each host, which its ranks share: bytes, or text such as "80GB".
-    batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by name;
-    the tensors may be real. None: no forward is run, and activations are not in the numbers, nor what tensor
-    parallelism and pipelines send. loss: from the model's output to a scalar; by default the output itself, its
-    ``loss``, or the mean of its first floating tensor. Or from outputs and targets: then, and where a PipelineModule
-    has a loss function, a batch is a pair (inputs, targets), as for ``engine.train_batch``.
 
-    Raises PlanError where the model does what needs values, or where the engine refuses the job (RefusedError),
-    ConfigError for the config, ValueError for the other arguments. Needs no process group and starts none; may be
-    called anywhere.
+    Args:
+        model_fn: called where no tensor has memory; the model may be plain, made in ``zerolite.zero.Init``, or on the
+            meta device.
+        nodes: over how many hosts the ranks are spread, evenly and in order, for the traffic between them.
+        rank: whose needs to tell; None: rank 0's, or with a pipeline those of the stage with the highest peak.
+        device: "cuda" or "cpu", for which communicators and habits are those of the plan.
+        device_memory: of each rank's device.
+        host_memory: of each host, which its ranks share: bytes, or text such as "80GB".
+        batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by
+            name; the tensors may be real. None: no forward is run, and activations are not in the numbers, nor what
+            tensor parallelism and pipelines send.
+        loss: from the model's output to a scalar; by default the output itself, its ``loss``, or the mean of its first
+            floating tensor. Or from outputs and targets: then, and where a PipelineModule has a loss function, a batch
+            is a pair (inputs, targets), as for ``engine.train_batch``.
+
+    Raises:
+        PlanError: where the model does what needs values, or where the engine refuses the job (RefusedError).
+        ConfigError: for the config.
+        ValueError: for the other arguments.
+
+    Needs no process group and starts none; may be called anywhere.
     """
     options: dict[str, Any] = {"nodes": nodes, "rank": rank, "device": device, "batch": batch, "loss": loss}
     memory: dict[str, Any] = {"device_memory": device_memory, "host_memory": host_memory}
@@ -151,11 +159,15 @@ def compare(
     **options: Any,
 ) -> Comparison:
     """Plans of stages 0 to 3, of a few bucket sizes and of what may rest off the device, and which of them is the
-    cheapest that fits. options: those of :func:`plan`; offload_host_memory: ``host_memory`` of settings that offload,
-    where that is not given.
+    cheapest that fits.
+
+    Args:
+        options: those of :func:`plan`.
+        offload_host_memory: ``host_memory`` of settings that offload, where that is not given.
 
     Where a setting that offloads nothing fits, those that do are planned only if ``config`` offloads. Settings that the
-    engine refuses are left out; if that is all of them, raises what :func:`plan` does."""
+    engine refuses are left out; if that is all of them, raises what :func:`plan` does.
+    """
     loaded = load_config(config)
     rows: list[tuple[str, Plan]] = []
     refused: list[tuple[Setting, RefusedError | ConfigError]] = []

@@ -74,9 +74,12 @@ def measure(
 ) -> Measurement:
     """Make the model and its engine in this process and train a few steps, as a plan does on tensors without memory.
 
-    config: as for ``zerolite.initialize``; its monitors and the like stay off. batch, loss: as for ``zerolite.plan``;
-    batch None: every parameter is used once, by itself. Counts from before the model is made; what the process holds
-    already does not count. A pipeline needs a batch. Called on all ranks, with equal arguments.
+    Args:
+        config: as for ``zerolite.initialize``; its monitors and the like stay off.
+        batch, loss: as for ``zerolite.plan``; batch None: every parameter is used once, by itself.
+
+    Counts from before the model is made; what the process holds already does not count. A pipeline needs a batch.
+    Called on all ranks, with equal arguments.
     """
     device = default_device(local_rank())
     account = _DeviceAccount(device) if device.type == "cuda" else _HostAccount()
@@ -243,8 +246,12 @@ def _addresses() -> set[int]:
 
 
 class _Block(NamedTuple):
-    """Memory that was given out from ``start`` to ``end``, in nanoseconds. released: that end has been seen, and is not
-    just when the address was given out again, if ever. inside: one operator took it and gave it back."""
+    """Memory that was given out from ``start`` to ``end``, in nanoseconds.
+
+    Attributes:
+        released: that end has been seen, and is not just when the address was given out again, if ever.
+        inside: one operator took it and gave it back.
+    """
 
     address: int
     start: int

@@ -59,8 +59,12 @@ class Screen(NamedTuple):
         return lines
 
     def beside(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
-        """``lines`` of a table with a bar behind each after the first, where there is room. bars: (lower part, whole),
-        all on one scale. limit: where a "|" stands."""
+        """``lines`` of a table with a bar behind each after the first, where there is room.
+
+        Args:
+            bars: (lower part, whole), all on one scale.
+            limit: where a "|" stands.
+        """
         column = max(map(len, lines)) + 2
         room = min(self.width - column - 1, _WIDEST_BAR)
         largest = max([whole for _, whole in bars] + [limit or 0])

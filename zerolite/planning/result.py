@@ -50,13 +50,16 @@ class TimePoint(_Frozen):
 class Traffic(_Frozen):
     """All collectives of one kind in one step of one rank.
 
-    count: launches. Several tensors that travel in one group (NCCL's ncclGroup) are one. unaligned: buffers of them
-    (whole tensors, ranks' parts, shards) that do not begin on 16 bytes, from where NCCL takes a slow path. nbytes: the
-    full tensors that they concern (a gather of P parameters on N ranks counts P, not P / N). sent: what this rank
-    sends if they run as rings, the bandwidth-optimal algorithm: (N - 1) / N of it for a gather or a
-    reduce-scatter, twice that for an all-reduce, all of it for a broadcast and for what one stage of a pipeline sends
-    to another. inter_node: the part of ``sent``, on average over the ranks of a node (of a stage, if it goes to another
-    one), that leaves the node.
+    Attributes:
+        count: launches. Several tensors that travel in one group (NCCL's ncclGroup) are one.
+        unaligned: buffers of them (whole tensors, ranks' parts, shards) that do not begin on 16 bytes, from where NCCL
+            takes a slow path.
+        nbytes: the full tensors that they concern (a gather of P parameters on N ranks counts P, not P / N).
+        sent: what this rank sends if they run as rings, the bandwidth-optimal algorithm: (N - 1) / N of it for a gather
+            or a reduce-scatter, twice that for an all-reduce, all of it for a broadcast and for what one stage of a
+            pipeline sends to another.
+        inter_node: the part of ``sent``, on average over the ranks of a node (of a stage, if it goes to another one),
+            that leaves the node.
     """
 
     op: str = Field(description="all_reduce, reduce_scatter, all_gather or broadcast; send or receive between stages")
@@ -95,21 +98,31 @@ class Stage(_Frozen):
 class Plan(_Frozen):
     """Needs of one rank of a job, found by running the engine on tensors without memory. Sizes in bytes.
 
-    states: model states and buffers, each item at its largest within a step: what figure 1 of the ZeRO paper counts.
-    at_rest: what is held between two steps. peak: of all phases; initialize_peak: while the engine is made;
-    step_peak: of a step that follows the plan of the steps before it. timeline: that step, at most 1000 points.
-    All these are the device's. host, disk: what rests there or passes through (offload), each item at its largest
-    within a step; None if that is nothing. host_peak: the most that the rank takes of its host's memory at once: these
-    items, or the model before the engine has it; with device "cpu" the device's too. checkpoint: what this rank writes.
-    flops: of one rank's forward and backward in one step, None without a batch: matrix products, convolutions and
-    attention. recomputed_flops: of forwards that activation checkpointing runs again, which flops leaves out.
-    device_memory: of each rank's device. host_memory: of each host, which its ranks share.
-
     The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline ``stages`` has a rank of
-    each stage, and all else is that of the rank whose peak is highest, unless another one was asked for. parameters:
-    of the whole model; rank_parameters: of what this rank has of it, padding included. bubble: the part of a step in
-    which the ranks of a pipeline wait, as zerolite.planning.bubble counts it. seconds: an estimate of a step's time, to
-    rank grids by.
+    each stage, and all else is that of the rank whose peak is highest, unless another one was asked for.
+
+    Attributes:
+        states: model states and buffers, each item at its largest within a step: what figure 1 of the ZeRO paper
+            counts.
+        at_rest: what is held between two steps.
+        peak: of all phases.
+        initialize_peak: while the engine is made.
+        step_peak: of a step that follows the plan of the steps before it.
+        timeline: that step, at most 1000 points. This one and those before it are the device's.
+        host, disk: what rests there or passes through (offload), each item at its largest within a step; None if that
+            is nothing.
+        host_peak: the most that the rank takes of its host's memory at once: these items, or the model before the
+            engine has it; with device "cpu" the device's too.
+        checkpoint: what this rank writes.
+        flops: of one rank's forward and backward in one step, None without a batch: matrix products, convolutions and
+            attention.
+        recomputed_flops: of forwards that activation checkpointing runs again, which flops leaves out.
+        device_memory: of each rank's device.
+        host_memory: of each host, which its ranks share.
+        parameters: of the whole model.
+        rank_parameters: of what this rank has of it, padding included.
+        bubble: the part of a step in which the ranks of a pipeline wait, as zerolite.planning.bubble counts it.
+        seconds: an estimate of a step's time, to rank grids by.
     """
 
     model: str

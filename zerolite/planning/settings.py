@@ -17,7 +17,12 @@ _PLACES = {"cpu": "on the host", "nvme": "on disk"}
 
 
 class Setting(NamedTuple):
-    """keys: of ``zero_optimization``, beside the config's own. resized: with other sizes than that has."""
+    """Settings of ZeRO to plan.
+
+    Attributes:
+        keys: of ``zero_optimization``, beside the config's own.
+        resized: with other sizes than that has.
+    """
 
     name: str
     stage: int

@@ -40,7 +40,10 @@ def summarize(
 ) -> list[Traffic]:
     """One row for each operation, purpose and dimension, in the order of the bytes sent.
 
-    stage: of the pipeline, whose calls they are. looped: whether its last stage sends to the first one, too.
+    Args:
+        stage: of the pipeline, whose calls they are.
+        looped: whether its last stage sends to the first one, too.
+
     Rings in the order of ranks, which fill one node after the other: the part of them that leaves a node is that of
     their links. What hosts tell each other is left out. NCCL may choose trees for small tensors, which send as much.
     """

@@ -33,8 +33,12 @@ class Fp32Forward:
     def __init__(
         self, module: torch.nn.Module, compute: torch.dtype | None, casts_back: bool, device_type: str
     ) -> None:
-        """compute: dtype of the neighbours of a module that they call; None for one inside an fp32 module, whose
-        neighbours are fp32. casts_back: False under autocast, which takes fp32 everywhere."""
+        """
+        Args:
+            compute: dtype of the neighbours of a module that they call; None for one inside an fp32 module, whose
+                neighbours are fp32.
+            casts_back: False under autocast, which takes fp32 everywhere.
+        """
         self._module = module
         self._replaced = vars(module).get("forward")  # another wrapper's, instead of the class's
         self._compute = compute

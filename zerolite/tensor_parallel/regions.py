@@ -30,7 +30,11 @@ class Region:
     latest when its forward ends."""
 
     def __init__(self, rank: int, random: bool) -> None:
-        """rank: in the tensor group. random: whether the module draws random numbers inside."""
+        """
+        Args:
+            rank: in the tensor group.
+            random: whether the module draws random numbers inside.
+        """
         self.rank, self.random = rank, random
         self.open = False
         self._restore: Callable[[], None] | None = None
@@ -208,7 +212,12 @@ class SeenInputs:
     parallelism of the whole sequence, which its layers gather."""
 
     def __init__(self, width: int, narrower: int, longer: int, dim: int) -> None:
-        """width: of the input. narrower: by what the width is divided. longer: by what ``dim`` is multiplied."""
+        """
+        Args:
+            width: of the input.
+            narrower: by what the width is divided.
+            longer: by what ``dim`` is multiplied.
+        """
         self.width, self.narrower, self.longer, self.dim = width, narrower, longer, dim
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

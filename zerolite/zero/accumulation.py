@@ -57,8 +57,12 @@ class AccumulationWindow:
         return self._backwards > 0 and not self._stepped and not self._scaled_backwards
 
     def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:
-        """Count a backward. scaled: the engine has divided its loss, or will divide by the sum of weights instead.
-        divided: the engine divides the gradients of a backward that the user has called."""
+        """Count a backward.
+
+        Args:
+            scaled: the engine has divided its loss, or will divide by the sum of weights instead.
+            divided: the engine divides the gradients of a backward that the user has called.
+        """
         self._backwards += 1
         self._divided_backwards += divided
         self._backwards_since_step += 1

@@ -19,10 +19,13 @@ ALONE_NUMEL = 1 << 27
 class ReductionOptions:
     """Dtypes and algorithm of the gradient reductions. Dtypes are None where the gradient's own dtype is kept.
 
-    accumulate_dtype: of sums over several contributions; several_expected: whether there will be several
-    (accumulation > 1); communication_dtype(parameter): what travels of its bucket. The division by world_size is split
-    in three exact products: arrival_factor while a gradient is moved into its bucket (free; only used where it is a
-    power of two), predivide before the sum, the rest after it.
+    Attributes:
+        accumulate_dtype: of sums over several contributions.
+        several_expected: whether there will be several (accumulation > 1).
+        communication_dtype: of a parameter: what its bucket is sent in.
+        arrival_factor, predivide: the division by world_size is split in three exact products: the first while a
+            gradient is moved into its bucket (free; only used where it is a power of two), the second before the sum,
+            the rest after it.
     """
 
     reduce_each_pass: bool

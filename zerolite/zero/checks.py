@@ -28,8 +28,14 @@ class UpdateChecks(Extra, Protocol):
         """Raise on all ranks what the statistics have shown."""
 
     def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
-        """Run the checks of a step before its statistics are needed. step: updates so far. gathers: a hash of stage 3's
-        schedule, 0 without one. Raises as :meth:`act` does."""
+        """Run the checks of a step before its statistics are needed.
+
+        Args:
+            step: updates so far.
+            gathers: a hash of stage 3's schedule, 0 without one.
+
+        Raises as :meth:`act` does.
+        """
 
     def before_save(self, step: int, scale: float, max_norm: float) -> None:
         """Look at everything at once, between two steps. Raises as :meth:`act` does."""

@@ -62,8 +62,11 @@ class GradReducer:
         observers: Observers,
         make_gradient: MakeGradient,
     ) -> None:
-        """resting: where mean gradients rest, None where that is the device. make_gradient: makes what ``p.grad``
-        shows."""
+        """
+        Args:
+            resting: where mean gradients rest, None where that is the device.
+            make_gradient: makes what ``p.grad`` shows.
+        """
         self._observers = observers
         self.layout = layout
         self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole

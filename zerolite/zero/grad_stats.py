@@ -26,14 +26,19 @@ SAME_BATCH = (
 class GradStats:
     """Statistics over all ranks about the gradients of one step.
 
-    norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping. bad_parameters: indices of
-    those whose mean gradient is not finite, in registration order. bad_ranks: ranks whose own gradients or loss
-    were not finite. used: indices of parameters that got a gradient on any rank. weight: the sum of the backwards'
-    weights, per rank on average; None if they have none. mixed: some ranks' have and others' have not. agreed: whether
-    all ranks that gave a number to be compared gave the same. elsewhere: whether a gradient is not finite on ranks with
-    other parts of the model. unused_elsewhere: parameters there that got no gradient. inputs_agree: whether the ranks
-    of each copy of the model were given the same inputs. bad_losses: ranks with a loss that was not finite. extra: what
-    :class:`Extra` has returned, and the sums over all ranks of what it has written; None without.
+    Attributes:
+        norm: L2 norm of the mean gradient of all parameters, before unscaling and clipping.
+        bad_parameters: indices of those whose mean gradient is not finite, in registration order.
+        bad_ranks: ranks whose own gradients or loss were not finite.
+        used: indices of parameters that got a gradient on any rank.
+        weight: the sum of the backwards' weights, per rank on average; None if they have none.
+        mixed: some ranks' have and others' have not.
+        agreed: whether all ranks that gave a number to be compared gave the same.
+        elsewhere: whether a gradient is not finite on ranks with other parts of the model.
+        unused_elsewhere: parameters there that got no gradient.
+        inputs_agree: whether the ranks of each copy of the model were given the same inputs.
+        bad_losses: ranks with a loss that was not finite.
+        extra: what :class:`Extra` has returned, and the sums over all ranks of what it has written; None without.
     """
 
     norm: float
@@ -101,9 +106,13 @@ class StatsVector:
         extra: int = 0,
         about: Any = None,
     ) -> None:
-        """used, weight: what this rank has put in. spread: the model has parts on other ranks; two more values in
-        front of the sum: whether inputs differed, and how many of their parameters got no gradient. extra, about:
-        the size of that part, and what ``Extra.write`` has returned."""
+        """
+        Args:
+            used, weight: what this rank has put in.
+            spread: the model has parts on other ranks; two more values in front of the sum: whether inputs differed,
+                and how many of their parameters got no gradient.
+            extra, about: the size of that part, and what ``Extra.write`` has returned.
+        """
         self._of_others = values[-3:-1] if spread else None
         self._values = torch.cat([values[:-3], values[-1:]]) if spread else values
         self._others: HostRead | None = None

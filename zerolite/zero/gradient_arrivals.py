@@ -275,12 +275,15 @@ class GradientArrivals:
                 state.expect(sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel))
 
     def show(self, all_ranks_know: bool, several: bool) -> None:
-        """After a backward: show the gradients of the window. several: also those of earlier passes, which this one
-        has hidden.
+        """After a backward: show the gradients of the window.
 
         On several ranks a parameter that this rank has not used shows a gradient too, because another rank may have
         used it: norms of all gradients must be the same numbers on all ranks, and so must what the user drops. Not
-        after ``torch.autograd.grad`` alone, a pass that gives no rank any; all_ranks_know: it was not that.
+        after ``torch.autograd.grad`` alone, a pass that gives no rank any.
+
+        Args:
+            several: also those of earlier passes, which this one has hidden.
+            all_ranks_know: it was not such a pass.
         """
         self.close_all()
         if self._hook_sums.users:

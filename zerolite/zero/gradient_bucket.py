@@ -102,7 +102,11 @@ class BucketMemory:
         self, bucket: Bucket, dtype: torch.dtype, device: torch.device, travels: bool, launching: bool
     ) -> tuple[torch.Tensor, bool]:
         """Return an uninitialised full bucket, and whether it is the communicator's, which travels without a copy.
-        travels: it may be sent in this dtype. launching: it is launched as soon as it is filled."""
+
+        Args:
+            travels: it may be sent in this dtype.
+            launching: it is launched as soon as it is filled.
+        """
         options, current = self.options, self.current
         in_pass = current.reducing and (current.open or launching)  # between passes others may launch before it
         exchanged = options.shard and options.use_reduce_scatter and in_pass
@@ -159,7 +163,11 @@ class GradientBucket:
         strides: Sequence[tuple[int, ...]],
         memory: BucketMemory,
     ) -> None:
-        """parameter: one of its own. strides: of all parameters, by index, when they are whole."""
+        """
+        Args:
+            parameter: one of its own.
+            strides: of all parameters, by index, when they are whole.
+        """
         self.bucket, self.dtype, self.device = bucket, parameter.dtype, parameter.device
         self._memory = memory
         options = memory.options
@@ -223,8 +231,12 @@ class GradientBucket:
     # ---------------------------------------------------------------- gradients into `local`
 
     def accept(self, slot: Slot, gradient: torch.Tensor, at_once: bool, factor: float, tag: bool) -> None:
-        """Take a contribution: move it, or hold it until it is moved with others. at_once: do not hold it. tag: memory
-        is being counted."""
+        """Take a contribution: move it, or hold it until it is moved with others.
+
+        Args:
+            at_once: do not hold it.
+            tag: memory is being counted.
+        """
         self.missing -= 1
         index, run = slot.index, self._run_of.get(slot.index)
         if run is not None:

@@ -23,8 +23,14 @@ logger = logging.getLogger("zerolite")
 
 @dataclass
 class StepCounters:
-    """micro_steps: backwards. global_steps: updates, skipped ones included. last_norm: of the last step's gradient.
-    weight_unit: see ``StepPipeline.weight_unit``."""
+    """Counters of training.
+
+    Attributes:
+        micro_steps: backwards.
+        global_steps: updates, skipped ones included.
+        last_norm: of the last step's gradient.
+        weight_unit: see ``StepPipeline.weight_unit``.
+    """
 
     micro_steps: int = 0
     global_steps: int = 0
@@ -69,8 +75,14 @@ class StepCounters:
         )
 
     def raise_if_hopeless(self, said: str, limit: int, minimum: float | None) -> None:
-        """Give up after too many skipped steps, the last of which is described by ``said``. limit: skipped steps in a
-        row, 0 for no limit. minimum: the loss scale if it cannot fall further. Raises FloatingPointError."""
+        """Give up after too many skipped steps, the last of which is described by ``said``.
+
+        Args:
+            limit: skipped steps in a row, 0 for no limit.
+            minimum: the loss scale if it cannot fall further.
+
+        Raises FloatingPointError.
+        """
         if minimum is not None:
             raise FloatingPointError(
                 f"{said}. The fp16 loss scale is at its minimum, {minimum:g}, and cannot fall further. Try bf16 "
@@ -183,8 +195,12 @@ class Outcomes:
         max_skipped_in_a_row: int,
         says: bool,
     ) -> None:
-        """check_finite: steps with non-finite gradients are skipped. max_skipped_in_a_row: raise after so many, 0 for
-        never. says: this rank logs."""
+        """
+        Args:
+            check_finite: steps with non-finite gradients are skipped.
+            max_skipped_in_a_row: raise after so many, 0 for never.
+            says: this rank logs.
+        """
         self.counters = StepCounters()
         self.check_finite = check_finite
         self.checks: UpdateChecks | None = None

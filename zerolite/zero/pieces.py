@@ -21,8 +21,11 @@ State = dict[str, Any]  # of one parameter, as in torch's optimizer.state[parame
 class Piece:
     """The owned part of one parameter.
 
-    group: index of its param group. tensor: a view of its master bucket, in the parameter's shape if it is whole; what
-    the inner optimizer was made of. position: among the pieces of its bucket.
+    Attributes:
+        group: index of its param group.
+        tensor: a view of its master bucket, in the parameter's shape if it is whole; what the inner optimizer was made
+            of.
+        position: among the pieces of its bucket.
     """
 
     fragment: Fragment

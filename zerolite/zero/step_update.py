@@ -152,8 +152,12 @@ class UpdateSweep:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """The gradients' statistics that an update needs. given: what the user has multiplied all of them by. max_norm:
-    clip to this L2 norm, 0 for never."""
+    """The gradients' statistics that an update needs.
+
+    Attributes:
+        given: what the user has multiplied all of them by.
+        max_norm: clip to this L2 norm, 0 for never.
+    """
 
     vector: StatsVector
     given: Factor

@@ -35,10 +35,18 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make an engine of ``model`` as :func:`zerolite.initialize` does, with DeepSpeed's arguments.
 
-    config, config_params, args.deepspeed_config: the config, as DeepSpeed reads it. optimizer: counts instead of the
-    config's; lr_scheduler: the config's counts instead of it. Returns the engine, its optimizer, its loader of
-    ``training_data`` and its schedule, each None where there is none. Raises ValueError for arguments that zerolite
-    does not support, ConfigError for the config. Called on all ranks.
+    Args:
+        config, config_params: the config, as DeepSpeed reads it; or args.deepspeed_config.
+        optimizer: counts instead of the config's.
+        lr_scheduler: the config's counts instead of it.
+
+    Returns the engine, its optimizer, its loader of ``training_data`` and its schedule, each None where there is none.
+
+    Raises:
+        ValueError: for arguments that zerolite does not support.
+        ConfigError: for the config.
+
+    Called on all ranks.
     """
     _check_arguments(model, mpu, mesh_param)
     found = read_config(_config_of(args, config, config_params))

@@ -21,9 +21,12 @@ _LONGEST = 1 << 20  # events that are recorded: forwards that no backward follow
 class FetchSchedule:
     """Schedule that answers the events of a step; see the module.
 
-    units: the parameter ids of each unit, by unit id; a parameter may belong to several. numels: elements of each
-    parameter, by parameter id. persistent: ids of the parameters that always stay whole. Raises ValueError for an id
-    without an entry in `numels`.
+    Args:
+        units: the parameter ids of each unit, by unit id; a parameter may belong to several.
+        numels: elements of each parameter, by parameter id.
+        persistent: ids of the parameters that always stay whole.
+
+    Raises ValueError for an id without an entry in `numels`.
 
     Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order. Every
     rank calls, in this order: begin_step, then enter and leave for each use, then end_step; afterwards, where

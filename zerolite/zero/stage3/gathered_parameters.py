@@ -21,15 +21,18 @@ _contexts: list[GatheredParameters] = []  # entered, the innermost last
 class GatheredParameters:
     """Inside, the given partitioned parameters are whole.
 
-    params: a parameter, any iterable of them, a module, or None. modifier_rank: that rank of the group may change
-    values; when the context ends the change reaches every rank's part and the master weights. Without it changes are
-    refused when the context ends: RuntimeError on all ranks, naming the parameter. fwd_module: register the
-    parameters as external ones of this module. enabled: False for a context that does nothing. check: False to trust
-    that nothing is changed, which saves reading every value twice. Contexts nest; what is not partitioned is left
-    alone.
+    Args:
+        params: a parameter, any iterable of them, a module, or None.
+        modifier_rank: that rank of the group may change values; when the context ends the change reaches every rank's
+            part and the master weights. Without it changes are refused when the context ends: RuntimeError on all
+            ranks, naming the parameter.
+        fwd_module: register the parameters as external ones of this module.
+        enabled: False for a context that does nothing.
+        check: False to trust that nothing is changed, which saves reading every value twice.
 
-    If the block raises, the parameters are released and changes are dropped. A tensor that shares a parameter's memory
-    (``p.data``, a view) keeps that memory alive beyond the context. Entered and left on all ranks, in the same order.
+    Contexts nest; what is not partitioned is left alone. If the block raises, the parameters are released and changes
+    are dropped. A tensor that shares a parameter's memory (``p.data``, a view) keeps that memory alive beyond the
+    context. Entered and left on all ranks, in the same order.
     """
 
     def __init__(

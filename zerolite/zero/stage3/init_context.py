@@ -36,20 +36,28 @@ class Init:
             model = Transformer(...)          # peak memory: the parts, and the largest module
         engine = zerolite.initialize(model, config)
 
-    module: an existing model, partitioned at once; no context needed. config_dict_or_path: the training config,
-    checked now; below stage 3 nothing is partitioned (with stage "auto" it is, until the engine has chosen). With
-    zero_optimization.offload_param parts rest on the host or on disk as soon as they are cut, so that a model may be
-    larger than what the device has, or the host; ``zerolite.initialize`` gives them their place again.
-    remote_device: where parts rest, instead: "none" or this process's device for the device, "cpu" for the host, "nvme"
-    for the disk that the config names; None: as the config says. dtype: of the parts; by default the parameters'
-    own, so that the master weights are exact. enabled: False for a context that does nothing.
+    Args:
+        module: an existing model, partitioned at once; no context needed.
+        config_dict_or_path: the training config, checked now; below stage 3 nothing is partitioned (with stage "auto"
+            it is, until the engine has chosen). With zero_optimization.offload_param parts rest on the host or on disk
+            as soon as they are cut, so that a model may be larger than what the device has, or the host;
+            ``zerolite.initialize`` gives them their place again.
+        remote_device: where parts rest, instead: "none" or this process's device for the device, "cpu" for the host,
+            "nvme" for the disk that the config names; None: as the config says.
+        dtype: of the parts; by default the parameters' own, so that the master weights are exact.
+        enabled: False for a context that does nothing.
 
     Rank 0's values are everyone's. Initialisation code of the model itself (``apply``, loops over parameters) finds
-    parameters whole: they are gathered when a torch function touches their values, on all ranks, and rank 0's result
-    is taken; their shape can be read anywhere. Modules on the meta device are left for ``zerolite.initialize``, or
+    parameters whole: they are gathered when a torch function touches their values, on all ranks, and rank 0's result is
+    taken; their shape can be read anywhere. Modules on the meta device are left for ``zerolite.initialize``, or
     ``module=``, which call their ``reset_parameters()``.
 
-    Starts torch.distributed if it does not run. Raises ValueError for the arguments, ConfigError for the config.
+    Starts torch.distributed if it does not run.
+
+    Raises:
+        ValueError: for the arguments.
+        ConfigError: for the config.
+
     Entered and left on all ranks, which build equal models.
     """
 

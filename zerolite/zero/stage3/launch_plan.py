@@ -17,11 +17,15 @@ End = tuple[int, int]  # a unit, and the how-manieth end of its backward uses in
 
 
 class LaunchPlan:
-    """units: for each bucket the units that it belongs to, for whose first ends it waits in any case. uncertain: the
-    buckets that are launched when the pass ends as long as nothing is learned: some of their parameters stay whole, or
-    belong to several units.
-    progress: tells the number of the schedule's plan that the events follow, 0 if none, and whether they have reached
-    its end; the same on all ranks."""
+    """Order in which buckets are reduced.
+
+    Args:
+        units: for each bucket the units that it belongs to, for whose first ends it waits in any case.
+        uncertain: the buckets that are launched when the pass ends as long as nothing is learned: some of their
+            parameters stay whole, or belong to several units.
+        progress: tells the number of the schedule's plan that the events follow, 0 if none, and whether they have
+            reached its end; the same on all ranks.
+    """
 
     def __init__(
         self,

@@ -27,9 +27,14 @@ from zerolite.zero.stage3.units import LeafRule, UnitPlan, plan_units, units_of_
 
 @dataclass(frozen=True)
 class Stage3Options:
-    """Sizes in elements. persistence: parameters of at most so many stay whole, up to model_persistence in all (None:
-    no limit). granularity: subtrees of at most so many are one unit; is_leaf(name, module): so is this one; blocks: so
-    are repeated blocks."""
+    """Sizes in elements.
+
+    Attributes:
+        persistence: parameters of at most so many stay whole, up to model_persistence in all (None: no limit).
+        granularity: subtrees of at most so many are one unit.
+        is_leaf: of a name and its module: it is one unit.
+        blocks: repeated blocks are one unit each.
+    """
 
     persistence: int
     model_persistence: int | None

@@ -63,7 +63,11 @@ class PartitionedParameterCoordinator:
         limits: FetchLimits,
         links: StepLinks,
     ) -> None:
-        """group: that of ``handles``. tables: the units whose backward needs no values (``UnitPlan.is_table``)."""
+        """
+        Args:
+            group: that of ``handles``.
+            tables: the units whose backward needs no values (``UnitPlan.is_table``).
+        """
         self._links, self._observers = links, links.observers
         self.group, self.comm = group, group.comm
         self.handles = list(handles)

@@ -27,7 +27,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
     """Return the whole model's state dict on the CPU, master weights in fp32, tied weights shared under all their
-    names. tag: default the latest. lazy_mode: accepted; tensors are read at once. Raises CheckpointError."""
+    names.
+
+    Args:
+        tag: default the latest.
+        lazy_mode: accepted; tensors are read at once.
+
+    Raises CheckpointError.
+    """
     directory = Path(checkpoint_dir)
     if not is_deepspeeds(directory, tag):
         return _state(find(directory, tag), exclude_frozen_parameters)
