@@ -45,8 +45,8 @@ PHASES = {
     ("_reducer", "_complete"): "wait for reductions",
     ("_reducer", "clear"): "clear",
     ("_pipeline", "stats"): "norm and finiteness",
-    ("_publisher", "publish_bucket"): "publish: launch",
-    ("_publisher", "wait"): "publish: wait",
+    ("_param_gatherer", "gather_bucket"): "publish: launch",
+    ("_param_gatherer", "wait"): "publish: wait",
 }
 STAGE_3 = {
     ("coordinator", "enter_forward"): "hooks and schedule",

@@ -29,7 +29,7 @@ from benchmarks.report import positive
 from benchmarks.tiny_layers import FAKE_WORLD, MODULES, build_stack, loss_of, make_inputs
 from zerolite import comm
 from zerolite.comm import NullCommunicator, recorder
-from zerolite.comm.flight import wait_for
+from zerolite.comm.flight_recorder import wait_for
 
 CALLS = 2_000  # of what is timed, in a round
 OWN_UNITS = {"stage3_param_persistence_threshold": 0, **MODULES}

@@ -1,4 +1,4 @@
-"""Checkpoints know nothing of tiers: what is saved at one goes on at any other, as if nothing had happened."""
+"""Checkpoints know nothing of placements: what is saved at one goes on at any other, as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zerolite.checkpoint import export
 
 CASES = "tests.checkpoint.cases.offload"
 TIERS = ("none", "cpu", "nvme")
-Saved = tuple[str, int]  # tier and stage
+Saved = tuple[str, int]  # placement and stage
 
 
-def zero(tier: str, directory: Path) -> dict[str, Any]:
-    if tier == "none":
+def zero(placement: str, directory: Path) -> dict[str, Any]:
+    if placement == "none":
         return {}
-    path = {"nvme_path": str(directory)} if tier == "nvme" else {}
-    return {"offload_optimizer": {"device": tier, **path}, "sub_group_size": 100}
+    path = {"nvme_path": str(directory)} if placement == "nvme" else {}
+    return {"offload_optimizer": {"device": placement, **path}, "sub_group_size": 100}
 
 
 def run(pools: Pools, world: int, runs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -38,16 +38,16 @@ def check(
     """Save at each of ``saves``, and load that at the corresponding ones of ``loads``."""
     apart = {"apart": True}
     runs = [
-        {"how": "save", "directory": str(directory / f"{tier}-{stage}"), "name": name, "stage": stage}
-        | {"zero": zero(tier, directory), **apart}
-        for tier, stage in saves
+        {"how": "save", "directory": str(directory / f"{placement}-{stage}"), "name": name, "stage": stage}
+        | {"zero": zero(placement, directory), **apart}
+        for placement, stage in saves
     ]
     saved = dict(zip(saves, run(pools, worlds[0], runs), strict=True))
     pairs = [(source, goal) for source, goals in zip(saves, loads, strict=True) for goal in goals]
     runs = [
         {"how": "load", "directory": str(directory / f"{source[0]}-{source[1]}"), "name": name, "stage": stage}
-        | {"zero": zero(tier, directory), **apart}
-        for source, (tier, stage) in pairs
+        | {"zero": zero(placement, directory), **apart}
+        for source, (placement, stage) in pairs
     ]
     for (source, goal), loaded in zip(pairs, run(pools, worlds[1], runs), strict=True):
         where = f"'{name}', {worlds[0]} ranks at {source} to {worlds[1]} at {goal}"
@@ -101,20 +101,20 @@ def test_what_is_on_disk_is_not_copied_to_the_host_for_a_save(pools: Pools, tmp_
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 def test_models_are_the_same(pools: Pools, tmp_path: Path, stage: int) -> None:
     """full_state_dict, save_16bit_model, and what ``zerolite export`` makes of the checkpoint."""
-    zeros = {tier: zero(tier, tmp_path) for tier in TIERS}
+    zeros = {placement: zero(placement, tmp_path) for placement in TIERS}
     kwargs = {"directory": str(tmp_path), "name": "mixture in bf16", "zeros": zeros, "stage": stage}
     results = pools(2).run(f"{CASES}:models_of", kwargs)[0]
     files = {}
-    for tier in TIERS:
-        export.main([str(tmp_path / tier / "checkpoints"), str(tmp_path / tier / "exported")])
-        files[tier] = {
-            str(path.relative_to(tmp_path / tier)): path.read_bytes()
+    for placement in TIERS:
+        export.main([str(tmp_path / placement / "checkpoints"), str(tmp_path / placement / "exported")])
+        files[placement] = {
+            str(path.relative_to(tmp_path / placement)): path.read_bytes()
             for part in ("model", "exported")
-            for path in sorted((tmp_path / tier / part).iterdir())
+            for path in sorted((tmp_path / placement / part).iterdir())
             if path.suffix == ".safetensors"
         }
     assert len(files["none"]) == 2
     assert any(isinstance(value, torch.Tensor) and value.numel() > 100 for value in results["none"].values())
-    for tier in TIERS[1:]:
-        assert differences(results["none"], results[tier]) == []
-        assert files["none"] == files[tier]
+    for placement in TIERS[1:]:
+        assert differences(results["none"], results[placement]) == []
+        assert files["none"] == files[placement]

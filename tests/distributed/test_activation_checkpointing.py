@@ -18,7 +18,7 @@ from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.training import snapshot
 from zerolite.comm import record
-from zerolite.utils.memory_items import ACTIVATIONS, DEVICE, HOST, listeners
+from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, HOST, listeners
 
 ROWS, WIDTH = 32, 64  # inputs of 4096 bytes in 16 bits
 
@@ -65,7 +65,7 @@ class Places:
     def __init__(self) -> None:
         self.nbytes: dict[tuple[str, str], int] = {}
 
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         self.nbytes[item, place] = self.nbytes.get((item, place), 0) + storage.nbytes()
 
     def resized(self, storage: torch.UntypedStorage) -> None:

@@ -27,9 +27,9 @@ from zerolite.comm import (
     raise_together,
     use_communicator,
 )
-from zerolite.comm.flight import WAIT
+from zerolite.comm.flight_recorder import WAIT
 from zerolite.comm.gloo import GlooCommunicator
-from zerolite.comm.wire import ProcessGroupWire
+from zerolite.comm.transport import ProcessGroupTransport
 
 Arguments = dict[str, Any]
 
@@ -234,7 +234,7 @@ def parted_gathers(same: bool) -> dict[str, Any]:
     """Messages of a gather of as many elements on all ranks; of another parameter on the last rank, unless ``same``."""
     group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    comm = GlooCommunicator(ProcessGroupWire(group))
+    comm = GlooCommunicator(ProcessGroupTransport(group))
     results: dict[str, Any] = {}
     for name, numel in (("packed", 6), ("several", 40_000)):
         key = 1 if same or rank < world - 1 else 2
@@ -301,7 +301,7 @@ def checked_mismatch(config: dict[str, Any], what: str) -> str:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     odd = dist.get_rank() == dist.get_world_size() - 1
     message = ""
-    with use_communicator(lambda rank, world: GlooCommunicator(ProcessGroupWire(group))):
+    with use_communicator(lambda rank, world: GlooCommunicator(ProcessGroupTransport(group))):
         engine = zerolite.initialize(Branches(), {**config, "check_collectives": True})
     try:
         if what == "branch":
@@ -327,7 +327,7 @@ def crossed_orders() -> list[float]:
     """Two communicators whose collectives each rank launches in an order of its own: no rank may wait at a launch."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
-    first = GlooCommunicator(ProcessGroupWire(group))
+    first = GlooCommunicator(ProcessGroupTransport(group))
     second = first.second("gloo")
     for comm, label in ((first, "first"), (second, "second")):
         comm.watch(CollectiveCheck(comm, label))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.toolkit.pool import Pools
 from tests.toolkit.transports import UNITS, pair, transport
 from zerolite.comm import Communicator, Pending, dry_communicator, gloo, record
-from zerolite.utils import memory_items
+from zerolite.utils import memory_tags
 from zerolite.utils.nested import find_tensors
 
 KINDS = {"native": "nccl", "messages": "gloo", "shared memory": "shared_memory"}
@@ -40,7 +40,7 @@ class Allocations(TorchDispatchMode):
                 self.made.append(nbytes)
         return out
 
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         if storage.nbytes() > SMALL:
             self.named.append((storage.nbytes(), item))
 
@@ -49,12 +49,12 @@ class Allocations(TorchDispatchMode):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        memory_items.listeners.append(self)
+        memory_tags.listeners.append(self)
         try:
             with self:
                 yield
         finally:
-            memory_items.listeners.remove(self)
+            memory_tags.listeners.remove(self)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -106,7 +106,7 @@ def _account(comms: Sequence[Communicator]) -> list[Any]:
                 shape = None if result is None else (tuple(result.shape), str(result.dtype), result.is_inference())
                 found.append((name, allocations.made, allocations.named, shape))
             regions = [(tensor.numel(), str(tensor.dtype)) for tensor in comm.memory()]
-            found.append((type(comm).__name__, comm.flight.count, regions))
+            found.append((type(comm).__name__, comm.flight_recorder.count, regions))
     return [*found, recorder.calls]
 
 

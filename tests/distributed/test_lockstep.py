@@ -262,7 +262,7 @@ class Program:
         for way in [*self.shared.sample(ways, 3), *([left_out] if self.shared.random() < 0.5 else [])]:
             way()
         if self.shared.random() < 0.3:  # and more comes
-            self.backward(0, self.engine._window.weighted)
+            self.backward(0, self.engine._accumulation.weighted)
         self.engine.step()
 
     def evaluation(self) -> None:

@@ -18,7 +18,7 @@ from tests.toolkit.pool import Pools
 from tests.toolkit.training import make_engine
 from zerolite.config import ConfigError
 from zerolite.planning import plan
-from zerolite.utils.memory_items import GRADIENTS, MASTERS, STATES
+from zerolite.utils.memory_tags import GRADIENTS, MASTERS, STATES
 
 TRAINS = (
     "backward",

@@ -27,11 +27,11 @@ from tests.toolkit.pool import Pools
 from tests.toolkit.training import KINDS, snapshot
 from zerolite.comm import Communicator
 from zerolite.engine import build
-from zerolite.offload.from_config import tiers_of
+from zerolite.offload.from_config import placements_of
+from zerolite.offload.placements import Transfer
 from zerolite.offload.shard_reader import Arrival, ShardReader
 from zerolite.offload.swap_file import SwapFile
-from zerolite.offload.tiers import Transfer
-from zerolite.utils.memory_items import COMPUTE, GATHERED, HOST, STAGING, listeners
+from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING, listeners
 from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
 from zerolite.zero.layout import part_numel
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -88,10 +88,10 @@ def compare(
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    def tiers(config: Any, device: torch.device, kind: str, rank: int) -> Any:
-        return tiers_of(config, device, "cuda", rank)
+    def placements(config: Any, device: torch.device, kind: str, rank: int) -> Any:
+        return placements_of(config, device, "cuda", rank)
 
-    with mock.patch.object(build, "tiers_of", tiers):
+    with mock.patch.object(build, "placements_of", placements):
         yield
 
 
@@ -118,7 +118,7 @@ def train_model(model: str, config: dict[str, Any], steps: int) -> dict[str, Any
             _nothing_is_whole(engine)
     result["calls"] = [(call.op, call.tag, call.numel) for call in calls.calls]
     result["followed"] = engine.coordinator.schedule.following
-    result["places"] = sorted({handle.tier.place for handle in engine.coordinator.handles})
+    result["places"] = sorted({handle.placement.place for handle in engine.coordinator.handles})
     result["parameters"] = snapshot(engine)
     return result
 
@@ -171,7 +171,7 @@ def built_partitioned(configs: dict[str, dict[str, Any]], remote_device: str | N
                 model.get_parameter("first.weight").mul_(2)  # gathered, changed, and cut again
             copied = copy.deepcopy(model)
         handles = [handle_of(p) for p in model.parameters()]
-        result: dict[str, Any] = {"places": sorted({h.tier.place for h in handles if h.numel})}
+        result: dict[str, Any] = {"places": sorted({h.placement.place for h in handles if h.numel})}
         with GatheredParameters([*model.parameters(), *copied.parameters()]):
             result["values"] = {key: p.detach().clone() for key, p in model.named_parameters()}
             result["copied"] = {key: p.detach().clone() for key, p in copied.named_parameters()}
@@ -209,10 +209,10 @@ def failing_disk(config: dict[str, Any]) -> dict[str, Any]:
         losses += _chain(engine, 3 if fail_at else 1)
         reads = itertools.count()
 
-        def read(file: Any, resting: torch.Tensor, into: torch.Tensor) -> Any:
+        def read(file: Any, offloaded: torch.Tensor, into: torch.Tensor) -> Any:
             if next(reads) == fail_at:  # noqa: B023 (called in this turn of the loop)
                 return _Failed()
-            return SwapFile_read(file, resting, into)
+            return SwapFile_read(file, offloaded, into)
 
         with mock.patch.object(SwapFile, "read", read):
             try:
@@ -252,7 +252,7 @@ class Census:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         self._known[storage._cdata] = (weakref.ref(storage), f"{item} on {place}")
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -288,7 +288,7 @@ def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
             engine.backward(engine(torch.full((2, 32), float(step + 1))).square().mean())
             engine.step()
         rests = census.bytes(COMPUTE, GATHERED)
-        on_host = [index for index, handle in enumerate(engine.coordinator.handles) if handle.tier.place == HOST]
+        on_host = [index for index, handle in enumerate(engine.coordinator.handles) if handle.placement.place == HOST]
     finally:
         listeners.remove(census)
     return {"rests": rests, "whole": max(whole), "staged": max(staged), "on host": on_host}
@@ -358,10 +358,10 @@ ELEMENTS = 1024  # of a layer of the chain
 LAYERS = 6
 
 
-def tiers(
+def placements(
     path: Path, setting: str, zero: dict[str, Any] | None = None, disk: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """A config for each tier. zero: further keys of its section; disk: of offload_param for the disk."""
+    """A config for each placement. zero: further keys of its section; disk: of offload_param for the disk."""
     blocks: dict[str, dict[str, Any]] = {
         "device": {"device": "none"},
         "host": {"device": "cpu"},
@@ -381,9 +381,9 @@ EVERY = ("device", "host", "disk", "host apart", "disk apart")
 def compared(
     path: Path, model: str, setting: str, names: tuple[str, ...] = EVERY, **more: Any
 ) -> tuple[str, dict[str, Any]]:
-    """For :func:`run`. names: of tiers, "apart" where device and host do not share their memory."""
-    of_tier = tiers(path, setting, **more)
-    configs = {name: of_tier[name.split()[0]] for name in names}
+    """For :func:`run`. names: of placements, "apart" where device and host do not share their memory."""
+    of_placement = placements(path, setting, **more)
+    configs = {name: of_placement[name.split()[0]] for name in names}
     return "compare", {"model": model, "configs": configs, "apart": tuple(name for name in names if "apart" in name)}
 
 
@@ -433,7 +433,7 @@ def test_every_kind_of_model_is_the_same_at_every_tier(pools: Pools, world: int,
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_shards_rest_at_their_tier_and_nothing_is_whole_between_uses(pools: Pools, world: int, tmp_path: Path) -> None:
-    configs = tiers(tmp_path, "moving", {PREFETCH: 1})
+    configs = placements(tmp_path, "moving", {PREFETCH: 1})
     part = 4 * part_numel(ELEMENTS, world)  # bytes of a layer, frozen or trained
     ranks = run(pools, world, {name: ("memory", {"config": settings}) for name, settings in configs.items()})
     for results in ranks:
@@ -452,8 +452,8 @@ def test_what_stays_in_the_hosts_memory_with_a_disk(pools: Pools, world: int, tm
     parameters are on the device anyway."""
     rows = {"max_in_cpu": 4 * math.ceil(ELEMENTS / world)}
     calls = {
-        "some": ("memory", {"config": tiers(tmp_path, "moving", disk=rows)["disk"]}),
-        "whole": ("memory", {"config": tiers(tmp_path, "defaults")["disk"]}),
+        "some": ("memory", {"config": placements(tmp_path, "moving", disk=rows)["disk"]}),
+        "whole": ("memory", {"config": placements(tmp_path, "defaults")["disk"]}),
     }
     for results in run(pools, world, calls):
         assert results["some"]["on host"] == [0, 3, 4, 5]
@@ -466,7 +466,7 @@ def test_what_is_on_disk_is_read_ahead_of_its_gather_within_the_limit(pools: Poo
     rows = 4
     buffers = {"buffer_size": ELEMENTS // world, "buffer_count": rows}
     calls = {
-        prefetch: ("reads", {"config": tiers(tmp_path, "moving", {PREFETCH: prefetch}, buffers)["disk"]})
+        prefetch: ("reads", {"config": placements(tmp_path, "moving", {PREFETCH: prefetch}, buffers)["disk"]})
         for prefetch in (0, 10**6)
     }
     order = [*range(LAYERS), *reversed(range(LAYERS))]
@@ -507,7 +507,7 @@ def _leads(events: list[tuple[str, tuple[int, ...]]], limit: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_a_model_built_partitioned_rests_at_its_tier_from_the_start(pools: Pools, world: int, tmp_path: Path) -> None:
-    configs = tiers(tmp_path, "moving")
+    configs = placements(tmp_path, "moving")
     for results in run(pools, world, {"": ("built_partitioned", {"configs": configs})}):
         expected = results[""]["device"]
         for name, found in results[""].items():
@@ -520,7 +520,7 @@ def test_a_model_built_partitioned_rests_at_its_tier_from_the_start(pools: Pools
 
 @pytest.mark.slow
 def test_remote_device_overrides_the_config(pools: Pools, tmp_path: Path) -> None:
-    configs = {"host": tiers(tmp_path, "moving")["disk"]}
+    configs = {"host": placements(tmp_path, "moving")["disk"]}
     for results in run(pools, 2, {"": ("built_partitioned", {"configs": configs, "remote_device": "cpu"})}):
         assert results[""]["host"]["places"] == ["host"]
 
@@ -530,7 +530,7 @@ def test_remote_device_overrides_the_config(pools: Pools, tmp_path: Path) -> Non
 def test_a_disk_that_cannot_be_read_is_an_error_after_which_training_goes_on(
     pools: Pools, world: int, tmp_path: Path
 ) -> None:
-    disk = tiers(tmp_path, "moving", disk={"buffer_size": ELEMENTS, "buffer_count": 4})["disk"]
+    disk = placements(tmp_path, "moving", disk={"buffer_size": ELEMENTS, "buffer_count": 4})["disk"]
     for results in run(pools, world, {"": ("failing_disk", {"config": disk})}):
         assert len(results[""]["caught"]) == 2 and all("17 bytes" in text for text in results[""]["caught"])
         assert results[""]["losses"] == results[""]["expected"]
@@ -544,7 +544,7 @@ def test_parameters_that_are_trained_later_move_on_at_their_tier(
 ) -> None:
     found = {
         name: pools(world).run("tests.distributed.test_growth:train", {"config": settings, "how": how, "steps": 7})
-        for name, settings in tiers(tmp_path, "tight", precision="bf16").items()
+        for name, settings in placements(tmp_path, "tight", precision="bf16").items()
     }
     for name in ("host", "disk"):
         for expected, ours in zip(found["device"], found[name], strict=True):

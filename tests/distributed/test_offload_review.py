@@ -18,7 +18,7 @@ from zerolite.offload import swap_file
 from zerolite.offload.swap_file import SwapFile
 from zerolite.offload.transfers import Transfer, _TwoHops
 from zerolite.ops.async_io import AsyncIO
-from zerolite.utils import memory_items
+from zerolite.utils import memory_tags
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
@@ -76,7 +76,7 @@ def damaged(directory: str, position: float) -> str:
     train(engine, 2)
     handle = handle_of(list(model.parameters())[2])
     assert handle is not None
-    file: Any = handle.tier.file  # type: ignore[attr-defined]
+    file: Any = handle.placement.file  # type: ignore[attr-defined]
     start, _ = file._offsets[handle.shard.untyped_storage().data_ptr()]
     at = start + 4 * (int(handle.shard.storage_offset()) + int(position * (handle.shard.numel() - 1)))
     os.pwrite(file._fd, bytes([os.pread(file._fd, 1, at)[0] ^ 1]), at)
@@ -104,7 +104,7 @@ def under_way(offloads: bool) -> float:
 class _Ear:
     """Listens, as what measures memory does, so that parts of the engine say what they hold."""
 
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         return
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -119,11 +119,11 @@ def places(directories: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:
         given = config(2, offload_optimizer={"device": device, "nvme_path": directory})
         given["optimizer"] = {"type": "NAdam", "params": {"lr": 1e-2}}
         engine = zerolite.initialize(build(), given)
-        memory_items.listeners.append(ear := _Ear())
+        memory_tags.listeners.append(ear := _Ear())
         try:
             train(engine, 2)
         finally:
-            memory_items.listeners.remove(ear)
+            memory_tags.listeners.remove(ear)
         report = engine.memory_report()
         found[device] = {"device": report.items, "host": report.host, "disk": report.disk}
     return found

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.pool import Pools, WorkerDied
-from zerolite.comm import flight
+from zerolite.comm import flight_recorder
 from zerolite.diagnostics import watchdog
 from zerolite.diagnostics.position import WATCHDOG
 from zerolite.diagnostics.watchdog import EXIT_STATUS
@@ -105,7 +105,7 @@ def part(
             if doing == "skip the step":
                 continue
             engine.step()
-        except flight.Mismatch as error:
+        except flight_recorder.Mismatch as error:
             raised = str(error)
             if not caught:
                 break

@@ -17,7 +17,7 @@ from zerolite.planning.make import cheapest, compare, plan
 from zerolite.planning.places import Grid
 from zerolite.planning.result import Plan
 from zerolite.planning.traffic import summarize
-from zerolite.utils.memory_items import ITEMS, MODEL_STATES
+from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

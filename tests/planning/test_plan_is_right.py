@@ -11,7 +11,7 @@ from tests.toolkit.pool import Pools
 from zerolite.planning.make import plan
 from zerolite.planning.measure import Measurement
 from zerolite.planning.result import Plan
-from zerolite.utils.memory_items import ACTIVATIONS, GRADIENTS, ITEMS, OTHER
+from zerolite.utils.memory_tags import ACTIVATIONS, GRADIENTS, ITEMS, OTHER
 
 CASES = "tests.planning.cases"
 PEAK = 0.02

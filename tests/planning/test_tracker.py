@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from zerolite.planning.tracker import MADE, MemoryTracker
-from zerolite.utils import memory_items
-from zerolite.utils.memory_items import (
+from zerolite.utils import memory_tags
+from zerolite.utils.memory_tags import (
     ACTIVATIONS,
     BUCKETS,
     DEVICE,
@@ -22,8 +22,8 @@ from zerolite.utils.memory_items import (
     MASTERS,
     OTHER,
     STATES,
-    own,
     place_of,
+    tag_memory,
 )
 
 
@@ -32,7 +32,7 @@ def tracker(request: pytest.FixtureRequest):
     with FakeTensorMode() if request.param == "fake" else torch.no_grad(), MemoryTracker() as tracker:
         with torch.enable_grad():
             yield tracker
-    assert tracker not in memory_items.listeners
+    assert tracker not in memory_tags.listeners
 
 
 def test_storages_count_once_and_until_they_die(tracker: MemoryTracker) -> None:
@@ -51,9 +51,9 @@ def test_storages_count_once_and_until_they_die(tracker: MemoryTracker) -> None:
 def test_a_storage_that_is_resized_counts_with_its_new_length(tracker: MemoryTracker) -> None:
     tensor = torch.empty(100)
     storage = tensor.untyped_storage()
-    memory_items.resize(storage, 0)
+    memory_tags.resize(storage, 0)
     assert tracker.nbytes[DEVICE] == 0
-    memory_items.resize(storage, 4000)
+    memory_tags.resize(storage, 4000)
     assert tracker.nbytes[DEVICE] == 4000
     tensor.resize_(2000)  # by torch itself
     assert tracker.nbytes[DEVICE] == 8000
@@ -66,10 +66,10 @@ def test_memory_changes_hands(tracker: MemoryTracker) -> None:
     tracker.item, tracker.place = MADE, HOST
     tensor = torch.empty(100)
     assert (tracker.nbytes[DEVICE], host[MADE]) == (0, 400)
-    assert own(tensor, BUCKETS) is tensor
+    assert tag_memory(tensor, BUCKETS) is tensor
     assert (tracker.nbytes[DEVICE], host[MADE], device[BUCKETS]) == (400, 0, 400)
     torch.empty(1)
-    own(tensor.view(10, 10), GATHERED)
+    tag_memory(tensor.view(10, 10), GATHERED)
     assert (tracker.nbytes[DEVICE], device[BUCKETS], device[GATHERED]) == (400, 0, 400)
     assert tracker.largest[DEVICE][BUCKETS] == 400
     del tensor
@@ -77,12 +77,12 @@ def test_memory_changes_hands(tracker: MemoryTracker) -> None:
 
 
 def test_every_place_has_its_own_account(tracker: MemoryTracker) -> None:
-    masters = own(torch.empty(100), MASTERS, HOST)
-    states = own(torch.empty(1000), STATES, DISK)
+    masters = tag_memory(torch.empty(100), MASTERS, HOST)
+    states = tag_memory(torch.empty(1000), STATES, DISK)
     assert [tracker.nbytes[place] for place in (DEVICE, HOST, DISK)] == [0, 400, 4000]
     assert (place_of(masters.view(10, 10)), place_of(states[:10])) == (HOST, DISK)
     assert tracker.fullest.nbytes == tracker.largest[DEVICE][OTHER] == 0  # both were said to be elsewhere at once
-    own(masters, MASTERS)
+    tag_memory(masters, MASTERS)
     assert tracker.fullest.nbytes == 400
     assert (tracker.nbytes[HOST], tracker.items[DEVICE][MASTERS], place_of(masters)) == (0, 400, DEVICE)
     assert (tracker.largest[HOST][MASTERS], tracker.largest[DISK][STATES]) == (400, 4000)
@@ -92,7 +92,7 @@ def test_every_place_has_its_own_account(tracker: MemoryTracker) -> None:
 
 
 def test_results_are_where_their_operands_are(tracker: MemoryTracker) -> None:
-    masters, weights, scalar = own(torch.ones(100), MASTERS, HOST), torch.ones(100), torch.ones(())
+    masters, weights, scalar = tag_memory(torch.ones(100), MASTERS, HOST), torch.ones(100), torch.ones(())
     tracker.item, tracker.place = MADE, HOST
     made = torch.ones(100)
     tracker.item, tracker.place = OTHER, DEVICE
@@ -120,7 +120,7 @@ def test_results_are_where_their_operands_are(tracker: MemoryTracker) -> None:
 def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
     with MemoryTracker(apart=False) as tracker:
         weights = torch.ones(100)
-        masters = own(torch.ones(100), MASTERS, HOST)
+        masters = tag_memory(torch.ones(100), MASTERS, HOST)
         assert (tracker.nbytes[DEVICE], tracker.nbytes[HOST], tracker.most_in_host_memory) == (400, 400, 800)
         scratch = masters * 2  # from the device's allocator
         assert tracker.nbytes[DEVICE] == 800
@@ -128,19 +128,19 @@ def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
 
 
 def test_places_are_known_for_as_long_as_the_memory_lives() -> None:
-    tensor = own(torch.ones(3), STATES, DISK)
+    tensor = tag_memory(torch.ones(3), STATES, DISK)
     key = tensor.untyped_storage()._cdata
     part = tensor[1:]
     del tensor
     assert place_of(part) == DISK
     del part
-    assert key not in memory_items._elsewhere
+    assert key not in memory_tags._elsewhere
 
 
 def test_without_a_listener_nothing_is_noted() -> None:
     tensor = torch.empty(3)
-    assert memory_items.listeners == []
-    assert own(tensor, BUCKETS) is tensor
+    assert memory_tags.listeners == []
+    assert tag_memory(tensor, BUCKETS) is tensor
 
 
 def test_the_course_keeps_the_fullest_moments(tracker: MemoryTracker) -> None:

@@ -17,7 +17,7 @@ from zerolite.comm import (
     use_communicator,
 )
 from zerolite.comm.communicator import NativeCommunicator
-from zerolite.comm.wire import ProcessGroupWire
+from zerolite.comm.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,9 @@ def transport(name: str) -> Iterator[None]:
     os.environ["ZEROLITE_SHARED_MEMORY"] = "0" if name == "messages" else "1"
     with contextlib.ExitStack() as stack:
         if name == "native":  # gloo knows the calls that NCCL gets
-            stack.enter_context(use_communicator(lambda r, w: NativeCommunicator(ProcessGroupWire(dist.group.WORLD))))
+            stack.enter_context(
+                use_communicator(lambda r, w: NativeCommunicator(ProcessGroupTransport(dist.group.WORLD)))
+            )
         try:
             yield
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zerolite.planning.result import Comparison, Items, Peak, Plan, TimePoint, Traffic
-from zerolite.utils.memory_items import ITEMS
+from zerolite.utils.memory_tags import ITEMS
 
 GB = 10**9
 

@@ -1,6 +1,6 @@
 import pytest
 
-from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.accumulation import GradAccumulation
 
 
 def run_engine_loop(window, micro_batches):
@@ -19,11 +19,11 @@ def run_engine_loop(window, micro_batches):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_engine_loop_closes_every_size_micro_batches(size):
     expected = [(i % size == size - 1,) * 2 for i in range(3 * size)]
-    assert run_engine_loop(AccumulationWindow(size), 3 * size) == expected
+    assert run_engine_loop(GradAccumulation(size), 3 * size) == expected
 
 
 def test_plain_loop_predicts_the_boundary_from_backwards():
-    window = AccumulationWindow(3)
+    window = GradAccumulation(3)
     answers = []
     for _ in range(3):
         answers.append(window.next_backward_closes())
@@ -32,7 +32,7 @@ def test_plain_loop_predicts_the_boundary_from_backwards():
 
 
 def test_is_boundary_before_and_after_the_backward_of_a_micro_batch():
-    window = AccumulationWindow(2)
+    window = GradAccumulation(2)
     assert not window.is_boundary()
     window.on_backward(True)
     assert not window.is_boundary()
@@ -44,7 +44,7 @@ def test_is_boundary_before_and_after_the_backward_of_a_micro_batch():
 
 
 def test_two_engine_backwards_a_micro_batch_reduce_in_the_last_one_only():
-    window = AccumulationWindow(3)
+    window = GradAccumulation(3)
     answers = []
     for _ in range(3):
         for _ in range(2):
@@ -56,7 +56,7 @@ def test_two_engine_backwards_a_micro_batch_reduce_in_the_last_one_only():
 
 
 def test_no_sync_defers_reduction_but_not_the_step():
-    window = AccumulationWindow(1)
+    window = GradAccumulation(1)
     window.sync_disabled += 1
     assert not window.next_backward_closes()
     window.on_backward(True)
@@ -65,7 +65,7 @@ def test_no_sync_defers_reduction_but_not_the_step():
 
 
 def test_forced_boundary_rules_until_taken_back():
-    window = AccumulationWindow(4)
+    window = GradAccumulation(4)
     window.forced_boundary = True
     window.on_backward(True)
     assert window.is_boundary() and window.next_backward_closes() and window.on_engine_step()
@@ -80,7 +80,7 @@ def test_forced_boundary_rules_until_taken_back():
 
 @pytest.mark.parametrize("contained", [1, 2, 3])
 def test_flush_factor_restores_the_mean(contained):
-    window = AccumulationWindow(4)
+    window = GradAccumulation(4)
     for _ in range(contained):
         window.on_backward(True)
         window.on_engine_step()
@@ -88,7 +88,7 @@ def test_flush_factor_restores_the_mean(contained):
 
 
 def test_flush_factor_counts_a_micro_batch_whose_step_has_not_come():
-    window = AccumulationWindow(4)
+    window = GradAccumulation(4)
     window.on_backward(True)
     window.on_engine_step()
     window.on_backward(True)
@@ -96,13 +96,13 @@ def test_flush_factor_counts_a_micro_batch_whose_step_has_not_come():
 
 
 def test_flush_leaves_alone_what_the_user_scaled():
-    window = AccumulationWindow(4)
+    window = GradAccumulation(4)
     window.on_backward(scaled=False)
     assert window.flush_factor() == 1.0
 
 
 def test_empty_window():
-    window = AccumulationWindow(2)
+    window = GradAccumulation(2)
     assert window.empty and window.flush_factor() == 1.0
     window.on_backward(True)
     assert not window.empty

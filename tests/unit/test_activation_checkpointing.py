@@ -26,7 +26,7 @@ from zerolite.activation_checkpointing.clock import TO_DEVICE, TO_HOST
 from zerolite.activation_checkpointing.copies import Copies
 from zerolite.activation_checkpointing.memory import HostBuffers
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
-from zerolite.utils.memory_items import ACTIVATIONS, HOST, listeners
+from zerolite.utils.memory_tags import ACTIVATIONS, HOST, listeners
 
 ROWS, WIDTH = 24, 64  # inputs of 6144 bytes
 
@@ -164,7 +164,7 @@ class Owned:
     def __init__(self) -> None:
         self.notes: list[tuple[int, str, str]] = []
 
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         self.notes.append((storage.nbytes(), item, place))
 
     def resized(self, storage: torch.UntypedStorage) -> None:

@@ -19,8 +19,8 @@ from zerolite.comm import (
     record,
     second_communicator,
 )
-from zerolite.comm.flight import WAIT
-from zerolite.utils import memory_items
+from zerolite.comm.flight_recorder import WAIT
+from zerolite.utils import memory_tags
 
 CPU, HALF, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
 KINDS = {"nccl": "NativeCommunicator", "gloo": "GlooCommunicator", "shared_memory": "SharedMemoryCommunicator"}
@@ -32,7 +32,7 @@ class Owned:
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
 
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         self.storages.append(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -42,11 +42,11 @@ class Owned:
 @contextlib.contextmanager
 def listening() -> Iterator[Owned]:
     owned = Owned()
-    memory_items.listeners.append(owned)
+    memory_tags.listeners.append(owned)
     try:
         yield owned
     finally:
-        memory_items.listeners.remove(owned)
+        memory_tags.listeners.remove(owned)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,7 +58,7 @@ def test_it_is_one_of_its_kind_without_a_group(kind: Any) -> None:
     for one in (comm, second):
         assert (type(one).__name__, one.rank, one.world_size) == (KINDS[kind], 2, 4)
         assert one.group is None and one.peers_agree
-    assert second is not comm and second.flight is not comm.flight
+    assert second is not comm and second.flight_recorder is not comm.flight_recorder
     assert HostGroup(comm, "test").gather("value") == ["value"]
     comm.close()
     alone = dry_communicator(kind, 0, 1)

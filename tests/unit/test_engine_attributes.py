@@ -30,7 +30,7 @@ class Broken(Engine):
 def engine_of(module, kind=Engine):
     """An engine before anything else about it exists."""
     engine = kind.__new__(kind)
-    vars(engine).update(_module=module, _publisher=SimpleNamespace(wait_all=lambda: None), config="the engine's")
+    vars(engine).update(_module=module, _param_gatherer=SimpleNamespace(wait_all=lambda: None), config="the engine's")
     return engine
 
 

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from zerolite.comm.flight import Wait
+from zerolite.comm.flight_recorder import Wait
 
 
 class Work:

@@ -49,7 +49,7 @@ THIRD_PARTY = {
 
 WITHOUT_TORCH = (
     "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.sizes", "zerolite.utils.dtype_names",
-    "zerolite.utils.memory_items",
+    "zerolite.utils.memory_tags",
     *(f"zerolite.planning.{name}" for name in ("errors", "imports", "result", "traffic", "advice", "report")),
     "zerolite.planning.picture",
     "op_builder",

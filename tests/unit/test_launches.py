@@ -12,7 +12,7 @@ from torch import nn
 from zerolite.comm import Communicator, Pending, create_topology, record, use_communicator
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.null import NullCommunicator
-from zerolite.comm.wire import DryWire
+from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
 from zerolite.planning.fakes import DryMachine
@@ -169,7 +169,7 @@ def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest
         assert order == sorted(order)
 
 
-class Numbered(DryWire):
+class Numbered(DryTransport):
     """Notes the tags of the messages that are sent."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from zerolite.comm import Communicator, data_topology
-from zerolite.comm.wire import DryWire
+from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.monitoring import open_monitoring
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
@@ -286,7 +286,7 @@ def everything_enabled(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_opens_writers(tmp_path: Path, rank: int) -> None:
-    monitor = open_monitor(load_config(everything_enabled(tmp_path)), Communicator(DryWire(rank, 2)), CPU)
+    monitor = open_monitor(load_config(everything_enabled(tmp_path)), Communicator(DryTransport(rank, 2)), CPU)
     assert monitor.enabled == (rank == 0)
     monitor.write([LR])
     monitor.close()

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from zerolite.offload.from_config import warn_of_few_threads
-from zerolite.offload.tiers import HostTier, Tier, Tiers
+from zerolite.offload.placements import HostPlacement, Placement, Placements
 
 CPU = torch.device("cpu")
 
 
 def said(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tiers: Tiers, threads: int, ranks: str
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, placements: Placements, threads: int, ranks: str
 ) -> list[str]:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     with caplog.at_level(logging.WARNING, "zerolite"):
-        warn_of_few_threads(tiers, {"LOCAL_WORLD_SIZE": ranks})
+        warn_of_few_threads(placements, {"LOCAL_WORLD_SIZE": ranks})
     return [record.getMessage() for record in caplog.records]
 
 
-def on_host(apart: bool = True) -> Tiers:
-    return Tiers(CPU, HostTier(pin=False), Tier(CPU), apart=apart)
+def on_host(apart: bool = True) -> Placements:
+    return Placements(CPU, HostPlacement(pin=False), Placement(CPU), apart=apart)
 
 
 def test_one_thread_of_several(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +34,11 @@ def test_one_thread_of_several(caplog: pytest.LogCaptureFixture, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("tiers", "threads", "ranks"),
-    [(on_host(), 2, "4"), (on_host(), 1, "16"), (on_host(apart=False), 1, "1"), (Tiers.on(CPU), 1, "1")],
+    ("placements", "threads", "ranks"),
+    [(on_host(), 2, "4"), (on_host(), 1, "16"), (on_host(apart=False), 1, "1"), (Placements.on(CPU), 1, "1")],
     ids=["several threads", "a core each", "the CPU is the device", "nothing on the host"],
 )
 def test_nothing_to_say(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tiers: Tiers, threads: int, ranks: str
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, placements: Placements, threads: int, ranks: str
 ) -> None:
-    assert said(caplog, monkeypatch, tiers, threads, ranks) == []
+    assert said(caplog, monkeypatch, placements, threads, ranks) == []

@@ -14,7 +14,7 @@ from zerolite.planning.advice import advise
 from zerolite.planning.picture import draw
 from zerolite.planning.report import Screen, render
 from zerolite.planning.result import Comparison, Plan, TimePoint
-from zerolite.utils.memory_items import ITEMS
+from zerolite.utils.memory_tags import ITEMS
 from zerolite.utils.sizes import format_size
 
 WIDE = Screen(120)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from zerolite.offload.placements import SPAN_ALIGNMENT, DiskPlacement, HostPlacement, Placement, Placements, Transfer
 from zerolite.offload.shard_reader import ShardReader, cover, places, spans
-from zerolite.offload.tiers import SPAN_ALIGNMENT, DiskTier, HostTier, Tier, Tiers, Transfer
 from zerolite.offload.transfers import Transfers
-from zerolite.utils.memory_items import COMPUTE
+from zerolite.utils.memory_tags import COMPUTE
 
 CPU = torch.device("cpu")
 
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 class _Read(Transfer):
     """Carried out when it is waited for."""
 
-    def __init__(self, resting: torch.Tensor, into: torch.Tensor, fails: bool) -> None:
-        self.ends = (resting, into)
+    def __init__(self, offloaded: torch.Tensor, into: torch.Tensor, fails: bool) -> None:
+        self.ends = (offloaded, into)
         self.fails = fails
         self.waits = 0
 
@@ -43,12 +43,12 @@ class Memory:
     def zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> _Read:
-        assert resting.storage_offset() % SPAN_ALIGNMENT == 0
-        self.reads.append(_Read(resting, into, len(self.reads) == self.failing))
+    def read(self, offloaded: torch.Tensor, into: torch.Tensor) -> _Read:
+        assert offloaded.storage_offset() % SPAN_ALIGNMENT == 0
+        self.reads.append(_Read(offloaded, into, len(self.reads) == self.failing))
         return self.reads[-1]
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Any:
+    def write(self, offloaded: torch.Tensor, source: torch.Tensor) -> Any:
         raise AssertionError("nothing is written here")
 
     def forget_cached(self) -> None:
@@ -61,26 +61,26 @@ class Memory:
 @dataclass
 class Member:
     shard: torch.Tensor
-    tier: Tier
+    placement: Placement
     full: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-def row(tier: Tier, *numels: int, gap: int = 3) -> list[Member]:
+def row(placement: Placement, *numels: int, gap: int = 3) -> list[Member]:
     """Members next to each other, with different values."""
-    memory = tier.zeros(sum(numels) + gap * len(numels), torch.float32, COMPUTE)
+    memory = placement.zeros(sum(numels) + gap * len(numels), torch.float32, COMPUTE)
     memory.copy_(torch.arange(len(memory)))
     members, start = [], 0
     for numel in numels:
-        members.append(Member(memory.narrow(0, start, numel), tier, torch.zeros(numel)))
+        members.append(Member(memory.narrow(0, start, numel), placement, torch.zeros(numel)))
         start += numel + gap
     return members
 
 
-def reader(apart: bool = False) -> tuple[ShardReader, Memory, DiskTier, HostTier]:
+def reader(apart: bool = False) -> tuple[ShardReader, Memory, DiskPlacement, HostPlacement]:
     file = Memory()
-    disk, host = DiskTier(file, pin=False), HostTier(pin=False)
-    tiers = Tiers(CPU, Tier(CPU), disk, apart=apart)
-    return ShardReader(tiers, Transfers(tiers)), file, disk, host
+    disk, host = DiskPlacement(file, pin=False), HostPlacement(pin=False)
+    placements = Placements(CPU, Placement(CPU), disk, apart=apart)
+    return ShardReader(placements, Transfers(placements)), file, disk, host
 
 
 @pytest.mark.parametrize("alignment", [1, SPAN_ALIGNMENT])
@@ -112,7 +112,7 @@ def test_spans_cover_every_tensor_once_and_little_else(seed: int, alignment: int
 @pytest.mark.parametrize("alone", [False, True])
 def test_every_tier_arrives(apart: bool, alone: bool) -> None:
     one, file, disk, host = reader(apart)
-    on_disk, on_host, here = row(disk, 5, 0, 7), row(host, 3, 4), row(Tier(CPU), 6)
+    on_disk, on_host, here = row(disk, 5, 0, 7), row(host, 3, 4), row(Placement(CPU), 6)
     members = [on_host[1], *on_disk, *here, on_host[0]]
     one.ahead(on_disk[:1])
     arrival = one.bring(members, alone)

@@ -203,9 +203,9 @@ def test_file_systems_without_direct_io(
     assert str(tmp_path) in caplog.text and KEY in caplog.text
     for file in files:
         assert not file.direct
-        resting = file.zeros(9999)
-        file.write(resting, staging(9999).fill_(4)).wait()
-        assert resting.eq(4).all()
+        offloaded = file.zeros(9999)
+        file.write(offloaded, staging(9999).fill_(4)).wait()
+        assert offloaded.eq(4).all()
         file.close()
 
 
@@ -233,8 +233,8 @@ def test_nothing_is_left_by_a_process_that_is_killed(small_disk: Path) -> None:
 
     def work() -> None:
         file = SwapFile(small_disk, AsyncIO(block_size=BLOCK), 0, KEY)
-        resting = file.zeros(500_000).fill_(1)
-        kept.extend((file, resting, file.write(resting, staging(500_000))))
+        offloaded = file.zeros(500_000).fill_(1)
+        kept.extend((file, offloaded, file.write(offloaded, staging(500_000))))
 
     kept: list[object] = []
     before = free()
@@ -276,24 +276,24 @@ def test_a_fork_does_not_touch_its_parents_file(io: AsyncIO, tmp_path: Path) -> 
 
 def test_a_file_that_somebody_cut(file: SwapFile) -> None:
     """An error where the bytes are missed, not a signal."""
-    resting, into = file.zeros(20 * BLOCK), staging(20 * BLOCK)
+    offloaded, into = file.zeros(20 * BLOCK), staging(20 * BLOCK)
     os.truncate(f"/proc/self/fd/{file._fd}", 7 * BLOCK)
     with pytest.raises(UnexpectedEnd) as raised:
-        file.read(resting, into).wait()
+        file.read(offloaded, into).wait()
     assert raised.value.strerror == (
         f"reading 81920 bytes at byte 0 of the swap file of rank 3 in {file.directory} failed after 28672 of them: the "
         "file ends at byte 28672"
     )
-    file.write(resting, into.fill_(3)).wait()  # makes it whole
-    assert resting.eq(3).all()
+    file.write(offloaded, into.fill_(3)).wait()  # makes it whole
+    assert offloaded.eq(3).all()
 
 
 def test_an_error_of_the_disk(file: SwapFile) -> None:
-    resting = file.zeros(2 * BLOCK)
+    offloaded = file.zeros(2 * BLOCK)
     fd = file._fd if file._direct is None else file._direct
     kept = os.dup(fd)
     os.dup2(os.open("/dev/null", os.O_RDONLY), fd)
-    transfer = file.write(resting, staging(2 * BLOCK))
+    transfer = file.write(offloaded, staging(2 * BLOCK))
     for _ in range(2):
         with pytest.raises(
             OSError, match="writing 8192 bytes at byte 0 of the swap file of rank 3 in .* Bad file desc"
@@ -301,15 +301,15 @@ def test_an_error_of_the_disk(file: SwapFile) -> None:
             transfer.wait()
     os.dup2(kept, fd)
     os.close(kept)
-    file.write(resting, staging(2 * BLOCK).fill_(1)).wait()
-    assert resting.eq(1).all()
+    file.write(offloaded, staging(2 * BLOCK).fill_(1)).wait()
+    assert offloaded.eq(1).all()
 
 
 def test_transfers_keep_their_ends_alive(file: SwapFile) -> None:
-    resting = file.zeros(4 * MIB)
-    address = resting.data_ptr()
-    transfers = [file.write(resting, staging(4 * MIB).fill_(9)), file.read(resting, staging(4 * MIB))]
-    del resting
+    offloaded = file.zeros(4 * MIB)
+    address = offloaded.data_ptr()
+    transfers = [file.write(offloaded, staging(4 * MIB).fill_(9)), file.read(offloaded, staging(4 * MIB))]
+    del offloaded
     assert address in file._offsets
     for transfer in transfers:
         transfer.wait()
@@ -320,32 +320,35 @@ def test_transfers_keep_their_ends_alive(file: SwapFile) -> None:
 
 def test_checksums(io: AsyncIO, tmp_path: Path) -> None:
     file = SwapFile(tmp_path, io, 0, KEY, checksums=True)
-    resting, into = file.zeros(10 * BLOCK + 9), staging(10 * BLOCK + 9)
-    parts = [resting[: 4 * BLOCK], resting[4 * BLOCK : 8 * BLOCK], resting[8 * BLOCK :]]
+    offloaded, into = file.zeros(10 * BLOCK + 9), staging(10 * BLOCK + 9)
+    parts = [offloaded[: 4 * BLOCK], offloaded[4 * BLOCK : 8 * BLOCK], offloaded[8 * BLOCK :]]
     chance = random.Random(1)
     for part in parts:
         file.write(part, fill(staging(part.numel()), chance)).wait()
-    file.read(resting, into).wait()
-    assert torch.equal(into, resting)
+    file.read(offloaded, into).wait()
+    assert torch.equal(into, offloaded)
     damage = torch.tensor([int(into[5 * BLOCK + 77]) ^ 1], dtype=torch.uint8)
-    resting[5 * BLOCK + 77] = damage.item()
+    offloaded[5 * BLOCK + 77] = damage.item()
     file.read(parts[0], into[: 4 * BLOCK]).wait()
-    for view, buffer in ((resting, into), (parts[1], into[: 4 * BLOCK])):
+    for view, buffer in ((offloaded, into), (parts[1], into[: 4 * BLOCK])):
         words = "4096 bytes at byte 20480 of the swap file of rank 0 in .* are not those that were written there: their"
         with pytest.raises(OSError, match=words):
             file.read(view, buffer).wait()
-    file.read(resting[6 * BLOCK : 9 * BLOCK], into[: 3 * BLOCK]).wait()  # cut otherwise than what was written
-    file.write(resting[4 * BLOCK : 6 * BLOCK], staging(2 * BLOCK)).wait()
-    file.write(resting[BLOCK : 2 * BLOCK], staging(BLOCK)).wait()
-    file.read(resting, into).wait()
-    resting[-1] ^= 1
-    for view in (resting, resting[8 * BLOCK : 10 * BLOCK + 3]):  # the last block travels whole, and is compared whole
+    file.read(offloaded[6 * BLOCK : 9 * BLOCK], into[: 3 * BLOCK]).wait()  # cut otherwise than what was written
+    file.write(offloaded[4 * BLOCK : 6 * BLOCK], staging(2 * BLOCK)).wait()
+    file.write(offloaded[BLOCK : 2 * BLOCK], staging(BLOCK)).wait()
+    file.read(offloaded, into).wait()
+    offloaded[-1] ^= 1
+    for view in (
+        offloaded,
+        offloaded[8 * BLOCK : 10 * BLOCK + 3],
+    ):  # the last block travels whole, and is compared whole
         with pytest.raises(OSError, match="4096 bytes at byte 40960"):
             file.read(view, staging(view.numel())).wait()
     file.forget_cached()
-    file.read(resting, into).wait()
-    file.write(resting, into).wait()
-    del resting, parts, part, view
+    file.read(offloaded, into).wait()
+    file.write(offloaded, into).wait()
+    del offloaded, parts, part, view
     again = file.zeros(10 * BLOCK + 9)
     assert file.nbytes == 11 * BLOCK
     file.read(again, into).wait()  # the sums of what was here before are not its own

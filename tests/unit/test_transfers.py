@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zerolite.offload.tiers import DiskTier, Tier, Tiers, Transfer
+from zerolite.offload.placements import DiskPlacement, Placement, Placements, Transfer
 from zerolite.offload.transfers import StagingPool, Transfers
 
 CPU = torch.device("cpu")
@@ -34,11 +34,11 @@ class LateFile:
     def zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Copying:
-        return self._begin(into, resting)
+    def read(self, offloaded: torch.Tensor, into: torch.Tensor) -> Copying:
+        return self._begin(into, offloaded)
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Copying:
-        return self._begin(resting, source)
+    def write(self, offloaded: torch.Tensor, source: torch.Tensor) -> Copying:
+        return self._begin(offloaded, source)
 
     def _begin(self, target: torch.Tensor, source: torch.Tensor) -> Copying:
         memory = source if target.numel() > source.numel() else target
@@ -59,10 +59,10 @@ class LateFile:
         """There is nothing to close."""
 
 
-def disk() -> tuple[Transfers, DiskTier, LateFile]:
+def disk() -> tuple[Transfers, DiskPlacement, LateFile]:
     file = LateFile()
-    tier = DiskTier(file, pin=False)
-    return Transfers(Tiers(CPU, optimizer=tier, parameters=Tier(CPU))), tier, file
+    placement = DiskPlacement(file, pin=False)
+    return Transfers(Placements(CPU, optimizer=placement, parameters=Placement(CPU))), placement, file
 
 
 def test_buffers_are_used_again_and_do_not_grow_in_number() -> None:
@@ -77,45 +77,48 @@ def test_buffers_are_used_again_and_do_not_grow_in_number() -> None:
 
 
 def test_to_and_from_disk_without_a_stop_on_the_way() -> None:
-    transfers, tier, file = disk()
-    resting = torch.arange(5000.0)
+    transfers, placement, file = disk()
+    offloaded = torch.arange(5000.0)
     here = transfers.pool.take(5000, torch.float32)
-    reading = transfers.bring(resting, tier, here)
+    reading = transfers.bring(offloaded, placement, here)
     assert len(file.under_way) == 1 and len(transfers.pool.memory()) == 1
     reading.wait()
-    assert torch.equal(here, resting)
+    assert torch.equal(here, offloaded)
     here += 1
-    writing = transfers.send(here, resting, tier)
-    assert torch.equal(resting, torch.arange(5000.0))
+    writing = transfers.send(here, offloaded, placement)
+    assert torch.equal(offloaded, torch.arange(5000.0))
     writing.finish()
-    assert torch.equal(resting, torch.arange(5000.0) + 1)
+    assert torch.equal(offloaded, torch.arange(5000.0) + 1)
 
 
 @pytest.mark.parametrize("offset", [0, 3])
 def test_what_cannot_travel_directly_goes_through_a_buffer(offset: int) -> None:
     """Memory of another owner, or from the middle of a block on."""
-    transfers, tier, file = disk()
-    resting = torch.arange(5000.0)
+    transfers, placement, file = disk()
+    offloaded = torch.arange(5000.0)
     here = transfers.pool.take(6000, torch.float32)[offset : 5000 + offset] if offset else torch.zeros(5000)
-    reading = transfers.bring(resting, tier, here)
+    reading = transfers.bring(offloaded, placement, here)
     reading.advance()
     reading.wait()
-    assert torch.equal(here, resting)
+    assert torch.equal(here, offloaded)
     reading.finish()
     reading.finish()
-    writing = transfers.send(here, resting.zero_(), tier)
+    writing = transfers.send(here, offloaded.zero_(), placement)
     assert len(file.under_way) == 2
     here.fill_(-1)  # it has been copied
     writing.finish()
-    assert torch.equal(resting, torch.arange(5000.0))
+    assert torch.equal(offloaded, torch.arange(5000.0))
     assert len(transfers.pool._free) == 1, "the buffer on the way was not given back, or twice"
 
 
 def test_an_error_is_raised_by_whoever_waits() -> None:
-    transfers, tier, file = disk()
+    transfers, placement, file = disk()
     file.fails = True
     for direct in (True, False):
         here = transfers.pool.take(10, torch.float32) if direct else torch.zeros(10)
-        for transfer in (transfers.bring(torch.zeros(10), tier, here), transfers.send(here, torch.zeros(10), tier)):
+        for transfer in (
+            transfers.bring(torch.zeros(10), placement, here),
+            transfers.send(here, torch.zeros(10), placement),
+        ):
             with pytest.raises(OSError, match="the disk is gone"):
                 transfer.wait()

@@ -189,7 +189,7 @@ class ParameterAccess:
                 place.zero_()
             else:
                 self._copy(piece, place, values * self._pipeline.divisor())
-            self._buffer.tiers.written_in_place()
+            self._buffer.placements.written_in_place()
         self._pipeline.changes.set_by_call(index, given=values is not None)
 
     # ---------------------------------------------------------------- masters
@@ -214,7 +214,7 @@ class ParameterAccess:
             self._copy(piece, self._master(piece), values)
             bucket = piece.fragment.slot.bucket
             self._copy(piece, self._buffer.piece(piece.fragment, self._buffer.owned[bucket]), values)
-            self._buffer.tiers.written_in_place()
+            self._buffer.placements.written_in_place()
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
         if handle is not None:
@@ -273,7 +273,7 @@ class ParameterAccess:
             self._copy(piece, place, new)
             new = place
         method.load_state(piece, {**own, name: new})
-        self._buffer.tiers.written_in_place()
+        self._buffer.placements.written_in_place()
 
     def _refuse_name(self, index: int, name: str, own: dict[int, Any]) -> None:
         raise ValueError(
@@ -313,7 +313,7 @@ class ParameterAccess:
 
     def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
         """The largest over ranks, by default the data-parallel ones."""
-        return largest(values, comm or self._comm, self._buffer.tiers.device, "access", torch.float64)
+        return largest(values, comm or self._comm, self._buffer.placements.device, "access", torch.float64)
 
     def whole(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         """Each parameter's whole tensor from the ranks' parts, in one gather."""
@@ -327,7 +327,7 @@ class ParameterAccess:
         ranges = [self._ranges(index) for index in indices]
         widths = [max((numel for _, numel in of_ranks), default=0) for of_ranks in ranges]
         row = sum(widths)
-        full = torch.zeros(row * self._comm.world_size, dtype=dtype, device=self._buffer.tiers.device)
+        full = torch.zeros(row * self._comm.world_size, dtype=dtype, device=self._buffer.placements.device)
         own = self._comm.part(full)
         position = 0
         for index, width in zip(indices, widths, strict=True):
@@ -373,7 +373,7 @@ class ParameterAccess:
 
     def _empty(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         shape = whole_shape(self._buffer.parameters[index])
-        return torch.empty(shape, dtype=dtype, device=self._buffer.tiers.device)
+        return torch.empty(shape, dtype=dtype, device=self._buffer.placements.device)
 
 
 # What a rank knows of a state, in an order in which the largest is what all know together.

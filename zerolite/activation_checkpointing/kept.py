@@ -14,7 +14,7 @@ from zerolite.activation_checkpointing.clock import GATHER, TO_DEVICE, TO_HOST, 
 from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
 from zerolite.activation_checkpointing.cut import ActivationShards, checksum
 from zerolite.activation_checkpointing.memory import BorrowedMemory, MemorySource
-from zerolite.utils.memory_items import HOST
+from zerolite.utils.memory_tags import HOST
 from zerolite.zero.buffer import dense_strides
 
 SMALLEST = 4096
@@ -31,7 +31,7 @@ class KeptInput:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.numel() * tensor.element_size()
         self.resident: torch.Tensor | None = None
-        self.resting: torch.Tensor | None = None  # uint8
+        self.offloaded: torch.Tensor | None = None  # uint8
         self.checksum: torch.Tensor | None = None  # of one that is cut
         self.region: BorrowedMemory | None = None
         self._version = tensor._version
@@ -40,7 +40,7 @@ class KeptInput:
 
     def stay(self, tensor: torch.Tensor) -> None:
         """``tensor`` itself is kept from now on."""
-        self.resident, self.region, self.resting = tensor, None, None
+        self.resident, self.region, self.offloaded = tensor, None, None
 
     def unchanged(self) -> bool:
         """True if the tensor has not been written into, as far as it is there."""
@@ -135,16 +135,16 @@ class Keeper:
         pairs: list[Pair] = []
         for (entry, tensor), start, length in zip(new, starts, lengths, strict=False):
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-            entry.region, entry.resting = region, region.memory.narrow(0, start, length)
+            entry.region, entry.offloaded = region, region.memory.narrow(0, start, length)
             part = flat.view(torch.uint8)
             if cut is not None:
                 entry.checksum = checksum(flat)
                 part, _ = cut.part(part)
-            pairs.append((part, entry.resting[: part.numel()]))
+            pairs.append((part, entry.offloaded[: part.numel()]))
         if self._source.place == HOST:
             return self._copies.launch(pairs, TO_HOST)
-        for part, resting in pairs:
-            resting.copy_(part)
+        for part, offloaded in pairs:
+            offloaded.copy_(part)
         return Copy((), None, self._device)
 
     # ---------------------------------------------------------------- backward
@@ -179,12 +179,12 @@ class Keeper:
         arrived: dict[KeptInput, torch.Tensor] = {}
         pairs: list[Pair] = []
         for entry in entries:
-            assert entry.resting is not None
+            assert entry.offloaded is not None
             if self._source.place == HOST:
-                arrived[entry] = torch.empty(entry.resting.numel(), dtype=torch.uint8, device=self._device)
-                pairs.append((entry.resting, arrived[entry]))
+                arrived[entry] = torch.empty(entry.offloaded.numel(), dtype=torch.uint8, device=self._device)
+                pairs.append((entry.offloaded, arrived[entry]))
             else:
-                arrived[entry] = entry.resting
+                arrived[entry] = entry.offloaded
         copy = self._copies.launch(pairs, TO_DEVICE) if pairs else Copy((), None, self._device)
         return _Ahead(entries, arrived, copy)
 

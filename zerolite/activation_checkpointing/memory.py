@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from zerolite.utils.accelerator import machine
-from zerolite.utils.memory_items import ACTIVATIONS, DEVICE, HOST, own
+from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, HOST, tag_memory
 
 logger = logging.getLogger("zerolite")
 
@@ -54,7 +54,7 @@ class DeviceMemory:
         self._device = device
 
     def take(self, nbytes: int) -> BorrowedMemory:
-        return BorrowedMemory(own(torch.empty(nbytes, dtype=torch.uint8, device=self._device), ACTIVATIONS))
+        return BorrowedMemory(tag_memory(torch.empty(nbytes, dtype=torch.uint8, device=self._device), ACTIVATIONS))
 
     def memory(self) -> list[torch.Tensor]:
         return []
@@ -86,7 +86,7 @@ class HostBuffers:
                 self._quiet()
                 self._free.pop()
             with torch.inference_mode(False):
-                memory = own(machine().host_memory(length, self._pin), ACTIVATIONS, HOST)
+                memory = tag_memory(machine().host_memory(length, self._pin), ACTIVATIONS, HOST)
         return _returning(memory, self._give_back)
 
     def memory(self) -> list[torch.Tensor]:

@@ -150,7 +150,7 @@ class Saver:
     def _rests_on_disk(self) -> bool:
         """True if offload keeps states on disk, so that host memory may be too small for a copy of
         everything. Says so, once."""
-        found = self._parts.model.buffer.tiers.on_disk
+        found = self._parts.model.buffer.placements.on_disk
         if found and not self._told and self._host.rank == 0:
             logger.warning(
                 "%s: async_save copies what is saved into the host's memory first, and offload keeps states of this "

@@ -8,7 +8,7 @@ from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import ControlChannel, HostMaximum, largest
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
-from zerolite.comm.flight import wait_for_result
+from zerolite.comm.flight_recorder import wait_for_result
 from zerolite.comm.host_group import HostGroup, HostLinks
 from zerolite.comm.job import ranks_of_job
 from zerolite.comm.null import NullCommunicator

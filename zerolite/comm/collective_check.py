@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator, Pending
-from zerolite.comm.flight import WAIT, Mismatch, Raw, wait_for
+from zerolite.comm.flight_recorder import WAIT, Mismatch, Raw, wait_for
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
 

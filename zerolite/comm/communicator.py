@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from zerolite.comm import recorder
-from zerolite.comm.flight import WAIT, Flight, Raw, wait_for
+from zerolite.comm.flight_recorder import WAIT, FlightRecorder, Raw, wait_for
 from zerolite.comm.process_group import keep_track
-from zerolite.comm.wire import DryWire, Wire, Work
+from zerolite.comm.transport import DryTransport, Transport, Work
 from zerolite.utils.accelerator import address
-from zerolite.utils.memory_items import BUCKETS, own
+from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
 Arguments = ParamSpec("Arguments")
 
@@ -75,7 +75,7 @@ def empty(numel: int, dtype: torch.dtype, like: torch.Tensor, device: torch.devi
     """Uninitialised room for collectives on ``device`` (default: that of ``like``), which may be written to later, also
     if it is asked for inside torch.inference_mode(). A fake tensor if ``like`` is one, whatever modes are active."""
     with torch.inference_mode(False):
-        return own(like.new_empty(numel, dtype=dtype, device=device), BUCKETS)
+        return tag_memory(like.new_empty(numel, dtype=dtype, device=device), BUCKETS)
 
 
 with torch.inference_mode(False):
@@ -89,7 +89,7 @@ class Watcher(Protocol):
         """Launch the collective by ``start()``, called once; returns what that gave, or a Pending that waits for it.
 
         Args:
-            entry: what it is, as an :class:`~zerolite.comm.flight.Entry` by position.
+            entry: what it is, as an :class:`~zerolite.comm.flight_recorder.Entry` by position.
             at_once: the caller waits for it as soon as it is launched.
         """
         ...
@@ -106,14 +106,15 @@ class Communicator:
 
     dimension = "data"
 
-    def __init__(self, wire: Wire | None = None) -> None:
-        """wire: what the collectives go over; none for one process on its own."""
-        self.wire: Wire = DryWire(0, 1) if wire is None else wire
-        self.rank, self.world_size = self.wire.rank, self.wire.world_size
-        self.main = wire is None or wire.main  # whether this is the job's first rank, which speaks for all
-        self.peers_agree = wire is not None and wire.peers_agree  # the others are taken for copies of this rank
+    def __init__(self, transport: Transport | None = None) -> None:
+        """transport: what the collectives go over; none for one process on its own."""
+        self.transport: Transport = DryTransport(0, 1) if transport is None else transport
+        self.rank, self.world_size = self.transport.rank, self.transport.world_size
+        self.main = transport is None or transport.main  # whether this is the job's first rank, which speaks for all
+        # Whether the others are taken for copies of this rank.
+        self.peers_agree = transport is not None and transport.peers_agree
         self.guard: Callable[[str], None] | None = None  # called with its name before every collective
-        self.flight = Flight()
+        self.flight_recorder = FlightRecorder()
         self._watchers: tuple[Watcher, ...] = ()
         self._second: Communicator | None = None
         keep_track(self)
@@ -121,7 +122,7 @@ class Communicator:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group, None where there is none and once closed."""
-        return self.wire.group
+        return self.transport.group
 
     def members(self) -> list[int]:
         """Its ranks as numbers among all processes; its own alone where there is no process group."""
@@ -129,7 +130,7 @@ class Communicator:
 
     def close(self) -> None:
         """Let go of the group, which is being destroyed, and close what :meth:`second` gave."""
-        self.wire.close()
+        self.transport.close()
         if self._second is not None:
             self._second.close()
 
@@ -156,7 +157,7 @@ class Communicator:
 
     def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
         """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor. ``key`` says what it is, here
-        and below: see :class:`~zerolite.comm.flight.Entry`."""
+        and below: see :class:`~zerolite.comm.flight_recorder.Entry`."""
         return self._launch("all_reduce", tensor, tag, key, self._all_reduce, tensor, tag, divisor)
 
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
@@ -205,9 +206,9 @@ class Communicator:
         if recorder.active:
             recorder.note_gather(fulls, shards, tag, self.dimension, self.world_size, key)
         entry: Raw = ("all_gather", tag, shards if lasting is None else lasting, None, key)
-        flight = self.flight
-        flight.count += 1
-        flight.latest.append(entry)
+        flight_recorder = self.flight_recorder
+        flight_recorder.count += 1
+        flight_recorder.latest.append(entry)
         start = self._watched(entry, self._gather_shards) if self._watchers else self._gather_shards
         pending = start(fulls, shards, tag, key)
         pending.entry = entry
@@ -241,9 +242,9 @@ class Communicator:
         if recorder.active:
             recorder.note(op, tensor, tag, self.dimension, self.world_size, key)
         entry: Raw = (op, tag, tensor.numel(), tensor.dtype, key)
-        flight = self.flight
-        flight.count += 1
-        flight.latest.append(entry)
+        flight_recorder = self.flight_recorder
+        flight_recorder.count += 1
+        flight_recorder.latest.append(entry)
         if self._watchers:
             start = self._watched(entry, start, at_once)
         pending = start(*arguments)
@@ -269,10 +270,10 @@ class Communicator:
         return launch
 
     def _all_reduce_max(self, tensor: torch.Tensor) -> Pending:
-        return Pending((self.wire.all_reduce_max(tensor),), (tensor,), lambda: tensor)
+        return Pending((self.transport.all_reduce_max(tensor),), (tensor,), lambda: tensor)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
-        return Pending((self.wire.broadcast(tensor, source),), (tensor,), lambda: tensor)
+        return Pending((self.transport.broadcast(tensor, source),), (tensor,), lambda: tensor)
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return done(divide(tensor, divisor))
@@ -295,25 +296,25 @@ class Communicator:
 class NativeCommunicator(Communicator):
     """The backend's own collectives (NCCL and everything else that is not gloo)."""
 
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(wire)
-        WAIT.on_device = WAIT.on_device or wire.group is not None
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        WAIT.on_device = WAIT.on_device or transport.group is not None
 
     def second(self, backend: str) -> Communicator:
-        self._second = NativeCommunicator(self.wire.second(backend))
+        self._second = NativeCommunicator(self.transport.second(backend))
         return self._second
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
-        return Pending((self.wire.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
+        return Pending((self.transport.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
         # Allocated on the current stream, used by the communication stream until wait() orders the two.
         out = empty(full.numel() // self.world_size, full.dtype, full)
-        work = self.wire.reduce_scatter(out, full)
-        return Pending((work,), (full, out), lambda: own(divide(out, divisor).to(dtype), BUCKETS))
+        work = self.transport.reduce_scatter(out, full)
+        return Pending((work,), (full, out), lambda: tag_memory(divide(out, divisor).to(dtype), BUCKETS))
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
-        return Pending((self.wire.all_gather(full, self.part(full)),), (full,), lambda: full)
+        return Pending((self.transport.all_gather(full, self.part(full)),), (full,), lambda: full)
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
@@ -324,5 +325,5 @@ class NativeCommunicator(Communicator):
         if any(shard.dtype != inputs[0].dtype for shard in inputs):  # not every backend takes several dtypes at once
             outputs = [full.view(torch.uint8) for full in outputs]
             inputs = [shard.view(torch.uint8) for shard in inputs]
-        work = self.wire.all_gather_several(outputs, inputs)
+        work = self.transport.all_gather_several(outputs, inputs)
         return Pending((work,), (*fulls, *shards), lambda: NOTHING)

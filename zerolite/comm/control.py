@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zerolite.comm import recorder
 from zerolite.comm.communicator import Communicator
-from zerolite.comm.flight import wait_for
+from zerolite.comm.flight_recorder import wait_for
 from zerolite.comm.objects import broadcast_object
 from zerolite.comm.process_group import second_group
 from zerolite.utils.accelerator import HostRead

@@ -12,7 +12,7 @@ from zerolite.comm.communicator import Communicator, NativeCommunicator
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.host_memory import same_host
 from zerolite.comm.shared_memory import SharedMemoryCommunicator
-from zerolite.comm.wire import DryWire, ProcessGroupWire, Wire
+from zerolite.comm.transport import DryTransport, ProcessGroupTransport, Transport
 
 _factories: list[Callable[[int, int], Communicator]] = []
 
@@ -24,29 +24,29 @@ def create_communicator(device: torch.device, group: dist.ProcessGroup | None = 
         place = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         return _factories[-1](*place)
     assert group is not None, "create_communicator is called after init_distributed"
-    wire = ProcessGroupWire(group)
-    if wire.world_size == 1:
-        return Communicator(wire)
+    transport = ProcessGroupTransport(group)
+    if transport.world_size == 1:
+        return Communicator(transport)
     if _backend_name(group, device) == "gloo":
         if device.type == "cpu" and same_host(group):
-            return SharedMemoryCommunicator(wire)
-        return GlooCommunicator(wire)
-    return NativeCommunicator(wire)
+            return SharedMemoryCommunicator(transport)
+        return GlooCommunicator(transport)
+    return NativeCommunicator(transport)
 
 
 def dry_communicator(kind: str, rank: int, world_size: int) -> Communicator:
-    """Make the communicator of rank ``rank`` of ``world_size``, over a wire that sends nothing: the same buffers,
+    """Make the communicator of rank ``rank`` of ``world_size``, over a transport that sends nothing: the same buffers,
     copies, sums and notes, and no value that means anything; tensors may be without memory (torch.FakeTensorMode).
 
     kind: "nccl", "gloo" (messages between hosts) or "shared_memory" (the ranks of one host).
     """
-    wire = DryWire(rank, world_size)
+    transport = DryTransport(rank, world_size)
     if world_size == 1:
-        return Communicator(wire)
-    return _KINDS[kind](wire)
+        return Communicator(transport)
+    return _KINDS[kind](transport)
 
 
-_KINDS: dict[str, Callable[[Wire], Communicator]] = {
+_KINDS: dict[str, Callable[[Transport], Communicator]] = {
     "nccl": NativeCommunicator,
     "gloo": GlooCommunicator,
     "shared_memory": SharedMemoryCommunicator,

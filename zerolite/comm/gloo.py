@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done, empty
-from zerolite.comm.wire import Wire
+from zerolite.comm.transport import Transport
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
-from zerolite.utils.memory_items import BUCKETS, own
+from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
 _CHUNK = 1 << 16  # elements summed at once in fp32
 _LINE = 64  # bytes to which tensors that travel together are aligned
@@ -26,14 +26,14 @@ class GlooCommunicator(Communicator):
     different collectives carry different tags; a pair of ranks may have several in flight.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(wire)
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self._number = 0
         self._half: _TwoHalves | None = None  # an all-reduce made of two collectives, of which one is launched
 
     def second(self, backend: str) -> Communicator:
-        self._second = type(self)(self.wire.second(backend))
+        self._second = type(self)(self.transport.second(backend))
         return self._second
 
     def _next_tag(self, op: str, tag: str, nbytes: int, key: int = 0) -> int:
@@ -51,7 +51,7 @@ class GlooCommunicator(Communicator):
         # equal parts take it as well: only small tensors have such.
         cut = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
         if not cut or (self.world_size == 2 and tensor.dtype not in HALF):
-            return Pending((self.wire.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
+            return Pending((self.transport.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
         scattered = self._reduce_scatter(tensor, tag, divisor, tensor.dtype)
 
         def second_half() -> Pending:
@@ -65,8 +65,8 @@ class GlooCommunicator(Communicator):
         sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
         received = {peer: empty(full.numel() // self.world_size, full.dtype, sent) for peer in self._peers}
         number = self._next_tag("reduce_scatter", tag, full.numel() * full.element_size())
-        works = [self.wire.receive(received[peer], peer, number) for peer in self._peers]
-        works += [self.wire.send(self.part(sent, peer), peer, number) for peer in self._peers]
+        works = [self.transport.receive(received[peer], peer, number) for peer in self._peers]
+        works += [self.transport.send(self.part(sent, peer), peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
             out = received[1 if self.rank == 0 else 0]
@@ -74,7 +74,7 @@ class GlooCommunicator(Communicator):
                 out = empty(out.numel(), torch.float32 if full.dtype in HALF else full.dtype, sent)
             received[self.rank] = self.part(sent)
             parts = [received[peer] for peer in range(self.world_size)]
-            return own(mean_in_order(parts, divisor, out).to(device=full.device, dtype=dtype), BUCKETS)
+            return tag_memory(mean_in_order(parts, divisor, out).to(device=full.device, dtype=dtype), BUCKETS)
 
         return Pending(works, (full, sent, *received.values()), finish)
 
@@ -82,8 +82,8 @@ class GlooCommunicator(Communicator):
         host = full.cpu()
         part = self.part(host)
         number = self._next_tag("all_gather", tag, full.numel() * full.element_size())
-        works = [self.wire.receive(self.part(host, peer), peer, number) for peer in self._peers]
-        works += [self.wire.send(part, peer, number) for peer in self._peers]
+        works = [self.transport.receive(self.part(host, peer), peer, number) for peer in self._peers]
+        works += [self.transport.send(part, peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
             if host is not full:
@@ -107,8 +107,8 @@ class GlooCommunicator(Communicator):
             if numel == 0:
                 continue
             number = self._next_tag("all_gather", tag, numel * shard.element_size(), key)
-            works += [self.wire.receive(full.narrow(0, peer * numel, numel), peer, number) for peer in self._peers]
-            works += [self.wire.send(shard, peer, number) for peer in self._peers]
+            works += [self.transport.receive(full.narrow(0, peer * numel, numel), peer, number) for peer in self._peers]
+            works += [self.transport.send(shard, peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
             for full, shard in zip(fulls, shards, strict=True):
@@ -126,11 +126,11 @@ class GlooCommunicator(Communicator):
         pack(row, shards, starts)
         if device.type != "cpu":
             rows[self.rank].copy_(row)
-        works = [self.wire.receive(rows[peer], peer, number) for peer in self._peers]
-        works += [self.wire.send(rows[self.rank], peer, number) for peer in self._peers]
+        works = [self.transport.receive(rows[peer], peer, number) for peer in self._peers]
+        works += [self.transport.send(rows[self.rank], peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
-            arrived = own(rows.to(device), BUCKETS)
+            arrived = tag_memory(rows.to(device), BUCKETS)
             for full, shard, start in zip(fulls, shards, starts, strict=True):
                 if numel := shard.numel():
                     columns = arrived.narrow(1, start, numel * shard.element_size()).view(shard.dtype)
@@ -196,7 +196,7 @@ def mean_in_order(parts: list[torch.Tensor], divisor: float, out: torch.Tensor) 
         return divide(out, divisor)
     starts = range(0, out.numel(), _CHUNK)
     for start in starts[:1] if is_fake(out) else starts:  # without values one chunk is as good as all
-        total = own(parts[0][start : start + _CHUNK].float(), BUCKETS)
+        total = tag_memory(parts[0][start : start + _CHUNK].float(), BUCKETS)
         for part in parts[1:]:
             total.add_(part[start : start + _CHUNK])
         out[start : start + _CHUNK].copy_(divide(total, divisor))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerolite.comm.communicator import Communicator
-from zerolite.comm.flight import blocked
+from zerolite.comm.flight_recorder import blocked
 from zerolite.comm.objects import broadcast_object, from_tensor, gather_objects, to_tensor
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import name_ranks

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerolite.comm.flight import blocked
+from zerolite.comm.flight_recorder import blocked
 from zerolite.comm.objects import gather_objects
-from zerolite.utils.memory_items import BUCKETS, own
+from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
 logger = logging.getLogger("zerolite")
 
@@ -53,7 +53,7 @@ class HostMemory:
     REGIONS = 3
 
     def __init__(self, share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]], rank: int) -> None:
-        """share_memory: see :class:`~zerolite.comm.wire.Wire`."""
+        """share_memory: see :class:`~zerolite.comm.transport.Transport`."""
         self._share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]] | None = share_memory
         self._rank = rank
         self._bytes = 0
@@ -93,7 +93,7 @@ class HostMemory:
         if not maps:
             self.exhausted = True
             return False
-        self.maps, self._bytes = [own(mapped, BUCKETS) for mapped in maps], region
+        self.maps, self._bytes = [tag_memory(mapped, BUCKETS) for mapped in maps], region
         return True
 
 

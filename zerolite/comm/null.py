@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done
-from zerolite.comm.wire import DryWire
+from zerolite.comm.transport import DryTransport
 
 
 class NullCommunicator(Communicator):
@@ -19,7 +19,7 @@ class NullCommunicator(Communicator):
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(DryWire(rank, world_size))
+        super().__init__(DryTransport(rank, world_size))
         self.peers_agree = False  # they are asked all the same: that is part of what is measured
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:

@@ -19,7 +19,7 @@ ALIGNMENT = 16
 class CollectiveCall:
     """One logical collective, or message between two stages. ``numel`` and ``nbytes`` count the full tensors that it
     concerns, on one rank; ``dtype`` is the first one's; ``key`` tells collectives of equal sizes apart, as in
-    :class:`~zerolite.comm.flight.Entry`."""
+    :class:`~zerolite.comm.flight_recorder.Entry`."""
 
     op: str  # all_reduce | reduce_scatter | all_gather | broadcast | send | receive
     numel: int

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
-from zerolite.comm.flight import WAIT, Mismatch, wait_for
+from zerolite.comm.flight_recorder import WAIT, Mismatch, wait_for
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, places_in_pack
 from zerolite.comm.host_memory import HostMemory
-from zerolite.comm.wire import Wire
+from zerolite.comm.transport import Transport
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
-from zerolite.utils.memory_items import BUCKETS, own
+from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
 _SMALL = 4096  # elements below which sums take no turn among the large tensors
 
@@ -61,10 +61,10 @@ class SharedMemoryCommunicator(GlooCommunicator):
     for must not launch a second one here first: see ``Pending.arrived``.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(wire)
-        self._large = _Lane(HostMemory(wire.share_memory, self.rank))
-        self._small = _Lane(HostMemory(wire.share_memory, self.rank))
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._large = _Lane(HostMemory(transport.share_memory, self.rank))
+        self._small = _Lane(HostMemory(transport.share_memory, self.rank))
         self._launched = 0  # tickets so far
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         if regions is None:
             return None
         copy_in(regions[self.rank])
-        fence, highest = self.wire.highest(ticket)
+        fence, highest = self.transport.highest(ticket)
 
         def conclude() -> torch.Tensor:
             lane.last = None
@@ -132,11 +132,11 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     def _ticket(self, launch: _Launch) -> list[int]:
         self._launched += 1
-        return launch.ticket(self.wire.serial, self._launched)
+        return launch.ticket(self.transport.serial, self._launched)
 
     def _compare_now(self, launch: _Launch, ticket: list[int]) -> None:
         """Wait until all ranks are about to launch something. Raises RuntimeError if it is not the same."""
-        fence, highest = self.wire.highest(ticket)
+        fence, highest = self.transport.highest(ticket)
         wait_for((fence,), (launch.op, launch.tag, launch.nbytes, torch.uint8, 0))
         self._compare(highest(), ticket, launch)
 
@@ -148,9 +148,9 @@ class SharedMemoryCommunicator(GlooCommunicator):
         error = Mismatch(
             f"rank {self.rank}: the ranks launched different collectives in the same place. Expected the same one "
             f"everywhere; here it is {launch.op} of {launch.nbytes} bytes for {launch.tag!r} (number "
-            f"{ticket[0] & 0xFFFFFFFF} of communicator {self.wire.serial}), and over the ranks it has {shortest} to "
-            f"{longest} bytes. Do branches that depend on the rank use different modules (at stage 3 make one unit of "
-            "them: zero_optimization.leaf_modules), or the backwards of two engines overlap?"
+            f"{ticket[0] & 0xFFFFFFFF} of communicator {self.transport.serial}), and over the ranks it has {shortest} "
+            f"to {longest} bytes. Do branches that depend on the rank use different modules (at stage 3 make one unit "
+            "of them: zero_optimization.leaf_modules), or the backwards of two engines overlap?"
         )
         raise WAIT.explain(error) or error
 
@@ -208,7 +208,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
             parts = [self.part(region.view(full.dtype)) for region in regions]
             parts[self.rank] = self.part(full)
             exact = full.dtype if full.dtype not in HALF or dtype in HALF else torch.float32
-            return own(mean_in_order(parts, divisor, empty(parts[0].numel(), exact, full)).to(dtype), BUCKETS)
+            return tag_memory(mean_in_order(parts, divisor, empty(parts[0].numel(), exact, full)).to(dtype), BUCKETS)
 
         pending = self._exchange(self._large, _Launch("reduce_scatter", tag, _bytes(full)), (full,), copy_in, finish)
         return pending or super()._reduce_scatter(full, tag, divisor, dtype)

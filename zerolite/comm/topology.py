@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerolite.comm.communicator import Communicator
 from zerolite.comm.create import create_communicator, dry_communicator
-from zerolite.comm.flight import blocked
+from zerolite.comm.flight_recorder import blocked
 from zerolite.comm.process_group import SECOND_GROUP, keep_track, new_group_within, timeout_of
 
 DIMENSIONS = ("pipe", "data", "tensor")
@@ -104,7 +104,7 @@ def place(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int,
 
 
 def dry_topology(kind: str, rank: int, world_size: int, pipe: int = 1, tensor: int = 1) -> Topology:
-    """The same over wires that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
+    """The same over transports that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
     pipe_rank, data_rank, tensor_rank = place(rank, world_size, pipe, tensor)
     data = world_size // (pipe * tensor)
     world = dry_communicator(kind, rank, world_size)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from zerolite.comm import HostGroup
-from zerolite.comm.flight import WAIT, Entry
+from zerolite.comm.flight_recorder import WAIT, Entry
 from zerolite.comm.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class Names:
             comms["parts of the model"] = topology.model
         return {
             name if topology.trivial else f"{name}{AMONG}{_members(comm)}": [
-                (number, describe(entry, self)) for number, entry in comm.flight.numbered()[-LATEST:]
+                (number, describe(entry, self)) for number, entry in comm.flight_recorder.numbered()[-LATEST:]
             ]
             for name, comm in comms.items()
             if topology.trivial or comm.world_size > 1

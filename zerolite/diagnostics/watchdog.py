@@ -1,10 +1,10 @@
 """Watchdog thread: end a job whose ranks wait for each other in vain, with a message that says why.
 
 Each rank has one thread. It looks, a few times in `desync_timeout_s`, how long its process has waited for the others (a
-clock that every wait for a collective starts: zerolite.comm.flight), and says in the rendezvous' store which step it is
-in. The first rank that has waited too long asks a question there: every rank answers where its training thread stands
-(position.py); the asker compares the answers (diagnosis.py) and sets the verdict; every rank prints it and ends with
-status 76. A rank that does not answer is dead, or stuck where no Python thread runs.
+clock that every wait for a collective starts: zerolite.comm.flight_recorder), and says in the rendezvous' store which
+step it is in. The first rank that has waited too long asks a question there: every rank answers where its training
+thread stands (position.py); the asker compares the answers (diagnosis.py) and sets the verdict; every rank prints it
+and ends with status 76. A rank that does not answer is dead, or stuck where no Python thread runs.
 
 A rank that finds out by itself that the ranks launched different collectives, or whose collective has timed out, asks
 in the thread that trains, and raises the verdict instead. There is one question for all of that.
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerolite.comm import SharedStore, keep_track
-from zerolite.comm.flight import WAIT, Mismatch
+from zerolite.comm.flight_recorder import WAIT, Mismatch
 from zerolite.comm.ranks import name_ranks
 from zerolite.diagnostics.diagnosis import Absent, diagnose
 from zerolite.diagnostics.last_words import LastWords, describe_end, lost_peer

@@ -73,8 +73,8 @@ from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEn
 from zerolite.engine.spread import spread_over
 from zerolite.engine.state_offload import StateOffload
 from zerolite.monitor.memory_report import MemoryParts
-from zerolite.offload.from_config import check_optimizer, tiers_of, warn_of_few_threads
-from zerolite.offload.resting_gradients import RestingGradients
+from zerolite.offload.from_config import check_optimizer, placements_of, warn_of_few_threads
+from zerolite.offload.offloaded_gradients import OffloadedGradients
 from zerolite.offload.transfers import Transfers
 from zerolite.optim.kernels import kernel_chooser
 from zerolite.optim.muon import muon_groups
@@ -83,14 +83,14 @@ from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.updates.piecewise_update import PiecewiseUpdate
 from zerolite.updates.staged_update import StagedSpans
 from zerolite.utils.accelerator import host_value
-from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector
 from zerolite.zero.layout import AUTO_BUCKET, ParameterSpec, PartitionLayout
 from zerolite.zero.observers import Observers
 from zerolite.zero.outcomes import UnusedParameters
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel, make_whole
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_numel
@@ -214,10 +214,10 @@ class _Assembly:
         self.communication = communication_dtypes(model, config, precision, topology.data.world_size)
         self.reference = EngineRef()
         self.observers = Observers()
-        self.tiers = tiers_of(config, device, kind, comm)
-        self.transfers = Transfers(self.tiers)
+        self.placements = placements_of(config, device, kind, comm)
+        self.transfers = Transfers(self.placements)
         if comm.main:
-            warn_of_few_threads(self.tiers, os.environ)
+            warn_of_few_threads(self.placements, os.environ)
 
     def make_parts(self, make_inner: Any, groups: Groups) -> None:
         """Make what a step needs. make_inner, groups: of the optimizer."""
@@ -235,7 +235,7 @@ class _Assembly:
         param group that there is."""
         pipeline, topology, observers = self.pipeline, self.topology, self.observers
         boundary = connect_backward(
-            pipeline, self.reducer, self.publisher, self.scaler, self.precision, self.model, observers
+            pipeline, self.reducer, self.param_gatherer, self.scaler, self.precision, self.model, observers
         )
         call = ModuleCall(self.model)
         schedule = LearningRateSchedule(scheduler)
@@ -260,9 +260,9 @@ class _Assembly:
             precision=self.precision,
             pipeline=pipeline,
             reducer=self.reducer,
-            publisher=self.publisher,
+            param_gatherer=self.param_gatherer,
             optimizer=self.sharded,
-            window=self.window,
+            accumulation=self.accumulation,
             boundary=boundary,
             reference=self.reference,
             call=call,
@@ -275,7 +275,7 @@ class _Assembly:
             parameter_access=access,
             pending_gradients=PendingGradients(pipeline, self.reducer, self.comm, self.device, access.whole, refusal),
             checkpointer=checkpointer,
-            full_state=FullState(self.publisher, self.precision, checkpointer.parts, access),
+            full_state=FullState(self.param_gatherer, self.precision, checkpointer.parts, access),
             monitor=monitoring.monitor,
             step_log=monitoring.log if monitoring.monitor.enabled else None,
             comms_logger=monitoring.comms_logger,
@@ -337,8 +337,8 @@ class _Assembly:
         for parameter in self.owned:
             OWNERS[parameter] = self.reference
         weakref.finalize(engine, offload.restore).atexit = False
-        weakref.finalize(engine, self.publisher.wait_all).atexit = False
-        handles = self.reducer.arrivals.handles, self.publisher.handles, hooks, self.fp32.handles
+        weakref.finalize(engine, self.param_gatherer.wait_all).atexit = False
+        handles = self.reducer.arrivals.handles, self.param_gatherer.handles, hooks, self.fp32.handles
         weakref.finalize(engine, remove_hooks, *handles)
 
     def _trained(self, groups: Groups) -> list[torch.nn.Parameter]:
@@ -372,37 +372,39 @@ class _Assembly:
         self.buffer: ParameterBuffer
         if self.policy.shard_parameters:
             gathers, transfers = second_communicator(comm, device), self.transfers
-            self.partitioned = PartitionedModel(model, comm, gathers, device, self.tiers, transfers)
-            self.buffer = partitioned_buffer(self.partitioned, trained, self.specs, config, precision, comm, self.tiers)
+            self.partitioned = PartitionedModel(model, comm, gathers, device, self.placements, transfers)
+            self.buffer = partitioned_buffer(
+                self.partitioned, trained, self.specs, config, precision, comm, self.placements
+            )
         else:
             numel = bucket_numel(self.specs, config, comm.world_size)
             layout = PartitionLayout.build(self.specs, comm.world_size, numel)
             if self.whole and comm.main:
                 _warn_of_padding(layout)
-            self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer, self.tiers)
+            self.buffer = ParameterBuffer(layout, trained, comm.rank, self.policy.shard_optimizer, self.placements)
             fill_buckets(self.buffer, precision, comm, device)
 
     def _make_pipeline(self, trained: list[torch.nn.Parameter], make_inner: Any, groups: Groups) -> None:
         config, policy, comm, buffer = self.config, self.policy, self.comm, self.buffer
         accumulation = (config.gradient_accumulation_steps or 1) * (1 if self.staged is None else self.staged.passes)
-        self.window = AccumulationWindow(accumulation)
+        self.accumulation = GradAccumulation(accumulation)
         keep = self.kind == "cpu"
         alone = self.topology.world.world_size == 1
         dtype_of = self.communication
         reduction = reduction_options(config, policy, self.precision, comm, accumulation, dtype_of, keep, alone)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         collector = StatsCollector(comm, self.device)
-        here = self.tiers.within_reach(self.tiers.optimizer, on_host=False)
-        resting = None if here else RestingGradients(self.tiers, self.transfers, collector.note)
+        here = self.placements.within_reach(self.placements.optimizer, on_host=False)
+        offloaded = None if here else OffloadedGradients(self.placements, self.transfers, collector.note)
         self.reducer = GradReducer(
-            buffer.layout, trained, comm, reduction, strides, resting, self.observers, ShardedGradient.of
+            buffer.layout, trained, comm, reduction, strides, offloaded, self.observers, ShardedGradient.of
         )
-        choose = kernel_chooser(self.topology.world, self.device, self.tiers.update_devices())
+        choose = kernel_chooser(self.topology.world, self.device, self.placements.update_devices())
         self.sharded = ShardedOptimizer(
             make_inner, groups, buffer, self.precision.update_dtype, choose, PiecewiseUpdate
         )
-        check_optimizer(self.tiers, self.kind, self.sharded.inner)
-        self.publisher = Publisher(
+        check_optimizer(self.placements, self.kind, self.sharded.inner)
+        self.param_gatherer = ParamGatherer(
             buffer,
             comm,
             gather=policy.shard_optimizer and not policy.shard_parameters,
@@ -417,13 +419,13 @@ class _Assembly:
             buffer,
             self.reducer,
             self.sharded,
-            self.publisher,
+            self.param_gatherer,
             comm,
-            self.window,
+            self.accumulation,
             self.scaler,
             step_options(config, numel, self.kind in SKIPS_ON_DEVICE),
             self.device,
-            StagedSpans(buffer, self.reducer, self.sharded.method, self.publisher, self.transfers),
+            StagedSpans(buffer, self.reducer, self.sharded.method, self.param_gatherer, self.transfers),
             UnusedParameters(
                 config.zero_optimization.ignore_unused_parameters, functools.partial(_gone, self.model, buffer)
             ),
@@ -462,12 +464,12 @@ class _Assembly:
 
     def _runner(self, boundary: GraphBoundary) -> Any:
         if self.staged is None:
-            return LocalRunner(self.reference, self.window, self.comm, self.device)
+            return LocalRunner(self.reference, self.accumulation, self.comm, self.device)
         from zerolite.pipe.runner import RunnerParts  # only where there is a pipeline
 
         parts = RunnerParts(
             pipeline=self.pipeline,
-            window=self.window,
+            accumulation=self.accumulation,
             reducer=self.reducer,
             precision=self.precision,
             boundary=boundary,
@@ -496,9 +498,9 @@ class _Assembly:
         ways = Ways(self._layout_of, fill, self._tell)
         observers = self.observers
         event = observers.before_backward if self.partitioned is None else observers.before_forward
-        reducer, sharded, publisher = self.reducer, self.sharded, self.publisher
+        reducer, sharded, param_gatherer = self.reducer, self.sharded, self.param_gatherer
         due = event if self.trains else []
-        growth = Growth(model, comm, device, buffer, reducer, sharded, publisher, pipeline, ways, adopts, due)
+        growth = Growth(model, comm, device, buffer, reducer, sharded, param_gatherer, pipeline, ways, adopts, due)
         wake = growth.wake
         if not self.trains:
             wake = functools.partial(check_frozen, model)

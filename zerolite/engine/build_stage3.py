@@ -10,7 +10,7 @@ import torch
 from zerolite.comm import Communicator
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.config.zero import AUTO_GRANULARITY
-from zerolite.offload.tiers import Tiers
+from zerolite.offload.placements import Placements
 from zerolite.precision.dtypes import Precision
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
@@ -45,17 +45,17 @@ def partitioned_buffer(
     config: ZeroliteConfig,
     precision: Precision,
     comm: Communicator,
-    tiers: Tiers,
+    placements: Placements,
 ) -> ParameterBuffer:
-    """Stage 3: shards in sliced buckets, one for each unit, where ``tiers`` says."""
+    """Stage 3: shards in sliced buckets, one for each unit, where ``placements`` says."""
     _check_leaves(partitioned.model, config)
     partitioned.plan(_stage3_options(config))
     layout = sliced_layout(partitioned, trained, specs, config, comm)
-    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, tiers, _stays)
+    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, placements, _stays)
     buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
     in_layout = {id(p) for p in trained}
     numel = bucket_numel(specs, config, comm.world_size)
-    partitioned.place_frozen(in_layout, precision.compute_dtype, tiers, numel)
+    partitioned.place_frozen(in_layout, precision.compute_dtype, placements, numel)
     return buffer
 
 

@@ -24,9 +24,9 @@ from zerolite.monitor import Monitor, StepLog
 from zerolite.monitor.comms_logger import CommsLogger
 from zerolite.monitor.memory_report import MemoryParts
 from zerolite.precision.dtypes import GraphBoundary, Precision
-from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step import StepPipeline
@@ -88,9 +88,9 @@ class Components:
     precision: Precision
     pipeline: StepPipeline
     reducer: GradReducer
-    publisher: Publisher
+    param_gatherer: ParamGatherer
     optimizer: ShardedOptimizer
-    window: AccumulationWindow
+    accumulation: GradAccumulation
     boundary: GraphBoundary
     reference: EngineRef
     call: ModuleCall

@@ -16,7 +16,7 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.module_hook import WeakHook
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.observers import Observers
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step import StepPipeline
 
@@ -24,22 +24,24 @@ from zerolite.zero.step import StepPipeline
 def connect_backward(
     pipeline: StepPipeline,
     reducer: GradReducer,
-    publisher: Publisher,
+    param_gatherer: ParamGatherer,
     scaler: LossScaler | None,
     precision: Precision,
     model: torch.nn.Module,
     observers: Observers,
 ) -> GraphBoundary:
     """Install the hooks through which a backward reaches the pipeline, and return the edge of the model's graph."""
-    boundary = GraphBoundary(pipeline.begin_backward, pipeline.gradient_scale.of_window if scaler else None, precision)
+    boundary = GraphBoundary(
+        pipeline.begin_backward, pipeline.gradient_scale.of_accumulation if scaler else None, precision
+    )
     if scaler:
         observers.on_backward_begin.append(boundary.expect_scale)
     reducer.arrivals.attach(
         pipeline.begin_backward,
         boundary.check_scaled if scaler else None,
-        publisher.on_gradient if publisher.overlaps else None,
+        param_gatherer.on_gradient if param_gatherer.overlaps else None,
     )
-    publisher.attach(model)
+    param_gatherer.attach(model)
     return boundary
 
 

@@ -37,7 +37,7 @@ class Engine:
     Attributes that the engine does not have are those of its module: ``engine.generate(...)``.
 
     ``engine.backward`` divides the loss by ``gradient_accumulation_steps`` and ``engine.step`` applies only at the
-    boundary of a window; the plain loop divides by itself and steps when it says so. Gradients are averaged over
+    boundary of an accumulation; the plain loop divides by itself and steps when it says so. Gradients are averaged over
     ranks either way, and consumed by the step.
     """
 
@@ -69,8 +69,8 @@ class Engine:
         self._precision = c.precision
         self._pipeline = c.pipeline
         self._reducer = c.reducer
-        self._publisher = c.publisher
-        self._window = c.window
+        self._param_gatherer = c.param_gatherer
+        self._accumulation = c.accumulation
         self._boundary = c.boundary
         self._same_inputs = c.same_inputs
         self._broadcast_buffers = c.broadcast_buffers
@@ -133,11 +133,11 @@ class Engine:
         share = None
         if weight is not None:
             share = checked_weight(weight, scale_wrt_gas) / self._pipeline.gradient_scale.weight_unit()
-        first = self.step_log is not None and self._window.empty
+        first = self.step_log is not None and self._accumulation.empty
         self._pipeline.begin_backward(engine_scaled=scale_wrt_gas, weight=share)
         if share != 0:
             self._reducer.losses.append(exact.detach().reshape(()).float())
-        factor = 1.0 / self._window.micro_batches if scale_wrt_gas else 1.0
+        factor = 1.0 / self._accumulation.micro_batches if scale_wrt_gas else 1.0
         if self.step_log is not None:
             self.step_log.add_loss(exact, factor, self._pipeline.outcomes.global_steps, first, share)
         factor = factor if share is None else share
@@ -153,29 +153,29 @@ class Engine:
         return loss
 
     def step(self, flush: bool = False) -> bool:
-        """End a micro-batch; at the boundary of a window, update. True if an update was due.
+        """End a micro-batch; at the boundary of an accumulation, update. True if an update was due.
 
-        ``flush``: apply a window that is not full, as the mean over the micro-batches it contains; nothing happens
-        if it is empty. Called on all ranks.
+        ``flush``: apply an accumulation that is not full, as the mean over the micro-batches it contains; nothing
+        happens if it is empty. Called on all ranks.
         """
-        if flush and self._window.empty:  # of backwards, which all ranks call alike, with or without gradients
+        if flush and self._accumulation.empty:  # of backwards, which all ranks call alike, with or without gradients
             return False
         if self._join is not None:
             self._pipeline.look_at_grads()  # what the others are told of it comes before the step
-        with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._window.forced_boundary)):
+        with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._accumulation.forced_boundary)):
             return self._step(flush)
 
     def follow_step(self, flush: bool, forced: int) -> None:
         """A :meth:`step` of the ranks that go on, with their boundary. Called by :class:`Join`."""
-        self._window.forced_boundary = _FORCED[forced]
+        self._accumulation.forced_boundary = _FORCED[forced]
         self.step(flush)
 
     def _step(self, flush: bool) -> bool:
-        if flush:  # what the window contains, before this call counts as a micro-batch
+        if flush:  # what the accumulation contains, before this call counts as a micro-batch
             if self.step_log is not None:
-                self.step_log.close_early(self._window.flush_factor(), self._pipeline.outcomes.global_steps)
+                self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.outcomes.global_steps)
             self._pipeline.gradient_scale.flush()
-        closes = self._window.on_engine_step() or flush
+        closes = self._accumulation.on_engine_step() or flush
         if closes:
             self._pipeline.step()
         return closes
@@ -217,8 +217,8 @@ class Engine:
         data_iter: gives this data-parallel rank's micro-batches: (inputs, targets) where ``initialize`` was given a
         loss_fn, the model's arguments otherwise (a tuple, or a dict of keywords). Ranks with other parts of the same
         model need the same ones. None: over ``engine.dataloader``, again from its start when it ends. Returns the mean
-        loss over micro-batches and data-parallel ranks, 0-dim fp32, the same on every rank. Raises StopIteration if
-        the iterator ends, RuntimeError inside :meth:`~zerolite.Engine.join` and in the middle of a window. Called on
+        loss over micro-batches and data-parallel ranks, 0-dim fp32, the same on every rank. Raises StopIteration if the
+        iterator ends, RuntimeError inside :meth:`~zerolite.Engine.join` and in the middle of an accumulation. Called on
         all ranks.
         """
         return self.runner.train_batch(self._batches_of(data_iter, "train_batch"))
@@ -257,20 +257,20 @@ class Engine:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate. Stage 2 reduces them into shards all the same, to save memory."""
-        self._window.sync_disabled += 1
+        self._accumulation.sync_disabled += 1
         try:
             yield
         finally:
-            self._window.sync_disabled -= 1
+            self._accumulation.sync_disabled -= 1
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether the micro-batch in hand closes its window, until said otherwise; None returns to
+        """Say by hand whether the micro-batch in hand closes its accumulation, until said otherwise; None returns to
         counting."""
-        self._window.forced_boundary = is_boundary
+        self._accumulation.forced_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the next (or pending) ``engine.step()`` will update."""
-        return self._window.is_boundary()
+        return self._accumulation.is_boundary()
 
     # ---------------------------------------------------------------- phases
 
@@ -543,7 +543,7 @@ class Engine:
     @property
     def module(self) -> torch.nn.Module:
         """The user's module, its parameters up to date."""
-        self._publisher.wait_all()
+        self._param_gatherer.wait_all()
         return self._module
 
     @property
@@ -643,7 +643,7 @@ class Engine:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self._window.micro_batches
+        return self._accumulation.micro_batches
 
     @property
     def train_batch_size(self) -> int | None:

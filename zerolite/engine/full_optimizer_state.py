@@ -60,7 +60,7 @@ def _describe(states: ModelState, piece: Any, name: str, value: Any) -> tuple[An
 
 def _sent(states: ModelState, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
     """A state that one data-parallel rank has whole, or all of them."""
-    device = states.buffer.tiers.device
+    device = states.buffer.placements.device
     value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
     states.comm.broadcast(value, "access", source)
     return value

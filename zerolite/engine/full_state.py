@@ -30,7 +30,7 @@ from zerolite.tensor_parallel.cuts import cut_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import opened
@@ -113,8 +113,10 @@ class FullState:
     """The whole model of one engine, and the states of its optimizer: on the CPU and in files. All methods are called
     on all ranks."""
 
-    def __init__(self, publisher: Publisher, precision: Precision, parts: EngineParts, access: ParameterAccess) -> None:
-        self._publisher, self._precision, self._access = publisher, precision, access
+    def __init__(
+        self, param_gatherer: ParamGatherer, precision: Precision, parts: EngineParts, access: ParameterAccess
+    ) -> None:
+        self._param_gatherer, self._precision, self._access = param_gatherer, precision, access
         self._states, self._pipeline, self._device = parts.model, parts.pipeline, parts.device
         self._topology = parts.model.topology
 
@@ -137,7 +139,7 @@ class FullState:
     def load(self, state: Mapping[str, Any] | None, strict: bool) -> None:
         """See ``Engine.load_full_state_dict``."""
         self._pipeline.check_here()
-        self._publisher.wait_all()
+        self._param_gatherer.wait_all()
         model = self._states.model
         loaded = set(load_full_state_dict(model, state, self._topology, self._device, strict))
         named = model.named_parameters(remove_duplicate=False)
@@ -163,7 +165,7 @@ class FullState:
 
     def _whole_model(self) -> WholeModel:
         self._check_readable()
-        self._publisher.wait_all()
+        self._param_gatherer.wait_all()
         model = self._states.model
         return WholeModel(model, _unguarded_state(model), self._topology, self._device, self._access)
 

@@ -16,7 +16,7 @@ from zerolite.diagnostics.agreement import Description, check_agreement, describ
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.layout import PartitionLayout
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.step import StepPipeline
@@ -48,7 +48,7 @@ class Growth:
         buffer: ParameterBuffer,
         reducer: GradReducer,
         optimizer: ShardedOptimizer,
-        publisher: Publisher,
+        param_gatherer: ParamGatherer,
         pipeline: StepPipeline,
         ways: Ways,
         adopts: bool,
@@ -66,24 +66,24 @@ class Growth:
         self._buffer = buffer
         self._reducer = reducer
         self._optimizer = optimizer
-        self._publisher = publisher
+        self._param_gatherer = param_gatherer
         self._pipeline = pipeline
         self._ways = ways
         self._adopts = adopts
         self._event = event
-        self._resting: list[torch.nn.Parameter] = []
+        self._offloaded: list[torch.nn.Parameter] = []
         self._watch([p for p in model.parameters() if not p.requires_grad])
 
     def _watch(self, parameters: Parameters) -> None:
         """Train these as soon as they require a gradient."""
-        if parameters and not self._resting and self.wake not in self._event:
+        if parameters and not self._offloaded and self.wake not in self._event:
             self._event.append(self.wake)
-        self._resting += parameters
+        self._offloaded += parameters
 
     def wake(self) -> None:
         """Train what was frozen when the engine was made and requires a gradient now. Before a backward's first
         gradient, and at stage 3 before the forward that uses it."""
-        woken = [p for p in self._resting if p.requires_grad]
+        woken = [p for p in self._offloaded if p.requires_grad]
         if not woken:
             return
         groups = self._optimizer.inner.param_groups
@@ -124,8 +124,8 @@ class Growth:
                 raise ValueError(f"engine.optimizer.add_param_group: expected parameters to train, got {problem}")
         inner = self._optimizer.inner
         type(inner).add_param_group(inner, {**group, "params": parameters})
-        resting = {id(p) for p in self._resting}
-        self._watch([p for p in parameters if id(p) not in resting])
+        offloaded = {id(p) for p in self._offloaded}
+        self._watch([p for p in parameters if id(p) not in offloaded])
         self.wake()
 
     def _names(self) -> dict[int, str]:
@@ -138,7 +138,7 @@ class Growth:
         order = {"the parameters": [names[id(p)] for p in parameters]}
         check_agreement(Description(described, orders=order), self._comm, self._device, _DIFFERENT)
         self._pipeline.outcomes.settle()
-        self._publisher.wait_all()
+        self._param_gatherer.wait_all()
         everything = [*self._reducer.parameters, *parameters]
         layout = self._buffer.layout.extended(self._ways.layout_of(parameters, names))
         self._buffer.use(layout, everything)
@@ -148,7 +148,7 @@ class Growth:
         self._reducer.arrivals.attach_rest()
         self._optimizer.extend()
         self._pipeline.count_buckets()
-        self._publisher.attach(self._model)
+        self._param_gatherer.attach(self._model)
         self._ways.tell(parameters)
         woken = {id(p) for p in parameters}
-        self._resting = [p for p in self._resting if id(p) not in woken]
+        self._offloaded = [p for p in self._offloaded if id(p) not in woken]

@@ -10,7 +10,7 @@ import torch
 from zerolite.comm import Communicator
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.engine.components import EngineRef
-from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.accumulation import GradAccumulation
 
 
 class LocalRunner:
@@ -19,11 +19,11 @@ class LocalRunner:
     def __init__(
         self,
         engine: EngineRef,
-        window: AccumulationWindow,
+        accumulation: GradAccumulation,
         comm: Communicator,
         device: torch.device,
     ) -> None:
-        self._known, self._window, self._comm, self._device = engine, window, comm, device
+        self._known, self._accumulation, self._comm, self._device = engine, accumulation, comm, device
 
     @property
     def _engine(self) -> Any:
@@ -33,18 +33,18 @@ class LocalRunner:
 
     def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
         """One step, as ``Engine.train_batch`` says."""
-        if not self._window.empty:
+        if not self._accumulation.empty:
             raise RuntimeError(
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.step(flush=True) "
                 "or engine.zero_grad() first"
             )
-        if self._window.forced_boundary is not None or self._window.sync_disabled:
+        if self._accumulation.forced_boundary is not None or self._accumulation.sync_disabled:
             raise RuntimeError(
                 "engine.train_batch: expected to count micro-batches itself, got engine.no_sync() or "
                 "engine.set_gradient_accumulation_boundary() in force; leave them out, or use engine.backward and step"
             )
         engine, losses = self._engine, []
-        for _ in range(self._window.micro_batches):
+        for _ in range(self._accumulation.micro_batches):
             micro = MicroBatch.of(next(batches), engine.loss_fn, self._device)
             loss = micro.loss(engine(*micro.args, **micro.kwargs), engine.loss_fn)
             engine.backward(loss)
@@ -55,7 +55,7 @@ class LocalRunner:
     def eval_batch(self, batches: Iterator[Any], return_logits: bool, compute_loss: bool) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
         engine, losses, outputs = self._engine, [], []
-        for _ in range(self._window.micro_batches):
+        for _ in range(self._accumulation.micro_batches):
             micro = MicroBatch.of(next(batches), engine.loss_fn, self._device)
             made = engine(*micro.args, **micro.kwargs)
             outputs.append(made)

@@ -17,7 +17,7 @@ from zerolite.comm import Communicator, Topology, stages_communicator
 from zerolite.diagnostics.agreement import Description, check_agreement
 from zerolite.tensor_parallel.cuts import cut_of, is_partial
 from zerolite.utils.accelerator import host_values
-from zerolite.utils.memory_items import BUCKETS, own
+from zerolite.utils.memory_tags import BUCKETS, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import Across
@@ -60,7 +60,7 @@ class GradientSums:
             flags = [index in self._reducer.used for index in group.indices]
             like = parts[0] if parts else self._reducer.parameters[group.indices[0]].detach()
             uses = like.new_ones(len(flags)) if all(flags) else like.new_tensor(flags)
-            flat = own(torch.cat([*parts, uses]), BUCKETS)
+            flat = tag_memory(torch.cat([*parts, uses]), BUCKETS)
             group.comm.all_reduce(flat, "shared_gradients").wait()
             *totals, used = flat.split([*(part.numel() for part in parts), len(flags)])
             for part, total in zip(parts, totals, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerolite.monitor.memory_report import MemoryParts
-from zerolite.utils.memory_items import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, own, resize
+from zerolite.utils.memory_tags import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, resize, tag_memory
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.stage3.param_group import gather
@@ -62,7 +62,7 @@ class StateOffload:
         self._check_class(parameters)
         pin = pin_memory and self._parts.device.type == "cuda"
         chosen = self._chosen({KINDS[kind] for kind in kinds})
-        out = [(storage, own(host_memory(storage.nbytes(), pin), item, HOST)) for item, storage in chosen]
+        out = [(storage, tag_memory(host_memory(storage.nbytes(), pin), item, HOST)) for item, storage in chosen]
         for storage, there in out:
             there.copy_(_bytes_of(storage), non_blocking=pin)
         if not non_blocking:
@@ -179,7 +179,7 @@ def _kinds(include: Iterable[Any] | None) -> list[str]:
 
 
 def _moves(tensor: torch.Tensor, device: torch.device) -> bool:
-    """True if the tensor is memory of the device's allocator: tensors of other tiers stay."""
+    """True if the tensor is memory of the device's allocator: tensors of other placements stay."""
     storage = tensor.untyped_storage()
     return tensor.device.type == device.type and storage.resizable() and bool(storage.nbytes())
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerolite.comm.communicator import Communicator, Pending
-from zerolite.comm.flight import Raw
+from zerolite.comm.flight_recorder import Raw
 from zerolite.config.profiling import CommsLoggerConfig
 from zerolite.utils.moments import Moment, Moments
 from zerolite.utils.sizes import format_size

@@ -18,7 +18,7 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.offload.transfers import Transfers
-from zerolite.utils.memory_items import (
+from zerolite.utils.memory_tags import (
     ACTIVATIONS,
     BUCKETS,
     BUFFERS,
@@ -138,7 +138,7 @@ class MemoryParts:
 
 
 class Holding(NamedTuple):
-    """One storage. place: of :data:`zerolite.utils.memory_items.PLACES`."""
+    """One storage. place: of :data:`zerolite.utils.memory_tags.PLACES`."""
 
     item: str
     nbytes: int

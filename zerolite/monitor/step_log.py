@@ -42,13 +42,13 @@ class StepLog(StepObserver):
         self._scale = scaler.scale if scaler is not None else 1.0  # of the step that is settled next
         self._rates: list[float] | None = None  # before the schedule has moved
         self._losses: dict[int, list[tuple[HostRead, float]]] = {}  # by the steps before theirs: value, factor
-        self._weights: dict[int, float] = {}  # of windows with weights: their sum
-        self._factors: dict[int, float] = {}  # of windows that were closed before they were full
+        self._weights: dict[int, float] = {}  # of accumulations with weights: their sum
+        self._factors: dict[int, float] = {}  # of accumulations that were closed before they were full
 
     def add_loss(self, loss: torch.Tensor, factor: float, steps: int, first: bool, weight: float | None = None) -> None:
-        """A loss, one element, goes backward times ``factor`` in the window after ``steps`` steps, or with ``weight``;
-        ``first``: it is the first one of its window. The copy to the host begins, and is read when the step is
-        settled."""
+        """A loss, one element, goes backward times ``factor`` in the accumulation after ``steps`` steps, or with
+        ``weight``; ``first``: it is the first one of its accumulation. The copy to the host begins, and is read when
+        the step is settled."""
         if first:
             self._losses[steps] = []
             self._weights.pop(steps, None)
@@ -59,8 +59,8 @@ class StepLog(StepObserver):
             self._losses.setdefault(steps, []).append((HostRead(loss.reshape(-1)), factor))
 
     def close_early(self, factor: float, steps: int) -> None:
-        """The window after ``steps`` steps ends before it is full: its gradient, and so its loss, are multiplied by
-        ``factor``."""
+        """The accumulation after ``steps`` steps ends before it is full: its gradient, and so its loss, are multiplied
+        by ``factor``."""
         self._factors[steps] = factor
 
     def on_updated(self) -> None:

@@ -142,10 +142,10 @@ class PhaseObserver(StepObserver):
         self._clock.leave(STEP)
         self._clock.end_step(step)
 
-    def on_publish_begin(self) -> None:
+    def on_param_gather_begin(self) -> None:
         self._clock.enter(STEP)
 
-    def on_publish_end(self) -> None:
+    def on_param_gather_end(self) -> None:
         self._clock.leave(STEP)
 
     def on_gather_begin(self) -> None:

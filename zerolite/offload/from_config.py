@@ -14,17 +14,17 @@ import torch
 from zerolite.comm import Communicator, HostGroup, RaiseTogether
 from zerolite.config import ZeroliteConfig
 from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
+from zerolite.offload.placements import DiskPlacement, HostPlacement, Placement, Placements
 from zerolite.offload.swap_file import SwapFile
-from zerolite.offload.tiers import DiskTier, HostTier, Tier, Tiers
 from zerolite.ops.async_io import AsyncIO
 from zerolite.utils.accelerator import machine
-from zerolite.utils.memory_items import DEVICE
+from zerolite.utils.memory_tags import DEVICE
 
 logger = logging.getLogger("zerolite")
 
 
-def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Tiers:
-    """The tiers that ``zero_optimization`` asks for. kind: type of the device for which memory is managed. Raises
+def placements_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Placements:
+    """The placements that ``zero_optimization`` asks for. kind: type of the device for which memory is managed. Raises
     OSError on all ranks if one of them cannot make a file where ``nvme_path`` says. Called on all ranks."""
     zero = config.zero_optimization
     if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device):
@@ -33,11 +33,11 @@ def tiers_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Comm
     return ranks.run(lambda: _make(config, device, kind, comm.rank))
 
 
-def check_optimizer(tiers: Tiers, kind: str, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(placements: Placements, kind: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if ``optimizer`` cannot work where its parameters rest. kind: type of the device."""
     if kind == "cpu":
         where = "on the CPU"
-    elif tiers.optimizer.place != DEVICE:
+    elif placements.optimizer.place != DEVICE:
         where = "with zero_optimization.offload_optimizer"
     else:
         return
@@ -49,12 +49,12 @@ def check_optimizer(tiers: Tiers, kind: str, optimizer: torch.optim.Optimizer) -
             )
 
 
-def warn_of_few_threads(tiers: Tiers, environ: Mapping[str, str]) -> None:
+def warn_of_few_threads(placements: Placements, environ: Mapping[str, str]) -> None:
     """Say so if the CPU updates with one thread where it could have several: torchrun sets OMP_NUM_THREADS to 1."""
     ranks = int(environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     fair = cores // max(1, ranks)
-    if tiers.apart and tiers.optimizer.place != DEVICE and torch.get_num_threads() == 1 and fair > 1:
+    if placements.apart and placements.optimizer.place != DEVICE and torch.get_num_threads() == 1 and fair > 1:
         logger.warning(
             "zero_optimization.offload_optimizer: the CPU updates what is offloaded with 1 thread, and %d cores would "
             "do it with %d; set OMP_NUM_THREADS=%d (torchrun sets it to 1; the zerolite command sets it well)",
@@ -64,13 +64,13 @@ def warn_of_few_threads(tiers: Tiers, environ: Mapping[str, str]) -> None:
         )
 
 
-def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Tiers:
+def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Placements:
     zero = config.zero_optimization
     disk = _Disk(config.aio, rank)
-    return Tiers(
+    return Placements(
         device,
-        optimizer=_tier(zero.offload_optimizer, device, disk, "offload_optimizer"),
-        parameters=_tier(zero.offload_param, device, disk, "offload_param"),
+        optimizer=_placement(zero.offload_optimizer, device, disk, "offload_optimizer"),
+        parameters=_placement(zero.offload_param, device, disk, "offload_param"),
         apart=kind != "cpu",
         ratio=zero.offload_optimizer.ratio,
         sub_group_numel=zero.sub_group_size,
@@ -100,14 +100,16 @@ class _Disk:
         return SwapFile(Path(directory), self._io, self._rank, key, checksums=self._aio.checksums)
 
 
-def _tier(block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.device, disk: _Disk, name: str) -> Tier:
+def _placement(
+    block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.device, disk: _Disk, name: str
+) -> Placement:
     pin = block.pin_memory and device.type == "cuda"
     if not block.enabled:
-        return Tier(device)
+        return Placement(device)
     if block.device == "cpu":
-        return HostTier(pin)
+        return HostPlacement(pin)
     directory, key = os.path.expanduser(str(block.nvme_path)), f"zero_optimization.{name}.nvme_path"
-    return DiskTier(machine().file(lambda: disk.file(directory, key)), pin)
+    return DiskPlacement(machine().file(lambda: disk.file(directory, key)), pin)
 
 
 @functools.cache

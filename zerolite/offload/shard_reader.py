@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerolite.offload.tiers import SPAN_ALIGNMENT, DiskTier, Tier, Tiers, Transfer
+from zerolite.offload.placements import SPAN_ALIGNMENT, DiskPlacement, Placement, Placements, Transfer
 from zerolite.offload.transfers import Transfers
-from zerolite.utils.memory_items import DEVICE, DISK, STAGING, own
+from zerolite.utils.memory_tags import DEVICE, DISK, STAGING, tag_memory
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -29,12 +29,12 @@ def undispatched() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
 
 
-class Resting(Protocol):
+class OffloadedTensor(Protocol):
     """The part of :class:`zerolite.zero.stage3.partitioned_parameter.PartitionedParameter` that the reader uses."""
 
     shard: torch.Tensor
     full: torch.Tensor
-    tier: Tier
+    placement: Placement
 
 
 class TensorSpan(NamedTuple):
@@ -99,7 +99,7 @@ class _Place(NamedTuple):
 
     read: _Read
     shard: torch.Tensor
-    member: Resting  # kept alive
+    member: OffloadedTensor  # kept alive
 
 
 class Arrival:
@@ -138,33 +138,33 @@ class ShardReader:
     host is there already; a gather takes it from where it is.
     """
 
-    def __init__(self, tiers: Tiers, transfers: Transfers) -> None:
-        self._device = tiers.device
-        self._apart = tiers.apart
+    def __init__(self, placements: Placements, transfers: Transfers) -> None:
+        self._device = placements.device
+        self._apart = placements.apart
         self._transfers = transfers
         self._ahead: dict[int, deque[_Place]] = {}  # by id of the member, in the order of its gathers
         # Buffers whose way to the device may not have ended; they are used again when that is known.
         self._leaving: deque[tuple[list[Transfer], list[_Read]]] = deque()
         known = weakref.ref(self)
-        tiers.on_written.append(lambda: _forget(known))
+        placements.on_written.append(lambda: _forget(known))
 
     # ---------------------------------------------------------------- from disk
 
-    def ahead(self, members: Iterable[Resting]) -> None:
+    def ahead(self, members: Iterable[OffloadedTensor]) -> None:
         """Begin to read those that rest on disk, for a gather of each that comes later: as often as it is said, in the
         order of the gathers. What is read and never gathered stays in memory until :meth:`forget`."""
-        wanted = [m for m in members if m.tier.place == DISK and m.shard.numel()]
+        wanted = [m for m in members if m.placement.place == DISK and m.shard.numel()]
         if wanted:
             with undispatched():
                 self._collect_buffers()
                 self._read(wanted)
 
-    def _read(self, wanted: Sequence[Resting]) -> None:
+    def _read(self, wanted: Sequence[OffloadedTensor]) -> None:
         shards = [member.shard for member in wanted]
         for span in spans(shards, SPAN_ALIGNMENT):
-            resting, tier = cover(span, shards), wanted[span.indices[0]].tier
-            buffer = self._transfers.pool.take(resting.numel(), resting.dtype, like=resting)
-            read = _Read(self._transfers.bring(resting, tier, buffer), buffer, len(span.indices))
+            offloaded, placement = cover(span, shards), wanted[span.indices[0]].placement
+            buffer = self._transfers.pool.take(offloaded.numel(), offloaded.dtype, like=offloaded)
+            read = _Read(self._transfers.bring(offloaded, placement, buffer), buffer, len(span.indices))
             for index, place in places(span, shards, buffer).items():
                 member = wanted[index]
                 self._ahead.setdefault(id(member), deque()).append(_Place(read, place, member))
@@ -178,13 +178,13 @@ class ShardReader:
                 for place in found:
                     self._release(place.read)
 
-    def written(self, member: Resting) -> None:
+    def written(self, member: OffloadedTensor) -> None:
         """Drop what was read ahead of a shard that has changed where it is stored. Raises OSError if the disk fails."""
         self.forget()
-        if isinstance(member.tier, DiskTier):
-            member.tier.file.forget_cached()
+        if isinstance(member.placement, DiskPlacement):
+            member.placement.file.forget_cached()
 
-    def is_ahead(self, member: Resting) -> bool:
+    def is_ahead(self, member: OffloadedTensor) -> bool:
         """True if the shard has been read for its next gather, or is on its way."""
         return id(member) in self._ahead
 
@@ -207,7 +207,7 @@ class ShardReader:
 
     # ---------------------------------------------------------------- to a gather
 
-    def bring(self, members: Sequence[Resting], alone: bool) -> Arrival:
+    def bring(self, members: Sequence[OffloadedTensor], alone: bool) -> Arrival:
         """Start to bring the shards of ``members`` to where a gather takes them from: onto the device, or into memory
         where that is the CPU. alone: on one rank they go into ``full`` at once. Raises OSError if the disk fails."""
         shards = [member.shard for member in members]
@@ -239,15 +239,15 @@ class ShardReader:
         return arrival
 
     def _to_device(
-        self, shards: list[torch.Tensor], members: Sequence[Resting], copies: list[Transfer]
+        self, shards: list[torch.Tensor], members: Sequence[OffloadedTensor], copies: list[Transfer]
     ) -> list[torch.Tensor]:
         """Copies of those that are not there; what to wait for is added to ``copies``."""
         found = list(shards)
-        away = [index for index, member in enumerate(members) if member.tier.place != DEVICE]
+        away = [index for index, member in enumerate(members) if member.placement.place != DEVICE]
         sources = [shards[index] for index in away]
         for span in spans(sources, alignment=1):
             source = cover(span, sources)
-            target = own(source.new_empty(span.numel, device=self._device), STAGING)
+            target = tag_memory(source.new_empty(span.numel, device=self._device), STAGING)
             copies.append(self._transfers.copy(source, target))
             for index, place in places(span, sources, target).items():
                 found[away[index]] = place

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.offload.checksums import Checksums, compare
+from zerolite.offload.placements import Transfer
 from zerolite.offload.space import Space
-from zerolite.offload.tiers import Transfer
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.utils.sizes import format_size
 
@@ -120,22 +120,22 @@ class SwapFile:
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         return tensor if clean else tensor.zero_()
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> SwapTransfer:
+    def read(self, offloaded: torch.Tensor, into: torch.Tensor) -> SwapTransfer:
         """Begin to read a part of a tensor of this file into other memory.
 
         Args:
-            resting: a view that begins at a multiple of 4096 bytes.
+            offloaded: a view that begins at a multiple of 4096 bytes.
             into: of as many bytes, in memory that begins at a multiple of 4096 and goes on to the next one after the
                 end: whole blocks travel.
 
         Raises ValueError if they are not so. The transfer raises OSError.
         """
-        return self._begin(False, resting, into)
+        return self._begin(False, offloaded, into)
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> SwapTransfer:
+    def write(self, offloaded: torch.Tensor, source: torch.Tensor) -> SwapTransfer:
         """Begin the reverse of :meth:`read`. ``source`` must not change before the transfer has ended. Here the view
         also ends at a multiple of 4096 bytes, or where the tensor does."""
-        return self._begin(True, resting, source)
+        return self._begin(True, offloaded, source)
 
     def forget_cached(self) -> None:
         """Tensors of this file have been used as such: what the kernel keeps of them in memory is written to the disk
@@ -166,8 +166,8 @@ class SwapFile:
         with self._lock:
             self._closer()
 
-    def _begin(self, write: bool, resting: torch.Tensor, memory: torch.Tensor) -> SwapTransfer:
-        nbytes = resting.numel() * resting.element_size()
+    def _begin(self, write: bool, offloaded: torch.Tensor, memory: torch.Tensor) -> SwapTransfer:
+        nbytes = offloaded.numel() * offloaded.element_size()
         if memory.numel() * memory.element_size() != nbytes:
             raise ValueError(f"expected {nbytes} bytes, got {memory.numel() * memory.element_size()}")
         if memory.data_ptr() % ALIGNMENT:
@@ -175,8 +175,8 @@ class SwapFile:
         with self._lock:
             self._check_open()
             if nbytes == 0:
-                return SwapTransfer(None, resting)
-            offset, is_end = self._place_of(resting, nbytes)
+                return SwapTransfer(None, offloaded)
+            offset, is_end = self._place_of(offloaded, nbytes)
             if write and not is_end and nbytes % ALIGNMENT:
                 raise ValueError(f"expected a view that ends with a block of {ALIGNMENT} bytes, got {nbytes} bytes")
             check: Callable[[], None] | None = None
@@ -186,20 +186,20 @@ class SwapFile:
                 check = functools.partial(_compare, sums, offset, memory, padded, self.name)
             begin = self._io.write if write else self._io.read
             fd = self._fd if self._direct is None else self._direct
-            transfer = SwapTransfer(begin(fd, memory, offset, padded, self.name), resting, check)
+            transfer = SwapTransfer(begin(fd, memory, offset, padded, self.name), offloaded, check)
             if self._sums is not None and write:
                 self._sums.record(offset, _bytes_of(memory, padded))
             self._under_way.add(transfer)
         return transfer
 
-    def _place_of(self, resting: torch.Tensor, nbytes: int) -> tuple[int, bool]:
+    def _place_of(self, offloaded: torch.Tensor, nbytes: int) -> tuple[int, bool]:
         """Return the offset of a view in the file, and whether it ends where its tensor does."""
         try:
-            offset, length = self._offsets[resting.untyped_storage().data_ptr()]
+            offset, length = self._offsets[offloaded.untyped_storage().data_ptr()]
         except KeyError:
             raise ValueError(f"expected a tensor of {self.name}, got one of other memory") from None
-        start = resting.storage_offset() * resting.element_size()
-        if start % ALIGNMENT or not resting.is_contiguous():
+        start = offloaded.storage_offset() * offloaded.element_size()
+        if start % ALIGNMENT or not offloaded.is_contiguous():
             raise ValueError(
                 f"expected a contiguous view that begins at a multiple of {ALIGNMENT} bytes, got one at byte {start}"
             )
@@ -266,9 +266,11 @@ class SwapFile:
 class SwapTransfer(Transfer):
     """A read or a write under way. Both ends live until it has ended."""
 
-    def __init__(self, request: IOTask | None, resting: torch.Tensor, check: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, request: IOTask | None, offloaded: torch.Tensor, check: Callable[[], None] | None = None
+    ) -> None:
         self._request = request
-        self._resting: torch.Tensor | None = resting
+        self._offloaded: torch.Tensor | None = offloaded
         self._check = check
 
     def wait(self) -> None:
@@ -276,7 +278,7 @@ class SwapTransfer(Transfer):
         if a checksum is not what it was. May be called several times."""
         if self._request is not None:
             self._request.wait()
-        self._resting = None
+        self._offloaded = None
         if self._check is not None:
             self._check()
             self._check = None

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from zerolite.offload.tiers import DiskTier, Tier, Tiers, Transfer
+from zerolite.offload.placements import DiskPlacement, Placement, Placements, Transfer
 from zerolite.utils.accelerator import machine
-from zerolite.utils.memory_items import HOST, STAGING, own
+from zerolite.utils.memory_tags import HOST, STAGING, tag_memory
 
 _BLOCK = 4096  # bytes: what is written to disk directly ends at a multiple
 _LARGER = 4  # a buffer may be so many times larger than what is asked of it,
@@ -101,7 +101,7 @@ class StagingPool:
             self._free = [other for other in self._free if other is not memory]
         else:
             with torch.inference_mode(False):  # whose tensors could not be written later
-                memory = own(machine().host_memory(nbytes, self._pin, like), STAGING, HOST)
+                memory = tag_memory(machine().host_memory(nbytes, self._pin, like), STAGING, HOST)
             storage = memory.untyped_storage()
             key = storage._cdata
             self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key, None))
@@ -125,35 +125,36 @@ class StagingPool:
 class Transfers:
     """The copies of one engine. Called on each rank for itself: nothing here is a collective."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._device = tiers.device
-        cuda = tiers.device.type == "cuda"
-        self.pool = StagingPool(pin=tiers.optimizer.pin or tiers.parameters.pin)
-        self._to_device = torch.cuda.Stream(tiers.device) if cuda else None
-        self._to_host = torch.cuda.Stream(tiers.device) if cuda else None
+    def __init__(self, placements: Placements) -> None:
+        self._device = placements.device
+        cuda = placements.device.type == "cuda"
+        self.pool = StagingPool(pin=placements.optimizer.pin or placements.parameters.pin)
+        self._to_device = torch.cuda.Stream(placements.device) if cuda else None
+        self._to_host = torch.cuda.Stream(placements.device) if cuda else None
 
-    def bring(self, resting: torch.Tensor, tier: Tier, into: torch.Tensor, longest: int = 0) -> Transfer:
-        """Copy ``resting``, a range of a flat tensor of ``tier``, to ``into``, of the same length and dtype, on the
-        device or of :attr:`pool`. From disk the range begins at a multiple of tiers.SPAN_ALIGNMENT elements.
+    def bring(self, offloaded: torch.Tensor, placement: Placement, into: torch.Tensor, longest: int = 0) -> Transfer:
+        """Copy ``offloaded``, a range of a flat tensor of ``placement``, to ``into``, of the same length and dtype, on
+        the device or of :attr:`pool`. From disk the range begins at a multiple of placements.SPAN_ALIGNMENT elements.
         longest: of what the caller brings, in bytes."""
-        if not isinstance(tier, DiskTier):
-            return self.copy(resting, into)
+        if not isinstance(placement, DiskPlacement):
+            return self.copy(offloaded, into)
         if self._direct(into):
-            return tier.file.read(resting, into)
-        through = self.pool.take(resting.numel(), resting.dtype, longest, resting)
-        read = tier.file.read(resting, through)
+            return placement.file.read(offloaded, into)
+        through = self.pool.take(offloaded.numel(), offloaded.dtype, longest, offloaded)
+        read = placement.file.read(offloaded, through)
         return _TwoHops(read, lambda: _Returning(self.copy(through, into), self.pool, through))
 
-    def send(self, source: torch.Tensor, resting: torch.Tensor, tier: Tier, longest: int = 0) -> Transfer:
-        """Copy ``source`` to ``resting``: the reverse of :meth:`bring`. longest: of what the caller sends, in bytes."""
-        if not isinstance(tier, DiskTier):
-            return self.copy(source, resting)
-        file = tier.file
+    def send(self, source: torch.Tensor, offloaded: torch.Tensor, placement: Placement, longest: int = 0) -> Transfer:
+        """Copy ``source`` to ``offloaded``: the reverse of :meth:`bring`. longest: of what the caller sends, in
+        bytes."""
+        if not isinstance(placement, DiskPlacement):
+            return self.copy(source, offloaded)
+        file = placement.file
         if self._direct(source):
-            return file.write(resting, source)
+            return file.write(offloaded, source)
         through = self.pool.take(source.numel(), source.dtype, longest, source)
         copied = self.copy(source, through)
-        return _TwoHops(copied, lambda: _Returning(file.write(resting, through), self.pool, through))
+        return _TwoHops(copied, lambda: _Returning(file.write(offloaded, through), self.pool, through))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Copy between any two tensors on device and host."""

@@ -19,7 +19,7 @@ from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.nested import find_tensors, map_tensors
-from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.step import StepPipeline
 
@@ -36,7 +36,7 @@ class RunnerParts:
     """Components of an engine that a pipeline runs with. micro_batches: in a step."""
 
     pipeline: StepPipeline
-    window: AccumulationWindow
+    accumulation: GradAccumulation
     reducer: GradReducer
     precision: Precision
     boundary: GraphBoundary
@@ -86,7 +86,7 @@ class PipelineRunner:
     def accumulate(self, batches: Iterator[Any]) -> torch.Tensor:
         """Forward and backward of a step's micro-batches. Gives the loss."""
         parts = self._parts
-        if not parts.window.empty:
+        if not parts.accumulation.empty:
             raise RuntimeError(
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.zero_grad() first"
             )
@@ -196,7 +196,7 @@ class _Work:
         self.outputs: list[Any] = []
         self.keeps_outputs, self.computes_loss = False, True
         self._parts, self._batches = parts, batches
-        self._factor = parts.pipeline.gradient_scale.of_window() / parts.micro_batches if self.training else 1.0
+        self._factor = parts.pipeline.gradient_scale.of_accumulation() / parts.micro_batches if self.training else 1.0
 
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
         with self._parts.precision.autocast_context(self._parts.device):
@@ -231,7 +231,7 @@ class _Work:
 
     def end_backward(self, complete: bool) -> None:
         self._parts.pipeline.end_backward(complete=complete)
-        self._parts.window.on_engine_step()
+        self._parts.accumulation.on_engine_step()
 
 
 class StepBarrier:

@@ -19,7 +19,7 @@ from zerolite.planning.measure import Measurement, measure
 from zerolite.planning.report import Screen
 from zerolite.planning.result import Items, Plan, Traffic
 from zerolite.planning.sources import load_batch, load_function, load_model_fn
-from zerolite.utils.memory_items import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER
+from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, ITEMS, MODEL_STATES, OTHER
 from zerolite.utils.resources import count_cuda_devices, find_nproc_problem
 from zerolite.utils.sizes import format_size
 

@@ -31,7 +31,7 @@ from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.tensor_parallel.cuts import cut_of
 from zerolite.utils.accelerator import collector_off, is_fake, machine, use_machine
-from zerolite.utils.memory_items import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
+from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
 from zerolite.zero.stage3.partitioned_parameter import whole_numel
 
@@ -342,7 +342,7 @@ class _Run:
         return micro_batches(engine, self._batch)
 
     def _step(self, engine: Engine) -> None:
-        """One window of micro-batches."""
+        """One accumulation of micro-batches."""
         with explained("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
             train_one_step(engine, self._batch, self._job.loss, self._phase)
         self._tracker.modules.forget()

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from zerolite.offload.tiers import Transfer
+from zerolite.offload.placements import Transfer
 from zerolite.planning import shortcuts
 from zerolite.utils.accelerator import FakeMode, Machine, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of
@@ -185,12 +185,12 @@ class DryFile:
     def zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer:
-        into.copy_(resting)
+    def read(self, offloaded: torch.Tensor, into: torch.Tensor) -> Transfer:
+        into.copy_(offloaded)
         return Transfer()
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer:
-        resting.copy_(source)
+    def write(self, offloaded: torch.Tensor, source: torch.Tensor) -> Transfer:
+        offloaded.copy_(source)
         return Transfer()
 
     def forget_cached(self) -> None:

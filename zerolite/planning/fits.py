@@ -27,7 +27,7 @@ from zerolite.planning.places import Grid
 from zerolite.planning.result import Peak, Plan
 from zerolite.planning.settings import with_zero
 from zerolite.planning.skeleton import DrySkeleton
-from zerolite.utils.memory_items import ACTIVATIONS, BUCKETS, COMPUTE, ITEMS, MASTERS, STATES
+from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS, COMPUTE, ITEMS, MASTERS, STATES
 from zerolite.utils.sizes import format_size
 
 logger = logging.getLogger("zerolite")

@@ -14,7 +14,7 @@ from zerolite.comm import Communicator, HostGroup
 from zerolite.config import ZeroliteConfig
 from zerolite.planning.available import local_ranks, share_of_host
 from zerolite.planning.result import Items, Plan, spoken
-from zerolite.utils.memory_items import COMPUTE
+from zerolite.utils.memory_tags import COMPUTE
 from zerolite.utils.sizes import format_size
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 

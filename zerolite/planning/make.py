@@ -21,7 +21,7 @@ from zerolite.planning.result import Comparison, Items, Peak, Plan, Stage, TimeP
 from zerolite.planning.settings import Setting, offload_settings, plain_settings, with_zero
 from zerolite.planning.tracker import Fullest
 from zerolite.planning.traffic import summarize
-from zerolite.utils.memory_items import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES, OTHER
+from zerolite.utils.memory_tags import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES, OTHER
 from zerolite.utils.sizes import format_size, parse_size
 
 ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]

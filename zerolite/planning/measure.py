@@ -29,7 +29,7 @@ from zerolite.planning.steps import STEP, Batch, loss_fn_of, train_one_step
 from zerolite.planning.traffic import summarize
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.utils.accelerator import collector_off, default_device, is_fake
-from zerolite.utils.memory_items import (
+from zerolite.utils.memory_tags import (
     BUFFERS,
     DEVICE,
     DISK,
@@ -152,7 +152,7 @@ class _Asked:
         finally:
             listeners.remove(self)
 
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         there = HOST if place == DEVICE and storage.device.type != self._engine.device.type else place
         self.ask({storage._cdata: Holding(item, storage.nbytes(), there)})
 

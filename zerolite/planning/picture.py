@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolite.planning.result import Comparison, Plan, spoken
-from zerolite.utils.memory_items import ITEMS
+from zerolite.utils.memory_tags import ITEMS
 from zerolite.utils.sizes import format_size
 
 _GB = 10**9

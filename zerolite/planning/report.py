@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zerolite.planning.advice import advise
 from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Traffic, spoken, total
-from zerolite.utils.memory_items import ITEMS, MODEL_STATES
+from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size
 
 _NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zerolite.utils.memory_items import BUFFERS, MODEL_STATES
+from zerolite.utils.memory_tags import BUFFERS, MODEL_STATES
 
 Items = dict[str, int]
-"""Bytes by item, every one of zerolite.utils.memory_items.ITEMS."""
+"""Bytes by item, every one of zerolite.utils.memory_tags.ITEMS."""
 
 AT_REST = (*MODEL_STATES, BUFFERS)
 """Items that are there at every moment of a step; all else comes and goes."""

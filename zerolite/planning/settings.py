@@ -72,10 +72,12 @@ def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
     if offloads(config) and own not in tried:
         tried.append(own)
     return [
-        Setting(f"stage {stage}, {_name(tiers, config)}", stage, {"stage": stage, **_offload_keys(config, tiers)})
+        Setting(
+            f"stage {stage}, {_name(placements, config)}", stage, {"stage": stage, **_offload_keys(config, placements)}
+        )
         for stage in (1, 2, 3)
-        for tiers in tried
-        if stage == 3 or tiers.parameters == "none"
+        for placements in tried
+        if stage == 3 or placements.parameters == "none"
     ]
 
 
@@ -102,26 +104,26 @@ def _disk(config: ZeroliteConfig) -> str | None:
     return zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
 
 
-def _offload_keys(config: ZeroliteConfig, tiers: OffloadDevices) -> dict[str, Any]:
+def _offload_keys(config: ZeroliteConfig, placements: OffloadDevices) -> dict[str, Any]:
     """Both blocks as ``config`` has them, for other devices."""
     optimizer, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
     disk = _disk(config)
-    update: dict[str, Any] = {"device": tiers.optimizer, "nvme_path": optimizer.nvme_path or disk}
-    if tiers.optimizer == "nvme":
+    update: dict[str, Any] = {"device": placements.optimizer, "nvme_path": optimizer.nvme_path or disk}
+    if placements.optimizer == "nvme":
         update["ratio"] = 1.0  # a part is for the host alone
     return {
         "offload_optimizer": optimizer.model_copy(update=update),
         "offload_param": parameters.model_copy(
-            update={"device": tiers.parameters, "nvme_path": parameters.nvme_path or disk}
+            update={"device": placements.parameters, "nvme_path": parameters.nvme_path or disk}
         ),
     }
 
 
-def _name(tiers: OffloadDevices, config: ZeroliteConfig) -> str:
-    """Name the tiers, as in "optimizer and parameters on the host"."""
-    ratio = config.zero_optimization.offload_optimizer.ratio if tiers.optimizer == "cpu" else 1.0
+def _name(placements: OffloadDevices, config: ZeroliteConfig) -> str:
+    """Name the placements, as in "optimizer and parameters on the host"."""
+    ratio = config.zero_optimization.offload_optimizer.ratio if placements.optimizer == "cpu" else 1.0
     optimizer = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"
-    if tiers.optimizer == tiers.parameters:
-        return f"{optimizer} and parameters {_PLACES[tiers.optimizer]}"
-    held = ((optimizer, tiers.optimizer), ("parameters", tiers.parameters))
+    if placements.optimizer == placements.parameters:
+        return f"{optimizer} and parameters {_PLACES[placements.optimizer]}"
+    held = ((optimizer, placements.optimizer), ("parameters", placements.parameters))
     return ", ".join(f"{what} {_PLACES[where]}" for what, where in held if where != "none")

@@ -61,7 +61,7 @@ def _is_of_targets(loss: Callable[..., Any]) -> bool:
 
 
 def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase: Phase = _unseen) -> None:
-    """A whole window of micro-batches, each made anew, and its update; forwards alone of an engine without an
+    """A whole accumulation of micro-batches, each made anew, and its update; forwards alone of an engine without an
     optimizer. With a pipeline ``phase`` is told of the beginning and the update alone. Called on all ranks."""
     if isinstance(engine, EvaluationEngine):
         _evaluate(engine, batch, phase)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from zerolite.planning import shortcuts
 from zerolite.planning.fakes import WithoutMemory
 from zerolite.utils.accelerator import fake_mode, is_fake
-from zerolite.utils.memory_items import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
+from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import find_tensors
 
 MADE = "made"
@@ -124,7 +124,7 @@ class MemoryTracker(TorchDispatchMode):
     """Tracker of every storage that operators make, until it dies.
 
     ``item`` is what new storages belong to and ``place`` where they are, unless a part of the engine says otherwise
-    (memory_items.py), and ``phase`` what is going on; the caller sets all three. Memory inside an operator is not seen.
+    (memory_tags.py), and ``phase`` what is going on; the caller sets all three. Memory inside an operator is not seen.
     """
 
     def __init__(self, apart: bool = True) -> None:
@@ -246,7 +246,7 @@ class MemoryTracker(TorchDispatchMode):
 
     # ---------------------------------------------------------------- what the engine says
 
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         key = storage._cdata
         known = self._known.get(key)
         if known is None:
@@ -277,7 +277,7 @@ class MemoryTracker(TorchDispatchMode):
         """These are memory of ``item`` on the device."""
         for tensor in tensors:
             for inner in _plain(tensor):
-                self.own(inner.untyped_storage(), item, DEVICE)
+                self.tag_memory(inner.untyped_storage(), item, DEVICE)
 
     # ---------------------------------------------------------------- inside
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from zerolite.utils.accelerator import address
-from zerolite.utils.memory_items import DEVICE, DISK, HOST, STATES, listeners, own
+from zerolite.utils.memory_tags import DEVICE, DISK, HOST, STATES, listeners, tag_memory
 from zerolite.utils.rounding import follow_
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.layout import Fragment
@@ -145,11 +145,11 @@ class PiecewiseUpdate:
     def _name_states(self, pieces: Iterable[Piece]) -> None:
         """Say whose memory the states are, and where."""
         for piece in pieces:
-            place = self._buffer.tiers.of_optimizer(piece.fragment.slot.bucket).place
+            place = self._buffer.placements.of_optimizer(piece.fragment.slot.bucket).place
             if listeners or place != DEVICE:
                 for value in (self._inner.state.get(piece.tensor) or {}).values():
                     if isinstance(value, torch.Tensor):
-                        own(value, STATES, HOST if place == DISK and not value.dim() else place)
+                        tag_memory(value, STATES, HOST if place == DISK and not value.dim() else place)
 
     def forget_last(self) -> None:
         """Torch's fused kernels count steps on the device, where they see the skip; a parameter that no rank has used
@@ -210,13 +210,13 @@ class PiecewiseUpdate:
         places = {name: place(shape, dtype) for name, (shape, dtype) in tensors.items()}
         # Torch keeps counts where the kernel that reads them runs.
         counts = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        own = {
+        tag_memory = {
             name: value.to(counts, copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in numbers.items()
         }
         self._inner.state.pop(piece.tensor, None)
-        if own or places:
-            state = self._inner.state[piece.tensor] = {**own, **places}
+        if tag_memory or places:
+            state = self._inner.state[piece.tensor] = {**tag_memory, **places}
             self._rest_states([piece])
             places = {name: state[name] for name in places}
         return places
@@ -229,12 +229,12 @@ class PiecewiseUpdate:
             numel, bucket = piece.fragment.numel, piece.fragment.slot.bucket
             if not numel or self._inner.state.get(piece.tensor):
                 continue
-            tier, device = self._buffer.tiers.of_optimizer(bucket), self._device_of(piece)
+            placement, device = self._buffer.placements.of_optimizer(bucket), self._device_of(piece)
             for name, dtype in self._states_to_come(piece, device).items():
-                if tier.place == DISK:
+                if placement.place == DISK:
                     self._disk_flat(bucket, name, dtype)  # stays: the state will rest there
                 else:
-                    memory = own(torch.empty(numel, dtype=dtype, device=device), STATES, tier.place)
+                    memory = tag_memory(torch.empty(numel, dtype=dtype, device=device), STATES, placement.place)
                     self._reserved.setdefault(piece.fragment.slot.index, []).append(memory)
 
     def _states_to_come(self, piece: Piece, device: torch.device) -> dict[str, torch.dtype]:
@@ -265,18 +265,19 @@ class PiecewiseUpdate:
 
     def _device_of(self, piece: Piece) -> torch.device:
         """Return the device on which the piece is updated."""
-        tiers, bucket = self._buffer.tiers, piece.fragment.slot.bucket
-        return torch.device("cpu") if tiers.updates_on_host(bucket) else tiers.device
+        placements, bucket = self._buffer.placements, piece.fragment.slot.bucket
+        return torch.device("cpu") if placements.updates_on_host(bucket) else placements.device
 
     def _rest_states(self, pieces: Iterable[Piece]) -> None:
-        """States that have a value for each element are where the pieces are updated, or on disk where the tier is."""
+        """States that have a value for each element are where the pieces are updated, or on disk where the placement
+        is."""
         for piece in pieces:
             bucket = piece.fragment.slot.bucket
-            tier, state = self._buffer.tiers.of_optimizer(bucket), self._inner.state.get(piece.tensor) or {}
+            placement, state = self._buffer.placements.of_optimizer(bucket), self._inner.state.get(piece.tensor) or {}
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != piece.fragment.numel:
                     continue
-                if tier.place != DISK:
+                if placement.place != DISK:
                     state[name] = value.to(self._device_of(piece))
                     continue
                 view = self._buffer.piece(piece.fragment, self._disk_flat(bucket, name, value.dtype))
@@ -287,7 +288,7 @@ class PiecewiseUpdate:
         flats = self._on_disk.setdefault(bucket, {})
         if name not in flats or flats[name].dtype != dtype:
             numel = self._buffer.master[bucket].numel()
-            flats[name] = self._buffer.tiers.of_optimizer(bucket).zeros(numel, dtype, STATES)
+            flats[name] = self._buffer.placements.of_optimizer(bucket).zeros(numel, dtype, STATES)
         return flats[name]
 
     @contextlib.contextmanager

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from zerolite.offload.tiers import SPAN_ALIGNMENT, Tier, Transfer
+from zerolite.offload.placements import SPAN_ALIGNMENT, Placement, Transfer
 from zerolite.offload.transfers import Transfers, whole_blocks
-from zerolite.utils.memory_items import STAGING, own
+from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update
 from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.pieces import Hand, UpdateMethod
-from zerolite.zero.publisher import Publisher
 from zerolite.zero.spans import Span, sub_groups
 
 _SEVERAL = 16  # sub-groups at most where the config allows fewer
@@ -36,15 +36,15 @@ _SMALLEST = 1 << 22  # elements of a sub-group that the config does not ask for
 class _Part(NamedTuple):
     """One tensor that an update reads or writes: its storage, and if it must be staged before the update."""
 
-    resting: torch.Tensor
-    tier: Tier
+    offloaded: torch.Tensor
+    placement: Placement
     brought: bool
     written: bool
 
     @property
     def nbytes(self) -> int:
         """Size of a staging buffer."""
-        return whole_blocks(self.resting.numel() * self.resting.element_size()) if self.brought else 0
+        return whole_blocks(self.offloaded.numel() * self.offloaded.element_size()) if self.brought else 0
 
 
 class _Wanted(NamedTuple):
@@ -96,17 +96,17 @@ class _Grip:
 
     def _within_reach(self, part: _Part) -> torch.Tensor:
         """Return the stored tensor, or a copy that is complete when :meth:`ready` returns."""
-        resting = part.resting
+        offloaded = part.offloaded
         if not part.brought:
-            return resting
+            return offloaded
         if self._buffer is None:
-            here = own(torch.empty_like(resting, device=self._device), STAGING)
+            here = tag_memory(torch.empty_like(offloaded, device=self._device), STAGING)
         else:
-            size = resting.numel() * resting.element_size()
-            here = self._buffer.narrow(0, self._position, size).view(resting.dtype)
+            size = offloaded.numel() * offloaded.element_size()
+            here = self._buffer.narrow(0, self._position, size).view(offloaded.dtype)
             self._position += part.nbytes
         self._copies.append((here, part))
-        self._under_way.append(self._transfers.bring(resting, part.tier, here, self._longest_part))
+        self._under_way.append(self._transfers.bring(offloaded, part.placement, here, self._longest_part))
         return here
 
     def ready(self) -> None:
@@ -117,8 +117,8 @@ class _Grip:
         """After the update: send what it has written to where it rests. The device sees it there."""
         for here, part in self._copies:
             if part.written:
-                self._under_way.append(self._transfers.send(here, part.resting, part.tier, self._longest_part))
-                if part.resting.device.type != "cpu":
+                self._under_way.append(self._transfers.send(here, part.offloaded, part.placement, self._longest_part))
+                if part.offloaded.device.type != "cpu":
                     self._under_way[-1].wait()
 
     def advance(self) -> None:
@@ -150,18 +150,19 @@ class StagedSpans:
         buffer: ParameterBuffer,
         reducer: GradReducer,
         method: UpdateMethod,
-        publisher: Publisher,
+        param_gatherer: ParamGatherer,
         transfers: Transfers,
     ) -> None:
         self._buffer, self._reducer, self._method = buffer, reducer, method
-        self._publisher, self._transfers, self._tiers = publisher, transfers, buffer.tiers
+        self._param_gatherer, self._transfers, self._placements = param_gatherer, transfers, buffer.placements
         self.groups: list[list[Span]] = []
 
     def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
         """See :class:`~zerolite.zero.step_update.StagedUpdate`."""
         alignment = SPAN_ALIGNMENT if self._method.cuts_buckets else 0
         elements = sum(numel for of_place in buckets.values() for _, numel in of_place)
-        most = min(self._tiers.sub_group_numel, max(_SMALLEST, elements // _SEVERAL))  # there is something to overlap
+        several = max(_SMALLEST, elements // _SEVERAL)  # there is something to overlap
+        most = min(self._placements.sub_group_numel, several)
         self.groups = [group for of_place in buckets.values() for group in sub_groups(of_place, most, alignment)]
 
     def run(self, publish: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
@@ -169,8 +170,8 @@ class StagedSpans:
         if not publish:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
                 self._buffer.follow(bucket)
-            self._tiers.written_in_place()
-        count = self._tiers.buffer_count
+            self._placements.written_in_place()
+        count = self._placements.buffer_count
         wanted = [[self._wanted(span, publish) for span in spans] for spans in self.groups]
         sizes = [[part.nbytes for of_span in group for part in of_span.parts] for group in wanted]
         longest = _Longest(max(map(sum, sizes)), max(map(max, sizes)))
@@ -200,25 +201,27 @@ class StagedSpans:
 
     def _take(self, wanted: Sequence[_Wanted], longest: _Longest) -> _Grip:
         buckets = [of_span.span.bucket for of_span in wanted]
-        self._publisher.wait(buckets)
+        self._param_gatherer.wait(buckets)
         for bucket in buckets:
             self._reducer.reduced(bucket)  # has arrived
-        on_host = self._tiers.updates_on_host(buckets[0]) or not self._tiers.apart
-        return _Grip(wanted, None if on_host else self._tiers.device, self._transfers, longest)
+        on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.apart
+        return _Grip(wanted, None if on_host else self._placements.device, self._transfers, longest)
 
     def _wanted(self, span: Span, publish: bool) -> _Wanted:
-        buffer, tiers, bucket = self._buffer, self._tiers, span.bucket
-        on_host = tiers.updates_on_host(bucket)
+        buffer, placements, bucket = self._buffer, self._placements, span.bucket
+        on_host = placements.updates_on_host(bucket)
 
-        def part(flat: torch.Tensor, tier: Tier, written: bool) -> _Part:
-            return _Part(flat[span.low : span.high], tier, not tiers.within_reach(tier, on_host), written)
+        def part(flat: torch.Tensor, placement: Placement, written: bool) -> _Part:
+            return _Part(
+                flat[span.low : span.high], placement, not placements.within_reach(placement, on_host), written
+            )
 
-        of_optimizer, of_compute = tiers.of_optimizer(bucket), buffer.tier_of_compute(bucket)
+        of_optimizer, of_compute = placements.of_optimizer(bucket), buffer.placement_of_compute(bucket)
         writes = publish and buffer.separate[bucket]
         return _Wanted(
             span,
             part(self._reducer.place_of_reduced(bucket), of_optimizer, False),
-            part(buffer.master[bucket], buffer.tier_of_master(bucket), True),
+            part(buffer.master[bucket], buffer.placement_of_master(bucket), True),
             {name: part(flat, of_optimizer, True) for name, flat in self._method.states_of(bucket).items()},
             part(buffer.owned[bucket], of_compute, True) if writes else None,
         )

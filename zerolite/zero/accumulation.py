@@ -1,7 +1,7 @@
 """Gradient accumulation: count of micro-batches, and the backward that completes a step.
 
-Pure: standard library only. A *window* is the micro-batches of one optimizer step. All counters change by the same
-calls on every rank, so their answers may decide which collectives run.
+Pure: standard library only. An *accumulation* is the micro-batches of one optimizer step. All counters change by the
+same calls on every rank, so their answers may decide which collectives run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 _COUNTS = ("_stepped", "_backwards", "_scaled_backwards", "_divided_backwards", "_backwards_since_step")
 
 
-class AccumulationWindow:
-    """Counts micro-batches of one window.
+class GradAccumulation:
+    """Counts micro-batches of one accumulation.
 
     A micro-batch ends with ``engine.step()`` in DeepSpeed's loop; a plain loop has only backwards to count.
     Whichever is further along predicts the boundary. The prediction only decides *when* gradients are reduced,
@@ -21,7 +21,7 @@ class AccumulationWindow:
         self.micro_batches = micro_batches
         self.forced_boundary: bool | None = None
         self.sync_disabled = 0  # depth of no_sync() contexts
-        self._stepped = 0  # engine.step() calls of this window that followed a backward
+        self._stepped = 0  # engine.step() calls of this accumulation that followed a backward
         self._backwards = 0
         self._scaled_backwards = 0  # backwards whose loss the engine divided by micro_batches
         self._divided_backwards = 0  # the user's own, whose gradients the engine divided by micro_batches
@@ -34,8 +34,8 @@ class AccumulationWindow:
         return self._backwards == 0
 
     def is_boundary(self) -> bool:
-        """True if the micro-batch in hand is the last one of its window: in DeepSpeed's loop the one that the next
-        ``engine.step()`` ends, in a plain loop the one of the latest backward."""
+        """True if the micro-batch in hand is the last one of its accumulation: in DeepSpeed's loop the one that the
+        next ``engine.step()`` ends, in a plain loop the one of the latest backward."""
         if self.forced_boundary is not None:
             return self.forced_boundary
         if self._plain:
@@ -53,7 +53,7 @@ class AccumulationWindow:
 
     @property
     def _plain(self) -> bool:
-        """True if, as far as this window shows, the user calls neither engine.backward() nor engine.step()."""
+        """True if, as far as this accumulation shows, the user calls neither engine.backward() nor engine.step()."""
         return self._backwards > 0 and not self._stepped and not self._scaled_backwards
 
     def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:
@@ -71,7 +71,7 @@ class AccumulationWindow:
         self.weight += weight or 0.0
 
     def on_engine_step(self) -> bool:
-        """Count one ``engine.step()``; True if it closes the window."""
+        """Count one ``engine.step()``; True if it closes the accumulation."""
         if self.forced_boundary is not None:
             closes = self.forced_boundary
         else:
@@ -90,7 +90,7 @@ class AccumulationWindow:
         return self.micro_batches / contained if 0 < contained < self.micro_batches else 1.0
 
     def reset(self) -> None:
-        """The window was consumed or dropped; a forced boundary and open no_sync() contexts stay."""
+        """The accumulation was consumed or dropped; a forced boundary and open no_sync() contexts stay."""
         for name in _COUNTS:
             setattr(self, name, 0)
         self.weighted, self.weight = None, 0.0

@@ -64,9 +64,9 @@ class BucketDtypes:
         self.asked = asked
         self.summed = accumulate if rests else None
         self.sent = (asked or (several if rests else own), asked or several)
-        resting = several if rests else own
+        offloaded = several if rests else own
         kept = rests or not options.shard
-        self.in_place = (kept and self.sent[0] == resting, kept and self.sent[1] == resting)
+        self.in_place = (kept and self.sent[0] == offloaded, kept and self.sent[1] == offloaded)
         self.mean = (several if options.several_expected else own, several)
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from zerolite.offload.tiers import Tier, Tiers
+from zerolite.offload.placements import Placement, Placements
 from zerolite.utils.accelerator import address, addresses
-from zerolite.utils.memory_items import COMPUTE, MASTERS, own
+from zerolite.utils.memory_tags import COMPUTE, MASTERS, tag_memory
 from zerolite.utils.rounding import follow_
 from zerolite.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 
-MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Tier], None]
-"""Copy a parameter's shard into the given memory, of that tier, which becomes its ``ds_tensor``."""
+MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Placement], None]
+"""Copy a parameter's shard into the given memory, of that placement, which becomes its ``ds_tensor``."""
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -79,11 +79,11 @@ def zero_slot(flat: torch.Tensor, bucket: Bucket, slot: Slot) -> None:
 class ParameterBuffer:
     """Compute parameters and master weights over one layout.
 
-    ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this
-    rank updates: its part of the bucket (``shard=True``) or the whole. Where masters need no other dtype than the
-    compute parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing. Other masters, those of which
-    ``separate[b]`` is True, rest at the tier of the optimizer (``tiers``). ``owned[b]`` is the range of ``compute[b]``
-    that ``master[b]`` stands for, a view.
+    ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this rank
+    updates: its part of the bucket (``shard=True``) or the whole. Where masters need no other dtype than the compute
+    parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing. Other masters, those of which
+    ``separate[b]`` is True, rest at the placement of the optimizer (``placements``). ``owned[b]`` is the range of
+    ``compute[b]`` that ``master[b]`` stands for, a view.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class ParameterBuffer:
         parameters: Sequence[torch.nn.Parameter],
         rank: int,
         shard: bool,
-        tiers: Tiers,
+        placements: Placements,
     ) -> None:
-        self.tiers = tiers
+        self.placements = placements
         self.rank = rank
         self.shard = shard
         self.compute: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ class ParameterBuffer:
     def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take another layout, which begins with the buckets that are filled; ``fill`` does the others."""
         self.layout = layout
-        self.tiers.divide([bucket.numel for bucket in layout.buckets])
+        self.placements.divide([bucket.numel for bucket in layout.buckets])
         self.parameters = list(parameters)
         self.fragments: list[list[Fragment]] = [[] for _ in layout.buckets]
         for fragment in layout.fragments(self.rank) if self.shard else layout.full_fragments():
@@ -137,7 +137,7 @@ class ParameterBuffer:
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 flat.narrow(0, slot.start, slot.numel).copy_(flattened(parameter.data))
             synchronize(bucket, flat)
-            compute = own(flat.to(dtype), COMPUTE)
+            compute = tag_memory(flat.to(dtype), COMPUTE)
             kept, owned = master_dtype(dtype), self._owned(bucket, compute)
             master = owned if kept == dtype else self._new_master(bucket.index, self._owned(bucket, flat), kept)
             self._add(compute, owned, master, kept != dtype)
@@ -155,14 +155,14 @@ class ParameterBuffer:
         self.separate.append(separate)
 
     def _new_master(self, bucket: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self.tiers.of_optimizer(bucket).zeros(values.numel(), dtype, MASTERS).copy_(values)
+        return self.placements.of_optimizer(bucket).zeros(values.numel(), dtype, MASTERS).copy_(values)
 
-    def tier_of_master(self, bucket: int) -> Tier:
-        return self.tiers.of_optimizer(bucket) if self.separate[bucket] else self.tier_of_compute(bucket)
+    def placement_of_master(self, bucket: int) -> Placement:
+        return self.placements.of_optimizer(bucket) if self.separate[bucket] else self.placement_of_compute(bucket)
 
-    def tier_of_compute(self, bucket: int) -> Tier:
+    def placement_of_compute(self, bucket: int) -> Placement:
         """Return the placement of this rank's range of the compute parameters."""
-        return self.tiers.on_device
+        return self.placements.on_device
 
     def _owned(self, bucket: Bucket, full: torch.Tensor) -> torch.Tensor:
         if not self.shard:
@@ -235,13 +235,13 @@ class PartitionedParameterBuffer(ParameterBuffer):
         parameters: Sequence[torch.nn.Parameter],
         rank: int,
         move: MoveShard,
-        tiers: Tiers,
+        placements: Placements,
         stays: Callable[[torch.nn.Parameter], bool],
     ) -> None:
         """stays: whether a parameter stays whole on the device."""
-        super().__init__(layout, parameters, rank, shard=True, tiers=tiers)
+        super().__init__(layout, parameters, rank, shard=True, placements=placements)
         self._stays = stays
-        self._compute_tiers: list[Tier] = []
+        self._compute_placements: list[Placement] = []
         self._move = move
 
     @torch.no_grad()
@@ -258,24 +258,24 @@ class PartitionedParameterBuffer(ParameterBuffer):
             dtype = compute_dtype(members[0])
             kept = master_dtype(dtype)
             numel = bucket.numel // self.layout.world_size
-            tier = self._compute_tiers[bucket.index]
-            compute = tier.zeros(numel, dtype, COMPUTE)
+            placement = self._compute_placements[bucket.index]
+            compute = placement.zeros(numel, dtype, COMPUTE)
             master = compute
             if kept != dtype:
-                master = self.tiers.of_optimizer(bucket.index).zeros(numel, kept, MASTERS)
+                master = self.placements.of_optimizer(bucket.index).zeros(numel, kept, MASTERS)
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 if master is not compute:
                     master.narrow(0, slot.start, slot.part).copy_(parameter.ds_tensor)  # type: ignore[attr-defined]
-                self._move(parameter, compute.narrow(0, slot.start, slot.part), tier)
+                self._move(parameter, compute.narrow(0, slot.start, slot.part), placement)
             self._add(compute, compute, master, kept != dtype)
 
     def _place(self) -> None:
-        """Choose the tiers of new buckets: what a forward uses first, the last buckets, before the others."""
-        tiers = []
+        """Choose the placements of new buckets: what a forward uses first, the last buckets, before the others."""
+        placements = []
         for bucket in reversed(self.layout.buckets[len(self.compute) :]):
             stays = all(self._stays(self.parameters[slot.index]) for slot in bucket.slots)
-            tiers.append(self.tiers.place_parameters(bucket.numel // self.layout.world_size, stays))
-        self._compute_tiers += reversed(tiers)
+            placements.append(self.placements.place_parameters(bucket.numel // self.layout.world_size, stays))
+        self._compute_placements += reversed(placements)
 
-    def tier_of_compute(self, bucket: int) -> Tier:
-        return self._compute_tiers[bucket]
+    def placement_of_compute(self, bucket: int) -> Placement:
+        return self._compute_placements[bucket]

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zerolite.optim.update_rules import UpdateRule
-from zerolite.utils.memory_items import STATES
+from zerolite.utils.memory_tags import STATES
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.pieces import Groups, Hand, Piece, State
 from zerolite.zero.spans import Span, by_kind, segments
@@ -29,7 +29,7 @@ class _Launch:
 
 
 class FlatUpdate:
-    """States of the pieces in flat tensors laid out like the master buckets, at the optimizer's tier. They are
+    """States of the pieces in flat tensors laid out like the master buckets, at the optimizer's placement. They are
     allocated at once, so that a job that does not fit fails before it trains.
 
     Steps are counted on the host, for all pieces together: ``_missed`` has the pieces that were left out of some of
@@ -204,7 +204,7 @@ class FlatUpdate:
         flats: Flat = []
         buckets = zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True)
         for master, dtype, members in list(buckets)[first:]:
-            flat = self._buffer.tiers.of_optimizer(first + len(flats)).zeros(master.numel(), dtype, STATES)
+            flat = self._buffer.placements.of_optimizer(first + len(flats)).zeros(master.numel(), dtype, STATES)
             for piece in members:
                 value = self._rule.initial(groups[piece.group])
                 if value:

@@ -10,7 +10,7 @@ when a unit's backward has ended, which all ranks see in the same order (:class:
 What a bucket holds between passes:
 
 - ``local``: the sum of this rank's gradients that no reduction has seen yet, full length;
-- ``reduced``: the mean over ranks of all that has been reduced in this window; full at stage 0, this rank's part
+- ``reduced``: the mean over ranks of all that has been reduced in this accumulation; full at stage 0, this rank's part
   above.
 """
 
@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.offload.resting_gradients import RestingGradients
-from zerolite.utils.memory_items import GRADIENTS
+from zerolite.offload.offloaded_gradients import OffloadedGradients
+from zerolite.utils.memory_tags import GRADIENTS
 from zerolite.zero.bucket_state import ALONE_NUMEL, IN_FLIGHT, ReductionOptions
 from zerolite.zero.commands import Command, Commands
 from zerolite.zero.gradient_arrivals import GradientArrivals
@@ -58,13 +58,13 @@ class GradReducer:
         comm: Communicator,
         options: ReductionOptions,
         strides: Sequence[tuple[int, ...]],
-        resting: RestingGradients | None,
+        offloaded: OffloadedGradients | None,
         observers: Observers,
         make_gradient: MakeGradient,
     ) -> None:
         """
         Args:
-            resting: where mean gradients rest, None where that is the device.
+            offloaded: where mean gradients rest, None where that is the device.
             make_gradient: makes what ``p.grad`` shows.
         """
         self._observers = observers
@@ -76,15 +76,15 @@ class GradReducer:
         self._comm = comm
         self._options = options
         self.reduces_each_pass, self.keeps_shards = options.reduce_each_pass, options.shard
-        self._resting = resting
+        self._offloaded = offloaded
         self.current = Pass(options.arrival_factor)
         self.order = LaunchOrder()
-        self._memory = BucketMemory(comm, options, self.order, self.current, resting)
+        self._memory = BucketMemory(comm, options, self.order, self.current, offloaded)
         self._states: list[GradientBucket] = []
         self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size, make_gradient)
         self.used, self.shown = self.arrivals.used, self.arrivals.shown
         self._late = LateGradients(comm, options, self.order, self.current, self._reduce_now)
-        self._announced = False  # a pass of this window, by a call of the engine that all ranks make
+        self._announced = False  # a pass of this accumulation, by a call of the engine that all ranks make
         self.commands = Commands()
         self.share = 1.0  # what the gradients of the next pass are multiplied by, unless the loss has a weight
         self._in_flight: list[GradientBucket] = []
@@ -108,9 +108,9 @@ class GradReducer:
             state.reserve(bucket.numel // self._comm.world_size)
         self.arrivals.use(layout, parameters, strides, self._states)
         self.parameters = self.arrivals.parameters
-        if self._resting is not None:
+        if self._offloaded is not None:
             widest = max((bucket.numel for bucket in layout.buckets), default=0)
-            self._resting.expect(4 * widest // self._comm.world_size)  # sums are in fp32
+            self._offloaded.expect(4 * widest // self._comm.world_size)  # sums are in fp32
         # Where gradients rest full, so do their buckets between steps; elsewhere some travel while one is completed and
         # the next one fills.
         self._memory.use(IN_FLIGHT + 2 if self._options.shard else len(layout.buckets))
@@ -180,8 +180,8 @@ class GradReducer:
                 notify()
 
     def show_held(self) -> None:
-        """After a backward, or one that has raised: let ``p.grad`` show the gradients of the window."""
-        self.arrivals.show(self._announced, several=self.current.in_window > 1)
+        """After a backward, or one that has raised: let ``p.grad`` show the gradients of the accumulation."""
+        self.arrivals.show(self._announced, several=self.current.in_accumulation > 1)
 
     # ---------------------------------------------------------------- what gradients launch
 
@@ -266,12 +266,12 @@ class GradReducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce what no pass has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per
-        window on all ranks."""
+        accumulation on all ranks."""
         self.end_pass(complete=False)
         self._wait_for_all()
         self.order.next = 0
-        # Both follow from the passes of the window, which all ranks have begun alike, and not from the gradients that
-        # came in them: a pass without any still opens, and reduces, every bucket.
+        # Both follow from the passes of the accumulation, which all ranks have begun alike, and not from the gradients
+        # that came in them: a pass without any still opens, and reduces, every bucket.
         if self.current.in_local or any(state.reduced is None for state in self._states):
             for state in self._states:
                 state.reopen()
@@ -284,8 +284,8 @@ class GradReducer:
     def wait(self) -> None:
         """Wait for the reductions that are under way, and for gradients on their way to their storage."""
         self._wait_for_all()
-        if self._resting is not None:
-            self._resting.wait_all()
+        if self._offloaded is not None:
+            self._offloaded.wait_all()
 
     def follow(self, plan: LaunchPlan) -> None:
         """Launch buckets when units end, not when gradients are there."""
@@ -309,8 +309,8 @@ class GradReducer:
         for state in self._states:
             yield from state.memory()
         yield from self._memory.waiting()
-        if self._resting is not None:
-            yield from ((GRADIENTS, home) for home in self._resting.memory())
+        if self._offloaded is not None:
+            yield from ((GRADIENTS, home) for home in self._offloaded.memory())
 
     @property
     def follows_units(self) -> bool:
@@ -320,9 +320,9 @@ class GradReducer:
     # ---------------------------------------------------------------- what the step reads
 
     def reduced(self, bucket: int) -> torch.Tensor:
-        """The mean gradient of the window where it rests: the full bucket at stage 0, this rank's part above. Valid
-        after :meth:`finish`."""
-        return self._states[bucket].resting_mean()
+        """The mean gradient of the accumulation where it rests: the full bucket at stage 0, this rank's part above.
+        Valid after :meth:`finish`."""
+        return self._states[bucket].offloaded_mean()
 
     def place_of_reduced(self, bucket: int) -> torch.Tensor:
         """The same, where it may still be on its way."""
@@ -399,9 +399,9 @@ class GradReducer:
         self._lent.discard(bucket)
 
     def clear(self) -> None:
-        """Drop everything: the window's gradients were consumed or are not wanted."""
-        if self._resting is not None:
-            self._resting.clear()
+        """Drop everything: the accumulation's gradients were consumed or are not wanted."""
+        if self._offloaded is not None:
+            self._offloaded.clear()
         self.end_pass(complete=False)
         self._wait_for_all()
         for state in self._states:
@@ -409,7 +409,7 @@ class GradReducer:
             self.release(state.bucket.index)
         if self._options.shard:
             self._memory.clear()  # between steps no rank holds more than its part
-        self.current.end_window()
+        self.current.end_accumulation()
         self._announced = False
         self.arrivals.clear()
         self.probes.clear()

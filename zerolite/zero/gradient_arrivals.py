@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zerolite.utils.memory_items import listeners
+from zerolite.utils.memory_tags import listeners
 from zerolite.zero.bucket_filler import Held, Run
 from zerolite.zero.bucket_state import ReductionOptions
 from zerolite.zero.gradient_bucket import GradientBucket, Pass, PassState
@@ -43,7 +43,7 @@ class GradientArrivals:
 
     Attributes:
         parameters: of the layout, by index.
-        used: the parameters that got a gradient in this window.
+        used: the parameters that got a gradient in this accumulation.
         shown: what ``p.grad`` shows.
         learned: contributions are known from a complete pass; of this rank alone, so it decides when a bucket is
             launched in a pass, never whether.
@@ -275,7 +275,7 @@ class GradientArrivals:
                 state.expect(sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel))
 
     def show(self, all_ranks_know: bool, several: bool) -> None:
-        """After a backward: show the gradients of the window.
+        """After a backward: show the gradients of the accumulation.
 
         On several ranks a parameter that this rank has not used shows a gradient too, because another rank may have
         used it: norms of all gradients must be the same numbers on all ranks, and so must what the user drops. Not
@@ -305,7 +305,7 @@ class GradientArrivals:
         self._states[slot.bucket].drop(slot)
 
     def clear(self) -> None:
-        """The window's gradients were consumed or are not wanted."""
+        """The accumulation's gradients were consumed or are not wanted."""
         self.shown.retire(self.parameters)
         if self._hook_sums.users:
             self._hook_sums.clear()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from zerolite.comm import Communicator, Pending
-from zerolite.offload.resting_gradients import RestingGradients
+from zerolite.offload.offloaded_gradients import OffloadedGradients
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
-from zerolite.utils.memory_items import BUCKETS, GRADIENTS, own
+from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 from zerolite.zero.bucket_filler import BucketFiller, Held, Run, many_small, runs_of
 from zerolite.zero.bucket_state import BucketDtypes, BucketPool, ReductionOptions
 from zerolite.zero.buffer import destinations, zero_slot
@@ -51,12 +51,12 @@ class Pass:
     follows_units: bool = False
     learning: bool = False
     in_local: int = 0
-    in_window: int = 0
+    in_accumulation: int = 0
 
     def begin(self, reducing: bool, void: bool, learning: bool) -> None:
         self.open, self.reducing, self.void, self.learning = True, reducing, void, learning
         self.in_local += 1
-        self.in_window += 1
+        self.in_accumulation += 1
 
     def end(self) -> None:
         self.open = False
@@ -65,9 +65,9 @@ class Pass:
         """This rank's sums have been reduced."""
         self.in_local = 0
 
-    def end_window(self) -> None:
+    def end_accumulation(self) -> None:
         """The gradients have been consumed, or dropped."""
-        self.in_local = self.in_window = 0
+        self.in_local = self.in_accumulation = 0
 
     def follow_units(self) -> None:
         """Launch buckets at the ends of units' backwards from now on."""
@@ -79,7 +79,7 @@ class Pass:
 
 class BucketMemory:
     """Memory of full buckets: the communicator's own for a bucket that travels next, else memory that is used again,
-    or new; and which items of memory (memory_items.py) it belongs to. resting: where mean gradients rest, None where
+    or new; and which items of memory (memory_tags.py) it belongs to. offloaded: where mean gradients rest, None where
     that is the device."""
 
     def __init__(
@@ -88,9 +88,9 @@ class BucketMemory:
         options: ReductionOptions,
         order: LaunchOrder,
         current: Pass,
-        resting: RestingGradients | None,
+        offloaded: OffloadedGradients | None,
     ) -> None:
-        self.current, self.options, self.resting = current, options, resting
+        self.current, self.options, self.offloaded = current, options, offloaded
         self._comm, self._order = comm, order
         self._pool = BucketPool(0)
 
@@ -118,7 +118,7 @@ class BucketMemory:
                 staged = self._comm.staging(bucket.numel, dtype, ahead)
                 if staged is not None:
                     return staged, True
-        return own(self._pool.take(bucket.numel, dtype, device), self.item()), False
+        return tag_memory(self._pool.take(bucket.numel, dtype, device), self.item()), False
 
     def item(self) -> str:
         """Item of this rank's sums: gradients where they rest whole, and buckets on their way elsewhere."""
@@ -126,7 +126,7 @@ class BucketMemory:
         return BUCKETS if travels else GRADIENTS
 
     def give_back(self, bucket: torch.Tensor) -> None:
-        self._pool.give_back(own(bucket, BUCKETS if self.options.shard else GRADIENTS))
+        self._pool.give_back(tag_memory(bucket, BUCKETS if self.options.shard else GRADIENTS))
 
     def clear(self) -> None:
         """Let go of what is not in use."""
@@ -172,7 +172,9 @@ class GradientBucket:
         self._memory = memory
         options = memory.options
         self._dtypes = BucketDtypes(self.dtype, options.communication_dtype(parameter), options)
-        self._resting = memory.resting if memory.resting is not None and memory.resting.away(bucket.index) else None
+        self._offloaded = (
+            memory.offloaded if memory.offloaded is not None and memory.offloaded.away(bucket.index) else None
+        )
         self._slots = {slot.index: slot for slot in bucket.slots}
         self._strides = {slot.index: strides[slot.index] for slot in bucket.slots}
         self._filler = BucketFiller(bucket, strides, self.device) if many_small(bucket) else None
@@ -242,7 +244,7 @@ class GradientBucket:
         if run is not None:
             if index in run.held:
                 self.put_run(run, factor)
-            run.held[index] = own(gradient, self._memory.item()) if tag else gradient
+            run.held[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
             if len(run.held) == run.count:
                 self.put_run(run, factor)
         elif (at_once and self._filler is None) or self.local is not None:
@@ -251,7 +253,7 @@ class GradientBucket:
             self.put_held(factor)
             self.put(slot, gradient, factor)
         else:
-            self.held[index] = own(gradient, self._memory.item()) if tag else gradient
+            self.held[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
 
     def swap_hooked(self) -> None:
         """Exchange what hooks have taken with what is held: before they begin to take, and when they have ended."""
@@ -340,7 +342,7 @@ class GradientBucket:
         dtype, local = self._memory.options.accumulate_dtype, self.local
         assert local is not None
         if dtype is not None and local.dtype in HALF:
-            self.local, self._staged = local, _ = own(local.to(dtype), self._memory.item()), False
+            self.local, self._staged = local, _ = tag_memory(local.to(dtype), self._memory.item()), False
         return local
 
     def complete(self, factor: float) -> torch.Tensor:
@@ -352,7 +354,7 @@ class GradientBucket:
             self._launching = False
         if self.local is None:
             zeros = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.device)
-            return own(zeros, self._memory.item())
+            return tag_memory(zeros, self._memory.item())
         if len(self.written) < self._filled:
             for run in self.runs:  # those that are moved have zeros where no gradient came
                 if self.written.isdisjoint(run.indices):
@@ -378,7 +380,7 @@ class GradientBucket:
         dtype = self._dtypes.sent[self._memory.current.in_local > 1]
         if local.dtype == dtype:
             return local
-        converted = own(local.to(dtype), self._sent_item())
+        converted = tag_memory(local.to(dtype), self._sent_item())
         if not self._staged:
             self._memory.give_back(local)
         self._staged = False
@@ -388,7 +390,7 @@ class GradientBucket:
         """Remember the reduction of ``sent``, which has been launched."""
         assert self.pending is None, "a bucket has one reduction under way"
         self.pending = pending
-        self._sent = None if self._staged else own(sent, self._sent_item())
+        self._sent = None if self._staged else tag_memory(sent, self._sent_item())
         self.local, self._staged = None, False
         self.written.clear()
         if self.state is PassState.OPEN:
@@ -427,26 +429,28 @@ class GradientBucket:
 
     @property
     def away(self) -> bool:
-        return self._resting is not None
+        return self._offloaded is not None
 
     def reserve(self, numel: int) -> None:
         """Make room for the mean gradient of so many elements, where it does not rest on the device."""
-        if self._resting is not None:
-            self._resting.home(self.bucket.index, numel, self.mean_dtype)
+        if self._offloaded is not None:
+            self._offloaded.home(self.bucket.index, numel, self.mean_dtype)
 
     def rest(self, mean: torch.Tensor) -> None:
         """The mean gradient is ``mean``, on the device, from now on."""
-        self.reduced = own(mean, GRADIENTS) if self._resting is None else self._resting.keep(self.bucket.index, mean)
+        self.reduced = (
+            tag_memory(mean, GRADIENTS) if self._offloaded is None else self._offloaded.keep(self.bucket.index, mean)
+        )
 
     def fetch(self) -> torch.Tensor:
         """Return the mean gradient on the device."""
         assert self.reduced is not None
-        return self.reduced if self._resting is None else self._resting.fetch(self.bucket.index, self.reduced)
+        return self.reduced if self._offloaded is None else self._offloaded.fetch(self.bucket.index, self.reduced)
 
-    def resting_mean(self) -> torch.Tensor:
+    def offloaded_mean(self) -> torch.Tensor:
         """Return the mean gradient where it rests, when it has arrived there."""
-        if self._resting is not None:
-            self._resting.wait(self.bucket.index)
+        if self._offloaded is not None:
+            self._offloaded.wait(self.bucket.index)
         assert self.reduced is not None, "it is read after finish()"
         return self.reduced
 
@@ -469,7 +473,7 @@ class GradientBucket:
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are kept here now, with their items."""
         item = self._memory.item()
-        if self.reduced is not None and self._resting is None:
+        if self.reduced is not None and self._offloaded is None:
             yield GRADIENTS, self.reduced
         if self.local is not None:
             yield (BUCKETS if self._staged else item), self.local

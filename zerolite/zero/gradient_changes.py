@@ -72,7 +72,7 @@ class GradientChanges:
                 self.assigned[index] = value
             elif (stats := self._stats()) is not None:
                 stats.replace(index, None, 1.0)
-        self._buffer.tiers.written_in_place()
+        self._buffer.placements.written_in_place()
 
     def add(self, scale: Callable[[], float], weighted: bool) -> None:
         """Before a backward: tensors in ``p.grad`` count like a gradient of this rank's, as autograd would add to them.
@@ -108,14 +108,14 @@ class GradientChanges:
             self._forget(self._bucket(index), False)
             stats.replace(index, gradient, 1.0)
         if assigned:
-            self._buffer.tiers.written_in_place()
+            self._buffer.placements.written_in_place()
         for index in self.exposed:
             self._is_written(index)  # the statistics have it
 
     def note_written(self, index: int) -> None:
         """The user has changed a gradient in place, on all ranks."""
         self._forget(self._bucket(index), True)
-        self._buffer.tiers.written_in_place()
+        self._buffer.placements.written_in_place()
 
     def set_by_call(self, index: int, given: bool) -> None:
         """``zerolite.set_full_grad`` has set the reduced gradient of a parameter, or dropped it: neither a tensor that
@@ -142,7 +142,7 @@ class GradientChanges:
                 part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
             self._forget(self._bucket(index), False)
         if factors:
-            self._buffer.tiers.written_in_place()
+            self._buffer.placements.written_in_place()
             if (stats := self._stats()) is not None:
                 stats.rescale(factors, None)
 

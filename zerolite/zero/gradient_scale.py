@@ -1,4 +1,4 @@
-"""Scale of a window's gradients: what they must be divided by to be those of the joint batch."""
+"""Scale of an accumulation's gradients: what they must be divided by to be those of the joint batch."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable
 import torch
 
 from zerolite.precision.loss_scaler import LossScaler
-from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.grad_stats import StatsVector
 from zerolite.zero.outcomes import Outcomes
 
 
 class GradientScale:
-    """The loss scale, less what a partial window lacks, and the mean weight. The loss scale of a window is captured
-    when it is first asked for, before anything can change it."""
+    """The loss scale, less what a partial accumulation lacks, and the mean weight. The loss scale of an accumulation is
+    captured when it is first asked for, before anything can change it."""
 
-    def __init__(self, window: AccumulationWindow, scaler: LossScaler | None, outcomes: Outcomes) -> None:
-        self._window, self._scaler, self._outcomes = window, scaler, outcomes
-        self.loss: float | None = None  # the loss scale of the window, if it has been asked for
+    def __init__(self, accumulation: GradAccumulation, scaler: LossScaler | None, outcomes: Outcomes) -> None:
+        self._accumulation, self._scaler, self._outcomes = accumulation, scaler, outcomes
+        self.loss: float | None = None  # the loss scale of the accumulation, if it has been asked for
         self._flush_factor = 1.0
         self._mean_weight: torch.Tensor | None = None
 
     @property
     def weighted(self) -> bool:
-        """True if the backwards of this window have weights."""
-        return bool(self._window.weighted)
+        """True if the backwards of this accumulation have weights."""
+        return bool(self._accumulation.weighted)
 
-    def begin_window(self) -> None:
+    def begin_accumulation(self) -> None:
         self.loss = self._mean_weight = None
         self._flush_factor = 1.0
 
@@ -35,7 +35,7 @@ class GradientScale:
         """More gradients are coming."""
         self._mean_weight = None
         if self._scaler is not None:
-            self.of_window()
+            self.of_accumulation()
 
     def refuse_second(self) -> None:
         """Raises RuntimeError if the engine scales losses itself."""
@@ -46,11 +46,11 @@ class GradientScale:
             )
 
     def flush(self) -> None:
-        """The window ends before it is full: what it holds becomes the mean of what it contains."""
-        self._flush_factor = self._window.flush_factor()
+        """The accumulation ends before it is full: what it holds becomes the mean of what it contains."""
+        self._flush_factor = self._accumulation.flush_factor()
 
-    def of_window(self) -> float:
-        """The loss scale of the window in hand; the same from its first backward to its step."""
+    def of_accumulation(self) -> float:
+        """The loss scale of the accumulation in hand; the same from its first backward to its step."""
         if self._scaler is None:
             return 1.0
         if self.loss is None:
@@ -59,7 +59,7 @@ class GradientScale:
         return self.loss
 
     def of_next(self) -> float:
-        """The loss scale that the next window will use; this one's, if it has begun."""
+        """The loss scale that the next accumulation will use; this one's, if it has begun."""
         if self._scaler is None:
             return 1.0
         if self.loss is not None:
@@ -71,12 +71,12 @@ class GradientScale:
         """Return the number by which weights are divided before they multiply anything, so that fp16 gradients keep
         their size: about the mean weight of the step before, a power of two, the same on all ranks and for the whole
         gradient accumulation; 1 without a loss scale."""
-        self.of_window()
+        self.of_accumulation()
         return self._outcomes.counters.weight_unit
 
     def own_divisor(self) -> float:
         """The divisor without what only all ranks know."""
-        return self.of_window() / self._flush_factor
+        return self.of_accumulation() / self._flush_factor
 
     def on_device(self, stats: StatsVector) -> float | torch.Tensor:
         """The divisor of the accumulated gradient. The host does not wait for the weights in it."""

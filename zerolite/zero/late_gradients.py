@@ -106,7 +106,7 @@ class LateGradients:
     def _reduce_again(self, late: Sequence[GradientBucket]) -> None:
         """Reduce what has come late, and keep it together with what has been reduced before as one contribution."""
         self._reduce(late)
-        if self._pass.in_window <= 1 and not self._options.several_expected:
+        if self._pass.in_accumulation <= 1 and not self._options.several_expected:
             for state in late:
                 mean = state.fetch()
                 if mean.dtype != state.dtype:

@@ -37,10 +37,10 @@ class StepObserver:
     def on_step_end(self, step: int) -> None:
         """The update has been launched, skipped, or has raised. step: steps so far, this one included."""
 
-    def on_publish_begin(self) -> None:
+    def on_param_gather_begin(self) -> None:
         """Updated values are brought to all ranks by a call of its own, after an update that has not done so."""
 
-    def on_publish_end(self) -> None:
+    def on_param_gather_end(self) -> None:
         """... and have been, or are on their way."""
 
     def on_gather_begin(self) -> None:
@@ -75,8 +75,8 @@ class Observers:
         self.on_reduce_end: list[Callable[[], None]] = []
         self.on_step_begin: list[Callable[[], None]] = []
         self.on_step_end: list[Callable[[int], None]] = []
-        self.on_publish_begin: list[Callable[[], None]] = []
-        self.on_publish_end: list[Callable[[], None]] = []
+        self.on_param_gather_begin: list[Callable[[], None]] = []
+        self.on_param_gather_end: list[Callable[[], None]] = []
         self.on_gather_begin: list[Callable[[], None]] = []
         self.on_gather_end: list[Callable[[], None]] = []
         self.on_parameters_updated: list[Callable[[], None]] = []

@@ -1,7 +1,7 @@
 """The step pipeline: one order of phases for all stages and precisions.
 
-reduce → stats → clip → update (→ publish, bucket by bucket) → loss scale. The scale of a window is captured at its
-first backward, before anything can change it, and the loss scaler is told the outcome last.
+reduce → stats → clip → update (→ publish, bucket by bucket) → loss scale. The scale of an accumulation is captured at
+its first backward, before anything can change it, and the loss scaler is told the outcome last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.precision.loss_scaler import LossScaler
-from zerolite.zero.accumulation import AccumulationWindow
+from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import UpdateChecks, UpdateLook
 from zerolite.zero.commands import NOTHING, Command, bits_of
@@ -24,7 +24,7 @@ from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_scale import GradientScale
 from zerolite.zero.observers import Observers
 from zerolite.zero.outcomes import Outcomes, UnusedParameters, mean_weight
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.trace_agreement import TraceAgreement
@@ -70,16 +70,16 @@ class SharedSums(Protocol):
 
 class StepPipeline:
     """All phases are called on all ranks in the same order; each runs what it depends on if that has not run in
-    this window."""
+    this accumulation."""
 
     def __init__(
         self,
         buffer: ParameterBuffer,
         reducer: GradReducer,
         optimizer: ShardedOptimizer,
-        publisher: Publisher,
+        param_gatherer: ParamGatherer,
         comm: Communicator,
-        window: AccumulationWindow,
+        accumulation: GradAccumulation,
         scaler: LossScaler | None,
         options: StepOptions,
         device: torch.device,
@@ -93,17 +93,17 @@ class StepPipeline:
         self._buffer = buffer
         self._reducer = reducer
         self._optimizer = optimizer
-        self._publisher = publisher
+        self._param_gatherer = param_gatherer
         self._comm = comm
-        self._window = window
+        self._accumulation = accumulation
         self._scaler = scaler
         self._options = options
         self._device = device
         self.commands = reducer.commands
         finite, limit = options.check_finite, options.max_skipped_in_a_row
         self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main)
-        self.gradient_scale = GradientScale(window, scaler, self.outcomes)
-        self._sweep = UpdateSweep(buffer, reducer, optimizer.method, publisher, staged, options.update_numel)
+        self.gradient_scale = GradientScale(accumulation, scaler, self.outcomes)
+        self._sweep = UpdateSweep(buffer, reducer, optimizer.method, param_gatherer, staged, options.update_numel)
         scale, on_device = self.gradient_scale, options.skip_on_device
         self._step_update = StepUpdate(
             self._sweep, optimizer.method, buffer, reducer, scale, self.outcomes, on_device, comm.world_size
@@ -111,11 +111,11 @@ class StepPipeline:
         self._stats: StatsVector | None = None
         self._across: Across | None = None
         self._sums: SharedSums | None = None
-        self.written = WrittenValues(buffer, publisher, self._step_update, self.outcomes, self.check_here)
+        self.written = WrittenValues(buffer, param_gatherer, self._step_update, self.outcomes, self.check_here)
         self.away = False  # engine.offload_states() has emptied what is worked on here
         self.count_buckets()
         self.changes = GradientChanges(buffer, reducer, lambda: self._stats, self._forget)
-        self._begin_window()
+        self._begin_accumulation()
 
     def count_buckets(self) -> None:
         """Look at the layout anew: it has other buckets than before. Between steps."""
@@ -151,12 +151,12 @@ class StepPipeline:
         if stats:
             self._stats = None
 
-    def _begin_window(self) -> None:
+    def _begin_accumulation(self) -> None:
         self._stats = None
         if self._sums is not None:
             self._sums.clear()
         self._collector.forget()
-        self.gradient_scale.begin_window()
+        self.gradient_scale.begin_accumulation()
         self._max_norm = self._options.max_norm
         self._updated = False
 
@@ -177,17 +177,17 @@ class StepPipeline:
         scaled, weighted = bool(engine_scaled), weight is not None
         self._take_replaced()
         if self.changes.assigned:  # what the user has put into p.grad counts like a gradient of this rank's
-            self.changes.add(self.gradient_scale.of_window, weighted or self._window.weighted is True)
+            self.changes.add(self.gradient_scale.of_accumulation, weighted or self._accumulation.weighted is True)
         if self._reducer.shown.factors:
             self.changes.apply_factors()
         for notify in self._observers.before_backward:
             notify()
-        if self._window.weighted not in (None, weighted):
+        if self._accumulation.weighted not in (None, weighted):
             raise RuntimeError(
                 "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
                 f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'}"
             )
-        reducing = self._reducer.reduces_each_pass or self._window.next_backward_closes()
+        reducing = self._reducer.reduces_each_pass or self._accumulation.next_backward_closes()
         divided = engine_scaled is None and self._options.divide_plain_backward
         with self.commands(Command.BACKWARD, scaled, weighted, reducing, divided):
             self._begin_pass(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
@@ -208,8 +208,10 @@ class StepPipeline:
         self.gradient_scale.reopen()
         if self._sums is not None:
             self._sums.reopen()
-        self._reducer.begin_pass(reducing, end_with_backward, weight, self._window.micro_batches if divided else 1)
-        self._window.on_backward(scaled, weight, divided)
+        self._reducer.begin_pass(
+            reducing, end_with_backward, weight, self._accumulation.micro_batches if divided else 1
+        )
+        self._accumulation.on_backward(scaled, weight, divided)
         self.outcomes.counters.micro_steps += 1
 
     def end_backward(self, complete: bool) -> None:
@@ -246,7 +248,7 @@ class StepPipeline:
     def pending(self) -> frozenset[int]:
         """Parameters with a gradient that no step has used, on any rank."""
         self.look_at_grads()
-        return frozenset() if self._window.empty or self._updated else self.stats().get().used
+        return frozenset() if self._accumulation.empty or self._updated else self.stats().get().used
 
     def why_no_gradients(self) -> str:
         """Return why there are no gradients to be read now, "" if there are."""
@@ -299,8 +301,8 @@ class StepPipeline:
                 self._reducer.used,
                 self._reducer.probes,
                 0 if trace is None else trace.vote(),
-                self._window.weighted,
-                self._window.weight,
+                self._accumulation.weighted,
+                self._accumulation.weight,
                 self._reducer.losses,
                 self.outcomes.checks,
             )
@@ -309,7 +311,7 @@ class StepPipeline:
         return stats
 
     def clip(self, max_norm: float) -> float:
-        """Clip this window's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
+        """Clip this accumulation's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
         if not max_norm > 0:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         self.look_at_grads()
@@ -381,7 +383,7 @@ class StepPipeline:
         """Take loaded masters into the parameters, also those into which values were loaded before."""
         self.written.forget()
         self.on_weights_replaced()
-        self._buffer.tiers.written_in_place()
+        self._buffer.placements.written_in_place()
         self._step_update.mend()
         self.zero_grad()
         self.publish()
@@ -389,29 +391,29 @@ class StepPipeline:
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
         self.check_here()
-        for notify in self._observers.on_publish_begin:
+        for notify in self._observers.on_param_gather_begin:
             notify()
         try:
             with self.commands(Command.PUBLISH):
                 for bucket in reversed(self._reducer.order.buckets):
-                    self._publisher.publish_bucket(bucket)
-                self._publisher.end_step()
+                    self._param_gatherer.gather_bucket(bucket)
+                self._param_gatherer.end_step()
                 if self._step_update.unpublished:
                     self._optimizer.run_hooks("post")
         finally:
-            for notify in self._observers.on_publish_end:
+            for notify in self._observers.on_param_gather_end:
                 notify()
         self._step_update.published()
 
     def zero_grad(self) -> None:
-        """Drop the window: its gradients, clip and scale."""
-        with NOTHING if self._window.empty else self.commands(Command.ZERO_GRAD):
+        """Drop the accumulation: its gradients, clip and scale."""
+        with NOTHING if self._accumulation.empty else self.commands(Command.ZERO_GRAD):
             for notify in self._observers.on_gradients_dropped:
                 notify()
             self.changes.clear()  # first: the reducer looks at which gradients are still referred to
             self._reducer.clear()
-            self._window.reset()
-            self._begin_window()
+            self._accumulation.reset()
+            self._begin_accumulation()
 
     def step(self) -> None:
         """All phases. Gradients are consumed."""
@@ -430,7 +432,7 @@ class StepPipeline:
     @property
     def accumulating(self) -> bool:
         """True if there have been backwards whose gradients no step has used; the same on all ranks."""
-        return not (self._window.empty or self._updated)
+        return not (self._accumulation.empty or self._updated)
 
     def check_between_steps(self) -> None:
         """Settle what has been updated. Raises RuntimeError while an update is in the middle, between ``update`` and
@@ -466,7 +468,7 @@ class StepPipeline:
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
         self.outcomes.counters.load_state_dict(state["counters"])
-        self._buffer.tiers.written_in_place()
+        self._buffer.placements.written_in_place()
         self._step_update.mend()
 
     # ---------------------------------------------------------------- inside
@@ -474,7 +476,7 @@ class StepPipeline:
     def divisor(self) -> float:
         """Return the divisor of the accumulated gradient. Called on all ranks."""
         divisor = self.gradient_scale.own_divisor()
-        return divisor * mean_weight(self.stats().get()) if self._window.weighted else divisor
+        return divisor * mean_weight(self.stats().get()) if self._accumulation.weighted else divisor
 
     def check_here(self) -> None:
         """Raise RuntimeError while what is worked on here is away."""

@@ -15,8 +15,8 @@ from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.gradient_scale import GradientScale
 from zerolite.zero.outcomes import Outcomes, mean_weight
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.pieces import Hand, UpdateMethod
-from zerolite.zero.publisher import Publisher
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.spans import Span, sub_groups
 
@@ -43,7 +43,7 @@ class UpdateSweep:
     """Update of everything that a rank owns. Tensors that the update can reach where they are kept are updated there:
     on the device, buckets of one kind in one launch. The others are staged.
 
-    Called on all ranks; the only collectives are the publisher's, in the same order on all.
+    Called on all ranks; the only collectives are the parameter gatherer's, in the same order on all.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class UpdateSweep:
         buffer: ParameterBuffer,
         reducer: GradReducer,
         method: UpdateMethod,
-        publisher: Publisher,
+        param_gatherer: ParamGatherer,
         staged: StagedUpdate,
         update_numel: int,
     ) -> None:
@@ -59,8 +59,8 @@ class UpdateSweep:
         self._buffer = buffer
         self._reducer = reducer
         self._method = method
-        self._publisher = publisher
-        self._tiers = buffer.tiers
+        self._param_gatherer = param_gatherer
+        self._placements = buffer.placements
         self._staged = staged
         self._update_numel = update_numel
         self._look: UpdateLook | None = None
@@ -81,7 +81,7 @@ class UpdateSweep:
         near: list[tuple[int, int]] = []
         far: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
         for bucket in reversed(self._order):
-            its = near if self._within_reach(bucket) else far[self._tiers.updates_on_host(bucket)]
+            its = near if self._within_reach(bucket) else far[self._placements.updates_on_host(bucket)]
             its.append((bucket, self._buffer.master[bucket].numel()))
         total = sum(numel for _, numel in near)
         limit = total if self._method.one_launch else self._update_numel
@@ -90,14 +90,18 @@ class UpdateSweep:
 
     def _within_reach(self, bucket: int) -> bool:
         """Return True if everything of a bucket is updated where it rests."""
-        buffer, on_host = self._buffer, self._tiers.updates_on_host(bucket)
-        tiers = {buffer.tier_of_master(bucket), buffer.tier_of_compute(bucket), self._tiers.of_optimizer(bucket)}
-        return all(self._tiers.within_reach(tier, on_host) for tier in tiers)
+        buffer, on_host = self._buffer, self._placements.updates_on_host(bucket)
+        placements = {
+            buffer.placement_of_master(bucket),
+            buffer.placement_of_compute(bucket),
+            self._placements.of_optimizer(bucket),
+        }
+        return all(self._placements.within_reach(placement, on_host) for placement in placements)
 
     @property
     def all_on_device(self) -> bool:
         return not self._staged.groups and not any(
-            self._tiers.updates_on_host(s.bucket) for chunk in self._near for s in chunk
+            self._placements.updates_on_host(s.bucket) for chunk in self._near for s in chunk
         )
 
     def run(
@@ -124,7 +128,7 @@ class UpdateSweep:
         watched = update if self._look is None else self._look(update)
         follows = publish and self._method.follows
         for chunk in self._near:
-            self._publisher.wait([span.bucket for span in chunk])
+            self._param_gatherer.wait([span.bucket for span in chunk])
             if not follows:
                 for span in chunk:
                     self._buffer.follow(span.bucket)
@@ -134,7 +138,7 @@ class UpdateSweep:
         if self._staged.groups:
             self._staged.run(publish, watched, self._end)
         if publish:
-            self._publisher.end_step()
+            self._param_gatherer.end_step()
 
     def _at_rest(self, span: Span, writes: bool) -> Hand:
         """The tensors of a whole bucket where they rest. writes: the update rounds into the compute parameters."""
@@ -147,7 +151,7 @@ class UpdateSweep:
             if hand.span.last:
                 self._reducer.release(hand.span.bucket)
                 if publish:
-                    self._publisher.publish_bucket(hand.span.bucket, rounded=hand.out is not None)
+                    self._param_gatherer.gather_bucket(hand.span.bucket, rounded=hand.out is not None)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.outcomes import Outcomes
-from zerolite.zero.publisher import Publisher
+from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step_update import StepUpdate
 
@@ -20,13 +20,13 @@ class WrittenValues:
     def __init__(
         self,
         buffer: ParameterBuffer,
-        publisher: Publisher,
+        param_gatherer: ParamGatherer,
         update: StepUpdate,
         outcomes: Outcomes,
         check_here: Callable[[], None],
     ) -> None:
         """check_here: raises RuntimeError while parameters and masters are away."""
-        self._buffer, self._publisher, self._update = buffer, publisher, update
+        self._buffer, self._param_gatherer, self._update = buffer, param_gatherer, update
         self._outcomes, self._check_here = outcomes, check_here
         self._shards: PartitionedParameterCoordinator | None = None
         self._loaded: set[int] = set()  # parameters into which values have been loaded
@@ -53,13 +53,13 @@ class WrittenValues:
         values``. Raises RuntimeError if those have another shape or dtype."""
         self._check_here()
         if not self._update.unpublished:
-            self._publisher.wait_all()
+            self._param_gatherer.wait_all()
             self._buffer.bring_home()
             if self._shards is not None:
                 self._shards.collect_writes()
         if self._loaded:
             self._buffer.refresh_masters(self._loaded)
-            self._buffer.tiers.written_in_place()
+            self._buffer.placements.written_in_place()
             self._loaded.clear()
             if self._outcomes.checks is not None:  # weights are not what the last update has left
                 self._outcomes.checks.forget(update=False)
@@ -69,4 +69,4 @@ class WrittenValues:
         self.take()
         for bucket in () if self._update.unpublished else range(len(self._buffer.layout.buckets)):
             self._buffer.follow(bucket)
-        self._buffer.tiers.written_in_place()
+        self._buffer.placements.written_in_place()

@@ -29,7 +29,7 @@ from tests.checkpoint.cases.recipes import (
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds
 from tests.toolkit import models
 from tests.toolkit.configs import SGD, dynamic_fp16
-from zerolite.offload.tiers import Tiers
+from zerolite.offload.placements import Placements
 from zerolite.zero import GatheredParameters
 
 STEPS = 5
@@ -39,7 +39,7 @@ STEPS = 5
 
 
 def wide() -> nn.Module:
-    """Layers of which a rank's part is several times tiers.SPAN_ALIGNMENT, and odd."""
+    """Layers of which a rank's part is several times placements.SPAN_ALIGNMENT, and odd."""
     return models.build(models.OddModel, width=61, hidden=331)
 
 
@@ -317,12 +317,12 @@ def train(recipe: Recipe, stage: int, loop: str, **more: Any) -> dict[str, Any]:
 def two_memories() -> Iterator[None]:
     """Treat host and device as two memories, as where the device is not the CPU: offloaded tensors pass through
     buffers."""
-    original = Tiers.__init__
+    original = Placements.__init__
 
-    def init(self: Tiers, *args: Any, **kwargs: Any) -> None:
+    def init(self: Placements, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **{**kwargs, "apart": True})
 
-    with mock.patch.object(Tiers, "__init__", init):
+    with mock.patch.object(Placements, "__init__", init):
         yield
 
 

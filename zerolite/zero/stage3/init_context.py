@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.offload import OffloadOptimizerConfig
-from zerolite.offload.from_config import tiers_of
+from zerolite.offload.from_config import placements_of
+from zerolite.offload.placements import HostPlacement, Placement, Placements
 from zerolite.offload.shard_reader import ShardReader
-from zerolite.offload.tiers import HostTier, Tier, Tiers
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import default_device
 from zerolite.zero.stage3.param_group import ParamGroup
@@ -178,11 +178,11 @@ def _group(
             )
     if chosen == "none":
         return ParamGroup(comm, device)
-    host = HostTier(pin=False)  # the engine gives them other memory
-    tiers = Tiers(device, Tier(device), host, apart=device.type != "cpu")
+    host = HostPlacement(pin=False)  # the engine gives them other memory
+    placements = Placements(device, Placement(device), host, apart=device.type != "cpu")
     if chosen == "nvme" and config is not None:
-        tiers = tiers_of(_only_parameters(config), device, device.type, comm)
-    return ParamGroup(comm, device, ShardReader(tiers, Transfers(tiers)), tiers.place_parameters)
+        placements = placements_of(_only_parameters(config), device, device.type, comm)
+    return ParamGroup(comm, device, ShardReader(placements, Transfers(placements)), placements.place_parameters)
 
 
 def _only_parameters(config: ZeroliteConfig) -> ZeroliteConfig:

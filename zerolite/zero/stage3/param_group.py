@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from zerolite.comm import Communicator, Pending
+from zerolite.offload.placements import Placement
 from zerolite.offload.shard_reader import Arrival, ShardReader, undispatched
-from zerolite.offload.tiers import Tier
-from zerolite.utils.memory_items import BUCKETS, DEVICE, GATHERED, PERSISTENT, listeners, own, resize
+from zerolite.utils.memory_tags import BUCKETS, DEVICE, GATHERED, PERSISTENT, listeners, resize, tag_memory
 from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
@@ -81,7 +81,7 @@ class ParamGroup:
         comm: Communicator,
         device: torch.device,
         reader: ShardReader | None = None,
-        home: Callable[[int], Tier] | None = None,
+        home: Callable[[int], Placement] | None = None,
     ) -> None:
         """home: where a shard of so many elements is to rest; None: on ``device``."""
         self.comm = comm
@@ -96,9 +96,9 @@ class ParamGroup:
         self._held: Counter[PartitionedParameter] = Counter()  # as long as no engine has the parameters
         self.kept: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
 
-    def tier_of(self, numel: int) -> Tier:
+    def placement_of(self, numel: int) -> Placement:
         """Return the placement of a shard of ``numel`` elements."""
-        return Tier(self.device) if self._home is None else self._home(numel)
+        return Placement(self.device) if self._home is None else self._home(numel)
 
     # ---------------------------------------------------------------- the engine that has it
 
@@ -163,7 +163,7 @@ class ParamGroup:
                     resize(member.storage, member.nbytes)  # type: ignore[arg-type]
                 if listeners:
                     for member in moved:
-                        own(member.full, PERSISTENT if member.persistent else GATHERED)
+                        tag_memory(member.full, PERSISTENT if member.persistent else GATHERED)
                 with undispatched():
                     fulls, shards = [member.full for member in moved], [member.shard for member in moved]
                     key = members[0].index + 1
@@ -256,8 +256,8 @@ class Refresh:
 
     def __init__(self, group: ParamGroup, members: Sequence[PartitionedParameter]) -> None:
         self._group = group
-        self._away = [m for m in members if m.storage is not None and m.tier.place != DEVICE]
-        near = [m for m in members if m.storage is not None and m.tier.place == DEVICE]
+        self._away = [m for m in members if m.storage is not None and m.placement.place != DEVICE]
+        near = [m for m in members if m.storage is not None and m.placement.place == DEVICE]
         self._count, self._key = len(near), near[0].index + 1 if near else 0
         self._rows = [self._row(members) for members in _rows(near)]
 
@@ -288,7 +288,7 @@ class Refresh:
         world, fulls = comm.world_size, []
         for shard, _, wholes in self._rows:
             together = len(wholes) > 1
-            fulls.append(own(shard.new_empty(world * shard.numel()), BUCKETS) if together else wholes[0])
+            fulls.append(tag_memory(shard.new_empty(world * shard.numel()), BUCKETS) if together else wholes[0])
         comm.gather_shards(fulls, [row.shard for row in self._rows], "parameters", self._key).wait()
         for full, (_, parts, wholes) in zip(fulls, self._rows, strict=True):
             if len(wholes) > 1:

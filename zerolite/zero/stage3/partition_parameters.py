@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into
-from zerolite.offload.tiers import Tier
+from zerolite.offload.placements import Placement
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.stage3.param_group import ParamGroup, gather
 from zerolite.zero.stage3.partitioned_parameter import (
@@ -50,13 +50,14 @@ def partition(
     name: str,
     group: ParamGroup,
     dtype: torch.dtype | None = None,
-    tier: Tier | None = None,
+    placement: Placement | None = None,
 ) -> PartitionedParameter:
     """Cut a plain parameter, equal on all ranks, into parts, in ``dtype`` if it is floating. Its identity, attributes
-    and strides stay. tier: where the part rests; None: as the group says. Called on all ranks, in the same order."""
+    and strides stay. placement: where the part rests; None: as the group says. Called on all ranks, in the same
+    order."""
     if dtype is not None and parameter.is_floating_point():
         parameter.data = parameter.data.to(dtype)
-    handle = PartitionedParameter(parameter, name, group, tier)
+    handle = PartitionedParameter(parameter, name, group, placement)
     parameter.__deepcopy__ = functools.partial(_deepcopy, handle)  # type: ignore[method-assign]
     return handle
 
@@ -73,7 +74,9 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
         copied = torch.nn.Parameter(values, parameter.requires_grad)
         del values
         vars(copied).update(users_attributes(parameter))
-        partition(copied, handle.name, handle.group.without_engine(), tier=handle.tier).shard.copy_(handle.shard)
+        partition(copied, handle.name, handle.group.without_engine(), placement=handle.placement).shard.copy_(
+            handle.shard
+        )
     memo[id(parameter)] = copied
     return copied
 
@@ -213,7 +216,7 @@ class GatherOnUse(TorchFunctionMode):
                 handle.make_whole()
                 parameter.data = data
                 take_rank0(parameter, handle.group)
-                partition(parameter, handle.name, handle.group, self._dtype, handle.tier)
+                partition(parameter, handle.name, handle.group, self._dtype, handle.placement)
                 continue
             handle.bring_home()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "initial_sync", 0)

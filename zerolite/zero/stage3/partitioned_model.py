@@ -10,10 +10,10 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into, differing
+from zerolite.offload.placements import HostPlacement, Placements
 from zerolite.offload.shard_reader import ShardReader
-from zerolite.offload.tiers import HostTier, Tiers
 from zerolite.offload.transfers import Transfers
-from zerolite.utils.memory_items import COMPUTE, DEVICE
+from zerolite.utils.memory_tags import COMPUTE, DEVICE
 from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters, check_left
@@ -54,7 +54,7 @@ class PartitionedModel:
         comm: Communicator,
         gathers: Communicator,
         device: torch.device,
-        tiers: Tiers,
+        placements: Placements,
         transfers: Transfers,
     ) -> None:
         """Partition what is not partitioned yet; ``gathers`` is the communicator of the gathers. Shards rest on the
@@ -62,11 +62,11 @@ class PartitionedModel:
         given one by ``zero.Init``."""
         check_left(model.parameters())
         self.model = model
-        self._away = tiers.parameters.place != DEVICE
-        reader = ShardReader(tiers, transfers)
+        self._away = placements.parameters.place != DEVICE
+        reader = ShardReader(placements, transfers)
         group = ParamGroup(comm, device)
-        if self._away:  # on the way to their tier: the device has no room to spare
-            on_host = HostTier(pin=False)
+        if self._away:  # on the way to their placement: the device has no room to spare
+            on_host = HostPlacement(pin=False)
             group = ParamGroup(comm, device, reader, lambda _: on_host)
         partition_model(model, group)
         self.group = ParamGroup(gathers, device, reader)
@@ -96,11 +96,11 @@ class PartitionedModel:
         self,
         trained: Collection[int],
         compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
-        tiers: Tiers,
+        placements: Placements,
         limit: int,
     ) -> None:
-        """Bring the shards of parameters that are not in ``trained`` (ids) to their tier, in their dtype: those of a
-        unit next to each other, and those that stay whole in groups of at most ``limit`` elements of the whole."""
+        """Bring the shards of parameters that are not in ``trained`` (ids) to their placement, in their dtype: those of
+        a unit next to each other, and those that stay whole in groups of at most ``limit`` elements of the whole."""
         frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
         handles = {id(p): h for p, h in zip(self.parameters, self.handles, strict=True)}
         for group in bucket_groups(frozen, self.plans, limit):
@@ -108,11 +108,11 @@ class PartitionedModel:
             for index in group:
                 by_dtype.setdefault(compute_dtype(frozen[index]), []).append(handles[id(frozen[index])])
             for dtype, members in by_dtype.items():
-                _place_together(members, dtype, tiers)
+                _place_together(members, dtype, placements)
 
     def start(self, links: StepLinks) -> PartitionedParameterCoordinator:
         """Gather what stays whole, install the hooks. Shards are where they belong by now."""
-        if not self._away and all(handle.tier.place == DEVICE for handle in self.handles):
+        if not self._away and all(handle.placement.place == DEVICE for handle in self.handles):
             self.group.read_with(None)
         self.group.gather([handle for handle in self.handles if handle.persistent])
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
@@ -126,20 +126,20 @@ class PartitionedModel:
         return self.coordinator
 
 
-def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype, tiers: Tiers) -> None:
+def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype, placements: Placements) -> None:
     """One piece of memory for the shards of ``members``. On the device they have memory of their own, and keep it if
     it is of ``dtype``."""
     numel = sum(member.shard.numel() for member in members)
-    tier = tiers.place_parameters(numel, stays=all(member.persistent for member in members))
-    if tier.place == DEVICE:
+    placement = placements.place_parameters(numel, stays=all(member.persistent for member in members))
+    if placement.place == DEVICE:
         for member in members:
-            if member.shard.dtype != dtype or member.tier.place != DEVICE:
-                member.move(tier.zeros(member.shard.numel(), dtype, COMPUTE), tier)
+            if member.shard.dtype != dtype or member.placement.place != DEVICE:
+                member.move(placement.zeros(member.shard.numel(), dtype, COMPUTE), placement)
         return
-    row = tier.zeros(numel, dtype, COMPUTE)
+    row = placement.zeros(numel, dtype, COMPUTE)
     start = 0
     for member in members:
-        member.move(row.narrow(0, start, member.shard.numel()), tier)
+        member.move(row.narrow(0, start, member.shard.numel()), placement)
         start += member.shard.numel()
 
 

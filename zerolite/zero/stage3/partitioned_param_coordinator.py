@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerolite.comm.flight import Mismatch
+from zerolite.comm.flight_recorder import Mismatch
 from zerolite.offload.shard_reader import ShardReader
-from zerolite.utils.memory_items import DISK
+from zerolite.utils.memory_tags import DISK
 from zerolite.utils.nested import find_in_objects
 from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
@@ -126,7 +126,7 @@ class PartitionedParameterCoordinator:
         self._trained = {handle.index for handle in of_group}
         trained_whole = [h for h in self.handles if h.persistent and h.index in self._trained]
         self._whole = WholeParameters(self.group, trained_whole)
-        self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.tier.place == DISK})
+        self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.placement.place == DISK})
 
     # ---------------------------------------------------------------- forward
 
@@ -382,7 +382,7 @@ class PartitionedParameterCoordinator:
 
     def on_update(self) -> None:
         """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
-        stay. Called on all ranks, by the publisher."""
+        stay. Called on all ranks, by the parameter gatherer."""
         self.group.on_update()
         self._used_outside = False
         if self._step_open or self._strays:

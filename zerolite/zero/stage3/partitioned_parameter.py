@@ -6,8 +6,8 @@ memory and there is a new ``full``). Autograd may hold views of a weight (``x @
 w.t()``); they keep the storage, not the parameter's ``data``, so only this frees the memory and brings it back under
 them. ``param.data`` is a view of ``full`` while the parameter is available and an empty tensor of shape [0] otherwise.
 
-The shard may rest elsewhere than on the device that computes (see tiers.py); ``full`` is always there. What gathers is
-the parameter's group (see param_group.py). Fields are written here alone.
+The shard may rest elsewhere than on the device that computes (see placements.py); ``full`` is always there. What
+gathers is the parameter's group (see param_group.py). Fields are written here alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.offload.tiers import Tier
+from zerolite.offload.placements import Placement
 from zerolite.utils.accelerator import address
-from zerolite.utils.memory_items import COMPUTE, DEVICE, own, resize
+from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.layout import part_numel
 from zerolite.zero.stage3.released_parameter import close, open_again
@@ -68,14 +68,16 @@ class PartitionedParameter:
         "status",
         "storage",
         "strides",
-        "tier",
+        "placement",
         "view",
         "writes",
     )
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, group: ParamGroup, tier: Tier | None = None) -> None:
-        """Cut ``parameter``, whose values are the same on all ranks; keeps its dtype. tier: where the part rests; None:
-        as the group says."""
+    def __init__(
+        self, parameter: torch.nn.Parameter, name: str, group: ParamGroup, placement: Placement | None = None
+    ) -> None:
+        """Cut ``parameter``, whose values are the same on all ranks; keeps its dtype. placement: where the part rests;
+        None: as the group says."""
         self.ref = weakref.ref(parameter)
         self.name = name
         self.group = group
@@ -90,27 +92,27 @@ class PartitionedParameter:
         self.replaced: list[tuple[int, int]] = []  # its age at each ``p.data = values``
         comm, device = group.comm, group.device
         part = part_numel(self.numel, comm.world_size)
-        tier = tier or group.tier_of(part)
+        placement = placement or group.placement_of(part)
         values = flattened(parameter.data)
-        shard = tier.zeros(part, parameter.dtype, COMPUTE)
+        shard = placement.zeros(part, parameter.dtype, COMPUTE)
         mine = values[comm.rank * part : (comm.rank + 1) * part]
         shard[: mine.numel()].copy_(mine)
         self.status = AVAILABLE
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
         del values, mine
-        self._adopt(parameter, shard, tier)
+        self._adopt(parameter, shard, placement)
         self._expose(parameter)
         self._set_status(parameter, NOT_AVAILABLE)
 
     # ---------------------------------------------------------------- memory
 
-    def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor, tier: Tier) -> None:
-        """``shard`` [part_numel(numel, world_size)] of ``tier`` is this rank's part from now on; its dtype is the
+    def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor, placement: Placement) -> None:
+        """``shard`` [part_numel(numel, world_size)] of ``placement`` is this rank's part from now on; its dtype is the
         parameter's."""
         if self.group.reader is not None:
             self.group.reader.forget()
-        self.shard = own(shard, COMPUTE, tier.place)
-        self.tier = tier
+        self.shard = tag_memory(shard, COMPUTE, placement.place)
+        self.placement = placement
         self.empty = torch.empty(0, dtype=shard.dtype, device=self.group.device)
         self._allocate()
         open_again(parameter)
@@ -124,7 +126,7 @@ class PartitionedParameter:
         self.exposed = False
         self.group.note_memory()
         self.storage: torch.UntypedStorage | None = None
-        if self.comm.world_size == 1 and self.tier.place == DEVICE:
+        if self.comm.world_size == 1 and self.placement.place == DEVICE:
             self.full = self.shard
         else:
             shard = self.shard
@@ -135,14 +137,15 @@ class PartitionedParameter:
         if self.storage is not None:
             resize(self.storage, 0)
 
-    def move(self, place: torch.Tensor, tier: Tier) -> None:
-        """Copy the shard, rounded to ``place``'s dtype, into ``place``, of ``tier``, which is the shard from now on."""
+    def move(self, place: torch.Tensor, placement: Placement) -> None:
+        """Copy the shard, rounded to ``place``'s dtype, into ``place``, of ``placement``, which is the shard from now
+        on."""
         parameter = self.parameter
         whole = self.status is AVAILABLE
         self.release()
         place.copy_(self.shard)
         self.writes += 1  # holders of the old memory must look again
-        self._adopt(parameter, place, tier)
+        self._adopt(parameter, place, placement)
         self._set_status(parameter, NOT_AVAILABLE)
         if whole:
             self.group.gather([self])
@@ -393,11 +396,11 @@ def handle_of(tensor: Any) -> PartitionedParameter | None:
     return getattr(tensor, "_zero_handle", None)
 
 
-def move_shard(parameter: torch.nn.Parameter, place: torch.Tensor, tier: Tier) -> None:
-    """Bring a partitioned parameter's shard to ``place``, of ``tier``, in its dtype."""
+def move_shard(parameter: torch.nn.Parameter, place: torch.Tensor, placement: Placement) -> None:
+    """Bring a partitioned parameter's shard to ``place``, of ``placement``, in its dtype."""
     handle = handle_of(parameter)
     assert handle is not None
-    handle.move(place, tier)
+    handle.move(place, placement)
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:

@@ -81,7 +81,8 @@ def no_values(name: str, why: str) -> RuntimeError:
 
 class ArrivingParameter(torch.nn.Parameter):
     """The class of a whole parameter whose updated values are being gathered: whatever needs them waits first, and
-    finds an ordinary parameter. For each publisher a subclass whose ``wait_for`` waits for parameters of its own."""
+    finds an ordinary parameter. For each parameter gatherer a subclass whose ``wait_for`` waits for parameters of its
+    own."""
 
     wait_for: Callable[[Sequence[torch.Tensor]], None]
 

@@ -25,13 +25,13 @@ COMPUTE, PERSISTENT, BUFFERS, GRADIENTS, MASTERS, STATES, BUCKETS, GATHERED, STA
     "activations",
     "other",
 )
-"""What a rank's memory holds. compute_parameters: what the modules compute with: whole at stages 0 to 2, this
-rank's shards at stage 3; frozen ones too. persistent_parameters: whole values of those that stage 3 never releases.
-buffers: of the modules. gradients: those that have been reduced, and those that wait for it where they rest whole.
+"""What a rank's memory holds. compute_parameters: what the modules compute with: whole at stages 0 to 2, this rank's
+shards at stage 3; frozen ones too. persistent_parameters: whole values of those that stage 3 never releases. buffers:
+of the modules. gradients: those that have been reduced, and those that wait for it where they rest whole.
 master_weights: where they are not the compute parameters themselves. optimizer_states: moments and the like.
 communication_buckets: gradients on their way, and what the communicator needs. gathered_parameters: whole values that
-stage 3 releases again. offload_buffers: what is on its way between tiers. activations: what the model's forward and
-backward allocate, gradients not yet taken among it. other: the rest."""
+stage 3 releases again. offload_buffers: what is on its way between placements. activations: what the model's forward
+and backward allocate, gradients not yet taken among it. other: the rest."""
 
 MODEL_STATES = (COMPUTE, PERSISTENT, GRADIENTS, MASTERS, STATES)
 """What the stages of ZeRO partition (Rajbhandari et al., 2020, section 3)."""
@@ -42,7 +42,7 @@ DEVICE, HOST, DISK = PLACES = ("device", "host", "disk")
 
 
 class Listener(Protocol):
-    def own(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         """``storage`` is memory of ``item`` from now on, and is in ``place``."""
         ...
 
@@ -57,13 +57,13 @@ _elsewhere: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 """Where storages are that are not the device's, by ``_cdata``, which is one number for as long as they live."""
 
 
-def own(tensor: torch.Tensor, item: str, place: str = DEVICE) -> torch.Tensor:
+def tag_memory(tensor: torch.Tensor, item: str, place: str = DEVICE) -> torch.Tensor:
     """``tensor``, whose memory belongs to ``item``, one of :data:`ITEMS`, from now on, and is in ``place``, one of
     :data:`PLACES`. Tensors on the CPU are the device's where that is what computes."""
     if place != DEVICE or _elsewhere:
         _note(tensor.untyped_storage(), place)
     for listener in listeners:
-        listener.own(tensor.untyped_storage(), item, place)
+        listener.tag_memory(tensor.untyped_storage(), item, place)
     return tensor
 
 

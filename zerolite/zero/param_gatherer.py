@@ -21,20 +21,20 @@ from zerolite.zero.stage3.released_parameter import ArrivingParameter
 _READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
 
 
-_overlapping: weakref.WeakSet[Publisher] = weakref.WeakSet()
+_overlapping: weakref.WeakSet[ParamGatherer] = weakref.WeakSet()
 
 
 def _end_all_gathers() -> None:
     """End all gathers before this process forks. The threads that gather are not in its child (a worker of a
     DataLoader), which would wait for ever."""
-    for publisher in list(_overlapping):
-        publisher.wait_all()
+    for param_gatherer in list(_overlapping):
+        param_gatherer.wait_all()
 
 
 os.register_at_fork(before=_end_all_gathers)
 
 
-class Publisher:
+class ParamGatherer:
     """Launches one all-gather per bucket as soon as it is updated and knows which are still in flight.
 
     With ``overlap_forward`` the gathers stay in flight after the step. A hook before each module's forward waits for
@@ -67,13 +67,13 @@ class Publisher:
             _overlapping.add(self)
 
         def wait_for(parameters: Sequence[torch.Tensor]) -> None:
-            publisher = known()
-            if publisher is not None:
-                publisher._wait_for(parameters)
+            param_gatherer = known()
+            if param_gatherer is not None:
+                param_gatherer._wait_for(parameters)
 
         self._arriving: Any = type("ArrivingParameter", (ArrivingParameter,), {"wait_for": staticmethod(wait_for)})
 
-    def publish_bucket(self, bucket: int, rounded: bool = False) -> None:
+    def gather_bucket(self, bucket: int, rounded: bool = False) -> None:
         """Launch the all-gather of a bucket: called for every bucket in one order by the update phase, on all ranks.
         ``rounded``: the update has already written this rank's range of the compute parameters; it came after
         :meth:`wait`."""
@@ -199,14 +199,14 @@ class Publisher:
             )
 
 
-class _ForwardHook(WeakHook[Publisher]):
+class _ForwardHook(WeakHook[ParamGatherer]):
     """A forward pre-hook; an object and not a closure, so that it shows its purpose in a module's hook list."""
 
-    def __init__(self, publisher: Publisher, buckets: list[int]) -> None:
-        super().__init__(publisher)
+    def __init__(self, param_gatherer: ParamGatherer, buckets: list[int]) -> None:
+        super().__init__(param_gatherer)
         self._buckets = buckets
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        publisher = self.owner()
-        if publisher is not None:
-            publisher.before_forward(self._buckets)
+        param_gatherer = self.owner()
+        if param_gatherer is not None:
+            param_gatherer.before_forward(self._buckets)

@@ -1,9 +1,9 @@
 """Placement of a rank's shards between uses: on the device, on the host or on disk.
 
-A tier is one of these places and hands out flat tensors. Wherever they are, they can be read and written as tensors, so
-that everything outside of the step (checkpoints, access by parameter) does not depend on the placement: tensors on disk
-are the file, mapped into memory, and the kernel fetches and writes back their pages. The step does not go that way: it
-has what it needs next copied into staging buffers while it works (see transfers.py).
+A placement is one of these places and hands out flat tensors. Wherever they are, they can be read and written as
+tensors, so that everything outside of the step (checkpoints, access by parameter) does not depend on the placement:
+tensors on disk are the file, mapped into memory, and the kernel fetches and writes back their pages. The step does not
+go that way: it has what it needs next copied into staging buffers while it works (see transfers.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from zerolite.utils.accelerator import machine
-from zerolite.utils.memory_items import DEVICE, DISK, HOST, own
+from zerolite.utils.memory_tags import DEVICE, DISK, HOST, tag_memory
 
 SPAN_ALIGNMENT = 4096
 """Parts of a shard that are moved by themselves begin at multiples of so many elements: whole blocks of a disk in every
@@ -43,15 +43,15 @@ class File(Protocol):
 
     def zeros(self, nbytes: int) -> torch.Tensor: ...
 
-    def read(self, resting: torch.Tensor, into: torch.Tensor) -> Transfer: ...
+    def read(self, offloaded: torch.Tensor, into: torch.Tensor) -> Transfer: ...
 
-    def write(self, resting: torch.Tensor, source: torch.Tensor) -> Transfer: ...
+    def write(self, offloaded: torch.Tensor, source: torch.Tensor) -> Transfer: ...
 
     def forget_cached(self) -> None: ...
 
 
-class Tier:
-    """place: of :data:`zerolite.utils.memory_items.PLACES`. device: of its tensors; the CPU for host and disk."""
+class Placement:
+    """place: of :data:`zerolite.utils.memory_tags.PLACES`. device: of its tensors; the CPU for host and disk."""
 
     place = DEVICE
     pin = False  # the host's memory, for copies beside the device's work
@@ -60,11 +60,11 @@ class Tier:
         self.device = device
 
     def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
-        """[numel] of zeros for ``item`` (of :data:`zerolite.utils.memory_items.ITEMS`)."""
-        return own(torch.zeros(numel, dtype=dtype, device=self.device), item, self.place)
+        """[numel] of zeros for ``item`` (of :data:`zerolite.utils.memory_tags.ITEMS`)."""
+        return tag_memory(torch.zeros(numel, dtype=dtype, device=self.device), item, self.place)
 
 
-class HostTier(Tier):
+class HostPlacement(Placement):
     """The host's memory; pin: registered with CUDA."""
 
     place = HOST
@@ -75,10 +75,10 @@ class HostTier(Tier):
 
     def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
         memory = machine().host_memory(numel * dtype.itemsize, self.pin)
-        return own(memory.view(dtype), item, self.place)
+        return tag_memory(memory.view(dtype), item, self.place)
 
 
-class DiskTier(Tier):
+class DiskPlacement(Placement):
     """A file of this rank."""
 
     place = DISK
@@ -89,12 +89,12 @@ class DiskTier(Tier):
         self.pin = pin  # of the buffers on the way there
 
     def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
-        return own(self.file.zeros(numel * dtype.itemsize).view(dtype), item, self.place)
+        return tag_memory(self.file.zeros(numel * dtype.itemsize).view(dtype), item, self.place)
 
 
 @dataclass
-class Tiers:
-    """The tiers of an engine.
+class Placements:
+    """The placements of an engine.
 
     Attributes:
         apart: whether device and host are different memories; where the CPU computes they are the same, and nothing is
@@ -109,8 +109,8 @@ class Tiers:
     """
 
     device: torch.device
-    optimizer: Tier
-    parameters: Tier
+    optimizer: Placement
+    parameters: Placement
     apart: bool = True
     ratio: float = 1.0
     sub_group_numel: int = 1_000_000_000
@@ -121,10 +121,10 @@ class Tiers:
     _buckets: int = 0  # that have been divided
 
     @classmethod
-    def on(cls, device: torch.device) -> Tiers:
+    def on(cls, device: torch.device) -> Placements:
         """Return the placement on one device: nothing is offloaded."""
-        tier = Tier(device)
-        return cls(device, tier, tier)
+        placement = Placement(device)
+        return cls(device, placement, placement)
 
     @property
     def offloads(self) -> bool:
@@ -133,35 +133,35 @@ class Tiers:
     def divide(self, buckets: Sequence[int]) -> None:
         """Decide which buckets, of so many elements each, keep their states on the device, so that as near as can be
         ``ratio`` of the elements do not: the last ones, whose gradients come last. Buckets that are added later go to
-        the tier."""
+        the placement."""
         if self._buckets or self.optimizer.place == DEVICE:
             return
         self._buckets = len(buckets)
         self._resident = set(_last_ones(buckets, 1.0 - self.ratio))
 
-    def of_optimizer(self, bucket: int) -> Tier:
+    def of_optimizer(self, bucket: int) -> Placement:
         """Return the placement of a bucket's masters, states and gradients."""
         return self.on_device if bucket in self._resident else self.optimizer
 
-    def place_parameters(self, numel: int, stays: bool = False) -> Tier:
-        """The tier of ``numel`` elements of shards, for each caller once. stays: the whole parameters never leave the
-        device. Where ``parameters`` is the disk, those and the first ``max_in_host`` elements rest on the host."""
-        tier = self.parameters
-        if isinstance(tier, DiskTier) and (stays or numel <= self.max_in_host):
+    def place_parameters(self, numel: int, stays: bool = False) -> Placement:
+        """The placement of ``numel`` elements of shards, for each caller once. stays: the whole parameters never leave
+        the device. Where ``parameters`` is the disk, those and the first ``max_in_host`` elements rest on the host."""
+        placement = self.parameters
+        if isinstance(placement, DiskPlacement) and (stays or numel <= self.max_in_host):
             if not stays:
                 self.max_in_host -= numel
-            return HostTier(tier.pin)
-        return tier
+            return HostPlacement(placement.pin)
+        return placement
 
     def updates_on_host(self, bucket: int) -> bool:
         """True if the CPU updates a bucket: its states are on host or disk."""
         return self.of_optimizer(bucket).place != DEVICE
 
-    def within_reach(self, tier: Tier, on_host: bool) -> bool:
-        """True if an update on the host, or on the device, reads and writes tensors of ``tier`` where they are."""
-        if tier.place == DISK:
+    def within_reach(self, placement: Placement, on_host: bool) -> bool:
+        """True if an update on the host, or on the device, reads and writes tensors of ``placement`` where they are."""
+        if placement.place == DISK:
             return False
-        return not self.apart or (tier.place == HOST) == on_host
+        return not self.apart or (placement.place == HOST) == on_host
 
     def update_devices(self) -> list[torch.device]:
         """Every one on which something may be updated."""
@@ -169,8 +169,8 @@ class Tiers:
         return list(dict.fromkeys([self.optimizer.device, *([self.device] if both else [])]))
 
     @property
-    def on_device(self) -> Tier:
-        return Tier(self.device)
+    def on_device(self) -> Placement:
+        return Placement(self.device)
 
     @property
     def on_disk(self) -> bool:
@@ -178,8 +178,8 @@ class Tiers:
         return DISK in (self.optimizer.place, self.parameters.place)
 
     def _files(self) -> list[File]:
-        tiers = (self.optimizer, self.parameters)
-        return [tier.file for tier in tiers if isinstance(tier, DiskTier)]
+        placements = (self.optimizer, self.parameters)
+        return [placement.file for placement in placements if isinstance(placement, DiskPlacement)]
 
     def written_in_place(self) -> None:
         """Drop reads ahead after stored tensors were written as tensors, not by the step. While nothing is under way

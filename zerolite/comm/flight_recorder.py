@@ -38,7 +38,7 @@ Raw = tuple[str, str, int | Sequence[torch.Tensor], torch.dtype | None, int]
 """An :class:`Entry` as the hot path makes it."""
 
 
-class Flight:
+class FlightRecorder:
     """The collectives that one communicator has launched: how many, and the last 128 of them."""
 
     __slots__ = ("count", "latest")

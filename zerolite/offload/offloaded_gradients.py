@@ -12,21 +12,23 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from zerolite.offload.tiers import Tiers, Transfer
+from zerolite.offload.placements import Placements, Transfer
 from zerolite.offload.transfers import DONE, Transfers
-from zerolite.utils.memory_items import BUCKETS, GRADIENTS, own
+from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 
 _ON_THEIR_WAY = 2  # buckets; more would hold memory of the device
 
 
-class RestingGradients:
+class OffloadedGradients:
     """Offloaded mean gradients of one rank; nothing here is a collective. ``on_leaving(bucket, gradient)`` is called
     with every mean gradient that leaves the device, while it is still there."""
 
-    def __init__(self, tiers: Tiers, transfers: Transfers, on_leaving: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(
+        self, placements: Placements, transfers: Transfers, on_leaving: Callable[[int, torch.Tensor], None]
+    ) -> None:
         self._on_leaving = on_leaving
         self._longest = 0
-        self._tiers = tiers
+        self._placements = placements
         self._transfers = transfers
         self._homes: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, Transfer] = {}
@@ -39,19 +41,21 @@ class RestingGradients:
 
     def away(self, bucket: int) -> bool:
         """True if a bucket's gradient is stored where the device does not reach it."""
-        return not self._tiers.within_reach(self._tiers.of_optimizer(bucket), on_host=False)
+        return not self._placements.within_reach(self._placements.of_optimizer(bucket), on_host=False)
 
     def keep(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
         """Store ``gradient``, which is on the device, of a bucket that is :meth:`away`; return the stored tensor."""
         self._on_leaving(bucket, gradient)
-        own(gradient, BUCKETS)
+        tag_memory(gradient, BUCKETS)
         for leaving in self._leaving.values():
             with contextlib.suppress(OSError):  # the waiting call raises it
                 leaving.advance()
         while len(self._leaving) >= _ON_THEIR_WAY:
             self.wait(next(iter(self._leaving)))
         home = self.home(bucket, gradient.numel(), gradient.dtype)
-        self._leaving[bucket] = self._transfers.send(gradient, home, self._tiers.of_optimizer(bucket), self._longest)
+        self._leaving[bucket] = self._transfers.send(
+            gradient, home, self._placements.of_optimizer(bucket), self._longest
+        )
         return home
 
     def home(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -60,15 +64,15 @@ class RestingGradients:
         home = self._homes.get(bucket)
         if home is None or home.dtype != dtype:
             self._homes.pop(bucket, None)
-            home = self._homes[bucket] = self._tiers.of_optimizer(bucket).zeros(numel, dtype, GRADIENTS)
+            home = self._homes[bucket] = self._placements.of_optimizer(bucket).zeros(numel, dtype, GRADIENTS)
         return home
 
-    def fetch(self, bucket: int, resting: torch.Tensor) -> torch.Tensor:
+    def fetch(self, bucket: int, offloaded: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device of the gradient of a bucket that is :meth:`away`."""
         self.wait(bucket)
-        gradient = own(torch.empty_like(resting, device=self._tiers.device), BUCKETS)
+        gradient = tag_memory(torch.empty_like(offloaded, device=self._placements.device), BUCKETS)
         try:
-            coming = self._transfers.bring(resting, self._tiers.of_optimizer(bucket), gradient, self._longest)
+            coming = self._transfers.bring(offloaded, self._placements.of_optimizer(bucket), gradient, self._longest)
             coming.wait()
         except OSError as error:
             self._lost[bucket] = error

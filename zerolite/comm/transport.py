@@ -1,6 +1,6 @@
 """Transport below the communicators: the few calls that move bytes between the ranks of a group.
 
-A communicator over a :class:`DryWire` does all that it does over a real one (its copies, sums, buffers and notes)
+A communicator over a :class:`DryTransport` does all that it does over a real one (its copies, sums, buffers and notes)
 except that nothing is sent: see :func:`~zerolite.comm.create.dry_communicator`.
 """
 
@@ -28,7 +28,7 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """Operations between the ranks of one group, which are numbered from 0. Calls return at once; their tensors are
     contiguous, and kept alive by the caller until the work has been waited for.
 
@@ -36,7 +36,7 @@ class Wire(Protocol):
 
     Attributes:
         group: None where nothing is sent, and once closed.
-        serial: the number of this wire among those of its group, from 1, the same on all ranks.
+        serial: the number of this transport among those of its group, from 1, the same on all ranks.
         peers_agree: the other ranks are copies of this one, and need not be asked.
         main: whether this is the job's first rank, which speaks for all.
     """
@@ -86,8 +86,8 @@ class Wire(Protocol):
         for the others. ``like``: a tensor of those that it is for."""
         ...
 
-    def second(self, backend: str) -> Wire:
-        """Make a second wire between the same ranks, with an order of calls of its own. backend: a name such as
+    def second(self, backend: str) -> Transport:
+        """Make a second transport between the same ranks, with an order of calls of its own. backend: a name such as
         "gloo"."""
         ...
 
@@ -100,10 +100,11 @@ class Wire(Protocol):
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # wires over each group so far
+# Transports over each group so far.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class ProcessGroupWire:
+class ProcessGroupTransport:
     """Over a group of torch.distributed."""
 
     peers_agree = False
@@ -148,9 +149,9 @@ class ProcessGroupWire:
     def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
         return share(nbytes, self.group) if self.group is not None else []
 
-    def second(self, backend: str) -> ProcessGroupWire:
+    def second(self, backend: str) -> ProcessGroupTransport:
         assert self.group is not None
-        return ProcessGroupWire(second_group(self.group, backend))
+        return ProcessGroupTransport(second_group(self.group, backend))
 
     def close(self) -> None:
         self.group = None
@@ -169,7 +170,7 @@ class _Done:
 _DONE = _Done()
 
 
-class DryWire:
+class DryTransport:
     """Rank ``rank`` of ``world_size``, alone: sends nothing, and everything is there at once. What would be received
     stays as it is in memory, so no value means anything; tensors may be without any (torch.FakeTensorMode), as none
     is read. The other ranks are taken for copies of this one."""
@@ -214,8 +215,8 @@ class DryWire:
         with torch.inference_mode(False):
             return [like.new_empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
 
-    def second(self, backend: str) -> DryWire:
-        return DryWire(self.rank, self.world_size)
+    def second(self, backend: str) -> DryTransport:
+        return DryTransport(self.rank, self.world_size)
 
     def close(self) -> None:
         pass
