@@ -25,6 +25,7 @@ from zerolite.comm import (
     RaiseTogether,
     create_communicator,
     raise_together,
+    read_objects_without_numpy,
     use_communicator,
 )
 from zerolite.comm.flight_recorder import WAIT
@@ -345,12 +346,16 @@ def objects() -> list[Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     host = HostGroup(create_communicator(torch.device("cpu")), "objects")
     value = {"rank": rank, "text": "x" * (1000 * rank)}
-    kept = torch.Tensor.numpy
+    torchs: Any = dist.distributed_c10d
+    kept, reads = torch.Tensor.numpy, torchs._tensor_to_object
     torch.Tensor.numpy = _no_numpy  # type: ignore[method-assign]
     try:
-        return [host.gather(value), [host.broadcast(value, source) for source in range(world)]]
+        read_objects_without_numpy()
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, value)  # torch's own, as torch.distributed.checkpoint calls them
+        return [host.gather(value), [host.broadcast(value, source) for source in range(world)], gathered]
     finally:
-        torch.Tensor.numpy = kept  # type: ignore[method-assign]
+        torch.Tensor.numpy, torchs._tensor_to_object = kept, reads  # type: ignore[method-assign]
 
 
 def raised_together(failing: Sequence[int]) -> list[str]:
@@ -512,7 +517,7 @@ def test_unfreezing_different_parameters_is_named(pools: Pools, stage: int) -> N
 def test_objects_travel_without_numpy(pools: Pools) -> None:
     for world in (1, 3):
         wanted = [{"rank": rank, "text": "x" * (1000 * rank)} for rank in range(world)]
-        assert pools(world).run(objects) == [[wanted, wanted]] * world
+        assert pools(world).run(objects) == [[wanted, wanted, wanted]] * world
 
 
 @pytest.mark.parametrize("world, failing", [(1, []), (1, [0]), (3, []), (3, [1]), (3, [1, 2]), (3, [0, 1, 2])])

@@ -32,6 +32,7 @@ from zerolite.checkpoint.state import (
 )
 from zerolite.checkpoint.storage import CheckpointStorageReader
 from zerolite.checkpoint.together import meet, one_request, storage_errors, together
+from zerolite.comm import read_objects_without_numpy
 from zerolite.zero.sharded_optimizer import KEPT
 
 logger = logging.getLogger("zerolite")
@@ -375,6 +376,7 @@ def load_targets(reader: CheckpointReader, targets: Sequence[Target], group: Any
     group: the gloo group of the ranks that read; None for one process alone. Raises CheckpointException of
     torch.distributed.checkpoint on all ranks if one cannot read. Called on all ranks of the group.
     """
+    read_objects_without_numpy()
     # The public load() of torch 2.6 has no no_dist, and takes None for the default group.
     _load_state_dict(
         {},

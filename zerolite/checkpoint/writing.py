@@ -12,6 +12,7 @@ from zerolite.checkpoint.directory import newest_complete
 from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
 from zerolite.checkpoint.storage import CheckpointWriter, Commit
 from zerolite.checkpoint.together import storage_errors
+from zerolite.comm import read_objects_without_numpy
 
 
 def write_checkpoint(
@@ -31,6 +32,7 @@ def write_checkpoint(
         with storage_errors(
             f"saving checkpoint '{tag}' failed", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
         ):
+            read_objects_without_numpy()
             # The public save() of torch 2.6 has no no_dist, and takes None for the default group.
             _save_state_dict(
                 {},

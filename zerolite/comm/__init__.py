@@ -12,6 +12,7 @@ from zerolite.comm.flight_recorder import wait_for_result
 from zerolite.comm.host_group import HostGroup, HostLinks
 from zerolite.comm.job import ranks_of_job
 from zerolite.comm.null import NullCommunicator
+from zerolite.comm.objects import read_objects_without_numpy
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank
 from zerolite.comm.recorder import CollectiveCall, Recorder, record, unrecorded
 from zerolite.comm.shared_store import SharedStore
@@ -55,6 +56,7 @@ __all__ = [
     "make_stage_groups",
     "raise_together",
     "ranks_of_job",
+    "read_objects_without_numpy",
     "record",
     "second_communicator",
     "stages_communicator",
