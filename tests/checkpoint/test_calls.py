@@ -43,7 +43,6 @@ def test_arguments(pools: Pools, tmp_path: Path, stage: int, name: str) -> None:
         "between_backward_and_step",
         "older_and_twice",
         "in_the_middle_of_an_accumulation",
-        "saved_in_the_middle_by_an_earlier_version",
         "odd_things",
         "written_before",
     ],

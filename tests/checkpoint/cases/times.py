@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,12 @@ from typing import Any
 
 import torch
 
-from tests.checkpoint import crafted
 from tests.checkpoint.cases.calls import reloaded
 from tests.checkpoint.cases.matching import ADAM, expect, expect_words, message, trained
 from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, adapted
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, train
 from tests.toolkit import models
 from tests.toolkit.faults import Warnings
-from zerolite.checkpoint.manifest import STATE
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.zero import GatheredParameters, Init
 
@@ -170,29 +167,6 @@ def between_backward_and_step(directory: str, stage: int) -> None:
         expect(differences(facts(engine, ADAM), reloaded(f"{directory}/{name}", recipe, 3 - stage)))
         for parameter in engine.module.parameters():
             parameter.grad = None
-
-
-def saved_in_the_middle_by_an_earlier_version(directory: str, stage: int) -> None:
-    engine = trained(MIXTURE, stage, 1)
-    path = Path(engine.save_checkpoint(directory))
-    if engine.rank == 0:
-        state = json.loads((path / STATE).read_bytes())
-        crafted.craft(path, STATE, {**state, "window": None})
-    torch.distributed.barrier()
-    other = make_engine(MIXTURE, stage, seed=5)
-    other.load_checkpoint(directory)
-    expect(differences(facts(engine, ADAM), facts(other, ADAM)))
-    torch.distributed.barrier()
-    if engine.rank == 0:
-        crafted.craft(path, STATE, {**state, "window": {"micro_batches": 3}})
-    torch.distributed.barrier()
-    other = make_engine(MIXTURE, stage, seed=5)
-    before = facts(other, ADAM)
-    said = message(other.load_checkpoint, directory)
-    expect_words(said, "CheckpointError", "middle of a gradient accumulation", "Nothing was loaded", "load_module_only")
-    expect(differences(before, facts(other, ADAM)))
-    other.load_checkpoint(directory, load_module_only=True)
-    expect(differences(facts(engine, ADAM)["masters"], facts(other, ADAM)["masters"]))
 
 
 class Odd(models.Mlp):
