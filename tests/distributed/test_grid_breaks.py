@@ -234,6 +234,7 @@ LISTS = {"GPT2": "transformer.h", "Llama": "model.layers", "Qwen2": "model.layer
     [(TENSOR, 3, False), (TENSOR, 3, True), (PIPE, 1, False), (PIPE_TENSOR, 1, True), (DATA_TENSOR, 3, False)],
 )
 def test_hugging_face(pools: Pools, family: str, grid: Grid, stage: int, sequence: bool) -> None:
+    pytest.importorskip("transformers")
     made = settings(grid, stage, count=2, sequence=sequence)
     if grid[2] > 1:
         made["tensor_parallel"] = {"size": 2, "plan": PLANS.get(family, "auto"), "sequence_parallel": sequence}

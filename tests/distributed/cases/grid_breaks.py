@@ -320,8 +320,7 @@ def loops(config: dict[str, Any], kind: str, steps: int = 4) -> dict[str, Any]:
             total += loss.item() / count
         if kind == "phases":
             engine.reduce_gradients()
-            norms.append(engine.get_global_grad_norm())
-            engine.clip_gradients(0.4)
+            norms.append(float(engine.clip_gradients(0.4)))
             engine.update()
             engine.publish()
             engine.zero_grad()
