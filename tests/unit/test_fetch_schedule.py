@@ -24,7 +24,7 @@ class Machine:
     def __init__(self, schedule, units, numels, persistent, limits):
         self.schedule, self.numels, self.limits = schedule, numels, limits
         self.units, self.persistent = [list(unit) for unit in units], set(persistent)
-        self.live, self.flight_recorder, self.held, self.open = set(), set(), [], []
+        self.live, self.in_flight, self.held, self.open = set(), set(), [], []
         self.launched = 0  # elements
         self.fetches, self.releases = [], []
         self.touched = False  # from outside: then an ENTER makes room, not before
@@ -41,26 +41,22 @@ class Machine:
     def start(self, parameters):
         assert parameters
         assert len(set(parameters)) == len(parameters)
-        assert not set(parameters) & (self.live | self.flight_recorder | self.persistent), (
-            "launched while live or in flight"
-        )
-        self.flight_recorder |= set(parameters)
+        assert not set(parameters) & (self.live | self.in_flight | self.persistent), "launched while live or in flight"
+        self.in_flight |= set(parameters)
         self.launched += self.size(parameters)
 
     def drop(self, parameters):
-        assert set(parameters) <= self.live | self.flight_recorder, "released what is not there"
+        assert set(parameters) <= self.live | self.in_flight, "released what is not there"
         assert len(set(parameters)) == len(parameters)
         assert not set(parameters) & self.needed(), "released what is needed"
         self.live -= set(parameters)
-        self.flight_recorder -= set(parameters)
+        self.in_flight -= set(parameters)
         self.releases.append(parameters)
 
     def check(self, entered=False):
         assert self.needed() <= self.live
         if entered or not self.touched:
-            assert self.size(self.live | self.flight_recorder) <= max(
-                self.limits.max_live_numel, self.size(self.needed())
-            )
+            assert self.size(self.live | self.in_flight) <= max(self.limits.max_live_numel, self.size(self.needed()))
 
     def event(self, event):
         if event >= 0:
@@ -73,13 +69,13 @@ class Machine:
                 # Overshot by the last unit only; where the unit itself has none, the first one is not ahead.
                 largest = max(self.size(self.own(unit)) for unit in range(len(self.units)))
                 over = largest if self.own(event) else 2 * largest
-                ahead = self.size(self.flight_recorder - self.own(event))
+                ahead = self.size(self.in_flight - self.own(event))
                 assert ahead < self.limits.prefetch_numel
                 assert ahead + self.size(set(fetch.prefetch)) < self.limits.prefetch_numel + max(over, 1)
                 self.start(fetch.prefetch)
-            assert set(fetch.launch) <= set(fetch.wait) <= self.flight_recorder
-            assert set(fetch.wait) == self.own(event) & self.flight_recorder
-            self.flight_recorder -= set(fetch.wait)
+            assert set(fetch.launch) <= set(fetch.wait) <= self.in_flight
+            assert set(fetch.wait) == self.own(event) & self.in_flight
+            self.in_flight -= set(fetch.wait)
             self.live |= set(fetch.wait)
             self.fetches.append(fetch)
         else:
@@ -96,7 +92,7 @@ class Machine:
         self.schedule.hold(parameters)
         self.held += [p for p in parameters if p not in self.persistent]
         self.live |= set(parameters) - self.persistent
-        self.flight_recorder -= set(parameters)
+        self.in_flight -= set(parameters)
 
     def unhold(self, parameters):
         for p in set(parameters) - self.persistent:
@@ -107,12 +103,12 @@ class Machine:
     def forget(self):
         self.open = []
         self.drop(self.schedule.forget())
-        assert self.live | self.flight_recorder == set(self.held)
+        assert self.live | self.in_flight == set(self.held)
 
     def end(self):
         self.open = []
         self.drop(self.schedule.end_step())
-        assert self.live | self.flight_recorder == set(self.held)
+        assert self.live | self.in_flight == set(self.held)
 
     def step(self, trace, kind="train", adopt=True):
         """A whole step; gives the elements it launched."""
@@ -246,7 +242,7 @@ def test_anything_from_outside_at_any_event_is_survived(seed):
             one.schedule.adopt()
     while holds:
         one.unhold(holds.pop())
-    assert not one.live | one.flight_recorder
+    assert not one.live | one.in_flight
     one.step(trace)
     one.step(trace)
     assert one.schedule.following
@@ -258,7 +254,7 @@ def add_parameter(one, unit, parameter):
     if parameter not in one.persistent and parameter not in one.units[unit]:
         one.units[unit].append(parameter)
         if unit in one.open:  # the caller gathers it
-            one.flight_recorder.discard(parameter)
+            one.in_flight.discard(parameter)
             one.live.add(parameter)
 
 
@@ -421,7 +417,7 @@ def test_reject_serves_on_demand_for_good():
     one.schedule.begin_step("train")
     for event in chain(2)[:3]:
         one.event(event)
-    assert one.flight_recorder
+    assert one.in_flight
     one.schedule.reject()
     assert one.schedule.on_demand_only
     one.end()

@@ -200,9 +200,9 @@ class ChunkStage(PipelineStage):
         spec = None if self.is_first else self._incoming()
         if spec is None:
             return []
-        flight_recorder = self._flights.setdefault(fwd_chunk_id, _Flight())
-        flight_recorder.received = self._room(spec.tensors)
-        return [self._receive(tensor, self.stage_index - 1) for tensor in flight_recorder.received]
+        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
+        flight.received = self._room(spec.tensors)
+        return [self._receive(tensor, self.stage_index - 1) for tensor in flight.received]
 
     def _incoming(self) -> BoundarySpec | None:
         """Return the specification of the tensors from the part before; in the first forward with new shapes that part
@@ -263,9 +263,9 @@ class ChunkStage(PipelineStage):
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         if not self.has_backward:
             return ()
-        flight_recorder = self._flights[mb_index]
-        gradients, flight_recorder.sent_back = flight_recorder.sent_back, ()
-        if flight_recorder.groups is None:
+        flight = self._flights[mb_index]
+        gradients, flight.sent_back = flight.sent_back, ()
+        if flight.groups is None:
             del self._flights[mb_index]
         return gradients
 
@@ -297,35 +297,35 @@ class ChunkStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward and return what the schedule hands on to a next stage on this rank, which has no message; it
         would hold other outputs longer than their backward needs them."""
-        flight_recorder = self._flights.setdefault(fwd_chunk_id, _Flight())
+        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
         if self.step.failure is None and not self._before.dead:
             try:
-                self._forward(flight_recorder, fwd_chunk_id)
+                self._forward(flight, fwd_chunk_id)
             except Exception as error:
                 self._fail(error)
         if not self.is_last:
             self._announce()
-        outputs = flight_recorder.outputs
+        outputs = flight.outputs
         if not self.has_backward:
-            flight_recorder.received = ()
+            flight.received = ()
             if self.is_last or self.next_here is not None:
                 del self._flights[fwd_chunk_id]
         return outputs if self.next_here is not None else ()
 
-    def _forward(self, flight_recorder: _Flight, index: int) -> None:
+    def _forward(self, flight: _Flight, index: int) -> None:
         work = self.step.work
         single = True
         if not self.is_first:
             spec = self._before.known[work.key]
             single = spec.single
             if self.has_backward:
-                for tensor, described in zip(flight_recorder.received, spec.tensors, strict=True):
+                for tensor, described in zip(flight.received, spec.tensors, strict=True):
                     tensor.requires_grad_(described.requires_grad)
-        entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in flight_recorder.received)
+        entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in flight.received)
         outputs = work.forward(self.chunk, entered, single, index)
         if self.is_last:
             loss = work.loss(outputs, index)
-            flight_recorder.outputs = () if loss is None else (loss,)
+            flight.outputs = () if loss is None else (loss,)
             return
         single, tensors = tensors_of(outputs, self.stage_index)
         known = self._after.known.get(work.key)
@@ -337,7 +337,7 @@ class ChunkStage(PipelineStage):
                 f"expected part {self.stage_index} of the pipeline to give {known} for every micro-batch of these "
                 f"shapes, as it did at first, got {made}"
             )
-        flight_recorder.outputs = tensors
+        flight.outputs = tensors
 
     def _announce(self) -> None:
         """Tell the next part what comes, if it is new to it."""
@@ -360,18 +360,18 @@ class ChunkStage(PipelineStage):
     ) -> None:
         if not self.has_backward:
             return
-        flight_recorder = self._flights[bwd_chunk_id]
-        split = not full_backward and any(tensor.requires_grad for tensor in flight_recorder.received)
+        flight = self._flights[bwd_chunk_id]
+        split = not full_backward and any(tensor.requires_grad for tensor in flight.received)
         if full_backward:
-            self._guarded(functools.partial(self._backward, flight_recorder))
+            self._guarded(functools.partial(self._backward, flight))
         elif split and self.step.failure is None:
             try:
-                self._backward_of_inputs(flight_recorder)
+                self._backward_of_inputs(flight)
             except Exception as error:
                 self._fail(error)
         if not full_backward:
-            flight_recorder.groups = flight_recorder.groups if split and self.step.failure is None else _WHOLE
-        self._keep_gradients(flight_recorder)
+            flight.groups = flight.groups if split and self.step.failure is None else _WHOLE
+        self._keep_gradients(flight)
         if full_backward and self.is_first:
             del self._flights[bwd_chunk_id]
 
@@ -379,9 +379,9 @@ class ChunkStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
             return
-        flight_recorder = self._flights.pop(bwd_chunk_id)
-        whole = flight_recorder.groups is _WHOLE
-        self._guarded(functools.partial(self._backward if whole else self._backward_of_weights, flight_recorder))
+        flight = self._flights.pop(bwd_chunk_id)
+        whole = flight.groups is _WHOLE
+        self._guarded(functools.partial(self._backward if whole else self._backward_of_weights, flight))
 
     def _guarded(self, compute: Callable[[], None]) -> None:
         """A backward that gives parameters their gradients; the engine hears of it also if it has failed, because the
@@ -395,54 +395,54 @@ class ChunkStage(PipelineStage):
             self._fail(error)
         work.end_backward(self.step.failure is None)
 
-    def _roots(self, flight_recorder: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Outputs with a graph, and their gradients."""
-        gradients = flight_recorder.gradients or (None,) * len(flight_recorder.outputs)
-        pairs = [(o, g) for o, g in zip(flight_recorder.outputs, gradients, strict=True) if o.requires_grad]
+        gradients = flight.gradients or (None,) * len(flight.outputs)
+        pairs = [(o, g) for o, g in zip(flight.outputs, gradients, strict=True) if o.requires_grad]
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
-    def _backward(self, flight_recorder: _Flight) -> None:
-        outputs, gradients = self._roots(flight_recorder)
-        flight_recorder.outputs, flight_recorder.gradients = (), ()
+    def _backward(self, flight: _Flight) -> None:
+        outputs, gradients = self._roots(flight)
+        flight.outputs, flight.gradients = (), ()
         if outputs:
             torch.autograd.backward(outputs, gradients)
 
-    def _backward_of_inputs(self, flight_recorder: _Flight) -> None:
-        outputs, gradients = self._roots(flight_recorder)
+    def _backward_of_inputs(self, flight: _Flight) -> None:
+        outputs, gradients = self._roots(flight)
         # torch detaches them in place, which views and leaves do not bear.
         roots = [output.clone() if output._is_view() or output.is_leaf else output for output in outputs]
         given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
-        flight_recorder.outputs, flight_recorder.gradients = (), ()
+        flight.outputs, flight.gradients = (), ()
         parameters = iter(self.chunk.parameters())
-        received = [tensor for tensor in flight_recorder.received if tensor.requires_grad]
+        received = [tensor for tensor in flight.received if tensor.requires_grad]
         try:
-            _, flight_recorder.groups = stage_backward_input(roots, given, received, parameters)
+            _, flight.groups = stage_backward_input(roots, given, received, parameters)
         except RuntimeError as error:
             raise error.__cause__ or error from None  # torch says no more than which tensors there were
 
-    def _backward_of_weights(self, flight_recorder: _Flight) -> None:
+    def _backward_of_weights(self, flight: _Flight) -> None:
         parameters = self.chunk.parameters()
-        stage_backward_weight(iter(parameters), flight_recorder.groups)
+        stage_backward_weight(iter(parameters), flight.groups)
         for parameter in parameters:  # torch has put them there without the hooks of an accumulation
             if parameter.grad is not None:
                 hooks: Any = parameter._post_accumulate_grad_hooks or {}
                 for hook in list(hooks.values()):
                     hook(parameter)
 
-    def _keep_gradients(self, flight_recorder: _Flight) -> None:
+    def _keep_gradients(self, flight: _Flight) -> None:
         """Keep the gradients of what was received, for the part before; zeros for what was not used."""
         spec = None if self.is_first else self._before.spec(self.step.work.key)
         if spec is None:
             return
-        received = flight_recorder.received or self._room(spec.tensors)
+        received = flight.received or self._room(spec.tensors)
         gradients = []
         for tensor, described in zip(received, spec.tensors, strict=True):
             gradient, tensor.grad = tensor.grad, None
             if described.requires_grad and gradient is None:
                 gradient = torch.zeros(described.shape, dtype=described.dtype, device=self.device)
             gradients.append(gradient if described.requires_grad else None)
-        flight_recorder.received = ()
-        flight_recorder.sent_back = tuple(gradients)
+        flight.received = ()
+        flight.sent_back = tuple(gradients)
 
 
 _WHOLE = object()  # instead of the groups of parameters: the whole backward is still to come

@@ -61,7 +61,7 @@ class Residency:
     def __init__(self, units: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
         self.units, self.numels, self.max_live_numel = units, numels, max_live_numel
         self.live: set[int] = set()
-        self.flight_recorder: set[int] = set()
+        self.in_flight: set[int] = set()
         self.total = 0  # elements live and in flight
         self.open: list[int] = []  # units, outermost first
         self.needs = [0] * len(numels)  # open uses of each parameter
@@ -74,7 +74,7 @@ class Residency:
     def enter(self, unit: int) -> Fetch:
         """Begins a use; the answer without prefetches."""
         wait = tuple(p for p in self.units[unit] if p not in self.live)
-        launch = tuple(p for p in wait if p not in self.flight_recorder)
+        launch = tuple(p for p in wait if p not in self.in_flight)
         self.begin_use(unit)
         release = self._make_room(self.size(launch))
         self.start(launch)
@@ -96,24 +96,24 @@ class Residency:
         return tuple(p for p in self.units[unit] if not self.needs[p])
 
     def start(self, parameters: Sequence[int]) -> None:
-        self.flight_recorder.update(parameters)
+        self.in_flight.update(parameters)
         self.total += self.size(parameters)
 
     def settle(self, parameters: Sequence[int]) -> None:
-        self.flight_recorder.difference_update(parameters)
+        self.in_flight.difference_update(parameters)
         self.live.update(parameters)
 
     def make_live(self, parameter: int) -> None:
         """The caller has gathered it, or has waited for it where it was in flight."""
-        if parameter not in self.live and parameter not in self.flight_recorder:
+        if parameter not in self.live and parameter not in self.in_flight:
             self.start((parameter,))
         self.settle((parameter,))
 
     def release(self, parameters: Iterable[int]) -> tuple[int, ...]:
         """Drops those that are there and not held, and gives them back."""
-        released = tuple(p for p in parameters if p not in self.held and (p in self.live or p in self.flight_recorder))
+        released = tuple(p for p in parameters if p not in self.held and (p in self.live or p in self.in_flight))
         self.live.difference_update(released)
-        self.flight_recorder.difference_update(released)
+        self.in_flight.difference_update(released)
         self.total -= self.size(released)
         return released
 
@@ -121,7 +121,7 @@ class Residency:
         """Releases what no open use needs, the farthest next use first, until `size` more elements fit."""
         released: list[int] = []
         if self.total + size > self.max_live_numel:
-            idle = [p for p in self.live | self.flight_recorder if not self.needs[p] and p not in self.held]
+            idle = [p for p in self.live | self.in_flight if not self.needs[p] and p not in self.held]
             for p in sorted(idle, key=lambda p: (-self.due.get(p, 0), p)):
                 if self.total + size <= self.max_live_numel:
                     break
@@ -132,7 +132,7 @@ class Residency:
         """Ends all uses and releases everything that is not held."""
         self.open.clear()
         self.needs = [0] * len(self.numels)
-        return self.release(sorted(self.live | self.flight_recorder))
+        return self.release(sorted(self.live | self.in_flight))
 
 
 class _Arrival(NamedTuple):
@@ -207,7 +207,7 @@ class _Planner:
         released: list[int] = []
         for p in state.end_use(unit):
             next_use = self.look_ahead.next_use.get((index, p))
-            if next_use is not None and state.total - state.size(state.flight_recorder) <= self.limits.max_live_numel:
+            if next_use is not None and state.total - state.size(state.in_flight) <= self.limits.max_live_numel:
                 state.due[p] = next_use
             else:
                 released.extend(state.release((p,)))
@@ -219,7 +219,7 @@ class _Planner:
         does not count as ahead."""
         state = self.state
         started: list[int] = []
-        ahead = state.size(state.flight_recorder)
+        ahead = state.size(state.in_flight)
         self.frontier = max(self.frontier, now + 1)
         while self.frontier < len(self.trace) and ahead < self.limits.prefetch_numel:
             missing = self._missing(self.frontier, now)
@@ -241,7 +241,7 @@ class _Planner:
         """True if the parameters among these that are on disk can have been read by now. Gathers in flight may have
         half of the buffers: in the other half what comes after them is read."""
         size = sum(self.on_disk.get(p, 0) for p in parameters)
-        in_flight = sum(self.on_disk.get(p, 0) for p in self.state.flight_recorder) if size else 0
+        in_flight = sum(self.on_disk.get(p, 0) for p in self.state.in_flight) if size else 0
         return not size or (now > 0 and in_flight + size <= self.limits.read_numel // 2)
 
     def _missing(self, use: int, now: int) -> tuple[int, ...] | None:
@@ -249,7 +249,7 @@ class _Planner:
         be released between `now` and that use."""
         missing = []
         for p, closed, kept in self.look_ahead.arrivals[use]:
-            present = p in self.state.live or p in self.state.flight_recorder
+            present = p in self.state.live or p in self.state.in_flight
             if closed > now and not (present and kept):
                 return None
             if not present:

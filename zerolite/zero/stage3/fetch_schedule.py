@@ -158,7 +158,7 @@ class FetchSchedule:
             return
         # What runs inside the user's gather context may run on one rank alone, so it is no trace for all.
         self._recording = not (self._on_demand_only or self._paused or state.open or state.held)
-        if self._recording and not state.live and not state.flight_recorder and self._kind in self._plans:
+        if self._recording and not state.live and not state.in_flight and self._kind in self._plans:
             self._plan, self._position = self._plans[self._kind], 0
             self._following = True
 
