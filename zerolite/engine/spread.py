@@ -58,8 +58,13 @@ class GradientSums:
         for group in self._groups:
             parts = self._parts(group)
             flags = [index in self._reducer.used for index in group.indices]
-            like = parts[0] if parts else self._reducer.parameters[group.indices[0]].detach()
-            uses = like.new_ones(len(flags)) if all(flags) else like.new_tensor(flags)
+            # A rank may own no element of them. It asks a parameter for its dtype and device alone: at stage 3 values
+            # would be gathered, from ranks that do not take part.
+            like: torch.Tensor = parts[0] if parts else self._reducer.parameters[group.indices[0]]
+            dtype, device = like.dtype, like.device
+            uses = torch.ones(len(flags), dtype=dtype, device=device)
+            if not all(flags):
+                uses = torch.tensor(flags, dtype=dtype, device="cpu").to(device)
             flat = tag_memory(torch.cat([*parts, uses]), BUCKETS)
             group.comm.all_reduce(flat, "shared_gradients").wait()
             *totals, used = flat.split([*(part.numel() for part in parts), len(flags)])
