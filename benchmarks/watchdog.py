@@ -1,4 +1,4 @@
-"""What the watchdog adds to a step of the main thread: notes of collectives and of waits.
+"""Cost that the watchdog adds to a step of the main thread: notes of collectives and of waits.
 
     python benchmarks/watchdog.py
     python benchmarks/watchdog.py --layers 400 --rounds 500

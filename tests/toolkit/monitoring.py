@@ -1,4 +1,4 @@
-"""What monitors have written."""
+"""Readers of the files that monitors write."""
 
 from __future__ import annotations
 

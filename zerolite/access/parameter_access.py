@@ -46,7 +46,7 @@ def set_full_grad(parameters: Parameters, value: Any) -> None:
     leaves the parameter out of the step. For several parameters, as many values. Clipping and the norm see it.
 
     Raises ValueError for a wrong shape, RuntimeError with a pipeline, whose steps leave no gradient pending. Called on
-    all ranks, with the same arguments, after the window's backwards.
+    all ranks, with the same arguments, after the accumulation's backwards.
     """
     _set(parameters, value, lambda access, index, one: access.set_gradient(index, one))
 
