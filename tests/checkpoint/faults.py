@@ -20,8 +20,7 @@ from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.run import TrainingRun
-from zerolite.checkpoint.storage import Commit, now
-from zerolite.checkpoint.writing import write_checkpoint
+from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 
 Operation = tuple[str, str]  # what is to happen, and the name of the file
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from zerolite.checkpoint import direct_write
-from zerolite.checkpoint.direct_write import BUFFER_BYTES
-from zerolite.checkpoint.filesystem import write_file
+from zerolite.checkpoint.direct_write import BATCH_BYTES
+from zerolite.checkpoint.filesystem import batches_of, write_file
 
 SIZES = [
     0,
@@ -19,20 +19,24 @@ SIZES = [
     4095,
     4096,
     4097,
-    BUFFER_BYTES - 1,
-    BUFFER_BYTES,
-    BUFFER_BYTES + 1,
-    2 * BUFFER_BYTES,
-    3 * BUFFER_BYTES + 77,
+    BATCH_BYTES - 1,
+    BATCH_BYTES,
+    BATCH_BYTES + 1,
+    2 * BATCH_BYTES,
+    3 * BATCH_BYTES + 77,
 ]
 
 
 def batches(content: bytes, sizes: Sequence[int]) -> Iterator[list[memoryview]]:
-    """``content`` in parts of these sizes, again and again, writable and read-only by turns."""
+    """``content`` from parts of these sizes, again and again, writable and read-only by turns."""
+    return batches_of(_parts(content, sizes))
+
+
+def _parts(content: bytes, sizes: Sequence[int]) -> Iterator[memoryview]:
     start, number = 0, 0
     while start < len(content):
         part = content[start : start + sizes[number % len(sizes)]]
-        yield [memoryview(bytearray(part) if number % 2 else part)]
+        yield memoryview(bytearray(part) if number % 2 else part)
         start, number = start + len(part), number + 1
 
 
@@ -45,7 +49,7 @@ def test_all_bytes_arrive_in_order(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("served", ["not taken", "not served"])
 def test_without_direct_access(tmp_path: Path, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = os.urandom(2 * BUFFER_BYTES + 5)
+    content = os.urandom(2 * BATCH_BYTES + 5)
     if served == "not taken":
         monkeypatch.setattr(direct_write.os, "O_DIRECT", 0)
     else:
@@ -73,7 +77,7 @@ def test_an_error_of_the_thread_is_raised(tmp_path: Path, failing: int, monkeypa
 
     monkeypatch.setattr(direct_write.os, "write", full)
     with pytest.raises(OSError, match="No space left on device") as caught:
-        write_file(tmp_path / "a", batches(os.urandom(3 * BUFFER_BYTES), [1 << 20]), directly=True)
+        write_file(tmp_path / "a", batches(os.urandom(3 * BATCH_BYTES), [1 << 20]), directly=True)
     assert caught.value.filename == str(tmp_path / "a") and len(calls) == failing
 
 
@@ -91,6 +95,6 @@ def test_writes_that_are_cut_short_go_on(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         direct_write.os, "write", lambda fd, data: write(fd, data[: max(4096, len(data) // 8192 * 4096)])
     )
-    content = os.urandom(BUFFER_BYTES + 9)
+    content = os.urandom(BATCH_BYTES + 9)
     write_file(tmp_path / "a", batches(content, [1 << 20]), directly=True)
     assert (tmp_path / "a").read_bytes() == content

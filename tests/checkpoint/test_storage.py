@@ -1,4 +1,4 @@
-"""The planners and the storage by themselves: any cut is written, any other is read, by torch's own planner too."""
+"""The planner and the storage by themselves: any cut is written, any other is read."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from zerolite.checkpoint.boxes import Box
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.loading import load_targets
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, whole
-from zerolite.checkpoint.planner import Shard, Target
-from zerolite.checkpoint.reader import CheckpointReader, part_of
+from zerolite.checkpoint.planner import Shard
+from zerolite.checkpoint.reader import CheckpointReader, Target, part_of
 from zerolite.checkpoint.run import TrainingRun
-from zerolite.checkpoint.storage import CheckpointStorageReader, CheckpointWriter, Commit, now
-from zerolite.checkpoint.writing import write_checkpoint
+from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 
 STATE: dict[str, Any] = {"optimizer": {"type": "AdamW", "groups": []}, "client_state": {}}
 
@@ -55,7 +51,7 @@ def test_any_cut_loads_into_any_other(tmp_path: Path, stored: list[Box], wanted:
     reader = save(tmp_path, shards_of("w", tensor, stored))
     for dtype in (torch.float32, torch.float64):  # read straight into the place, and cast on the way
         places = [torch.full(box[1], -1, dtype=dtype) for box in wanted]
-        load_targets(reader, [Target("w", box, place) for box, place in zip(wanted, places, strict=True)])
+        reader.load([Target("w", box, place) for box, place in zip(wanted, places, strict=True)])
         for box, place in zip(wanted, places, strict=True):
             assert torch.equal(place, part_of(tensor, box).to(dtype))
 
@@ -65,7 +61,7 @@ def test_places_may_have_any_strides(tmp_path: Path) -> None:
     reader = save(tmp_path, shards_of("w", tensor, [((0, 0), (4, 6))]))
     transposed = torch.zeros(6, 4).t()
     apart = torch.zeros(4, 12)[:, ::2]
-    load_targets(reader, [Target("w", ((0, 0), (4, 6)), transposed), Target("w", ((0, 0), (4, 6)), apart)])
+    reader.load([Target("w", ((0, 0), (4, 6)), transposed), Target("w", ((0, 0), (4, 6)), apart)])
     assert torch.equal(transposed, tensor) and torch.equal(apart, tensor)
 
 
@@ -80,17 +76,8 @@ def test_ranges_of_permuted_memory_are_boxes_of_the_tensor(tmp_path: Path, order
     reader = save(tmp_path, shards)
     assert torch.equal(reader.read("w"), tensor)
     contiguous = torch.zeros(60)
-    load_targets(reader, list(FlatRange("w", shape, torch.zeros(shape).stride(), 0, contiguous).targets()))
+    reader.load(list(FlatRange("w", shape, torch.zeros(shape).stride(), 0, contiguous).targets()))
     assert torch.equal(contiguous.view(shape), tensor)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_the_reader_serves_torchs_own_planner(tmp_path: Path) -> None:
-    tensor, other = torch.randn(6, 10), torch.arange(7)
-    reader = save(tmp_path, [*shards_of("w", tensor, COLUMNS), *shards_of("n", other, [((0,), (7,))])])
-    state = {"w": torch.zeros(6, 10), "n": torch.zeros(7, dtype=torch.int64)}
-    dcp.load(state, storage_reader=CheckpointStorageReader(reader), planner=DefaultLoadPlanner())
-    assert torch.equal(state["w"], tensor) and torch.equal(state["n"], other)
 
 
 def test_even_parts_are_even_and_everything() -> None:
@@ -147,11 +134,3 @@ def test_empty_tensors_are_known_and_in_no_file(tmp_path: Path) -> None:
     assert reader.tensors["e"].shape == (0, 3) and reader.tensors["e"].boxes == ()
     assert reader.read("e").shape == (0, 3) and reader.read("e").dtype == torch.float16
     assert float(reader.read("s")) == 2.5
-
-
-def test_a_checkpoint_id_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected no checkpoint_id"):
-        CheckpointWriter(commit(tmp_path)).reset("somewhere")
-    reader = save(tmp_path, shards_of("w", torch.ones(2), [((0,), (2,))]))
-    with pytest.raises(ValueError, match="expected no checkpoint_id"):
-        CheckpointStorageReader(reader).reset("somewhere")

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from zerolite.checkpoint.engine_parts import EngineParts
 from zerolite.checkpoint.loading import Loader, LoadRequest
 from zerolite.checkpoint.run import run_of_this_job
-from zerolite.checkpoint.saving import EngineParts, Saver, SaveRequest, UserState
+from zerolite.checkpoint.saving import Saver, SaveRequest, UserState
 from zerolite.utils.accelerator import collector_off
 from zerolite.zero.commands import Command
 

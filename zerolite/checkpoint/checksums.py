@@ -2,64 +2,51 @@
 
 from __future__ import annotations
 
-import queue
+import functools
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from zerolite.checkpoint.direct_write import Worker
 from zerolite.checkpoint.manifest import BLOCK_BYTES, FileEntry
 
 
 class BlockChecksums:
     """Checksums of the blocks of a file that is written from its beginning to its end: computed in a thread, beside the
-    writing. (An executor's thread takes no work once the program ends, when a save in the background may still be going
-    on.)"""
+    writing."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Sequence[memoryview] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="zerolite-checksums")
+        self._worker = Worker("zerolite-checksums")
         self._finished: list[int] = []
         self._current = 0
-        self._filled = 0  # bytes of the current block
         self._bytes = 0
-        self._thread.start()
 
-    def add(self, parts: Sequence[memoryview]) -> None:
-        """The next bytes of the file; they must not change until :meth:`wait`, which follows each call."""
-        self._work.put(parts)
-
-    def wait(self) -> None:
-        """Return the checksums of what was added."""
-        self._done.get()
+    def of(self, batches: Iterable[Sequence[memoryview]]) -> Iterator[Sequence[memoryview]]:
+        """Yield the batches, whose checksums are computed until the next one is asked for."""
+        for batch in batches:
+            done = threading.Event()
+            self._worker.submit(functools.partial(self._add, batch, done))
+            yield batch
+            done.wait()
 
     def finish(self) -> FileEntry:
-        """The last call."""
-        self._work.put(None)
-        self._thread.join()
-        if self._filled:
-            self._close_block()
+        """Return the entry of the file, whose bytes have all been given."""
+        self._worker.finish()
+        if self._bytes % BLOCK_BYTES:
+            self._finished.append(self._current)
         return FileEntry(self._bytes, "".join(f"{value:08x}" for value in self._finished))
 
-    def _run(self) -> None:
-        while (parts := self._work.get()) is not None:
-            self._add(parts)
-            self._done.put(None)
-
-    def _add(self, parts: Sequence[memoryview]) -> None:
+    def _add(self, parts: Sequence[memoryview], done: threading.Event) -> None:
         for part in parts:
-            self._bytes += len(part)
             while len(part):
-                room = BLOCK_BYTES - self._filled
+                room = BLOCK_BYTES - self._bytes % BLOCK_BYTES
                 self._current = zlib.crc32(part[:room], self._current)
-                self._filled += min(room, len(part))
+                self._bytes += min(room, len(part))
                 part = part[room:]
-                if self._filled == BLOCK_BYTES:
-                    self._close_block()
-
-    def _close_block(self) -> None:
-        self._finished.append(self._current)
-        self._current = self._filled = 0
+                if self._bytes % BLOCK_BYTES == 0:
+                    self._finished.append(self._current)
+                    self._current = 0
+        done.set()
 
 
 def entry_of(content: bytes) -> FileEntry:

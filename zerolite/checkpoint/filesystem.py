@@ -13,9 +13,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from zerolite.checkpoint.direct_write import write_directly
+from zerolite.checkpoint.direct_write import BATCH_BYTES, write_directly
 
-BATCH_BYTES = 8 << 20
 _MOST_VIEWS = 512  # in one call; POSIX has 1024 on Linux
 
 
@@ -87,7 +86,8 @@ def _write(descriptor: int, views: list[memoryview]) -> None:
 
 
 def batches_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in batches of about 8 MiB; a batch is asked for when the one before has been written."""
+    """Yield the same bytes in batches of 8 MiB, the last one shorter; a batch is asked for when the one before has been
+    written."""
     batch: list[memoryview] = []
     room = BATCH_BYTES
     for view in views:
@@ -95,7 +95,7 @@ def batches_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
             part = view[:room]
             batch.append(part)
             view, room = view[len(part) :], room - len(part)
-            if not room or len(batch) == _MOST_VIEWS:
+            if not room:
                 yield batch
                 batch, room = [], BATCH_BYTES
     if batch:

@@ -9,30 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from zerolite.checkpoint.description import ModelFacts, joined
 from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
+from zerolite.checkpoint.engine_parts import EngineParts, one_request
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import SavedGrid
 from zerolite.checkpoint.matching import NameMatch, check_complete, listed, match_groups, match_parameters, reordered
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS
-from zerolite.checkpoint.planner import Target, TargetLoadPlanner
 from zerolite.checkpoint.random_state import load_random_state
-from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.reader import CheckpointReader, Target
 from zerolite.checkpoint.run import TrainingRun
-from zerolite.checkpoint.saving import EngineParts
 from zerolite.checkpoint.state import (
     GroupState,
+    ModelFacts,
     OptimizerState,
     ParameterFacts,
     SavedState,
     TensorFacts,
     check_hyperparameters,
+    joined,
 )
-from zerolite.checkpoint.storage import CheckpointStorageReader
-from zerolite.checkpoint.together import meet, one_request, storage_errors, together
-from zerolite.comm import read_objects_without_numpy
+from zerolite.comm import RaiseTogether
 from zerolite.zero.sharded_optimizer import KEPT
 
 logger = logging.getLogger("zerolite")
@@ -81,31 +78,30 @@ class Loader:
         self._parts = parts
         self._run = run
         self._host = parts.host
-        self._together = together(parts.host, _CALL)
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint; called on all ranks. Returns the checkpoint's directory and the client state; (None, {})
         if there is none and that is fine. Raises CheckpointError: until the tensors are read, before anything is
         changed."""
-        meet(self._host, self._parts.config.checkpoint.timeout_s, _CALL)
-        one_request(_CALL, dict(enumerate(self._together.gather(lambda: request))))
-        path = self._find(request)
+        ranks = self._parts.meet(_CALL)
+        one_request(_CALL, dict(enumerate(ranks.gather(lambda: request))))
+        path = self._find(request, ranks)
         if path is None:
             return None, {}
         there = complete_checkpoints(path.parent) if self._host.rank == 0 else []
         self._parts.wake()
-        stages = self._stages()
-        plan = self._together.run(lambda: self._plan(path, request, stages, scheduler, loaders))
-        self._read(plan)
+        stages = self._stages(ranks)
+        plan = ranks.run(lambda: self._plan(path, request, stages, scheduler, loaders))
+        self._read(plan, ranks)
         if not request.load_module_only:
-            self._together.run(lambda: plan.reader.trust(lambda: self._resume(plan, scheduler, loaders)))
+            ranks.run(lambda: plan.reader.trust(lambda: self._resume(plan, scheduler, loaders)))
         if self._host.rank == 0:  # the rank that commits
             loaded = plan.reader.manifest.about.head
             self._run.take_over(path.parent, there, loaded, resumed=not request.load_module_only)
         self._report(plan, request)
         return str(path), plan.state.client_state
 
-    def _find(self, request: LoadRequest) -> Path | None:
+    def _find(self, request: LoadRequest, ranks: RaiseTogether) -> Path | None:
         """Rank 0 looks, and all take what it has found."""
 
         def look() -> Path | None:
@@ -116,15 +112,15 @@ class Loader:
                     return None
                 raise
 
-        return self._together.gather(look if self._host.rank == 0 else lambda: None)[0]
+        return ranks.gather(look if self._host.rank == 0 else lambda: None)[0]
 
-    def _stages(self) -> list[ModelFacts]:
+    def _stages(self, ranks: RaiseTogether) -> list[ModelFacts]:
         """Return the facts of a pipeline's stages; empty without one, where this rank's description needs no other."""
         model = self._parts.model
         if model.topology.pipe.world_size == 1:
             return []
         describe = lambda: model.describe() if model.speaks_for_stage else None  # noqa: E731
-        return [stage for stage in self._together.gather(describe) if stage is not None]
+        return [stage for stage in ranks.gather(describe) if stage is not None]
 
     # ---------------------------------------------------------------- deciding
 
@@ -261,7 +257,7 @@ class Loader:
     # ---------------------------------------------------------------- doing
 
     @torch.no_grad()
-    def _read(self, plan: _Plan) -> None:
+    def _read(self, plan: _Plan, ranks: RaiseTogether) -> None:
         """Parameters, buffers and states. Called on all ranks."""
         parts, reader = self._parts, plan.reader
         parts.pipeline.outcomes.settle()
@@ -276,13 +272,21 @@ class Loader:
                 scalars = plan.state.optimizer.scalars
                 targets.extend(parts.model.state_targets(plan.match.names, plan.kinds, scalars))
 
-        self._together.run(lambda: reader.trust(make_room))
-        with storage_errors(f"{_CALL}, of '{reader.path}'", lambda: "The engine holds a part of it: load another one"):
-            load_targets(reader, targets, self._host.group)
+        def fetch() -> None:
+            try:
+                reader.load(targets)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{_CALL}, of '{reader.path}': rank {self._host.rank}: {str(error).rstrip('. ')}. The engine holds "
+                    "a part of it: load another one"
+                ) from error
+
+        ranks.run(lambda: reader.trust(make_room))
+        ranks.run(fetch)
         parts.model.after_loading(plan.match.names)
         parts.pipeline.publish()
         parts.pipeline.on_weights_replaced()
-        self._together.run(lambda: parts.model.load_extra_state(plan.state.extra))
+        ranks.run(lambda: parts.model.load_extra_state(plan.state.extra))
 
     def _update_groups(self, plan: _Plan) -> None:
         """Hyperparameters; where only the schedule is loaded, what it goes on from."""
@@ -368,23 +372,6 @@ class Loader:
                 saved,
                 saved,
             )
-
-
-def load_targets(reader: CheckpointReader, targets: Sequence[Target], group: Any = None) -> None:
-    """Read the stored values of ``targets`` into their places.
-
-    group: the gloo group of the ranks that read; None for one process alone. Raises CheckpointException of
-    torch.distributed.checkpoint on all ranks if one cannot read. Called on all ranks of the group.
-    """
-    read_objects_without_numpy()
-    # The public load() of torch 2.6 has no no_dist, and takes None for the default group.
-    _load_state_dict(
-        {},
-        storage_reader=CheckpointStorageReader(reader),
-        planner=TargetLoadPlanner(targets, reader.tensors),
-        process_group=group,
-        no_dist=group is None,
-    )
 
 
 def _trained_in_both(

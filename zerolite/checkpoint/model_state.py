@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.description import ModelFacts
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, in_full, whole
-from zerolite.checkpoint.planner import Scalars, Shard, Target
+from zerolite.checkpoint.planner import Scalars, Shard
+from zerolite.checkpoint.reader import Target
 from zerolite.checkpoint.safetensors import dtype_name
-from zerolite.checkpoint.state import ParameterFacts, TensorFacts
+from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
 from zerolite.comm import Communicator, Topology
 from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
 from zerolite.zero.buffer import ParameterBuffer, flattened

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from zerolite.checkpoint.boxes import Box, boxes_of_range
-from zerolite.checkpoint.planner import Shard, Target
+from zerolite.checkpoint.planner import Shard
+from zerolite.checkpoint.reader import Target
 from zerolite.tensor_parallel.cuts import Cut
 from zerolite.zero.buffer import dense_strides, flattened
 

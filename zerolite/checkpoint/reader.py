@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerolite.checkpoint import filesystem, plain
-from zerolite.checkpoint.boxes import Box
+from zerolite.checkpoint.boxes import Box, BoxIndex
 from zerolite.checkpoint.directory import complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.file_model import FileModel, validated
@@ -39,14 +39,13 @@ _CHUNK_BYTES = 8 * BLOCK_BYTES
 
 
 @dataclass(frozen=True)
-class Request:
-    """Part ``part`` of the tensor, inside the stored box, is wanted at ``place``, a tensor of its shape, any dtype and
-    device."""
+class Target:
+    """A box of the tensor ``key`` that is wanted. ``place``: a tensor of the box's sizes, any dtype and device, any
+    strides."""
 
-    stored: StoredBox
-    dtype: torch.dtype
-    part: Box
-    place: Callable[[], torch.Tensor]
+    key: str
+    box: Box
+    place: torch.Tensor
 
 
 class CheckpointReader:
@@ -140,21 +139,32 @@ class CheckpointReader:
         """A whole tensor, on the CPU, in ``dtype`` (default: as it is stored)."""
         stored = self.tensors[key]
         whole = torch.empty(stored.shape, dtype=dtype or stored.dtype, device="cpu")
-        self.fetch(
-            Request(box, stored.dtype, box.box, lambda box=box: part_of(whole, box.box))  # type: ignore[misc]
-            for box in stored.boxes
-        )
+        self.load([Target(key, ((0,) * len(stored.shape), stored.shape), whole)])
         return whole
 
-    def fetch(self, requests: Iterable[Request]) -> None:
-        """Fill all places, file by file, from the front to the back."""
-        by_file: dict[str, list[Request]] = {}
-        for request in requests:
-            by_file.setdefault(request.stored.file, []).append(request)
+    def load(self, targets: Iterable[Target]) -> None:
+        """Fill the places of ``targets``, file by file, from the front to the back."""
+        by_file: dict[str, list[tuple[StoredBox, Box, Target]]] = {}
+        boxes: dict[str, BoxIndex] = {}
+        for target in targets:
+            stored = self.tensors[target.key]
+            if target.key not in boxes:
+                boxes[target.key] = BoxIndex([box.box for box in stored.boxes])
+            found = 0
+            for position, common in boxes[target.key].meeting(target.box):
+                box = stored.boxes[position]
+                by_file.setdefault(box.file, []).append((box, common, target))
+                found += math.prod(common[1])
+            if found != math.prod(target.box[1]):
+                raise CheckpointError(
+                    f"the tensor '{target.key}' of the checkpoint has the shape {tuple(stored.shape)}, in which "
+                    f"{target.box[1]} elements from {target.box[0]} on are not"
+                )
         for name, wanted in sorted(by_file.items()):
             with self._open(name) as file:
-                for request in sorted(wanted, key=lambda request: request.stored.start):
-                    _fetch(file, request)
+                for box, common, target in sorted(wanted, key=lambda entry: entry[0].start):
+                    place = part_of(target.place, common, target.box[0])
+                    _fetch(file, box, common, self.tensors[target.key].dtype, place)
 
     def _open(self, name: str) -> _CheckedFile:
         return _CheckedFile(self.path / name, self.manifest.files[name], self._others)
@@ -171,23 +181,22 @@ def part_of(tensor: torch.Tensor, box: Box, origin: Sequence[int] | None = None)
     return tensor
 
 
-def _fetch(file: _CheckedFile, request: Request) -> None:
-    """Read the bytes from the first to the last element that is wanted, and copy those that are."""
-    offsets, sizes = request.stored.box
+def _fetch(file: _CheckedFile, stored: StoredBox, part: Box, dtype: torch.dtype, place: torch.Tensor) -> None:
+    """Read the bytes of the stored box from the first to the last element of ``part``, and copy those that are in it to
+    ``place``."""
+    offsets, sizes = stored.box
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    low = [part - offset for part, offset in zip(request.part[0], offsets, strict=True)]
+    low = [start - offset for start, offset in zip(part[0], offsets, strict=True)]
     first = sum(n * stride for n, stride in zip(low, strides, strict=True))
-    last = first + sum((n - 1) * stride for n, stride in zip(request.part[1], strides, strict=True))
-    start = request.stored.start + first * request.dtype.itemsize
-    place = request.place()
-    compact = last - first + 1 == math.prod(request.part[1])
-    direct = compact and place.device.type == "cpu" and place.is_contiguous() and place.dtype == request.dtype
-    if direct:
+    last = first + sum((n - 1) * stride for n, stride in zip(part[1], strides, strict=True))
+    start = stored.start + first * dtype.itemsize
+    compact = last - first + 1 == math.prod(part[1])
+    if compact and place.device.type == "cpu" and place.is_contiguous() and place.dtype == dtype:
         file.read(start, as_bytes(place))
         return
-    flat = torch.empty(last - first + 1, dtype=request.dtype, device="cpu")
+    flat = torch.empty(last - first + 1, dtype=dtype, device="cpu")
     file.read(start, as_bytes(flat))
-    place.copy_(flat.as_strided(request.part[1], strides))
+    place.copy_(flat.as_strided(part[1], strides))
 
 
 class _CheckedFile:

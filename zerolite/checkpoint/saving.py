@@ -6,36 +6,34 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerolite.checkpoint import plain
-from zerolite.checkpoint.description import ModelFacts, first_with, joined, of_earlier_stages
 from zerolite.checkpoint.directory import check_tag, default_tag
+from zerolite.checkpoint.engine_parts import EngineParts, one_request
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About, SavedGrid, count_parameters, library_versions
-from zerolite.checkpoint.model_state import BUFFERS, RANKS, ModelState
+from zerolite.checkpoint.model_state import BUFFERS, RANKS
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
 from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.safetensors import as_bytes
-from zerolite.checkpoint.staging import Staging
-from zerolite.checkpoint.storage import Commit, now
-from zerolite.checkpoint.together import meet, one_request, together
-from zerolite.checkpoint.writing import write_checkpoint
-from zerolite.comm import HostGroup, keep_track
-from zerolite.config import ZeroliteConfig
+from zerolite.checkpoint.state import ModelFacts, joined
+from zerolite.checkpoint.storage import Commit, now, write_checkpoint
+from zerolite.comm import keep_track
 from zerolite.utils.dtypes import CODES
+from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.sharded_optimizer import KEPT
-from zerolite.zero.step import StepPipeline
 
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"
 _CALL = "engine.save_checkpoint"
+_ALIGNMENT = 64  # bytes, of shards in a host copy
 # They live, whatever becomes of their engines, until all is written or the failure has been told.
 _unfinished: set[Saver] = set()
 
@@ -71,27 +69,7 @@ class _Offer:
 
     request: SaveRequest | None
     buffers: dict[str, int]
-    stage: _Stage | None
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """Contents of one stage of a pipeline."""
-
-    description: ModelFacts
-    extra: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """Components of the engine whose checkpoints these are."""
-
-    model: ModelState
-    pipeline: StepPipeline
-    config: ZeroliteConfig
-    device: torch.device
-    host: HostGroup
-    wake: Callable[[], None]  # parameters that have been unfrozen since the last backward are trained from now on
+    stage: ModelFacts | None
 
 
 class Saver:
@@ -101,7 +79,7 @@ class Saver:
         self._parts = parts
         self._run = run
         self._host = parts.host
-        self._staging = Staging()
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._told = False  # that nothing is saved in the background
         self._running: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -111,7 +89,7 @@ class Saver:
         """Save a checkpoint; called on all ranks; ``request`` is None on those that have finished their batches.
         Returns the checkpoint's directory."""
         self.wait_for_all()
-        meet(self._host, self._parts.config.checkpoint.timeout_s, _CALL)
+        ranks = self._parts.meet(_CALL)
         self._parts.wake()
         own: list[UserState] = []
 
@@ -123,7 +101,6 @@ class Saver:
                 plain.encode(own[0].client_state, "client_state", [])
             return self._offer(request)
 
-        ranks = together(self._host, _CALL)
         offers = ranks.gather(offer)
         requests = {rank: of_rank.request for rank, of_rank in enumerate(offers) if of_rank.request is not None}
         agreed: SaveRequest = one_request(_CALL, requests)
@@ -132,22 +109,29 @@ class Saver:
         users = own[0] if own else None
         if source:  # a rank that goes on while the first one has finished
             users = self._host.broadcast(users, source)
+        save_dir = Path(agreed.save_dir)
         tag = agreed.tag or default_tag(self._parts.pipeline.outcomes.global_steps)
+        in_background = agreed.async_save and not self._offloads_to_disk()
 
-        in_background = agreed.async_save and not self._rests_on_disk()
+        def collect() -> Callable[[], None]:
+            shards, scalars = self._shards(offers, agreed.exclude_frozen_parameters)
+            commit = None
+            if self._host.rank == 0:
+                assert users is not None, "this rank's own, or what it was sent"
+                commit, tensors = self._commit(save_dir, tag, agreed, offers, users, scheduler)
+                shards += tensors
+            if in_background:
+                shards = self._copied(shards)
+            return lambda: self._write(save_dir, tag, shards, scalars, commit)
 
-        def collect() -> _Collected:
-            found = self._collect(offers, agreed, tag, users, scheduler)
-            return self._staged(found) if in_background else found
-
-        collected = ranks.run(collect)
+        write = ranks.run(collect)
         if in_background:
-            self._begin(collected, tag)
+            self._begin(write)
         else:
-            self._write(collected, tag)
-        return str(Path(agreed.save_dir) / tag)
+            write()
+        return str(save_dir / tag)
 
-    def _rests_on_disk(self) -> bool:
+    def _offloads_to_disk(self) -> bool:
         """True if offload keeps states on disk, so that host memory may be too small for a copy of
         everything. Says so, once."""
         found = self._parts.model.buffer.placements.on_disk
@@ -176,9 +160,7 @@ class Saver:
         if failure is not None:
             raise failure
 
-    def close(self) -> None:
-        """Close before the process group is destroyed."""
-        self.wait()
+    close = wait  # before the process group is destroyed
 
     def wait_for_all(self) -> None:
         """The same, and until those of other engines, which may use the same group, have ended."""
@@ -187,10 +169,10 @@ class Saver:
             if other._running is not None:
                 other._running.join()
 
-    def _begin(self, collected: _Collected, tag: str) -> None:
+    def _begin(self, write: Callable[[], None]) -> None:
         def run() -> None:
             try:
-                self._write(collected, tag)
+                write()
                 _unfinished.discard(self)
             except BaseException as error:  # raised by the next call
                 self._failure = error
@@ -201,18 +183,37 @@ class Saver:
         _unfinished.add(self)
         self._running.start()
 
-    def _staged(self, collected: _Collected) -> _Collected:
-        return _Collected(self._staging.copy(collected.shards), collected.scalars, collected.commit, collected.save_dir)
+    @torch.no_grad()
+    def _copied(self, shards: Sequence[Shard]) -> list[Shard]:
+        """The same shards in host memory, complete when this returns; valid until the next call. The memory is kept for
+        the next save: touching new memory takes longer than copying. Pinned if shards come from a CUDA device."""
+        values = [shard.values if isinstance(shard.values, torch.Tensor) else shard.values() for shard in shards]
+        on_cuda = next((value.device for value in values if value.device.type == "cuda"), None)
+        rooms = [-(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in shards]
+        if self._staging.numel() < sum(rooms):
+            self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go before there is more
+            self._staging = host_memory(sum(rooms), pin=on_cuda is not None)
+        copies, position = [], 0
+        for shard, value, room in zip(shards, values, rooms, strict=True):
+            if shard.box is not None:
+                memory = self._staging.narrow(0, position, shard.nbytes).view(shard.dtype).view(shard.box[1])
+                memory.copy_(value, non_blocking=on_cuda is not None)
+                value = memory
+            copies.append(replace(shard, values=value))
+            position += room
+        if on_cuda is not None:
+            torch.cuda.current_stream(on_cuda).synchronize()
+        return copies
 
-    def _write(self, collected: _Collected, tag: str) -> None:
+    def _write(
+        self, save_dir: Path, tag: str, shards: Sequence[Shard], scalars: Scalars, commit: Commit | None
+    ) -> None:
         if not self._host.alive:
             raise CheckpointError(
                 f"saving checkpoint '{tag}' failed: the process group was destroyed meanwhile; call "
                 "engine.wait_for_checkpoint() first, or zerolite.destroy() instead"
             )
-        write_checkpoint(
-            collected.save_dir, tag, collected.shards, collected.scalars, collected.commit, self._host.group
-        )
+        write_checkpoint(save_dir, tag, shards, scalars, commit, self._host.group)
 
     # ---------------------------------------------------------------- what is saved
 
@@ -220,95 +221,84 @@ class Saver:
         parts = self._parts
         parts.pipeline.check_between_steps()
         parts.pipeline.check_whole()
-        self._tell_of_gradients()
-        parts.pipeline.written.take_all()
-        buffers = {name: _checksum(buffer) for name, buffer in parts.model.named_buffers().items()}
-        return _Offer(request, buffers, self._stage() if parts.model.speaks_for_stage else None)
-
-    def _tell_of_gradients(self) -> None:
-        """Say that gradients are not saved, where no step has used them yet."""
-        if self._parts.pipeline.accumulating and self._host.rank == 0:
+        if parts.pipeline.accumulating and self._host.rank == 0:
             logger.warning(
                 "%s: called in the middle of a gradient accumulation. Training goes on as if it had not been, but a "
                 "checkpoint holds no gradients: a job that continues from it begins the accumulation anew, without the "
                 "micro-batches since the last step. Save when engine.step() has returned True to lose none",
                 _CALL,
             )
+        parts.pipeline.written.take_all()
+        buffers = {name: _checksum(buffer) for name, buffer in parts.model.named_buffers().items()}
+        return _Offer(request, buffers, self._facts() if parts.model.speaks_for_stage else None)
 
-    def _stage(self) -> _Stage:
-        return _Stage(self._parts.model.describe(), self._parts.model.extra_state())
+    def _facts(self) -> ModelFacts:
+        return replace(self._parts.model.describe(), extra=self._parts.model.extra_state())
 
-    def _collect(
-        self, offers: Sequence[_Offer], agreed: SaveRequest, tag: str, user: UserState | None, scheduler: Any
-    ) -> _Collected:
-        parts, rank = self._parts, self._host.rank
+    def _shards(self, offers: Sequence[_Offer], exclude_frozen: bool) -> tuple[list[Shard], Scalars]:
+        """Return the model's tensors that this rank writes, its random state, and states that are one number."""
+        self._parts.pipeline.outcomes.settle()
+        model = self._parts.model
         stages = [offer.stage for offer in offers if offer.stage is not None]
-        elsewhere = of_earlier_stages([stage.description for stage in stages], parts.model.topology.pipe.rank)
-        shards, scalars = parts.model.shards(agreed.exclude_frozen_parameters, elsewhere)
-        state = parts.pipeline.state_dict()
-        shards += whole(f"{RANKS}{rank}/random", save_random_state(parts.device)).shards()
-        shards += self._buffers([offer.buffers for offer in offers])
-        commit = None
-        if rank == 0:
-            assert user is not None, "this rank's own, or what it was sent"
-            model = _whole(stages or [self._stage()])
-            encoded, tensors = self._encoded(state, model, user, scheduler)
-            for index, tensor in enumerate(tensors):
-                key = f"{CLIENT}{index}"
-                shards += (
-                    whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
-                )
-            commit = Commit(
-                Path(agreed.save_dir),
-                self._about(tag, agreed, model.description),
-                encoded,
-                self._run,
-                agreed.save_latest,
-                parts.config.checkpoint.keep_last,
-                parts.config.checkpoint.overwrite,
-            )
-        return _Collected(shards, scalars, commit, Path(agreed.save_dir))
+        earlier = stages[: model.topology.pipe.rank]
+        shards, scalars = model.shards(exclude_frozen, {name for stage in earlier for name in stage.parameters})
+        random = save_random_state(self._parts.device)
+        shards += whole(f"{RANKS}{self._host.rank}/random", random).shards()
+        return shards + self._buffers([offer.buffers for offer in offers]), scalars
 
     def _buffers(self, checksums: Sequence[dict[str, int]]) -> list[Shard]:
         """Written by the first rank that has them, and by those that have other values. checksums: of each rank."""
-        rank, first = self._host.rank, first_with(checksums)
+        rank = self._host.rank
         shards: list[Shard] = []
         for name, buffer in self._parts.model.named_buffers().items():
+            first = next(place for place, of_rank in enumerate(checksums) if name in of_rank)
             if not buffer.numel():
                 shards.append(empty_shard(BUFFERS + name, buffer.shape, buffer.dtype))
-            elif rank == first[name]:
+            elif rank == first:
                 shards += whole(BUFFERS + name, buffer.detach()).shards()
-            elif checksums[rank][name] != checksums[first[name]][name]:
+            elif checksums[rank][name] != checksums[first][name]:
                 shards += whole(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()).shards()
         return shards
 
-    def _encoded(
-        self, state: dict[str, Any], model: _Stage, user: UserState, scheduler: Any
-    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """The content of state.json, and the tensors in it. model: the whole one."""
+    def _commit(
+        self, save_dir: Path, tag: str, agreed: SaveRequest, offers: Sequence[_Offer], user: UserState, scheduler: Any
+    ) -> tuple[Commit, list[Shard]]:
+        """Return what the rank that commits needs, and the user's tensors, which it writes."""
+        model = joined([offer.stage for offer in offers if offer.stage is not None] or [self._facts()])
         tensors: list[torch.Tensor] = []
+        state = {key: plain.encode(value, key, tensors) for key, value in self._state(model, user, scheduler).items()}
+        shards: list[Shard] = []
+        for index, tensor in enumerate(tensors):
+            key = f"{CLIENT}{index}"
+            shards += whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
+        about = self._about(tag, agreed, model)
+        settings = self._parts.config.checkpoint
+        commit = Commit(save_dir, about, state, self._run, agreed.save_latest, settings.keep_last, settings.overwrite)
+        return commit, shards
+
+    def _state(self, model: ModelFacts, user: UserState, scheduler: Any) -> dict[str, Any]:
+        """The content of state.json, not yet encoded. model: the whole one."""
         optimizer = self._parts.model.optimizer
         groups = [
             {"names": names, "values": {key: value for key, value in group.items() if key not in KEPT}}
-            for names, group in zip(model.description.groups, optimizer.param_groups, strict=True)
+            for names, group in zip(model.groups, optimizer.param_groups, strict=True)
         ]
-        everything: dict[str, Any] = {
-            **state,
-            "parameters": {name: entry.model_dump() for name, entry in model.description.parameters.items()},
-            "buffers": {name: entry.model_dump() for name, entry in model.description.buffers.items()},
+        schedule = None
+        if scheduler is not None:
+            schedule = {"type": type(scheduler).__name__, "state": scheduler.state_dict()}
+        return {
+            **self._parts.pipeline.state_dict(),
+            "parameters": {name: entry.model_dump() for name, entry in model.parameters.items()},
+            "buffers": {name: entry.model_dump() for name, entry in model.buffers.items()},
             "extra": model.extra,
             "optimizer": {"type": type(optimizer.inner).__name__, "groups": groups},
-            "lr_scheduler": None
-            if scheduler is None
-            else {"type": type(scheduler).__name__, "state": scheduler.state_dict()},
+            "lr_scheduler": schedule,
             "loaders": user.loaders,
             "client_state": user.client_state,
         }
-        return {key: plain.encode(value, key, tensors) for key, value in everything.items()}, tensors
 
-    def _about(self, tag: str, agreed: SaveRequest, description: ModelFacts) -> About:
+    def _about(self, tag: str, agreed: SaveRequest, described: ModelFacts) -> About:
         parts, model = self._parts, self._parts.model
-        described = description.parameters
         layout = model.buffer.layout
         return About(
             tag=tag,
@@ -317,12 +307,12 @@ class Saver:
             world_size=self._host.world_size,
             stage=parts.config.zero_optimization.chosen_stage,
             precision={
-                "compute": ", ".join(sorted({entry.dtype for entry in described.values()})),
+                "compute": ", ".join(sorted({entry.dtype for entry in described.parameters.values()})),
                 "master": ", ".join(sorted({CODES[master.dtype] for master in model.buffer.master})),
             },
             config=parts.config.model_dump(mode="json"),
             versions=library_versions(),
-            parameters=count_parameters(described),
+            parameters=count_parameters(described.parameters),
             layout={
                 "partitioned": model.buffer.shard,
                 "alignment": layout.alignment,
@@ -332,21 +322,6 @@ class Saver:
             exclude_frozen_parameters=agreed.exclude_frozen_parameters,
             run=self._run.id,
         )
-
-
-@dataclass(frozen=True)
-class _Collected:
-    shards: list[Shard]
-    scalars: Scalars
-    commit: Commit | None  # on rank 0
-    save_dir: Path
-
-
-def _whole(stages: Sequence[_Stage]) -> _Stage:
-    extra: dict[str, Any] = {}
-    for stage in reversed(stages):  # the first one that has a module counts
-        extra |= stage.extra
-    return _Stage(joined([stage.description for stage in stages]), extra)
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, Field, InstanceOf
 
+from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.file_model import FileModel, Natural
 from zerolite.utils.dtypes import BY_CODE
 
@@ -88,6 +90,50 @@ class StoredModel(FileModel):
 
     parameters: dict[str, ParameterFacts]
     buffers: dict[str, TensorFacts]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about a model, or a stage of it, as they stand in state.json.
+
+    Attributes:
+        parameters: by the first of its names, with full shapes.
+        groups: the names in each of the optimizer's param groups.
+        extra: what modules add to their state dict by ``get_extra_state``.
+    """
+
+    parameters: dict[str, ParameterFacts]
+    buffers: dict[str, TensorFacts]
+    groups: list[list[str]]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def joined(stages: Sequence[ModelFacts]) -> ModelFacts:
+    """Join the facts of the stages, the first one first, to those of the whole model. Raises CheckpointError if they do
+    not make up one model."""
+    parameters: dict[str, ParameterFacts] = {}
+    buffers: dict[str, TensorFacts] = {}
+    extra: dict[str, Any] = {}
+    groups: list[list[str]] = [[] for _ in stages[0].groups]
+    for number, stage in enumerate(stages):
+        for name, entry in stage.parameters.items():
+            known = parameters.setdefault(name, entry)
+            if known.shape != entry.shape:
+                raise CheckpointError(
+                    f"parameter '{name}' is {tuple(known.shape)} on one stage of the pipeline and "
+                    f"{tuple(entry.shape)} on stage {number}; expected one parameter of the model to have one shape"
+                )
+        for name, buffer in stage.buffers.items():
+            buffers.setdefault(name, buffer)
+        for name, value in stage.extra.items():
+            extra.setdefault(name, value)
+        if len(stage.groups) != len(groups):
+            raise CheckpointError(
+                f"the optimizer has {len(groups)} param groups on the first stage of the pipeline and "
+                f"{len(stage.groups)} on stage {number}; expected as many on all, with or without parameters"
+            )
+        groups = [list(dict.fromkeys(pair[0] + pair[1])) for pair in zip(groups, stage.groups, strict=True)]
+    return ModelFacts(parameters, buffers, groups, extra)
 
 
 class SavedState(StoredModel):

@@ -1,31 +1,27 @@
-"""Storage backend of torch.distributed.checkpoint: one safetensors file per rank, and JSON instead of pickles."""
+"""Storage of torch.distributed.checkpoint: one safetensors file per rank, JSON instead of pickles, and the commit."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zerolite.checkpoint import directory, filesystem, plain
 from zerolite.checkpoint.checksums import BlockChecksums, entry_of
-from zerolite.checkpoint.directory import MANIFEST
+from zerolite.checkpoint.directory import MANIFEST, newest_complete
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import (
     INDEX,
@@ -37,9 +33,10 @@ from zerolite.checkpoint.manifest import (
     StoredTensor,
     index_to_json,
 )
-from zerolite.checkpoint.reader import CheckpointReader, Request
+from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
 from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
+from zerolite.comm import read_objects_without_numpy
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,55 @@ class Commit:
     overwrite: bool = False
 
 
+def write_checkpoint(
+    save_dir: Path, tag: str, shards: Sequence[Shard], scalars: Scalars, commit: Commit | None, group: Any = None
+) -> Path:
+    """Write ``shards``, which may be functions that make the values when they are written, and commit. Returns the
+    checkpoint's directory.
+
+    Args:
+        group: the gloo group of the ranks that write; None for one process alone.
+        commit: on the group's first rank.
+
+    Raises CheckpointError on all ranks; what was there before is left then. Called on all ranks of the group.
+    """
+    writer = _CheckpointWriter(commit)
+    try:
+        with _raised_on_all(
+            f"saving checkpoint '{tag}' failed", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
+        ):
+            read_objects_without_numpy()
+            # The public save() of torch 2.6 has no no_dist, and takes None for the default group.
+            _save_state_dict(
+                {},
+                storage_writer=writer,
+                planner=ShardSavePlanner(shards, scalars),
+                process_group=group,
+                no_dist=group is None,
+            )
+    finally:
+        writer.close()
+    return save_dir / tag
+
+
+@contextlib.contextmanager
+def _raised_on_all(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """Make CheckpointErrors of what torch.distributed.checkpoint raises on all ranks if one fails."""
+    try:
+        yield
+    except CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        said = f"'{error.filename}': {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        if not isinstance(error, (CheckpointError, OSError)):
+            said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{what}: rank {rank}: {said.rstrip('. ')}. {remedy()}") from error
+    except CheckpointError:
+        raise
+    except RuntimeError as error:  # of a collective
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(f"{what}: a rank has ended, or cannot be reached ({first}). {remedy()}") from error
+
+
 @dataclass(frozen=True)
 class _Written:
     """Location of a written item; the file's entry is the same object for all of its items."""
@@ -71,7 +117,7 @@ class _Written:
     entry: FileEntry
 
 
-class CheckpointWriter(StorageWriter):
+class _CheckpointWriter(StorageWriter):
     """Writer of one checkpoint. Only the coordinator needs ``commit``, and must :meth:`close`."""
 
     def __init__(self, commit: Commit | None) -> None:
@@ -80,28 +126,19 @@ class CheckpointWriter(StorageWriter):
         self._written_in: Path | None = None
         self._beside = ""  # why nothing but the checkpoint itself may be changed, if that is so
 
-    # ---------------------------------------------------------------- torch's interface
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            raise ValueError("CheckpointWriter: expected no checkpoint_id: the directory is given when it is made")
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator and self._commit is None:
-            raise ValueError("CheckpointWriter: expected the coordinator to know what is to be committed")
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        other = next((item.index.fqn for item in plan.items if item.tensor_data is None), None)
-        if other is not None:
-            raise ValueError(f"CheckpointWriter: expected tensors only, got '{other}', which is none")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the directory that all ranks write into."""
-        assert self._commit is not None
-        save_dir, new = self._commit.save_dir, self._commit.about.head
-        self._open.enter_context(directory.locked(save_dir))
         commit = self._commit
+        assert commit is not None
+        save_dir, new = commit.save_dir, commit.about.head
+        self._open.enter_context(directory.locked(save_dir))
         self._beside = commit.run.check(save_dir, new, commit.save_latest, commit.keep_last, commit.overwrite)
         path = self._written_in = directory.begin(save_dir, new.tag)
         return [replace(plan, storage_data=path / f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
@@ -113,17 +150,17 @@ class CheckpointWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check what all ranks have written, describe it, and give it its name."""
-        assert self._commit is not None and self._written_in is not None
-        path, about = self._written_in, self._commit.about
+        commit, path = self._commit, self._written_in
+        assert commit is not None and path is not None
+        about = commit.about
         files = {result.storage_data.file: result.storage_data.entry for of_rank in results for result in of_rank}
         for name, entry in sorted(files.items()):
             _check_size(path / name, entry.bytes)
-        state = self._commit.state
         scalars = plain.encode(metadata.planner_data, "optimizer states", [])
-        optimizer = {**state["optimizer"], "scalars": scalars}
+        state = {**commit.state, "optimizer": {**commit.state["optimizer"], "scalars": scalars}}
         contents = {
             INDEX: index_to_json(_index(metadata, results)),
-            STATE: json.dumps({**state, "optimizer": optimizer}, separators=(",", ":")).encode(),
+            STATE: json.dumps(state, separators=(",", ":")).encode(),
         }
         for name, content in contents.items():
             filesystem.write_file(path / name, [[memoryview(content)]])
@@ -134,28 +171,17 @@ class CheckpointWriter(StorageWriter):
         self._written_in = None
         if self._beside:  # a job must not lose what it has trained because of what else is in the directory
             raise CheckpointError(
-                f"it is complete in '{self._commit.save_dir}' as '{about.tag}', but '{directory.LATEST}' and all other "
+                f"it is complete in '{commit.save_dir}' as '{about.tag}', but '{directory.LATEST}' and all other "
                 f"checkpoints were left alone: {self._beside}"
             )
-        if self._commit.save_latest:
-            self._set_latest(self._commit.save_dir, about.tag)
-        if self._commit.keep_last is not None:
-            directory.prune(self._commit.save_dir, self._commit.keep_last, about.tag)
-
-    def _set_latest(self, save_dir: Path, tag: str) -> None:
-        try:
-            directory.set_latest(save_dir, tag)
-        except OSError as error:
-            raise CheckpointError(
-                f"it is complete in '{save_dir}', but the file '{directory.LATEST}' could not be replaced "
-                f"({error.strerror}) and names another one, or none; load it with tag='{tag}'"
-            ) from error
+        if commit.save_latest:
+            _set_latest(commit.save_dir, about.tag)
+        if commit.keep_last is not None:
+            directory.prune(commit.save_dir, commit.keep_last, about.tag)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
-
-    # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
         """Let go of the directory; what was not committed is removed."""
@@ -170,56 +196,50 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
+def _set_latest(save_dir: Path, tag: str) -> None:
+    try:
+        directory.set_latest(save_dir, tag)
+    except OSError as error:
+        raise CheckpointError(
+            f"it is complete in '{save_dir}', but the file '{directory.LATEST}' could not be replaced "
+            f"({error.strerror}) and names another one, or none; load it with tag='{tag}'"
+        ) from error
+
+
 def _write_items(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
     """One file of all items, those of the widest dtypes first, as the format's own library orders them. No items, no
     file."""
     if not items:
         return []
-    items = sorted(items, key=lambda item: -_dtype(item).itemsize)
-    entries = [ToStore(_name(item), _dtype(item), tuple(_sizes(item))) for item in items]
-    header, starts = build_header(entries, {"format": "pt"})
+    entries = sorted(((_entry(item), item) for item in items), key=lambda pair: -pair[0].dtype.itemsize)
+    header, starts = build_header([entry for entry, _ in entries], {"format": "pt"})
     sums = BlockChecksums()
     try:
-        batches = filesystem.batches_of(_bytes(header, items, planner))
-        filesystem.write_file(path, _checked(batches, sums), directly=True)
+        batches = filesystem.batches_of(_bytes(header, entries, planner))
+        filesystem.write_file(path, sums.of(batches), directly=True)
     finally:
-        entry = sums.finish()
+        written = sums.finish()
     return [
-        WriteResult(item.index, described.nbytes, _Written(path.name, start, entry))
-        for item, described, start in zip(items, entries, starts, strict=True)
+        WriteResult(item.index, entry.nbytes, _Written(path.name, start, written))
+        for (entry, item), start in zip(entries, starts, strict=True)
     ]
 
 
-def _checked(batches: Iterator[list[memoryview]], sums: BlockChecksums) -> Iterator[list[memoryview]]:
-    """The batches, whose checksums are computed while they are written."""
-    for batch in batches:
-        sums.add(batch)
-        yield batch
-        sums.wait()
+def _entry(item: WriteItem) -> ToStore:
+    data = item.tensor_data
+    assert data is not None
+    name = f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}"
+    return ToStore(name, data.properties.dtype, tuple(data.chunk.sizes))
 
 
-def _bytes(header: bytes, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[memoryview]:
+def _bytes(header: bytes, entries: Sequence[tuple[ToStore, WriteItem]], planner: SavePlanner) -> Iterator[memoryview]:
     yield memoryview(header)
-    for item in items:
+    for entry, item in entries:
         values = planner.resolve_data(item)
         assert isinstance(values, torch.Tensor)
-        if values.dtype != _dtype(item) or values.shape != _sizes(item):
-            raise AssertionError(f"{_name(item)} is not as planned: {tuple(values.shape)} of {values.dtype}")
+        if values.dtype != entry.dtype or values.shape != entry.shape:
+            raise AssertionError(f"{entry.name} is not as planned: {tuple(values.shape)} of {values.dtype}")
         yield as_bytes(values.detach().to("cpu").contiguous().resolve_conj().resolve_neg())
-
-
-def _dtype(item: WriteItem) -> torch.dtype:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype
-
-
-def _sizes(item: WriteItem) -> torch.Size:
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk.sizes
-
-
-def _name(item: WriteItem) -> str:
-    return f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}"
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -240,61 +260,9 @@ def _index(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict
     places = {result.index: result.storage_data for of_rank in results for result in of_rank}
     tensors = {}
     for key, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)
         boxes = []
-        for chunk in tensor.chunks:
+        for chunk in tensor.chunks:  # type: ignore[union-attr]  # all are tensors
             place = places[MetadataIndex(key, chunk.offsets)]
             boxes.append(StoredBox((tuple(chunk.offsets), tuple(chunk.sizes)), place.file, place.start))
-        tensors[key] = StoredTensor(tuple(tensor.size), tensor.properties.dtype, tuple(boxes))
+        tensors[key] = StoredTensor(tuple(tensor.size), tensor.properties.dtype, tuple(boxes))  # type: ignore[union-attr]
     return tensors
-
-
-# -------------------------------------------------------------------- loading
-
-
-class CheckpointStorageReader(StorageReader):
-    """Reader of our checkpoints, with whichever planner."""
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            raise ValueError(
-                "CheckpointStorageReader: expected no checkpoint_id: a checkpoint is given when it is made"
-            )
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, StoredBox] = {}
-        for key, stored in self._reader.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(box.box[0]), torch.Size(box.box[1])) for box in stored.boxes]
-            tensors[key] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
-            places.update({MetadataIndex(key, box.box[0]): box for box in stored.boxes})
-        return Metadata(tensors, storage_data=places)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._metadata = metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        requests = []
-        for item in plan.items:
-            stored: StoredBox = self._metadata.storage_data[item.storage_index]
-            low = tuple(a + b for a, b in zip(stored.box[0], item.storage_offsets, strict=True))
-            dtype = self._reader.tensors[item.storage_index.fqn].dtype
-            place = lambda item=item: planner.resolve_tensor(item)  # noqa: E731
-            requests.append(Request(stored, dtype, (low, tuple(item.lengths)), place))
-        self._reader.fetch(requests)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False

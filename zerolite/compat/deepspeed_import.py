@@ -23,8 +23,7 @@ from zerolite.checkpoint.manifest import About, count_parameters, library_versio
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.state import StoredModel
-from zerolite.checkpoint.storage import Commit, now
-from zerolite.checkpoint.writing import write_checkpoint
+from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 
 DESCRIPTION = """\

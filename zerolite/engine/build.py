@@ -17,7 +17,8 @@ from zerolite.access.parameter_access import OWNERS, ParameterAccess
 from zerolite.access.pending_gradients import PendingGradients
 from zerolite.access.sharded_grad import ShardedGradient
 from zerolite.activation_checkpointing import Attached, attach
-from zerolite.checkpoint.checkpointer import Checkpointer, EngineParts
+from zerolite.checkpoint.checkpointer import Checkpointer
+from zerolite.checkpoint.engine_parts import EngineParts
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
     Communicator,

@@ -15,11 +15,11 @@ import torch
 
 from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.checkpointer import directory_of
+from zerolite.checkpoint.engine_parts import EngineParts
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import ToStore
-from zerolite.checkpoint.saving import EngineParts
 from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.engine.full_optimizer_state import full_optimizer_state_dict

@@ -22,9 +22,7 @@ from tests.toolkit import models
 from tests.toolkit.configs import SGD
 from zerolite.checkpoint import reader
 from zerolite.checkpoint.directory import find
-from zerolite.checkpoint.loading import load_targets
-from zerolite.checkpoint.planner import Target
-from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.checkpoint.reader import CheckpointReader, Target
 from zerolite.checkpoint.safetensors import as_bytes
 
 MIXTURE = RECIPES["mixture"]
@@ -295,7 +293,7 @@ def one_process_of_several(directory: str) -> None:
         faults.save(Path(directory), 1)
         stored = CheckpointReader(find(Path(directory)))
         weight = torch.zeros(4, 700)
-        load_targets(stored, [Target("parameters/weight", ((0, 0), (4, 700)), weight)])
+        stored.load([Target("parameters/weight", ((0, 0), (4, 700)), weight)])
     assert faults.load(Path(directory)) == 1
     assert torch.equal(weight, faults.values(1)["parameters/weight"])
 

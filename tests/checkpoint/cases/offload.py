@@ -66,7 +66,7 @@ def not_in_the_background(directory: str, zero: dict[str, Any]) -> dict[str, Any
         logger.removeHandler(handler)
     return {
         "complete": complete,
-        "copied": engine.checkpointer._saver._staging._memory.numel(),
+        "copied": engine.checkpointer._saver._staging.numel(),
         "warnings": [text for text in warnings if "async_save" in text],
     }
 

@@ -1,0 +1,56 @@
+"""Components of the engine whose checkpoints are saved and loaded, and the beginning of a call of all its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.model_state import ModelState
+from zerolite.comm import HostGroup, RaiseTogether
+from zerolite.config import ZeroliteConfig
+from zerolite.zero.step import StepPipeline
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Components of one engine.
+
+    Attributes:
+        wake: Trains parameters from now on that have been unfrozen since the last backward.
+    """
+
+    model: ModelState
+    pipeline: StepPipeline
+    config: ZeroliteConfig
+    device: torch.device
+    host: HostGroup
+    wake: Callable[[], None]
+
+    def meet(self, call: str) -> RaiseTogether:
+        """Wait until all ranks are here. Returns what raises the error of one rank on all of them, as CheckpointError.
+
+        Raises CheckpointError after checkpoint.timeout_s seconds, naming the ranks that are missing.
+        """
+        try:
+            self.host.meet(self.config.checkpoint.timeout_s, call)
+        except RuntimeError as error:
+            raise CheckpointError(str(error)) from error
+        return RaiseTogether(self.host, call, CheckpointError, same=CheckpointError)
+
+
+def one_request(what: str, requests: Mapping[int, Any]) -> Any:
+    """Return the request that the ranks were called with, dataclasses by rank. Raises CheckpointError, on all of them,
+    if they differ."""
+    first = min(requests)
+    for rank, request in requests.items():
+        for name, value in asdict(requests[first]).items():
+            if getattr(request, name) != value:
+                raise CheckpointError(
+                    f"{what}: expected the same arguments on all ranks, got {name}={value!r} on rank {first} and "
+                    f"{name}={getattr(request, name)!r} on rank {rank}"
+                )
+    return requests[first]
