@@ -134,10 +134,14 @@ def test_trainer_with_lora(tmp_path: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_trl(tmp_path: Path, kind: str, stage: int) -> None:
-    """DPO and GRPO have a reference model: a second engine, without an optimizer. GRPO generates between steps."""
+    """DPO and GRPO have a reference model: a second engine, without an optimizer. GRPO generates between steps, and
+    DPO's reference model generates at the end."""
     need("accelerate", "transformers", "datasets", "trl")
-    losses = run(tmp_path, "trl_loop.py", kind, str(stage))["losses"]
-    assert losses == pytest.approx(TRL_LOSSES[kind], rel=1e-5, abs=1e-8)
+    result = run(tmp_path, "trl_loop.py", kind, str(stage))
+    assert result["losses"] == pytest.approx(TRL_LOSSES[kind], rel=1e-5, abs=1e-8)
+    if kind == "dpo":
+        reference, fresh = result["generated"]
+        assert reference == fresh
 
 
 def test_models_made_under_zero_init(tmp_path: Path) -> None:
@@ -155,6 +159,14 @@ def test_lightning_trains_and_resumes(tmp_path: Path, stage: int) -> None:
     result = run(tmp_path, "lightning_loop.py", str(stage))
     assert result["whole"] == pytest.approx(LIGHTNING_LOSSES, rel=3e-6)
     assert result["first"] + result["second"] == result["whole"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fabric_trains_and_resumes(tmp_path: Path, stage: int) -> None:
+    need("lightning")
+    result = run(tmp_path, "fabric_loop.py", str(stage))
+    assert result["first"] == pytest.approx(result["plain"], rel=1e-6)
+    assert result["second"] == result["first"][3:]
 
 
 def test_the_moving_average_of_diffusers(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.models import unwrap_model_for_generation
 
 WORDS = [f"w{number}" for number in range(60)]
 
@@ -39,6 +40,14 @@ def text(number, words):
 
 def reward(completions, **others):
     return [sum(len(word) for word in completion.split()) / 20 for completion in completions]
+
+
+def generate_with_reference(trainer):
+    """Tokens of the reference model, an engine without an optimizer, and of the model that it was made from."""
+    prompt = torch.tensor([[5, 9, 3]])
+    with unwrap_model_for_generation(trainer.ref_model, trainer.accelerator) as model:
+        here = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    return [here.tolist(), make_model().generate(prompt, max_new_tokens=5, do_sample=False).tolist()]
 
 
 def main(out, kind, stage):
@@ -81,9 +90,10 @@ def main(out, kind, stage):
                              train_dataset=rows, processing_class=make_tokenizer())  # fmt: skip
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    generated = generate_with_reference(trainer) if kind == "dpo" else None
     if trainer.args.process_index == 0:
         with open(out, "w") as file:
-            json.dump({"losses": losses}, file)
+            json.dump({"losses": losses, "generated": generated}, file)
     torch.distributed.destroy_process_group()
 
 

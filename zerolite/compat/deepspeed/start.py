@@ -75,7 +75,8 @@ def initialize(
     )
     made = DeepSpeedEngine(engine, found)
     log_dist(f"DeepSpeed info: provided by zerolite {zerolite.__version__}, {engine!r}", ranks=[0])
-    return made, made.optimizer, made.training_dataloader, made.lr_scheduler
+    stepping = None if engine.optimizer is None else made.optimizer
+    return made, stepping, made.training_dataloader, made.lr_scheduler
 
 
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:

@@ -124,6 +124,14 @@ class ParameterOffload:
     _register_hooks_recursively = _register_deepspeed_module  # the name that older releases of TRL call
 
 
+def make_optimizer(engine: Engine) -> DeepSpeedOptimizer | ParameterOffload | None:
+    """Return the attribute ``optimizer`` of a DeepSpeedEngine over ``engine``."""
+    stage = int(engine.config.zero_optimization.stage)
+    if engine.optimizer is None:
+        return ParameterOffload(engine.module) if stage == 3 else None
+    return (DeepSpeedOptimizer, ZeROOptimizer, ZeROOptimizer, Stage3Optimizer)[stage](engine)
+
+
 class ModuleAtStage3:
     """A module with DeepSpeed's method :meth:`ds_external_parameters`."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerolite.compat.deepspeed.runtime import checkpoints
-from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, Stage3Optimizer, ZeROOptimizer
+from zerolite.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, make_optimizer
 from zerolite.compat.deepspeed.runtime.config import DeepSpeedConfig
 from zerolite.engine.engine import Engine
 
@@ -28,7 +28,8 @@ class DeepSpeedEngine(torch.nn.Module):
         module: the user's model.
         config: the dict that ``initialize`` was given.
         zerolite: the engine behind this one, None after :meth:`destroy`.
-        optimizer: a :class:`DeepSpeedOptimizer`, None for an engine that only evaluates.
+        optimizer: a :class:`DeepSpeedOptimizer`. An engine that only evaluates has None, and at stage 3 the owner of
+            the hooks, as in DeepSpeed: TRL looks for it there where a reference model generates.
 
     Names that this class does not have are looked for in the module.
     """
@@ -39,9 +40,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.training = self.module.training
         self.config = config.raw
         self.zerolite: Any = engine
-        kinds = (DeepSpeedOptimizer, ZeROOptimizer, ZeROOptimizer, Stage3Optimizer)
-        kind = kinds[int(engine.config.zero_optimization.stage)]
-        self.optimizer: DeepSpeedOptimizer | None = None if engine.optimizer is None else kind(engine)
+        self.optimizer = make_optimizer(engine)
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
         self._at_boundary = False  # whether the last step() was due to update
@@ -102,7 +101,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step()`` changed weights. Waits for the step."""
-        return self._at_boundary and self.optimizer is not None and not self.optimizer.overflow
+        return self._at_boundary and isinstance(self.optimizer, DeepSpeedOptimizer) and not self.optimizer.overflow
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's gradient before clipping; None before the first step."""
@@ -284,7 +283,7 @@ class DeepSpeedEngine(torch.nn.Module):
         return float(self.zerolite.loss_scale)
 
     def dynamic_loss_scale(self) -> bool:
-        return self.optimizer is not None and self.optimizer.dynamic_loss_scale
+        return isinstance(self.optimizer, DeepSpeedOptimizer) and self.optimizer.dynamic_loss_scale
 
     def fp16_enabled(self) -> bool:
         return bool(self.zerolite.config.fp16.enabled)
