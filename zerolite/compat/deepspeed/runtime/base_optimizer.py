@@ -127,7 +127,8 @@ class ParameterOffload:
 def make_optimizer(engine: Engine) -> DeepSpeedOptimizer | ParameterOffload | None:
     """Return the attribute ``optimizer`` of a DeepSpeedEngine over ``engine``."""
     stage = int(engine.config.zero_optimization.stage)
-    if engine.optimizer is None:
+    optimizer: Any = engine.optimizer  # None in an engine that only evaluates
+    if optimizer is None:
         return ParameterOffload(engine.module) if stage == 3 else None
     return (DeepSpeedOptimizer, ZeROOptimizer, ZeROOptimizer, Stage3Optimizer)[stage](engine)
 
