@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.comm.rendezvous import Rendezvous, read_environment
+from zerolite.comm.environment import Rendezvous, read_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "launching.md").read_text()

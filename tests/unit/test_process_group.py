@@ -10,8 +10,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 import zerolite
-from zerolite.comm import process_group, rendezvous
-from zerolite.comm.rendezvous import Rendezvous, find_local_rank, first_host, read_environment
+from zerolite.comm import environment, process_group
+from zerolite.comm.environment import Rendezvous, find_local_rank, first_host, read_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "123"}
 SRUN = {
@@ -125,7 +125,7 @@ def test_two_mpichs_on_a_host_get_different_ports(monkeypatch):
     """They do not number their jobs, so the process tells them apart that has started the ranks."""
     ports = set()
     for launching in ("10 700", "10 701", "11 700"):
-        monkeypatch.setattr(rendezvous, "_launching_process", lambda of=launching: of)
+        monkeypatch.setattr(environment, "_launching_process", lambda of=launching: of)
         ports.add(read_environment({**MPICH, "MPI_LOCALNRANKS": "2"}).master_port)
         assert read_environment({**MPICH, "MASTER_ADDR": "h"}).master_port == 29500, "it says nothing to other hosts"
     assert len(ports) == 3 and min(ports) >= 20000 and max(ports) < 32768
@@ -137,15 +137,15 @@ def test_an_mpirun_is_found_among_the_processes_above(tmp_path, monkeypatch):
         numbers = [parent, *["0"] * 17, start, "0"]
         (tmp_path / pid / "stat").write_text(f"{pid} ({name}) S {' '.join(numbers)}\n")
 
-    monkeypatch.setattr(rendezvous, "Path", lambda path: tmp_path / path.removeprefix("/proc/"))
-    assert rendezvous._launching_process() is None, "not Linux"
+    monkeypatch.setattr(environment, "Path", lambda path: tmp_path / path.removeprefix("/proc/"))
+    assert environment._launching_process() is None, "not Linux"
     process("self", "python) S 7 (x", "20", "900")
     process("20", "bash", "10", "800")
     process("10", "hydra_pmi_proxy", "1", "700")
     process("1", "init", "0", "1")
-    assert rendezvous._launching_process() == "10 700"
+    assert environment._launching_process() == "10 700"
     (tmp_path / "10" / "stat").write_text((tmp_path / "20" / "stat").read_text().replace(" 10 ", " 1 "))
-    assert rendezvous._launching_process() is None
+    assert environment._launching_process() is None
 
 
 def test_pmi_of_other_launchers():

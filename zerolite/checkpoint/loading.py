@@ -14,7 +14,15 @@ from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, fi
 from zerolite.checkpoint.engine_parts import EngineParts, one_request
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import SavedGrid
-from zerolite.checkpoint.matching import NameMatch, check_complete, listed, match_groups, match_parameters, reordered
+from zerolite.checkpoint.matching import (
+    NameMatch,
+    check_complete,
+    check_shapes,
+    listed,
+    match_groups,
+    match_parameters,
+    reordered,
+)
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader, Target
@@ -189,23 +197,13 @@ class Loader:
             missing = [name for name in everywhere if name not in stored]
             check_complete("buffer", missing, [name for name in stored if name not in everywhere])
         common = [name for name in here if name in stored]
-        shared = [
-            n
-            for n in common
-            if any(not s and size > 1 for s, size in zip(here[n].stride(), here[n].shape, strict=True))
-        ]
+        shared = [n for n in common if torch._debug_has_internal_overlap(here[n]) == 1]
         if shared:
             raise CheckpointError(
                 f"buffer '{shared[0]}' cannot take values: its elements share memory (expand). Nothing was loaded; "
                 "register a contiguous copy of it"
             )
-        wrong = [
-            f"buffer '{name}' is {tuple(here[name].shape)} here and {tuple(stored[name].shape)} there"
-            for name in common
-            if list(here[name].shape) != stored[name].shape
-        ]
-        if wrong:
-            raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
+        check_shapes("buffer ", {name: (here[name].shape, stored[name].shape) for name in common})
         return common
 
     def _kinds(

@@ -48,13 +48,7 @@ def match_parameters(
             names[name] = found
     if loose:
         names |= _match_adapted([n for n in here if n not in names], [n for n in stored if n not in names.values()])
-    wrong = [
-        f"'{name}' is {tuple(here[name].shape)} here and {tuple(stored[other].shape)} there"
-        for name, other in names.items()
-        if here[name].shape != stored[other].shape
-    ]
-    if wrong:
-        raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
+    check_shapes("", {name: (here[name].shape, stored[other].shape) for name, other in names.items()})
     used = set(names.values())
     return NameMatch(names, [n for n in here if n not in names], [n for n in stored if n not in used])
 
@@ -79,6 +73,17 @@ def check_complete(what: str, missing: Sequence[str], unexpected: Sequence[str])
             f"the checkpoint is of another model: {'; '.join(problems)}. Nothing was loaded; pass "
             "load_module_strict=False to load what both have"
         )
+
+
+def check_shapes(what: str, shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Raise CheckpointError if a tensor has another shape here than there. shapes: both, by name."""
+    wrong = [
+        f"{what}'{name}' is {tuple(here)} here and {tuple(there)} there"
+        for name, (here, there) in shapes.items()
+        if list(here) != list(there)
+    ]
+    if wrong:
+        raise CheckpointError(f"the checkpoint is of another model: {listed(wrong)}. Nothing was loaded")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -8,9 +8,9 @@ from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import ControlChannel, HostMaximum, largest
 from zerolite.comm.create import create_communicator, dry_communicator, second_communicator, use_communicator
+from zerolite.comm.environment import ranks_of_job
 from zerolite.comm.flight_recorder import wait_for_result
 from zerolite.comm.host_group import HostGroup, HostLinks
-from zerolite.comm.job import ranks_of_job
 from zerolite.comm.null import NullCommunicator
 from zerolite.comm.objects import read_objects_without_numpy
 from zerolite.comm.process_group import destroy, init_distributed, keep_track, local_rank

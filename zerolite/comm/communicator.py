@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zerolite.comm import recorder
 from zerolite.comm.flight_recorder import WAIT, FlightRecorder, Raw, wait_for
 from zerolite.comm.process_group import keep_track
-from zerolite.comm.transport import DryTransport, Transport, Work
+from zerolite.comm.transport import DryTransport, Work
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
@@ -106,9 +106,9 @@ class Communicator:
 
     dimension = "data"
 
-    def __init__(self, transport: Transport | None = None) -> None:
+    def __init__(self, transport: DryTransport | None = None) -> None:
         """transport: what the collectives go over; none for one process on its own."""
-        self.transport: Transport = DryTransport(0, 1) if transport is None else transport
+        self.transport: DryTransport = DryTransport(0, 1) if transport is None else transport
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
         self.main = transport is None or transport.main  # whether this is the job's first rank, which speaks for all
         # Whether the others are taken for copies of this rank.
@@ -296,7 +296,7 @@ class Communicator:
 class NativeCommunicator(Communicator):
     """The backend's own collectives (NCCL and everything else that is not gloo)."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: DryTransport) -> None:
         super().__init__(transport)
         WAIT.on_device = WAIT.on_device or transport.group is not None
 

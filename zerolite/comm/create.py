@@ -12,7 +12,7 @@ from zerolite.comm.communicator import Communicator, NativeCommunicator
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.host_memory import same_host
 from zerolite.comm.shared_memory import SharedMemoryCommunicator
-from zerolite.comm.transport import DryTransport, ProcessGroupTransport, Transport
+from zerolite.comm.transport import DryTransport, ProcessGroupTransport
 
 _factories: list[Callable[[int, int], Communicator]] = []
 
@@ -46,7 +46,7 @@ def dry_communicator(kind: str, rank: int, world_size: int) -> Communicator:
     return _KINDS[kind](transport)
 
 
-_KINDS: dict[str, Callable[[Transport], Communicator]] = {
+_KINDS: dict[str, Callable[[DryTransport], Communicator]] = {
     "nccl": NativeCommunicator,
     "gloo": GlooCommunicator,
     "shared_memory": SharedMemoryCommunicator,

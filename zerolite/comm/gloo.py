@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zerolite.comm.communicator import NOTHING, Communicator, Pending, divide, done, empty
-from zerolite.comm.transport import Transport
+from zerolite.comm.transport import DryTransport
 from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
@@ -26,7 +26,7 @@ class GlooCommunicator(Communicator):
     different collectives carry different tags; a pair of ranks may have several in flight.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: DryTransport) -> None:
         super().__init__(transport)
         self._peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self._number = 0

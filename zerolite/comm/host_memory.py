@@ -53,7 +53,7 @@ class HostMemory:
     REGIONS = 3
 
     def __init__(self, share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]], rank: int) -> None:
-        """share_memory: see :class:`~zerolite.comm.transport.Transport`."""
+        """share_memory: see :class:`~zerolite.comm.transport.DryTransport`."""
         self._share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]] | None = share_memory
         self._rank = rank
         self._bytes = 0

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from zerolite.comm.arrival import meet, open_store
+from zerolite.comm.environment import Rendezvous, find_local_rank, read_environment
 from zerolite.comm.flight_recorder import blocked
-from zerolite.comm.rendezvous import Rendezvous, find_local_rank, read_environment
+from zerolite.comm.rendezvous import meet, open_store
 from zerolite.utils.accelerator import default_device, machine, make_current
 from zerolite.utils.listening import is_loopback, loopback_interface
 from zerolite.utils.network import GLOO_VARIABLE, interface_towards

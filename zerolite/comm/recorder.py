@@ -83,29 +83,26 @@ def unrecorded() -> Iterator[None]:
 def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0) -> None:
     """Record a collective; called by the communicator, once per logical collective."""
     if active:
-        nbytes = tensor.numel() * tensor.element_size()
-        unaligned = _unaligned(tensor, ranks if op in _DIVIDED else 1)
-        call = CollectiveCall(op, tensor.numel(), tensor.dtype, nbytes, tag, 1, dimension, ranks, key, unaligned)
-        for recorder in active:
-            recorder.calls.append(call)
+        _add(op, [tensor], _unaligned(tensor, ranks if op in _DIVIDED else 1), tag, dimension, ranks, key)
 
 
 def note_gather(
-    fulls: Sequence[torch.Tensor],
-    shards: Sequence[torch.Tensor],
-    tag: str,
-    dimension: str = "data",
-    ranks: int = 1,
-    key: int = 0,
+    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, dimension: str, ranks: int, key: int
 ) -> None:
     """Record a gather of several tensors; one without any element is none."""
-    if active and (numel := sum(full.numel() for full in fulls)):
-        nbytes = sum(full.numel() * full.element_size() for full in fulls)
+    if active and any(full.numel() for full in fulls):
         unaligned = sum(_unaligned(full, ranks) for full in fulls) + sum(_unaligned(shard, 1) for shard in shards)
-        dtype = fulls[0].dtype
-        call = CollectiveCall("all_gather", numel, dtype, nbytes, tag, len(fulls), dimension, ranks, key, unaligned)
-        for recorder in active:
-            recorder.calls.append(call)
+        _add("all_gather", fulls, unaligned, tag, dimension, ranks, key)
+
+
+def _add(
+    op: str, tensors: Sequence[torch.Tensor], unaligned: int, tag: str, dimension: str, ranks: int, key: int
+) -> None:
+    numel = sum(tensor.numel() for tensor in tensors)
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    call = CollectiveCall(op, numel, tensors[0].dtype, nbytes, tag, len(tensors), dimension, ranks, key, unaligned)
+    for recorder in active:
+        recorder.calls.append(call)
 
 
 _DIVIDED = ("all_gather", "reduce_scatter")

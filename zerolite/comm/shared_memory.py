@@ -12,7 +12,7 @@ from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
 from zerolite.comm.flight_recorder import WAIT, Mismatch, wait_for
 from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, places_in_pack
 from zerolite.comm.host_memory import HostMemory
-from zerolite.comm.transport import Transport
+from zerolite.comm.transport import DryTransport
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
@@ -61,7 +61,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
     for must not launch a second one here first: see ``Pending.arrived``.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: DryTransport) -> None:
         super().__init__(transport)
         self._large = _Lane(HostMemory(transport.share_memory, self.rank))
         self._small = _Lane(HostMemory(transport.share_memory, self.rank))

@@ -12,8 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerolite.comm.exits import exited_ranks
-from zerolite.comm.in_time import StoreSilent, ask_store
+from zerolite.comm.store_requests import StoreSilent, ask_store, exited_ranks
 
 Answer = TypeVar("Answer")
 

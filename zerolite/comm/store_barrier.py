@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from zerolite.comm.exits import exited_ranks
-from zerolite.comm.in_time import ask_store
 from zerolite.comm.ranks import name_ranks
+from zerolite.comm.store_requests import ask_store, exited_ranks
 
 logger = logging.getLogger("zerolite")
 

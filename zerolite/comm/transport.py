@@ -28,72 +28,92 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Transport(Protocol):
-    """Operations between the ranks of one group, which are numbered from 0. Calls return at once; their tensors are
-    contiguous, and kept alive by the caller until the work has been waited for.
+class _Done:
+    """Handle of an operation with nothing to wait for."""
 
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+class DryTransport:
+    """Operations between the ranks of one group, which are numbered from 0, of which this class does none: rank
+    ``rank`` of ``world_size``, alone. What would be received stays as it is in memory, so no value means anything;
+    tensors may be without any (torch.FakeTensorMode), as none is read.
+
+    Calls return at once; their tensors are contiguous, and kept alive by the caller until the work has been waited for.
     All methods but ``send`` and ``receive`` are called on all ranks, in the same order.
 
     Attributes:
         group: None where nothing is sent, and once closed.
         serial: the number of this transport among those of its group, from 1, the same on all ranks.
         peers_agree: the other ranks are copies of this one, and need not be asked.
-        main: whether this is the job's first rank, which speaks for all.
+        main: whether this is the job's first rank, which speaks for all; none does for a job that does not run.
     """
 
-    group: dist.ProcessGroup | None
-    rank: int
-    world_size: int
-    serial: int
-    peers_agree: bool
-    main: bool
+    group: dist.ProcessGroup | None = None
+    serial = 1
+    peers_agree = True
+    main = False
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """The sum over ranks, in place."""
-        ...
+        return _DONE
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         """The maximum over ranks, in place."""
-        ...
+        return _DONE
 
     def highest(self, numbers: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
         """The maximum over ranks of each of a few numbers of 64 bits, on the host: what gives them once the work has
         been waited for."""
-        ...
+        return _DONE, lambda: list(numbers)
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work: ...
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return _DONE
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         """out [numel of ``full`` / world_size]: the sum over ranks of this rank's part."""
-        ...
+        return _DONE
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
         """full [world_size * numel of ``own``]: every rank's ``own``, which may be this rank's part of it."""
-        ...
+        return _DONE
 
     def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
         """The same for several tensors, in one launch."""
-        ...
+        return _DONE
 
     def send(self, tensor: torch.Tensor, target: int, number: int) -> Work:
         """Send ``tensor`` to ``receive`` with the same ``number``, of at most 31 bits, on rank ``target``."""
-        ...
+        return _DONE
 
-    def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work: ...
+    def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work:
+        return _DONE
 
     def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
         """Memory of every rank, mapped here, as uint8 [nbytes] by rank; nothing, on all ranks, if there is none. Waits
         for the others. ``like``: a tensor of those that it is for."""
-        ...
+        # Every process of the host maps all of these, so the account of each shows them all; they exist once.
+        with torch.inference_mode(False):
+            return [like.new_empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
 
-    def second(self, backend: str) -> Transport:
+    def second(self, backend: str) -> DryTransport:
         """Make a second transport between the same ranks, with an order of calls of its own. backend: a name such as
         "gloo"."""
-        ...
+        return DryTransport(self.rank, self.world_size)
 
     def close(self) -> None:
         """Let go of the group."""
-        ...
+        self.group = None
 
 
 # torch 2.13 renamed these two and warns at the old names.
@@ -104,14 +124,14 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(DryTransport):
     """Over a group of torch.distributed."""
 
     peers_agree = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group: dist.ProcessGroup | None = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.group = group
         self.main = dist.get_rank() == 0
         self.serial = _made[group] = _made.get(group, 0) + 1
         self._global_ranks = dist.get_process_group_ranks(group)
@@ -152,71 +172,3 @@ class ProcessGroupTransport:
     def second(self, backend: str) -> ProcessGroupTransport:
         assert self.group is not None
         return ProcessGroupTransport(second_group(self.group, backend))
-
-    def close(self) -> None:
-        self.group = None
-
-
-class _Done:
-    """Handle of an operation with nothing to wait for."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_DONE = _Done()
-
-
-class DryTransport:
-    """Rank ``rank`` of ``world_size``, alone: sends nothing, and everything is there at once. What would be received
-    stays as it is in memory, so no value means anything; tensors may be without any (torch.FakeTensorMode), as none
-    is read. The other ranks are taken for copies of this one."""
-
-    group: dist.ProcessGroup | None = None
-    serial = 1
-    peers_agree = True
-    main = False  # no rank speaks for a job that does not run
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def all_reduce(self, tensor: torch.Tensor) -> _Done:
-        return _DONE
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> _Done:
-        return _DONE
-
-    def highest(self, numbers: Sequence[int]) -> tuple[_Done, Callable[[], list[int]]]:
-        return _DONE, lambda: list(numbers)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> _Done:
-        return _DONE
-
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> _Done:
-        return _DONE
-
-    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> _Done:
-        return _DONE
-
-    def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> _Done:
-        return _DONE
-
-    def send(self, tensor: torch.Tensor, target: int, number: int) -> _Done:
-        return _DONE
-
-    def receive(self, tensor: torch.Tensor, source: int, number: int) -> _Done:
-        return _DONE
-
-    def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
-        # Every process of the host maps all of these, so the account of each shows them all; they exist once.
-        with torch.inference_mode(False):
-            return [like.new_empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
-
-    def second(self, backend: str) -> DryTransport:
-        return DryTransport(self.rank, self.world_size)
-
-    def close(self) -> None:
-        pass

@@ -17,6 +17,7 @@ shapes, in the same order, as are their backwards. On one rank they give the ten
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,33 +32,33 @@ TAG = "tensor"
 
 def copy(x: Tensor, comm: Communicator) -> Tensor:
     """``x``, which is the same on all ranks; its gradient is the sum of theirs."""
-    return x if comm.world_size == 1 else _applied(_Copy, x, comm, False)
+    return _applied("copy", x, comm)
 
 
 def reduce(x: Tensor, comm: Communicator, in_place: bool = False) -> Tensor:
     """The sum over ranks. in_place: no other code uses ``x``, whose memory may hold the result."""
-    return x if comm.world_size == 1 else _applied(_Reduce, x, comm, in_place)
+    return _applied("reduce", x, comm, in_place=in_place)
 
 
 def gather(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
     """The ranks' ``x``, one behind the other along ``dim``."""
-    return x if comm.world_size == 1 else _applied(_Gather, x, comm, dim % x.dim())
+    return _applied("gather", x, comm, dim)
 
 
 def scatter(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
     """This rank's part of ``x`` along ``dim``, contiguous. Raises ValueError if it cannot be cut in equal parts."""
-    return x if comm.world_size == 1 else _applied(_Scatter, x, comm, _cut_dim(x, comm, dim))
+    return _applied("scatter", x, comm, dim)
 
 
 def all_gather(x: Tensor, comm: Communicator, dim: int = 1) -> Tensor:
     """The ranks' ``x``, one behind the other along ``dim``; the gradient is summed over ranks."""
-    return x if comm.world_size == 1 else _applied(_AllGather, x, comm, dim % x.dim())
+    return _applied("all_gather", x, comm, dim)
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 1, in_place: bool = False) -> Tensor:
     """This rank's part along ``dim`` of the sum over ranks. in_place: no other code uses ``x``, whose memory may be
     clobbered. Raises ValueError if ``x`` cannot be cut in equal parts."""
-    return x if comm.world_size == 1 else _applied(_ReduceScatter, x, comm, _cut_dim(x, comm, dim), in_place)
+    return _applied("reduce_scatter", x, comm, dim, in_place)
 
 
 def shared_copy(x: Tensor, comm: Communicator) -> Tensor:
@@ -65,7 +66,7 @@ def shared_copy(x: Tensor, comm: Communicator) -> Tensor:
     are summed over ranks. It lives as long as ``x``, whose memory it shares."""
     if comm.world_size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _remembered(x, comm, "copy", lambda: _applied(_Copy, x, comm, True))
+    return _remembered(x, comm, "copy", lambda: _applied("copy", x, comm, in_place=True))
 
 
 def shared_all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
@@ -88,20 +89,18 @@ def _remembered(x: Tensor, comm: Communicator, what: object, make: Any) -> Tenso
     return made
 
 
-def _applied(function: Any, x: Tensor, *args: object) -> Tensor:
-    result: Tensor = function.apply(x, *args)
-    return result
-
-
-def _cut_dim(x: Tensor, comm: Communicator, dim: int) -> int:
-    dim %= x.dim()
-    if x.shape[dim] % comm.world_size:
+def _applied(kind: str, x: Tensor, comm: Communicator, dim: int = 0, in_place: bool = False) -> Tensor:
+    if comm.world_size == 1:
+        return x
+    dim = dim % x.dim() if x.dim() else dim
+    if kind.endswith("scatter") and x.shape[dim] % comm.world_size:
         raise ValueError(
             f"expected a length along dimension {dim} that {comm.world_size} tensor-parallel ranks can share equally, "
             f"got {x.shape[dim]} in a tensor of shape {list(x.shape)}; pad the input to a multiple of "
             f"{comm.world_size}"
         )
-    return dim
+    result: Tensor = _Exchange.apply(x, comm, kind, dim, in_place)
+    return result
 
 
 # Outputs share memory with inputs by detach(), which is no view for autograd: an output that is a view would hold the
@@ -148,68 +147,30 @@ def _summed_part(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Ten
     return comm.reduce_scatter(rows.view(-1), TAG).wait().view(shape).detach()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, own_gradient: bool) -> Tensor:
-        ctx.comm, ctx.own_gradient = comm, own_gradient
-        return x.detach()
+_FORWARD: dict[str, Callable[[Tensor, Communicator, int, bool], Tensor]] = {
+    "copy": lambda x, comm, dim, in_place: x.detach(),
+    "reduce": lambda x, comm, dim, in_place: _sum(x, comm, in_place),
+    "gather": lambda x, comm, dim, in_place: _all_parts(x, comm, dim),
+    "scatter": lambda x, comm, dim, in_place: _own_part(x, comm, dim),
+    "all_gather": lambda x, comm, dim, in_place: _all_parts(x, comm, dim),
+    "reduce_scatter": _summed_part,
+}
+_PAIRS = (("copy", "reduce"), ("gather", "scatter"), ("all_gather", "reduce_scatter"))
+_PARTNER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+
+
+class _Exchange(torch.autograd.Function):
+    """in_place: the memory of the input, or of the gradient of a copy, may hold the result. A gradient may be shared
+    with other branches of the graph; then it is summed in memory of its own."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        # A gradient may be shared with other branches of the graph; then it is summed in memory of its own.
-        return _Reduce.apply(gradient, ctx.comm, ctx.own_gradient), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, in_place: bool) -> Tensor:
-        ctx.comm = comm
-        return _sum(x, comm, in_place)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient if not torch.is_grad_enabled() else _Copy.apply(gradient, ctx.comm, False), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return _all_parts(x, comm, dim)
+    def forward(ctx: Any, x: Tensor, comm: Communicator, kind: str, dim: int, in_place: bool) -> Tensor:
+        ctx.comm, ctx.kind, ctx.dim, ctx.in_place = comm, kind, dim, in_place
+        return _FORWARD[kind](x, comm, dim, in_place)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Scatter.apply(gradient, ctx.comm, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return _own_part(x, comm, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Gather.apply(gradient, ctx.comm, ctx.dim), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return _all_parts(x, comm, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _ReduceScatter.apply(gradient, ctx.comm, ctx.dim, False), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return _summed_part(x, comm, dim, in_place)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _AllGather.apply(gradient, ctx.comm, ctx.dim), None, None, None
+        if ctx.kind == "reduce" and not torch.is_grad_enabled():
+            return gradient, None, None, None, None
+        own = ctx.kind == "copy" and ctx.in_place
+        return _Exchange.apply(gradient, ctx.comm, _PARTNER[ctx.kind], ctx.dim, own), None, None, None, None

@@ -1,12 +1,18 @@
-"""Time limit for calls that may never return, requests to a store above all."""
+"""Requests to the rendezvous' store, with a time limit: torch's may never return."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch.distributed as dist
+
+from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
+
 SILENT_S = 30.0  # how long the store may take to answer
+_READ_EXITS = 64  # ranks: when all end normally, no rank needs to know of more
 
 Answer = TypeVar("Answer")
 
@@ -55,3 +61,20 @@ def in_time(call: Callable[[], Answer], timeout_s: float) -> Answer:
     if not results:
         raise TimeoutError
     return results[0]
+
+
+def exited_ranks(store: dist.Store, rank: int, world_size: int) -> list[int]:
+    """The ranks of the job that are known to have exited with status 0, as the `zerolite` launcher's agent writes into
+    the store; none where the script has numbered its ranks in a way of its own.
+
+    Args:
+        store: the rendezvous' one, behind any number of prefixes.
+        rank, world_size: of this process in the job's process group.
+    """
+    if (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) != (str(rank), str(world_size)):
+        return []
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    count = min(store.add(EXIT_COUNT, 0), _READ_EXITS)
+    known = [NUMBERED_EXIT.format(number) for number in range(1, count + 1)]
+    return sorted(int(store.get(key)) for key in known if store.check([key]))

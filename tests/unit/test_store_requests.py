@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zerolite.comm.in_time import in_time
+from zerolite.comm.store_requests import in_time
 
 
 def test_results_and_errors_come_through() -> None:

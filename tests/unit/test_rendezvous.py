@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from zerolite.comm import in_time
-from zerolite.comm.arrival import meet
+from zerolite.comm import store_requests
+from zerolite.comm.rendezvous import meet
 from zerolite.comm.store_barrier import Patience
 
 WORLD = 24
@@ -99,7 +99,7 @@ def test_a_rank_that_comes_when_the_others_have_given_up_raises_as_well() -> Non
 
 
 def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_time, "SILENT_S", 0.2)
+    monkeypatch.setattr(store_requests, "SILENT_S", 0.2)
     store, began = SilentStore(dist.HashStore()), time.monotonic()
     with pytest.raises(RuntimeError, match="init_distributed: rank 0 .*store of the rendezvous has not answered"):
         meet(store, 0, 2, 60.0)
