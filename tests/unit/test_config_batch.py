@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import pytest
 
 from zerolite.config import ConfigError, load_config
-from zerolite.config.batch import ACCUMULATION, MICRO, TRAIN, BatchSizeError, solve
+from zerolite.config.batch import ACCUMULATION, MICRO, TRAIN, solve
 
 KEYS = (TRAIN, MICRO, ACCUMULATION)
 SMALL = (None, 1, 2, 3, 4, 5, 6, 7, 8)
@@ -37,10 +36,9 @@ def test_small_numbers_exhaustively(world_size: int) -> None:
             possible = [triple for triple in possible if triple[2] == 1]  # the accumulation defaults to 1
         try:
             sizes = solve(*given, world_size)
-        except BatchSizeError as error:
+        except ConfigError:
             outcomes["raised"] += 1
             assert not possible, given
-            check_offers(error, given, world_size)
             continue
         if sizes.micro is None:
             outcomes["left to the loader"] += 1
@@ -56,48 +54,20 @@ def test_small_numbers_exhaustively(world_size: int) -> None:
     assert all(outcomes.values()) or world_size == 1
 
 
-def check_offers(error: BatchSizeError, given: tuple[int | None, ...], world_size: int) -> None:
-    """Each offer alone makes the triangle fit, changes a value, and is written in the sentence."""
-    assert error.offers
-    for key, value in error.offers:
-        changed = dict(zip(KEYS, given, strict=True))
-        assert changed[key] != value
-        changed[key] = value
-        sizes = solve(changed[TRAIN], changed[MICRO], changed[ACCUMULATION], world_size)
-        assert sizes.train is not None
-        assert key in error.sentence and str(value) in error.sentence
-    train = given[0]
-    assert train is not None
-    if not (given[1] and given[2]):
-        # The nearest train batch sizes: nothing between the offers and the given value fits.
-        unit = (given[1] or given[2] or 1) * world_size
-        offered = [value for key, value in error.offers if key == TRAIN]
-        assert all(abs(value - train) < unit and value % unit == 0 for value in offered)
-        assert max(offered) > train
-        # The nearest values of the other given size: none closer on either side fits.
-        other = MICRO if given[1] else ACCUMULATION
-        current = given[1] or given[2] or 1
-        for value in (value for key, value in error.offers if key == other):
-            between = range(min(value, current) + 1, max(value, current))
-            assert all(train % (closer * world_size) for closer in between)
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({TRAIN: 10, MICRO: 4}, [f"{ACCUMULATION} derived would be 1.25", f"{TRAIN} 8 or 16", f"{MICRO} 1 or 5"]),
-        ({TRAIN: 12, ACCUMULATION: 4}, [f"{MICRO} derived would be 1.5", f"{TRAIN} 8 or 16", f"{ACCUMULATION} 3 or 6"]),
-        ({TRAIN: 12, MICRO: 2, ACCUMULATION: 2}, ["2 x 2 x 2 = 8", "got 12", f"{TRAIN} 8", f"{MICRO} 3"]),
-        ({TRAIN: 1}, [f"{TRAIN} 2"]),
+        ({TRAIN: 10, MICRO: 4}, [f"{MICRO} 4 x world size 2 = 8", "got 10; write 8 or 16"]),
+        ({TRAIN: 12, ACCUMULATION: 4}, [f"{ACCUMULATION} 4", "got 12; write 8 or 16"]),
+        ({TRAIN: 12, MICRO: 2, ACCUMULATION: 2}, ["world size 2 = 8", "got 12; write 8"]),
+        ({TRAIN: 1}, ["got 1; write 2"]),
     ],
 )
-def test_the_error_marks_values_and_offers_others(given: dict[str, int], said: list[str]) -> None:
+def test_the_error_names_what_would_fit(given: dict[str, int], said: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(given).resolve(2)
     ((path, sentence),) = caught.value.errors
-    assert path == TRAIN and f"{TRAIN} 0" not in sentence
-    for text in ("world size 2", *(f"{key} {value} given" for key, value in given.items()), *said):
-        assert text in sentence
+    assert path == TRAIN and all(text in sentence for text in said)
 
 
 def test_resolve_fills_in_a_copy() -> None:
@@ -154,11 +124,3 @@ def test_several_errors_at_resolve() -> None:
 def test_wrong_world_size(world_size: Any) -> None:
     with pytest.raises(ValueError, match="world_size"):
         load_config({}).resolve(world_size)
-
-
-def test_the_largest_sizes_take_no_time() -> None:
-    started = time.perf_counter()
-    with pytest.raises(BatchSizeError) as caught:
-        solve(2**31 - 1, 2**30, None, 1)
-    assert time.perf_counter() - started < 1.0
-    assert (MICRO, 1) in caught.value.offers  # 2^31 - 1 is a prime

@@ -114,16 +114,14 @@ def test_what_is_ignored() -> None:
     ("changes", "world", "reason", "nearest"),
     [
         ({}, 5, "5 ranks (19.2 samples for each)", "4 or 6"),
-        ({}, 13, "13 ranks (7.385 samples for each)", "12 or 16"),
-        ({}, 17, "17 ranks (more than max_gpus)", "16"),
-        ({"min_gpus": 3}, 2, "2 ranks (fewer than min_gpus)", "3"),
-        ({"micro_batch_sizes": [4]}, 16, "16 ranks (6 samples for each)", "12"),
-        ({"num_gpus_per_node": 4}, 6, "6 ranks (not a multiple of num_gpus_per_node, 4)", "4 or 8"),
+        ({}, 17, "from 1 to 16", "16"),
+        ({"min_gpus": 3}, 2, "from 3 to 16", "3"),
+        ({"num_gpus_per_node": 4}, 6, "(in multiples of 4)", "4 or 8"),
     ],
 )
 def test_a_world_size_that_does_not_fit(changes: dict[str, Any], world: int, reason: str, nearest: str) -> None:
     sentence = error_of({"elasticity": {**BLOCK, **changes}}, world)
-    assert f"got {reason}" in sentence and sentence.endswith(f"the nearest that do: {nearest}")
+    assert reason in sentence and sentence.endswith(f"the nearest that do: {nearest}")
     assert "global batch of 96 samples (chosen" in sentence and "those up to 100" in sentence
 
 

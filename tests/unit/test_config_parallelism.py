@@ -25,7 +25,7 @@ def test_deepspeeds_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [3, [], {}, {"a": 3}, {"a": {"parts": 3}}, {"a": {"style": "column", "part": 3}}, {3: "column"}, "column"]
+    "plan", [3, [], {}, {"a": 3}, {"a": {"parts": 3}}, {"a": {"style": "column", "part": 3}}, "column"]
 )
 def test_what_is_no_plan(plan: Any) -> None:
     assert list(errors_of({"tensor_parallel": {"size": 2, "plan": plan}})) == ["tensor_parallel.plan"]

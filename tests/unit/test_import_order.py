@@ -33,7 +33,7 @@ PURE = (
 
 # Beside the standard library, torch and zerolite itself. Everything else is forbidden, numpy above all.
 THIRD_PARTY = {
-    "zerolite.config": {"pydantic", "hjson"},
+    "zerolite.config": {"pydantic", "pydantic_core", "hjson"},
     "zerolite.checkpoint": {"pydantic"},
     "zerolite.utils.network": {"psutil"},
     "zerolite.diagnostics.report": {"cpuinfo"},

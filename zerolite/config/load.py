@@ -5,36 +5,21 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from difflib import SequenceMatcher
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from .batch import MICRO, TRAIN
+from .contradictions import find_contradictions
 from .errors import ConfigError
-from .known_keys import (
-    ALIASES,
-    GROUPS,
-    OFF_IF_FALSE,
-    RENAMED,
-    TO_WRITE,
-    UNSUPPORTED,
-    Key,
-    UnsupportedBlock,
-    unsupported_paths,
-)
+from .known_keys import ALIASES, GROUPS, RENAMED, UNSUPPORTED, Key
 from .models import ZeroliteConfig
-from .nearest import nearest_keys
 from .source import read_source
-from .values import as_number, hint, sentence, shorten, show
+from .values import Block, as_number, block_model, join, sentence, show
 from .without_effect import leave_out, needs_stage_3
-
-# "auto" without a default: resolve() derives the first two or raises; a missing type is an error there too, and the
-# stage is chosen where the model and the device are known.
-_AUTO_AT_RESOLVE = frozenset({TRAIN, MICRO})
-_AUTO_KEPT = frozenset({"optimizer.type", "scheduler.type", "zero_optimization.stage"})
 
 _MOST_HINTS = 20
 """Unknown keys for which the nearest known one is looked for: each search takes milliseconds."""
@@ -42,13 +27,14 @@ _MOST_HINTS = 20
 _LONGEST_HINT = 100
 """Characters: no known key is near a longer one."""
 
+_NEAR = 0.6
+"""Similarity of two keys, from 0 to 1, from which on one may be meant by the other."""
+
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
-_PIN_MEMORY = "zero_optimization.cpu_offload_use_pin_memory"
+_PARAMS = ("optimizer.params", "scheduler.params")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-_NOT_YET = "known to zerolite but not supported yet"
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteConfig) -> ZeroliteConfig:
@@ -76,16 +62,13 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteCon
 
 
 class _Loader:
-    """Walks the raw values beside the models, and has pydantic validate what is known by name and not "auto"."""
+    """Judges the keys that pydantic cannot, has it validate the rest, and turns its errors into sentences."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         self.errors: list[tuple[str, str]] = []
         self.without_effect: list[tuple[str, str]] = []
-        self.auto: set[str] = set()
         self.hints = _MOST_HINTS
         self.spelled: dict[str, str] = {}  # blocks by another name
-        # By path: the field, and the object that holds its value under that name.
-        self.leaves: dict[str, tuple[FieldInfo, dict[str, Any], str]] = {}
         zero = values.get("zero_optimization")
         stage = as_number(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
         known = isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3
@@ -93,165 +76,118 @@ class _Loader:
 
     def load(self, values: Mapping[Any, Any]) -> ZeroliteConfig | None:
         """The configuration. Where values are wrong, contradictions are looked for among the rest."""
-        clean = self._block(ZeroliteConfig, values, "")
-        config = None
-        for _ in range(2):
-            context = {"auto": self.auto, "invalid": {path for path, _ in self.errors}}
+        clean = self._walk(values, "")
+        for _ in range(2):  # the second time without the values that are wrong
             try:
-                config = ZeroliteConfig.model_validate(clean, context=context)
-                break
+                config = ZeroliteConfig.model_validate(clean)
             except ValidationError as error:
                 for details in error.errors(include_url=False, include_input=False):
                     self._invalid(details, clean)
-        return config
-
-    def _invalid(self, details: Mapping[str, Any], clean: dict[str, Any]) -> None:
-        """Note an error, and drop the value, so that its default takes its place; the block if there is none."""
-        parts = [str(part) for part in details["loc"]]
-        paths = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-        cause = details.get("ctx", {}).get("error")
-        path = next((path for path in paths if path in self.leaves), None)
-        if isinstance(cause, ConfigError):
-            self.errors += cause.errors
-        elif path is None:
-            example = "WarmupLR" if parts[0] == "scheduler" else "AdamW"
-            said = f'expected a name, got nothing; add the key, such as "type": "{example}"'
-            clean.pop(parts[0], None)
-            if all(known != paths[0] for known, _ in self.errors):
-                self.errors.append((paths[0], said))
-        else:
-            info, holder, name = self.leaves[path]
-            if name not in holder:  # another error of the same value
-                return
-            self.errors.append((path, sentence(info, holder.pop(name), details)))
-            if info.is_required():
-                clean.pop(parts[0], None)
+                continue
+            config._auto = frozenset(key for key in (TRAIN, MICRO) if _is_auto(clean.get(key)))
+            wrong = {path for path, _ in self.errors}
+            self.errors += [(c.paths[0], c.sentence) for c in find_contradictions(config) if not wrong & set(c.paths)]
+            return config
+        return None
 
     def as_spelled(self, path: str) -> str:
         """The path with the user's own spelling of the block."""
         head, dot, rest = path.partition(".")
         return self.spelled.get(head, head) + dot + rest
 
-    # ---------------------------------------------------------------- the walk
+    # ---------------------------------------------------------------- the walk over the raw values
 
-    def _block(self, model: type[BaseModel], values: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    def _walk(self, values: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        """Judge keys without support and unusable values, and return the rest, which pydantic validates."""
         clean: dict[str, Any] = {}
         for key, value in values.items():
-            if not isinstance(key, str):
-                self.errors.append((_join(path, key), _not_a_key(key)))
-                continue
-            name = key if path else ALIASES.get(key, key)
-            if name != key and name in values:
-                said = f"expected one spelling, got {name} and {key}, which are the same block; keep {name}"
-                self.errors.append((key, said))
-                continue
-            if name != key:
-                self.spelled[name] = key
-            if name in model.model_fields:
-                self._known(model.model_fields[name], name, value, _join(path, name), clean)
-            else:
-                self._not_in_model(path, key, value)
-        return clean
-
-    def _known(self, info: FieldInfo, name: str, value: Any, here: str, clean: dict[str, Any]) -> None:
-        if isinstance(value, str) and value == "auto" and here not in _AUTO_KEPT:
-            if here in _AUTO_AT_RESOLVE:
-                self.auto.add(here)
-            return
-        inner = block_model(info.annotation)
-        if inner is not None:
-            if isinstance(value, Mapping):
-                clean[name] = self._block(inner, value, here)
-            elif value is not None and value is not False:
-                self.errors.append((here, _not_an_object(here, value)))
-            return
-        if name == "params" and isinstance(value, Mapping):
-            value = self._params(value, here)
-        elif problems := list(_problems(value, here, _unusable_text)):
-            self.errors += problems
-            return
-        elif value is None and hint(info).null and type(None) not in get_args(info.annotation):
-            value = info.default
-        clean[name] = value
-        self.leaves[here] = (info, clean, name)
-
-    def _params(self, values: Mapping[Any, Any], path: str) -> dict[str, Any]:
-        """Constructor arguments are free; only what no constructor can want is refused here."""
-        clean: dict[str, Any] = {}
-        for key, value in values.items():
-            here = _join(path, key)
-            if not isinstance(key, str):
-                self.errors.append((here, _not_a_key(key)))
-            elif here in RENAMED:
+            name = key if path else self._without_alias(key, values)
+            here = join(path, name)
+            known = isinstance(name, str) and "." not in name
+            if not isinstance(name, str):
+                self.errors.append((here, f"expected a string as the key, got {show(name)}; write it in quotes"))
+            elif unusable := _unusable_text(name):
+                self.errors.append((here, unusable))
+            elif known and here in RENAMED:
                 self._renamed(here, value)
-            elif not (isinstance(value, str) and value == "auto"):
-                self.errors += _problems(key, here, _unusable_text)
-                self.errors += _problems(value, here, lambda leaf: _unusable_number(leaf) or _unusable_text(leaf))
-                clean[key] = value
+            elif known and here in UNSUPPORTED:
+                self._unsupported(UNSUPPORTED[here], value, here)
+            elif known and here in GROUPS and here not in supported_keys():
+                self._group(value, here)
+            elif isinstance(value, Mapping):
+                clean[name] = self._walk(value, here)
+            elif problems := list(_problems(value, here, in_params=here.startswith(_PARAMS))):
+                self.errors += problems
+            elif not (path in _PARAMS and _is_auto(value)):  # left to the constructor
+                clean[name] = value
         return clean
 
-    # ---------------------------------------------------------------- keys that no model has
+    def _without_alias(self, key: Any, values: Mapping[Any, Any]) -> Any:
+        name = ALIASES.get(key, key) if isinstance(key, str) else key
+        if name != key and name in values:
+            self.errors.append((key, f"expected one spelling, got {name} and {key}, the same block; keep {name}"))
+        elif name != key:
+            self.spelled[name] = key
+        return name
 
-    def _not_in_model(self, block: str, key: Any, value: Any) -> None:
-        here = _join(block, key)
-        entry = UNSUPPORTED.get(here) if isinstance(key, str) and "." not in key else None
-        off = value is None or value is False or (isinstance(value, str) and value == "auto")
-        if here in RENAMED:
-            self._renamed(here, value)
-        elif isinstance(entry, Key):
-            self._unsupported(entry, value, here)
-        elif entry is None and (here not in GROUPS or not isinstance(key, str) or "." in key):
-            self.errors.append((here, self._unknown(block, _name(key))))
-        elif isinstance(value, Mapping):
-            self._unsupported_block(entry, value, here)
-        elif not off:
-            note = _not_yet(entry.note if entry else "", ())
-            self.errors.append((here, f"{_not_an_object(here, value)}; {note}"))
+    def _group(self, value: Any, here: str) -> None:
+        """Judge each key of a block that is known for its keys only."""
+        if isinstance(value, Mapping):
+            self.errors += [(join(here, key), self._unknown(here, key)) for key in self._walk(value, here)]
+        elif not (value is None or value is False or _is_auto(value)):
+            self.errors.append((here, _not_an_object(here, value)))
 
     def _renamed(self, here: str, value: Any) -> None:
-        off = value is None or (here in OFF_IF_FALSE and isinstance(value, (bool, int, float)) and not value)
-        to_write = TO_WRITE.get(here, {}).get(value) if isinstance(value, bool) else None
-        if here == _PIN_MEMORY and value is False:  # DeepSpeed has no use for it either
-            self.without_effect.append((here, f"got false under a deprecated name; {to_write}"))
-        elif not off:
-            remedy = to_write or f"use {RENAMED[here]}"
-            self.errors.append((here, f"expected today's name of the key, got a deprecated one; {remedy}"))
+        """Accept a deprecated spelling with the default of today's key, and with null."""
+        today = RENAMED[here]
+        if value is not None and not _is_one_of((supported_keys().get(today, False),), value):
+            self.errors.append((here, f"expected today's name of the key, got a deprecated one; use {today}"))
 
     def _unsupported(self, entry: Key, value: Any, here: str) -> None:
-        if value is None or entry.free or _inert(entry.inert, value):
+        asked = value
+        if entry.switch and isinstance(value, Mapping):
+            asked = value.get(entry.switch, entry.on_by_default)
+        if asked is None or entry.free or _is_one_of(entry.accepted, asked):
             return
         if entry.stage3 and self.stage is not None and self.stage < 3:
             self.without_effect.append((here, needs_stage_3(self.stage, value)))
         elif entry.ignored:
             self.without_effect.append((here, f"got {show(value)}, which changes nothing: {entry.ignored}"))
         else:
-            self.errors.append((here, _not_yet(entry.note, entry.inert)))
+            note = f" ({entry.note})" if entry.note else ""
+            switch = f"{entry.switch} = " if entry.switch else ""
+            values = " or ".join(dict.fromkeys(show(value).removeprefix("the string ") for value in entry.accepted))
+            said = f"known to zerolite but not supported yet{note}; leave it out (only {switch}{values} is accepted)"
+            self.errors.append((here, said))
 
-    def _unsupported_block(self, entry: UnsupportedBlock | None, value: Mapping[Any, Any], here: str) -> None:
-        """entry: None where each key is judged by itself."""
-        if entry is None:
-            for key, item in value.items():
-                self._not_in_model(here, key, item)
-        elif value or not entry.off_if_empty:
-            self._names(entry, value, here, "")
-            switch = value.get(entry.switch)
-            on = not _inert(entry.off, switch) if entry.switch in value else entry.on_by_default
-            if on:
-                self.errors.append((here, _not_yet(entry.note, entry.off, entry.switch)))
+    # ---------------------------------------------------------------- the errors of pydantic
 
-    def _names(self, entry: UnsupportedBlock, value: Mapping[Any, Any], path: str, prefix: str) -> None:
-        """Check only that every key exists, at every depth that the table describes."""
-        for key, item in value.items():
-            name = prefix + _name(key)
-            holds_keys = any(other.startswith(f"{name}.") for other in entry.names)
-            if isinstance(key, str) and "." not in key and holds_keys:
-                self._names(entry, item if isinstance(item, Mapping) else {}, _join(path, key), f"{name}.")
-            elif name not in entry.names or "." in key:
-                self.errors.append((_join(path, key), self._unknown(path, _name(key))))
+    def _invalid(self, details: Mapping[str, Any], clean: dict[str, Any]) -> None:
+        """Note an error, and drop the value, so that its default takes its place; the block if there is none."""
+        model: type[Block] = ZeroliteConfig
+        holder, block, path = clean, "", ""
+        for name in details["loc"]:
+            info, block, path = model.model_fields.get(name), path, join(path, name)
+            inner = block_model(info) if info else None
+            if inner is None or not isinstance(holder.get(name), dict):
+                break
+            model, holder = inner, holder[name]
+        value = holder.pop(name, None)
+        if info is None:
+            said = self._unknown(block, name)
+        elif inner is not None:
+            said = _not_an_object(path, value)
+        elif details["type"] == "missing":
+            clean.pop(block)
+            said = f'expected a name, got nothing; add the key, such as "type": "{_EXAMPLES[block]}"'
+        else:
+            said = sentence(info, value, details)
+        # One error for each value: none where the walk has dropped what is in it.
+        if not any(known == path or known.startswith(f"{path}.") for known, _ in self.errors):
+            self.errors.append((path, said))
 
     def _unknown(self, block: str, key: str) -> str:
-        said = f"expected a key of {block or 'the configuration'}, got an unknown one"
-        supported, unsupported = _all_paths()
+        said, supported = f"expected a key of {block or 'the configuration'}, got an unknown one", supported_keys()
         if not block and "." in key and key in supported:
             nested = key.replace(".", '": {"')
             return f'{said}; write it nested: "{nested}": ...' + "}" * key.count(".")
@@ -260,53 +196,55 @@ class _Loader:
         if block and key in supported:
             return f"{said}; did you mean {key}? It belongs to the top level: move it out of {block}"
         self.hints -= 1
-        search = self.hints >= 0 and len(key) < _LONGEST_HINT
-        near = nearest_keys(block, key, supported, unsupported) if search else []
+        near = nearest_keys(block, key) if self.hints >= 0 and len(key) < _LONGEST_HINT else []
         return f"{said}; did you mean {' or '.join(near)}?" if near else f"{said}; remove it"
 
 
-def block_model(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a field's annotation (`Block` or `Block | None`), if it is one."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+def nearest_keys(block: str, key: str) -> list[str]:
+    """Full paths of the known keys closest to `key` in `block` ("" is the top level), at most three, best first.
 
-
-def supported_paths(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> Iterator[str]:
-    """The full path of every supported key, blocks before what they hold."""
-    for name, info in model.model_fields.items():
-        yield _join(prefix, name)
-        inner = block_model(info.annotation)
-        if inner is not None:
-            yield from supported_paths(inner, _join(prefix, name))
+    Keys of the same block are preferred to those of another one, supported keys to unsupported ones. More than one is
+    returned only where they are equally close.
+    """
+    matcher = SequenceMatcher(b=key.lower(), autojunk=False)
+    ratios: dict[str, float] = {}
+    scores: dict[str, float] = {}
+    for path in dict.fromkeys((*supported_keys(), *UNSUPPORTED, *GROUPS)):
+        home, _, name = path.rpartition(".")
+        if name not in ratios:
+            matcher.set_seq1(name.lower())
+            ratios[name] = matcher.ratio() if matcher.quick_ratio() >= _NEAR else 0.0
+        scores[path] = ratios[name] - 0.1 * (home != block) - 0.05 * (path not in supported_keys())
+    best = max(scores.values())
+    return [path for path, score in scores.items() if score >= _NEAR and score > best - 1e-9][:3]
 
 
 @lru_cache(maxsize=1)
-def _all_paths() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    supported = tuple(supported_paths())
-    return supported, tuple(path for path in unsupported_paths() if path not in supported)
+def supported_keys() -> dict[str, Any]:
+    """The default of every supported key by its full path, blocks before what they hold."""
+    return dict(_defaults(ZeroliteConfig, ""))
 
 
-def _name(key: object) -> str:
-    """The key as messages show it."""
-    if isinstance(key, str):
-        return shorten(key) or '""'
-    try:
-        return shorten(str(key))
-    except ValueError:  # an integer of more digits than Python converts
-        return show(key)
+def _defaults(model: type[Block], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, info in model.model_fields.items():
+        yield join(prefix, name), info.get_default(call_default_factory=True)
+        inner = block_model(info)
+        if inner is not None:
+            yield from _defaults(inner, join(prefix, name))
 
 
-def _join(path: str, key: object) -> str:
-    return f"{path}.{_name(key)}" if path else _name(key)
+_EXAMPLES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
 
 
-def _inert(accepted: tuple[object, ...], value: object) -> bool:
-    """True if a value is one of these. Booleans and numbers differ, unlike in Python."""
-    if isinstance(value, str) and value == "auto":
-        return bool(accepted)
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted)
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _is_one_of(accepted: tuple[object, ...], value: object) -> bool:
+    """True if a value is one of these, or "auto". Booleans and numbers differ, unlike in Python."""
+    return _is_auto(value) or any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted
+    )
 
 
 def _not_an_object(path: str, value: object) -> str:
@@ -315,15 +253,17 @@ def _not_an_object(path: str, value: object) -> str:
     return f"expected an object, got {show(value)}; write {{...}} or leave the key out"
 
 
-def _not_a_key(key: object) -> str:
-    return f"expected a string as the key, got {show(key)}; write it in quotes"
-
-
-def _not_yet(note: str, accepted: tuple[object, ...], switch: str = "") -> str:
-    said = f"{_NOT_YET} ({note})" if note else _NOT_YET
-    values = " or ".join(dict.fromkeys(show(value).removeprefix("the string ") for value in accepted))
-    only = f" (only {switch + ' = ' if switch else ''}{values} is accepted)" if accepted else ""
-    return f"{said}; leave it out{only}"
+def _problems(value: Any, path: str, in_params: bool) -> Iterator[tuple[str, str]]:
+    """(path, sentence) of every unusable leaf and key of a JSON value."""
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _problems(item, f"{path}[{index}]", in_params)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _problems(key, join(path, key), in_params)
+            yield from _problems(item, join(path, key), in_params)
+    elif said := _unusable_text(value) or (_unusable_number(value) if in_params else None):
+        yield path, said
 
 
 def _unusable_number(leaf: Any) -> str | None:
@@ -343,17 +283,3 @@ def _unusable_text(leaf: Any) -> str | None:
     if isinstance(leaf, str) and not leaf.isascii() and _SURROGATE.search(leaf):
         return f"expected text that UTF-8 can hold, got {show(leaf)}; write the character itself"
     return None
-
-
-def _problems(value: Any, path: str, problem: Callable[[Any], str | None]) -> Iterator[tuple[str, str]]:
-    """(path, sentence) of every leaf and every key of a JSON value with a problem."""
-    said = None if isinstance(value, (Mapping, list, tuple)) else problem(value)
-    if said is not None:
-        yield path, said
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _problems(key, _join(path, key), problem)
-            yield from _problems(item, _join(path, key), problem)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _problems(item, f"{path}[{index}]", problem)

@@ -6,12 +6,11 @@ The string below each field says what it does and in which unit; docs/configurat
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from . import batch
-from .contradictions import find_contradictions
 from .elasticity import ElasticityConfig
 from .errors import ConfigError
 from .monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig, WandbConfig
@@ -27,22 +26,28 @@ from .values import (
     Count,
     Dtype,
     FrozenDict,
-    Hint,
     Natural,
     NotNegative,
     Positive,
-    Seconds,
     Text,
     Texts,
 )
 from .zero import ZeroConfig
 
-BatchSize = Annotated[Count, Field(le=MAX_BATCH), Hint(null="derived from the others")] | None
+
+def _no_fraction(value: float) -> float:
+    if 0 < value < 1:
+        raise ValueError(f"expected a finite number of at least 1, or 0, got {value:g}; write 0 to turn it off")
+    return value
+
+
+BatchSize = Annotated[Count, Field(le=MAX_BATCH)] | None
 Interval = Annotated[
-    Annotated[Count, Hint(null="never")] | None,
+    Count | None,
     # Infinity, which accelerate writes for "never", is text when hjson reads it.
     BeforeValidator(lambda value: None if value in (math.inf, "Infinity") else value),
 ]
+Seconds = Annotated[NotNegative, AfterValidator(_no_fraction), Field(title="a finite number of at least 1, or 0")]
 
 
 class OptimizerConfig(Block):
@@ -78,7 +83,7 @@ class DataTypesConfig(Block):
 class CheckpointConfig(Block):
     """Saving and loading; see [Checkpoints](checkpoints.md)."""
 
-    keep_last: Annotated[Count, Hint(null="all")] | None = None
+    keep_last: Count | None = None
     """Checkpoints with the default tag, `global_step<N>`, that stay when another one is complete; those with tags of
     your own always stay. null: all. (zerolite's own key.)"""
     overwrite: Bool = False
@@ -107,7 +112,7 @@ class ZeroliteConfig(Block):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
-    fp32_modules: Annotated[Texts, Hint(example='["*.router", "*.norm"]')] = ()
+    fp32_modules: Texts = ()
     """Modules that keep fp32 parameters and compute in fp32 in 16-bit training, such as `["*.router"]`: patterns (`*`,
     `?`, `[...]`; upper and lower case differ) of qualified names in the model; `*.norm` matches `norm` too. Inputs and
     outputs are cast for them. (zerolite's own key; see [precision](precision.md).)"""
@@ -178,18 +183,6 @@ class ZeroliteConfig(Block):
         """(path, sentence) of each given key that has no effect."""
         return self._without_effect
 
-    def model_post_init(self, context: Any) -> None:
-        if context:
-            self._auto = frozenset(context.get("auto", ()))
-
-    @model_validator(mode="after")
-    def _no_contradictions(self, info: ValidationInfo) -> ZeroliteConfig:
-        invalid = (info.context or {}).get("invalid", ())
-        errors = [(c.paths[0], c.sentence) for c in find_contradictions(self) if not set(c.paths) & set(invalid)]
-        if errors:
-            raise ConfigError(errors)
-        return self
-
     def resolve(self, world_size: int) -> ZeroliteConfig:
         """The same configuration with the batch sizes filled in for `world_size` data-parallel ranks.
 
@@ -210,9 +203,8 @@ class ZeroliteConfig(Block):
                 errors.append((path, 'expected a name, got "auto", which has no default here; write the name'))
         try:
             sizes = self._batch_sizes(world_size)
-        except batch.BatchSizeError as error:
-            errors.append((error.key, error.sentence))
-            raise ConfigError(errors) from None
+        except ConfigError as error:
+            raise ConfigError(errors + error.errors) from None
         solved = {batch.TRAIN: sizes.train, batch.MICRO: sizes.micro, batch.ACCUMULATION: sizes.accumulation}
         for key in sorted(self._auto):
             if solved[key] is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated
 
-from pydantic import AfterValidator, StrictStr
+from pydantic import AfterValidator, Field, StrictStr
 
-from .values import Block, Bool, Hint, Text, show
+from .values import Block, Bool, Text, show
 
 
 def _stays_inside(name: str) -> str:
@@ -26,7 +26,9 @@ FolderName = Annotated[Text, AfterValidator(_stays_inside)]
 class _FileMonitor(Block):
     enabled: Bool = False
     """Write files."""
-    output_path: Annotated[StrictStr, Hint("a path", 'write one in quotes, or "" for the working folder')] = ""
+    output_path: Annotated[
+        StrictStr, Field(title="a path", description='write one in quotes, or "" for the working folder')
+    ] = ""
     """Folder that holds the folder of the job; "" = the one in which the job runs."""
     job_name: FolderName = "DeepSpeedJobName"
     """Name of the folder of the job in `output_path`. A job that writes into an old one continues it."""

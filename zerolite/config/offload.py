@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .values import Block, Bool, Count, Hint, Integer, Natural, NotNegative, Path, Texts
+from .values import NULL_IS_DEFAULT, Block, Bool, Count, Integer, Natural, NotNegative, Path, Texts
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
-Device = Annotated[OffloadDevice, Hint(null="the device")]
-Threads = Annotated[Count, Field(le=1024), Hint(null="as the other key")]
+Device = Annotated[OffloadDevice, NULL_IS_DEFAULT, Field(title='"none" or "cpu" or "nvme" or null')]
+Threads = Annotated[Count, Field(le=1024)]
 
 DISK_BLOCK = 4096
 """Bytes: what is read from and written to disk directly is cut at multiples."""
@@ -103,14 +103,14 @@ class ActivationCheckpointingConfig(Block):
     contiguous_memory_optimization: Bool = False
     """Put what one of the first two keys keeps into one piece of memory of `number_checkpoints` equal slots, as long as
     the first checkpoint's inputs; what does not fit gets memory of its own, with a warning."""
-    number_checkpoints: Annotated[Count, Hint(null="not known")] | None = None
+    number_checkpoints: Count | None = None
     """With `contiguous_memory_optimization`: the most checkpoints whose backward has not come yet: those of one
     forward, times the micro-batches under way."""
     synchronize_checkpoint_boundary: Bool = False
     """Wait for the device at each boundary of a checkpoint; for measurements."""
     profile: Bool = False
     """Measure forward, recomputation, copies and gathers of checkpoints: a line after each step, on rank 0."""
-    modules: Annotated[Texts, Hint(example='["blocks.*"]')] = ()
+    modules: Texts = ()
     """Modules whose forward is checkpointed, without a change to the model, such as `["blocks.*"]` or `["*Block"]`:
     patterns (`*`, `?`, `[...]`; upper and lower case differ) of qualified names in the model or of class names. What is
     in such a module is not checkpointed again, and containers (ModuleList, ModuleDict) never match. (zerolite's own

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from .values import Arguments, Block, Bool, Count, Hint, Natural, Texts, show
+from .values import NULL_IS_DEFAULT, Arguments, Block, Bool, Count, Natural, Texts, show
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"]
 ONE_CHUNK = ("gpipe", "1f1b")
@@ -39,13 +39,13 @@ Plan = Annotated[
     Arguments,
     Field(min_length=1),
     AfterValidator(_styles),
-    Hint("an object of module names and styles", 'write {"blocks.*.mlp.up": "column", ...}'),
+    Field(title="an object of module names and styles", description='write {"blocks.*.mlp.up": "column", ...}'),
 ]
 PartitionMethod = Annotated[
     str,
     Field(pattern="^((?i:type):|(parameters|uniform|profile)$)", strict=True),
     BeforeValidator(_lower),
-    Hint('"parameters", "uniform", "profile" or "type:REGEX"', "write one of these"),
+    Field(title='"parameters", "uniform", "profile" or "type:REGEX"', description="write one of these"),
 ]
 
 
@@ -64,7 +64,7 @@ class TensorParallelConfig(Block):
     sequence_parallel: Bool = False
     """Between the layers that are cut, each rank keeps a part of the sequence only: less memory for activations, the
     same traffic."""
-    divide: Annotated[Texts, Hint(example='["blocks.*.attn.heads"]')] | Literal["auto"] = "auto"
+    divide: Texts | Literal["auto"] = "auto"
     """Numbers that modules keep and that a rank has only a part of, such as heads: patterns of `module.attribute`.
     `"auto"`: known names in modules whose layers are cut."""
 
@@ -77,9 +77,9 @@ class TensorParallelConfig(Block):
 class PipelineConfig(Block):
     """Consecutive layers on `stages` groups of ranks; see [pipeline parallelism](pipeline-parallelism.md)."""
 
-    stages: Annotated[Count, Hint(null="1")] = 1
+    stages: Annotated[Count, NULL_IS_DEFAULT, Field(title="an integer of at least 1 or null")] = 1
     """Groups of ranks, each with a part of the layers. They divide the number of ranks."""
-    split: Annotated[Texts, Hint(example='["blocks.6"]')] | Literal["auto"] = "auto"
+    split: Texts | Literal["auto"] = "auto"
     """For a model that is no sequence of layers: the modules with which the second stage, the third and so on begin.
     `"auto"`: the longest list of equal modules is divided by `partition_method`."""
     partition_method: PartitionMethod = "parameters"
@@ -88,7 +88,7 @@ class PipelineConfig(Block):
     schedule: Schedule = "1f1b"
     """The order of forwards and backwards, of torch.distributed.pipelining. Micro-batches are those of
     `gradient_accumulation_steps`."""
-    chunks: Annotated[Count, Hint(null="as many as the schedule needs")] | None = None
+    chunks: Count | None = None
     """Parts of the model on each rank. null: 1 for gpipe and 1f1b, 2 for others."""
     activation_checkpoint_interval: Natural = 0
     """Layers whose activations are computed anew in backward, as one; 0 = off."""

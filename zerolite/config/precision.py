@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from .values import DTYPE, Block, Bool, Count, Hint, Natural, NotNegative, Texts
+from .values import DTYPE, Block, Bool, Count, Natural, NotNegative, Texts
 
 
 def _only_true(value: bool) -> bool:
@@ -50,7 +50,7 @@ class Bf16Config(Block):
 
     enabled: Bool = False
     """Compute in bfloat16."""
-    immediate_grad_update: Annotated[Bool, AfterValidator(_only_true), Hint("true")] = True
+    immediate_grad_update: Annotated[Bool, AfterValidator(_only_true), Field(title="true")] = True
     """Gradients are accumulated as they arrive. Only true is possible."""
     check_grad_overflow: Bool = True
     """Skip the step, on all ranks, when a gradient is not finite."""
@@ -71,7 +71,7 @@ class TorchAutocastConfig(Block):
     """Run forward under torch.autocast."""
     dtype: Annotated[Literal["bf16", "fp16"], DTYPE] = "bf16"
     """The dtype autocast computes in."""
-    lower_precision_safe_modules: Annotated[Texts, Hint(example='["torch.nn.Linear"]')] | None = None
+    lower_precision_safe_modules: Texts | None = None
     """Classes of modules whose gradients are reduced in `dtype`, such as `torch.nn.Linear`. null: all gradients are
     reduced in fp32."""
     output_dtype: Annotated[Literal["fp32"], DTYPE] | None = None

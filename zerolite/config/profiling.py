@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from .values import Block, Bool, Count, Hint, Integer, Natural, NotNegative, Positive, Text, Texts, show
+from .values import Block, Bool, Count, Integer, Natural, NotNegative, Positive, Text, Texts, show
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 """What zerolite sends."""
@@ -40,7 +40,7 @@ def _operations(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(operation for operation in OPERATIONS if operation in meant)
 
 
-Operations = Annotated[Texts, AfterValidator(_operations), Hint(example='["all_reduce"]')]
+Operations = Annotated[Texts, AfterValidator(_operations), Field(description='write names such as ["all_reduce"]')]
 
 
 class CommsLoggerConfig(Block):

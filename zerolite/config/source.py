@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .values import shorten, show
+from .values import join, shorten, show
 
 _MOST_DIGITS = 1000
 
@@ -23,11 +24,8 @@ class RawConfig(NamedTuple):
     origin: str | None
 
 
-class _Pairs:
+class _Pairs(list[tuple[str, Any]]):
     """An object of the text, before duplicates are dropped."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        self.pairs = pairs
 
 
 def read_source(source: Mapping[str, Any] | str | os.PathLike[str]) -> RawConfig:
@@ -38,12 +36,10 @@ def read_source(source: Mapping[str, Any] | str | os.PathLike[str]) -> RawConfig
     """
     if isinstance(source, Mapping):
         return RawConfig(dict(source), [], None)
-    if isinstance(source, os.PathLike):
-        return _parse(_read_file(os.fspath(source)), os.fspath(source))
-    if isinstance(source, str):
-        if _is_text(source):
-            return _parse(source, None)
-        return _parse(_read_file(source), source)
+    if isinstance(source, str) and _is_text(source):
+        return _parse(source, None)
+    if isinstance(source, (str, os.PathLike)):
+        return _parse(_read_file(os.fspath(source)), os.fsdecode(source))
     raise ConfigError([("", f"expected a dict, a path, or JSON or hjson text, got {type(source).__name__}; pass one")])
 
 
@@ -66,8 +62,6 @@ def _read_file(path: str | bytes) -> str:
         problem = f'expected a configuration file, but there is none at "{name}"; check the path'
         if not os.path.isabs(name):
             problem += f' (taken relative to "{os.getcwd()}")'
-    except IsADirectoryError:
-        problem = f'expected a configuration file, but "{name}" is a directory; give the file inside it'
     except UnicodeDecodeError as error:
         problem = f'expected UTF-8 text in "{name}", but byte {error.start} is not; save the file as UTF-8'
     except (OSError, ValueError) as error:
@@ -76,20 +70,18 @@ def _read_file(path: str | bytes) -> str:
     raise ConfigError([("", problem)])
 
 
-def _parse(text: str, origin: str | bytes | None) -> RawConfig:
-    name = None if origin is None else os.fsdecode(origin)
+def _parse(text: str, origin: str | None) -> RawConfig:
     text = text.removeprefix("\ufeff")
     if not text.strip():
-        raise ConfigError([("", "expected an object, got empty text; write at least {}")], name)
-    parsed = _parse_json_or_hjson(text, name)
+        raise ConfigError([("", "expected an object, got empty text; write at least {}")], origin)
     duplicates: list[tuple[str, str]] = []
-    values = _plain(parsed, "", duplicates)
+    values = _without_pairs(_parse_json_or_hjson(text, origin), "", duplicates)
     if not isinstance(values, dict):
-        raise ConfigError([("", f"expected an object such as {{...}}, got {show(values)}")], name)
-    return RawConfig(values, duplicates, name)
+        raise ConfigError([("", f"expected an object such as {{...}}, got {show(values)}")], origin)
+    return RawConfig(values, duplicates, origin)
 
 
-def _parse_json_or_hjson(text: str, name: str | None) -> Any:
+def _parse_json_or_hjson(text: str, origin: str | None) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_Pairs, parse_int=_integer)
     except ValueError as error:
@@ -103,7 +95,7 @@ def _parse_json_or_hjson(text: str, name: str | None) -> Any:
     except ValueError as error:
         hjson_problem = _syntax_problem(error)
     sentence = f"expected JSON or hjson; as JSON: {json_problem}; as hjson: {hjson_problem}"
-    raise ConfigError([("", sentence)], name) from None
+    raise ConfigError([("", sentence)], origin) from None
 
 
 def _integer(digits: str) -> int | float:
@@ -117,20 +109,13 @@ def _syntax_problem(error: ValueError) -> str:
     return message if line is None else f"{message} at line {line} column {column}"
 
 
-def _plain(value: Any, path: str, duplicates: list[tuple[str, str]]) -> Any:
+def _without_pairs(value: Any, path: str, duplicates: list[tuple[str, str]]) -> Any:
     """Turn pairs into dicts, noting the full path of every key that an object holds more than once."""
+    if isinstance(value, _Pairs):
+        for key, count in Counter(key for key, _ in value).items():
+            if count > 1:
+                duplicates.append((join(path, key), f"expected the key once, got it {count} times; keep one of them"))
+        return {key: _without_pairs(item, join(path, key), duplicates) for key, item in value}
     if isinstance(value, list):
-        return [_plain(item, f"{path}[{index}]", duplicates) for index, item in enumerate(value)]
-    if not isinstance(value, _Pairs):
-        return value
-    result: dict[str, Any] = {}
-    counts: dict[str, int] = {}
-    for key, item in value.pairs:
-        here = f"{path}.{shorten(key)}" if path else shorten(key)
-        counts[key] = counts.get(key, 0) + 1
-        result[key] = _plain(item, here, duplicates)
-    for key, count in counts.items():
-        if count > 1:
-            here = f"{path}.{shorten(key)}" if path else shorten(key)
-            duplicates.append((here, f"expected the key once, got it {count} times; keep one of them"))
-    return result
+        return [_without_pairs(item, f"{path}[{index}]", duplicates) for index, item in enumerate(value)]
+    return value

@@ -1,4 +1,8 @@
-"""Types of configuration values, and the sentence that says what is wrong with one: expected, got, what to do."""
+"""Types of configuration values, and the sentence that says what is wrong with one: expected, got, what to do.
+
+A type's `title` and `description` are the words of its own for what it takes and for what to do; without them, both
+follow from pydantic's JSON schema and from the kind of its error.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,25 @@ import numbers
 import os
 import re
 import sys
-import types
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUseDefault
 
 from zerolite.utils.dtype_names import CONFIG as DTYPE_NAMES
 
@@ -35,22 +50,27 @@ class Block(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    keeps_auto: ClassVar[str] = ""
+    """The field for which "auto" is a value of its own."""
 
-@dataclass(frozen=True)
-class Hint:
-    """Additions to a field's type in messages.
+    @field_validator("*", mode="before")
+    @classmethod
+    def _use_default(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take the default for "auto" and, in the place of a block, for null and false."""
+        field = cls.model_fields[info.field_name or ""]
+        auto = isinstance(value, str) and value == "auto" and info.field_name != cls.keeps_auto
+        absent = (value is None or value is False) and block_model(field) is not None
+        if (auto or absent) and not field.is_required():
+            raise PydanticUseDefault
+        return value
 
-    Attributes:
-        expected: instead of the words that the type gives.
-        remedy: what to do, instead of the words that the kind of error gives.
-        example: a value to write.
-        null: what null means, for the remedy. Where the type has no null, it is the default.
-    """
 
-    expected: str = ""
-    remedy: str = ""
-    example: str = ""
-    null: str = ""
+def block_model(info: FieldInfo) -> type[Block] | None:
+    """The model behind a field (`Block` or `Block | None`), if it is one."""
+    for candidate in (info.annotation, *get_args(info.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Block):
+            return candidate
+    return None
 
 
 def show(value: object, limit: int = 60) -> str:
@@ -73,6 +93,15 @@ def shorten(text: str, limit: int = 100) -> str:
     if len(text) > limit:
         text = text[: limit - 3] + "..."
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def join(path: str, key: object) -> str:
+    """The full path of a key in the block at `path`."""
+    try:
+        name = shorten(str(key)) or '""'
+    except ValueError:  # an integer of more digits than Python converts
+        name = show(key)
+    return f"{path}.{name}" if path else name
 
 
 # ---------------------------------------------------------------- types
@@ -109,15 +138,15 @@ _DTYPES = {
 }
 
 
+def _default_for_null(value: Any) -> Any:
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
 def _listed(value: Any) -> Any:
     """pydantic takes any iterable for a tuple."""
     return tuple(value) if isinstance(value, (list, tuple)) else object()
-
-
-def _one_line(value: float) -> float:
-    if 0 < value < 1:
-        raise ValueError(f"expected a finite number of at least 1, or 0, got {value:g}; write 0 to turn it off")
-    return value
 
 
 class FrozenDict(dict[str, Any]):
@@ -144,6 +173,8 @@ def frozen(value: Any) -> Any:
 
 
 NUMBER = BeforeValidator(as_number)
+DTYPE = BeforeValidator(_dtype)
+NULL_IS_DEFAULT = BeforeValidator(_default_for_null)
 Bool = StrictBool
 Integer = Annotated[StrictInt, NUMBER, Field(le=_MAX_INT)]
 Natural = Annotated[Integer, Field(ge=0)]
@@ -151,23 +182,22 @@ Count = Annotated[Integer, Field(ge=1)]
 Finite = Annotated[float, NUMBER, Field(strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[Finite, Field(ge=0)]
 Positive = Annotated[Finite, Field(gt=0)]
-Seconds = Annotated[NotNegative, AfterValidator(_one_line), Hint("a finite number of at least 1, or 0")]
-DTYPE = BeforeValidator(_dtype)
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], DTYPE]
 Text = Annotated[StrictStr, Field(pattern=r"\S")]
 Path = Annotated[
     Text,
     BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
-    Hint("a path", "write one in quotes"),
+    Field(title="a path", description="write one in quotes"),
 ]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_listed)]
+Texts = Annotated[
+    tuple[Text, ...], BeforeValidator(_listed), Field(description='write names in quotes, such as ["a", "b.*"]')
+]
 Sizes = Annotated[
     tuple[Annotated[Count, Field(le=MAX_BATCH)], ...],
     BeforeValidator(_listed),
-    Field(min_length=1, max_length=100),
-    Hint(remedy="write at most 100 sizes of at least 1, such as [2, 4]"),
+    Field(min_length=1, max_length=100, description="write at most 100 sizes of at least 1, such as [2, 4]"),
 ]
-Arguments = Annotated[dict[str, Any], AfterValidator(frozen), Hint(remedy='write it as {"name": value, ...}')]
+Arguments = Annotated[dict[str, Any], AfterValidator(frozen), Field(description='write it as {"name": value, ...}')]
 
 
 # ---------------------------------------------------------------- messages
@@ -175,42 +205,35 @@ Arguments = Annotated[dict[str, Any], AfterValidator(frozen), Hint(remedy='write
 
 def expected(info: FieldInfo) -> str:
     """The words for what a field takes, which the generated reference shows as its type."""
-    words, null = _words(info.annotation, info.metadata), hint(info).null
-    return f"{words} or null" if null and not words.endswith(" or null") else words
-
-
-def hint(info: FieldInfo) -> Hint:
-    """The outermost hint of a field; an empty one where it has none."""
-    found = [item for item in _metadata(info.annotation, info.metadata) if isinstance(item, Hint)]
-    return found[-1] if found else Hint()
+    return _words(_schema(info))
 
 
 def sentence(info: FieldInfo, value: object, details: Mapping[str, Any]) -> str:
     """Describe the error in the value of a field. details: of pydantic's error."""
-    cause = details.get("ctx", {}).get("error")
-    if cause is not None:
-        return str(cause)
-    said, remedy = hint(info), _remedy(info, value, details)
-    null = f", or null ({said.null})" if said.null and not said.remedy else ""
-    return f"expected {expected(info)}, got {show(value)}; {remedy}{null}"
+    context = details.get("ctx", {})
+    if "error" in context:  # of a validator of ours
+        return str(context["error"])
+    schema = _schema(info)
+    first = schema["anyOf"][0] if "anyOf" in schema else schema
+    remedy = first.get("description") or _remedy(details["type"], as_number(value), context)
+    return f"expected {_words(schema)}, got {show(value)}; {remedy}"
 
 
-def _remedy(info: FieldInfo, value: object, details: Mapping[str, Any]) -> str:
-    kind, number, said = details["type"], as_number(value), hint(info)
-    bounds = _bounds(_metadata(info.annotation, info.metadata))
-    if said.remedy:
-        return said.remedy
-    if said.example:
-        return f"write names such as {said.example}"
+def _schema(info: FieldInfo) -> dict[str, Any]:
+    parts: Any = (info.annotation, *info.metadata, Field(title=info.title, description=info.description))
+    return TypeAdapter[Any](Annotated[parts]).json_schema()
+
+
+def _remedy(kind: str, number: Any, context: Mapping[str, Any]) -> str:
     if kind in ("greater_than_equal", "less_than_equal"):
-        return f"the nearest allowed value is {bounds['ge' if kind == 'greater_than_equal' else 'le']}"
+        return f"the nearest allowed value is {context.get('ge', context.get('le'))}"
     if kind == "multiple_of":
-        below = number // bounds["multiple_of"] * bounds["multiple_of"]
-        return f"write {below} or {below + bounds['multiple_of']}"
+        below = number // context["multiple_of"] * context["multiple_of"]
+        return f"write {below} or {below + context['multiple_of']}"
     if kind in ("int_type", "float_type", "finite_number") and isinstance(number, float):
         finite = math.isfinite(number)
         return f"write {math.floor(number)} or {math.ceil(number)}" if finite else "write a finite number"
-    if kind == "literal_error" and "fp" in details["ctx"]["expected"]:
+    if kind == "literal_error" and "fp" in context["expected"]:
         return 'longer spellings such as "float32" are fine too'
     return _REMEDIES.get(kind, "write one of these or leave the key out")
 
@@ -225,39 +248,25 @@ _REMEDIES = {
 }
 
 
-def _metadata(annotation: Any, metadata: Iterable[Any]) -> list[Any]:
-    """Return the annotations of a type and, if it is optional, of the type within; inner ones first."""
-    found = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
-    if get_origin(annotation) is Annotated:
-        inner, *more = get_args(annotation)
-        return _metadata(inner, more) + found
-    if get_origin(annotation) in (Union, types.UnionType):
-        return _metadata(get_args(annotation)[0], ()) + found
-    return found
+def _words(schema: dict[str, Any]) -> str:
+    """The words for what a JSON schema takes."""
+    if "title" in schema:
+        return str(schema["title"])
+    if "anyOf" in schema:
+        return " or ".join(map(_words, schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(map(json.dumps, schema.get("enum", [schema.get("const")])))
+    if schema["type"] in ("integer", "number"):
+        return _range(schema)
+    if schema["type"] == "array":
+        return f"an array of {schema['items']['type']}s"
+    names = {"boolean": "true or false", "string": "a non-empty string", "null": "null"}
+    return names.get(schema["type"], "an object")
 
 
-def _words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " or ".join(_words(inner) for inner in get_args(annotation))
-    around = _metadata(annotation, metadata)
-    given = [item.expected for item in around if isinstance(item, Hint) and item.expected]
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    if given:
-        return given[-1]
-    if get_origin(annotation) is Literal:
-        return " or ".join(json.dumps(word) for word in get_args(annotation))
-    if annotation in (int, float):
-        return _range(annotation, around)
-    if get_origin(annotation) is tuple:
-        return f"an array of {'integers' if 'int' in str(get_args(annotation)[0]) else 'strings'}"
-    names = {bool: "true or false", str: "a non-empty string", type(None): "null"}
-    return names.get(annotation, "an object")
-
-
-def _range(number: type, around: Iterable[Any]) -> str:
-    bounds = _bounds(around)
-    text = "an integer" if number is int else "a finite number"
+def _range(schema: dict[str, Any]) -> str:
+    text = "an integer" if schema["type"] == "integer" else "a finite number"
+    bounds = {_BOUNDS.get(key, key): value for key, value in schema.items()}
     if bounds.get("le", _MAX_INT) != _MAX_INT:
         text += f" from {bounds['ge']} to {bounds['le']}"
     else:
@@ -265,10 +274,5 @@ def _range(number: type, around: Iterable[Any]) -> str:
     return text + (f", a multiple of {bounds['multiple_of']}" if "multiple_of" in bounds else "")
 
 
-def _bounds(around: Iterable[Any]) -> dict[str, Any]:
-    """Return the outermost of several bounds of one kind."""
-    bounds: dict[str, Any] = {}
-    for item in around:
-        found = {name: getattr(item, name, None) for name in ("ge", "gt", "le", "multiple_of")}
-        bounds |= {name: bound for name, bound in found.items() if bound is not None}
-    return bounds
+_BOUNDS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "multipleOf": "multiple_of"}
+"""JSON schema's names. pydantic writes its own where a validator comes before the bound."""

@@ -8,9 +8,8 @@ from pydantic import Field
 
 from .errors import ConfigError
 from .offload import SUB_GROUP_SIZE, OffloadOptimizerConfig, OffloadParamConfig
-from .values import Block, Bool, Count, Hint, Natural, Texts
+from .values import NULL_IS_DEFAULT, Block, Bool, Count, Natural, Texts
 
-BucketSize = Annotated[Count, Hint(null="chosen from the model's size")]
 AUTO_GRANULARITY = 1_048_576
 """Elements of a module that is gathered as one unit whatever it is, where the configuration leaves the choice to
 zerolite."""
@@ -19,25 +18,27 @@ zerolite."""
 class LeafModuleConfig(Block):
     """Modules that stage 3 gathers whole, with all that they hold, in DeepSpeed's terms; adds to `leaf_modules`."""
 
-    classes: Annotated[Texts, Hint(example='["package.module.MoeBlock"]')] = ()
+    classes: Texts = ()
     """Class names, bare (`MoeBlock`) or with their module (`package.module.MoeBlock`)."""
-    names: Annotated[Texts, Hint(example='["model.layers.0.mlp"]')] = ()
+    names: Texts = ()
     """Qualified names in the model, exactly, such as `model.layers.0.mlp`."""
-    name_suffixes: Annotated[Texts, Hint(example='["mlp.experts"]')] = ()
+    name_suffixes: Texts = ()
     """Ends of qualified names, such as `mlp.experts`."""
 
 
 class ZeroConfig(Block):
     """The states that are sharded over the ranks."""
 
+    keeps_auto = "stage"
+
     stage: Annotated[Natural, Field(le=3)] | Literal["auto"] = 0
     """0: nothing; 1: optimizer states and master weights; 2: gradients too; 3: parameters too. `"auto"`: `initialize`
     plans the job at each stage and takes the one with the least traffic that fits into the device. (zerolite's own
     value.)"""
-    reduce_bucket_size: BucketSize | None = None
+    reduce_bucket_size: Count | None = None
     """Elements in a bucket, which is reduced and gathered as one. null or `"auto"`: 40 M, or 1 M for each data-parallel
     rank if that is more, but at most an eighth of the model (and at least 4 Mi)."""
-    allgather_bucket_size: BucketSize | None = None
+    allgather_bucket_size: Count | None = None
     """Elements gathered as one. Buckets are the same for both, so the smaller of the two sizes counts. null or
     `"auto"`: as `reduce_bucket_size`."""
     overlap_comm: Bool | None = None
@@ -58,14 +59,14 @@ class ZeroConfig(Block):
     [optimizers](optimizers.md)). Always so for those that are known to. (zerolite's own key.)"""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
-    sub_group_size: Annotated[Count, Hint(null="the default")] = SUB_GROUP_SIZE
+    sub_group_size: Annotated[Count, NULL_IS_DEFAULT, Field(title="an integer of at least 1 or null")] = SUB_GROUP_SIZE
     """With offload: most elements of a rank's shards that one step of the update has in hand. null: the default."""
     # Stage 3. Sizes are in elements of whole parameters, over all ranks. At lower stages these keys are without effect.
     stage3_prefetch_bucket_size: Natural = 50_000_000
     """Stage 3: elements that are gathered ahead of the modules that need them. 0: no prefetch."""
     stage3_param_persistence_threshold: Natural = 100_000
     """Stage 3: parameters of at most so many elements stay whole on every rank. 0: only empty ones do."""
-    stage3_model_persistence_threshold: Annotated[Natural, Hint(null="no limit")] | None = None
+    stage3_model_persistence_threshold: Natural | None = None
     """Stage 3: most elements, over all parameters together, that may stay whole because of
     `stage3_param_persistence_threshold`. null or `"auto"`: no limit."""
     stage3_max_live_parameters: Natural = 1_000_000_000
@@ -73,14 +74,14 @@ class ZeroConfig(Block):
     stage3_max_reuse_distance: Natural = 1_000_000_000
     """Stage 3: a parameter stays gathered after a use if at most so many elements are used before it is used again. 0:
     released after every use."""
-    stage3_module_granularity_threshold: Annotated[Natural, Hint(null="chosen by zerolite")] | None = None
+    stage3_module_granularity_threshold: Natural | None = None
     """Stage 3: a module that holds, with all modules in it, at most so many elements is gathered as one unit. null or
     `"auto"`: 1048576, and repeated blocks (several children of one class in a `ModuleList` or `Sequential`) are units
     too, where two fit into `stage3_max_live_parameters`. 0: every module that owns parameters is a unit."""
     stage3_gather_16bit_weights_on_model_save: Bool = False
     """Accepted, without effect: `engine.full_state_dict()` and `engine.save_16bit_model()` give whole weights at every
     stage when they are asked to."""
-    leaf_modules: Annotated[Texts, Hint(example='["*MoeBlock"]')] = ()
+    leaf_modules: Texts = ()
     """Stage 3: modules that are gathered as one unit whatever their size, such as `["*MoeBlock"]`: patterns (`*`, `?`,
     `[...]`; upper and lower case differ) of class names or of qualified names in the model, each of which must match
     one. (zerolite's own key.)"""

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolite.compat.deepspeed.utils.logging import warn_once
-from zerolite.config.known_keys import ALIASES, RENAMED, unsupported_paths
-from zerolite.config.load import supported_paths
+from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED
+from zerolite.config.load import supported_keys
 from zerolite.config.source import read_source
 
 _TOP_LEVEL = frozenset(
-    path.partition(".")[0] for path in (*supported_paths(), *unsupported_paths(), *RENAMED, *ALIASES)
+    path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *ALIASES)
 )
 
 # Speed, memory, logs and formats of files: nothing that a loss or a weight depends on.
@@ -125,7 +125,7 @@ def _use_todays_names(values: dict[str, Any]) -> None:
             warn_once(f"config: {old} is read as {new}, today's name")
 
 
-_SUPPORTED = frozenset(supported_paths())
+_SUPPORTED = frozenset(supported_keys())
 
 
 def _settle_numbers(values: dict[str, Any]) -> None:
