@@ -21,9 +21,7 @@ from zerolite.config.known_keys import ALIASES, RENAMED, UNSUPPORTED
 from zerolite.config.load import supported_keys
 from zerolite.config.source import read_source
 
-_TOP_LEVEL = frozenset(
-    path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *ALIASES)
-)
+_TOP_LEVEL = frozenset(path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *ALIASES))
 
 # Speed, memory, logs and formats of files: nothing that a loss or a weight depends on.
 _WITHOUT_NUMBERS = (
