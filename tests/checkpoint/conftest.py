@@ -22,3 +22,9 @@ def alone() -> Iterator[Pool]:
 def ram(tmp_path: Path) -> Iterator[Path]:
     with faults.memory(tmp_path) as directory:
         yield directory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    """A directory for checkpoints, which is not there yet."""
+    return str(tmp_path / "checkpoints")

@@ -22,11 +22,9 @@ from torch import Tensor, nn
 
 STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
-    "stage1_fp32": {"stage": 1},
     "stage1_bf16": {"stage": 1, "dtype": "bf16"},
     "stage1_bf16_fp32_grads": {"stage": 1, "dtype": "bf16", "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
     "stage1_elastic": {"stage": 1, "zero": {"elastic_checkpoint": True}},
-    "stage2_fp32": {"stage": 2},
     "stage2_bf16": {"stage": 2, "dtype": "bf16"},
     "stage2_fp16": {"stage": 2, "dtype": "fp16"},
     "stage2_round_robin": {"stage": 2, "zero": {"round_robin_gradients": True}},

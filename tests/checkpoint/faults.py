@@ -15,7 +15,6 @@ import torch
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import complete_checkpoints, default_tag, find
-from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.reader import CheckpointReader
@@ -118,31 +117,6 @@ class Death:
         self.happened = True
         self._end()
         raise Killed
-
-
-def pretended(action: Callable[[], Any], at: int, how: str) -> bool:
-    """Do ``action`` until it gets to the operation ``at``; what it tries from then on has no effect. Returns whether it
-    came that far."""
-    death = Death(at, how, end=lambda: None)
-    with contextlib.suppress(Killed, CheckpointError), death.awaited():
-        action()
-    return death.happened
-
-
-def killed(action: Callable[[], Any], at: int, how: str) -> bool:
-    """The same in a fork of this process, which is killed."""
-    process = os.fork()
-    if process == 0:
-        signal.alarm(30)
-        status = 1
-        with contextlib.suppress(BaseException), Death(at, how).awaited():
-            action()
-            status = 0
-        os._exit(status)
-    _, status = os.waitpid(process, 0)
-    by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    assert by == signal.SIGKILL or status == 0, f"the process ended with {status}"
-    return by is not None
 
 
 def as_nobody(path: Path, action: Callable[[], str]) -> str:

@@ -16,7 +16,6 @@ import torch
 
 from tests.checkpoint.deepspeed_fakes import Fake, example
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.compat.deepspeed_layout import equal_partitions, sliced_parameters
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.precision.loss_scaler import LossScaler
 
@@ -326,22 +325,3 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------- the layout
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-@pytest.mark.parametrize("gaps", [[0, 0, 0, 0], [3, 1, 2, 0]])
-def test_pieces_are_where_the_elements_are(world_size: int, gaps: list[int]) -> None:
-    numels = {"a": 5, "b": 0, "c": 17, "d": 1}
-    flat: list[str] = []
-    for (name, numel), gap in zip(numels.items(), gaps, strict=True):
-        flat += [f"{name}{i}" for i in range(numel)] + ["gap"] * gap
-    part = 2 * -(-len(flat) // (2 * world_size))
-    parts = [flat[rank * part : (rank + 1) * part] for rank in range(world_size)]
-    pieces = equal_partitions(numels, gaps, [len(elements) for elements in parts], "here")
-    slices = [[f"{name}{r * k + i}" if r * k + i < n else "pad" for name, n in numels.items()
-               for k in [-(-n // world_size)] for i in range(k)] for r in range(world_size)]  # fmt: skip
-    sliced = sliced_parameters(numels, [len(elements) for elements in slices], "here")
-    for where, elements in ((pieces, parts), (sliced, slices)):
-        for name, numel in numels.items():
-            found = [e for rank, start, length in where[name] for e in elements[rank][start : start + length]]
-            assert found == [f"{name}{i}" for i in range(numel)]

@@ -21,14 +21,14 @@ from tests.checkpoint.cases.export import read_model
 from tests.checkpoint.deepspeed_writer import CASES, STEPS
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint.export import export_checkpoint
-from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.compat.deepspeed_import import import_deepspeed
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 
 pytestmark = pytest.mark.slow  # a minute or two, most of it DeepSpeed's
 
 WRITER = Path(__file__).with_name("deepspeed_writer.py")
-WORLD_SIZES = (1, 2, 3)
+WORLD_SIZES = (2, 3)
+MADE = [*((3, case) for case in CASES), (2, "stage1_bf16"), (2, "stage2_bf16"), (2, "stage3_sub_groups")]
 FROZEN = {"blocks.1.linear.weight", "blocks.1.linear.bias"}
 EMPTY = {"nothing", "nothing_either"}
 
@@ -61,8 +61,7 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None
     assert torch.equal(found, expected), what
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "case"), MADE)
 def test_every_value_is_what_the_engine_held(made: Path, world_size: int, case: str) -> None:
     directory = made / str(world_size) / case
     expected = torch.load(directory / "expected.pt", weights_only=True)
@@ -86,18 +85,17 @@ def test_every_value_is_what_the_engine_held(made: Path, world_size: int, case: 
     assert {name for name, about in parameters.items() if not about["trained"]} <= FROZEN | EMPTY
     compute = {"bf16": "BF16", "fp16": "F16"}.get(CASES[case].get("dtype", ""), "F32")
     assert {about["dtype"] for about in parameters.values()} == {compute}
+    if case != "stage1_bf16_fp32_grads":  # DeepSpeed's script refuses the files of its bf16 optimizer
+        check_consolidated(imported, found, expected["consolidated"], CASES[case])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_weights_are_those_that_deepspeed_consolidates(made: Path, world_size: int, case: str) -> None:
-    directory = made / str(world_size) / case
-    consolidated = torch.load(directory / "expected.pt", weights_only=True)["consolidated"]
-    if case == "stage1_bf16_fp32_grads":
-        assert consolidated is None  # its script refuses the files of its bf16 optimizer
-        return
-    imported = read_deepspeed(directory)
-    found = tensors_of(imported)
+def check_consolidated(
+    imported: ImportedCheckpoint,
+    found: dict[str, torch.Tensor],
+    consolidated: dict[str, torch.Tensor],
+    case: dict[str, Any],
+) -> None:
+    """The weights are those that DeepSpeed's own script finds."""
     kept = {alias: name for name, about in imported.state["parameters"].items() for alias in about["aliases"]}
     kept |= {name: name for name in imported.state["parameters"]}
     for name, value in consolidated.items():
@@ -106,10 +104,10 @@ def test_the_weights_are_those_that_deepspeed_consolidates(made: Path, world_siz
             assert torch.equal(mine.float(), value.float()), name
     absent = {name for name in kept if name not in consolidated}
     assert absent <= FROZEN | EMPTY  # it leaves them out at stage 1, and on request
-    assert not absent or CASES[case]["stage"] == 1 or CASES[case].get("exclude_frozen_parameters")
+    assert not absent or case["stage"] == 1 or case.get("exclude_frozen_parameters")
 
 
-@pytest.mark.parametrize("case", ["stage1_bf16", "stage2_aligned", "stage2_fp16", "stage3_sub_groups"])
+@pytest.mark.parametrize("case", ["stage2_aligned", "stage3_sub_groups"])
 def test_the_export_has_the_weights_that_deepspeed_consolidates(made: Path, tmp_path: Path, case: str) -> None:
     directory = made / "3" / case
     consolidated = torch.load(directory / "expected.pt", weights_only=True)["consolidated"]
@@ -128,7 +126,7 @@ def state_of(made: Path, case: str, world_size: int = 2) -> tuple[dict[str, Any]
     return imported.state, torch.load(directory / "expected.pt", weights_only=True), imported.left_out
 
 
-@pytest.mark.parametrize("case", ["stage1_bf16", "stage2_round_robin", "stage3_sub_groups"])
+@pytest.mark.parametrize("case", ["stage2_round_robin", "stage3_sub_groups"])
 def test_the_optimizer_s_settings_and_counts(made: Path, case: str) -> None:
     state, expected, left_out = state_of(made, case)
     optimizer = state["optimizer"]
@@ -172,28 +170,11 @@ def test_deepspeed_s_own_optimizers_count_in_other_places(made: Path, case: str)
     assert state["optimizer"]["type"] == "AdamW" and "step" not in state["optimizer"]["groups"][0]["values"]
 
 
-@pytest.mark.parametrize("case", ["stage1_bf16", "stage2_fp32", "stage3_sub_groups"])
-def test_what_is_written_is_what_was_read(made: Path, tmp_path: Path, case: str) -> None:
-    directory = made / "2" / case
-    reader = CheckpointReader(import_deepspeed(directory, tmp_path))
-    imported = read_deepspeed(directory)
-    for key, value in tensors_of(imported).items():
-        assert_equal(reader.read(key), value, key)
-    assert set(reader.tensors) == set(tensors_of(imported))
-    assert [problem for _, problem in reader.verify() if problem] == []
-    assert reader.state["optimizer"]["groups"] == imported.state["optimizer"]["groups"]
-    assert reader.state["optimizer"]["scalars"].keys() == imported.state["optimizer"]["scalars"].keys()
-    assert reader.state["client_state"] == {"epoch": 4, "history": [0.5, 0.25], "nested": {"kept": (1, 2)}}
-    about = reader.manifest.about
-    assert (about.tag, about.global_steps, about.world_size, about.stage) == ("global_step3", 3, 2, int(case[5]))
-    assert about.versions["deepspeed"].startswith("0.")
-
-
 # DeepSpeed's stage 3 rounds a linear layer's result in bf16 twice, and its fp16 differs where the loss scale changes.
 CONTINUED = [
-    ("stage1_fp32", 2, 2, 3), ("stage1_bf16", 2, 2, 2), ("stage1_bf16_fp32_grads", 2, 1, 0),
-    ("stage2_round_robin", 3, 1, 1), ("stage2_bf16", 2, 2, 3), ("stage2_sgd", 2, 2, 1),
-    ("stage2_before_any_step", 2, 1, 3), ("stage3_sub_groups", 3, 1, 3), ("stage3_fp32", 2, 2, 0),
+    ("stage1_bf16", 2, 2, 2), ("stage2_round_robin", 3, 1, 1), ("stage2_bf16", 2, 2, 3),
+    ("stage2_sgd", 2, 2, 1), ("stage2_before_any_step", 2, 1, 3), ("stage3_sub_groups", 3, 1, 3),
+    ("stage3_fp32", 2, 2, 0),
 ]  # fmt: skip
 
 

@@ -13,18 +13,7 @@ from zerolite.checkpoint import direct_write
 from zerolite.checkpoint.direct_write import BATCH_BYTES
 from zerolite.checkpoint.filesystem import batches_of, write_file
 
-SIZES = [
-    0,
-    1,
-    4095,
-    4096,
-    4097,
-    BATCH_BYTES - 1,
-    BATCH_BYTES,
-    BATCH_BYTES + 1,
-    2 * BATCH_BYTES,
-    3 * BATCH_BYTES + 77,
-]
+SIZES = [0, 1, 4096, BATCH_BYTES - 1, BATCH_BYTES, 3 * BATCH_BYTES + 77]
 
 
 def batches(content: bytes, sizes: Sequence[int]) -> Iterator[list[memoryview]]:

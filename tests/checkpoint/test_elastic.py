@@ -54,8 +54,7 @@ def test_a_run_goes_on_with_half_of_its_ranks(pools: Pools, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "saves"), [(0, 3), (1, 2), (2, 4), (3, 1), (3, 3)])
 def test_a_run_goes_on_with_any_number_of_ranks(pools: Pools, tmp_path: Path, stage: int, saves: int) -> None:
     check(pools, tmp_path, stage, saves, [1, 2, 3, 4])
 

@@ -27,7 +27,7 @@ from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.huggingface import ModelWriter, plan_files
+from zerolite.checkpoint.huggingface import plan_files
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.utils.dtypes import BY_CODE
 
@@ -79,8 +79,7 @@ def test_files_are_filled_in_order_and_hold_at_most_what_was_asked_for() -> None
 # -------------------------------------------------------------------- from a checkpoint
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("size", ["5GB", "60B"])
+@pytest.mark.parametrize(("dtype", "size"), [(None, "60B"), ("fp32", "5GB"), ("bf16", "60B"), ("fp16", "60B")])
 def test_a_checkpoint_is_exported(checkpoint: Path, tmp_path: Path, dtype: str | None, size: str) -> None:
     out = tmp_path / "deep" / "model"
     exported = export.export_checkpoint(checkpoint, out, FLOATS[dtype], size)
@@ -127,8 +126,8 @@ def test_an_earlier_export_is_replaced_whatever_its_files_and_others_stay(checkp
     assert all((out / name).read_text() == name for name in foreign)
 
 
-@pytest.mark.fast("5GB-5GB", "60B-5GB")
-@pytest.mark.parametrize(("first", "second"), [("5GB", "5GB"), ("5GB", "60B"), ("60B", "5GB"), ("60B", "60B")])
+@pytest.mark.fast("5GB-5GB")
+@pytest.mark.parametrize(("first", "second"), [("5GB", "5GB"), ("5GB", "60B"), ("60B", "5GB")])
 def test_a_failure_at_any_point_leaves_a_whole_model_or_none(
     checkpoint: Path, tmp_path: Path, first: str, second: str
 ) -> None:
@@ -178,14 +177,6 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(checkpoint: Path, t
     assert_same(read_model(out)[0], expected(None), "the earlier export")
 
 
-def test_a_value_that_does_not_fit_the_plan_is_refused(tmp_path: Path) -> None:
-    plan = plan_files([ToStore("a", torch.float32, (2,))], "1GB", {})
-    with pytest.raises(ValueError, match=r"'a': expected torch.float32 \(2,\), got torch.float32 \(3,\)"):
-        with ModelWriter(tmp_path, plan) as writer:
-            writer.write(plan[0], [torch.zeros(3)])
-    assert listing(tmp_path) == []
-
-
 # -------------------------------------------------------------------- the command
 
 
@@ -197,37 +188,6 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert export.main([str(checkpoint), str(tmp_path / "out"), "--max-shard-size", "0.1kB"]) == 0
     assert f"files and model.safetensors.index.json in '{tmp_path / 'out'}'" in capsys.readouterr().out
     assert_same(read_model(tmp_path / "out")[0], expected(None), "without --dtype")
-
-
-def test_mistakes_are_sentences(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "nothing").mkdir()
-    for arguments, says in (
-        ((tmp_path / "nothing", tmp_path / "out"), f"no checkpoint in '{tmp_path / 'nothing'}'"),
-        ((tmp_path / "nowhere", tmp_path / "out"), f"no checkpoint in '{tmp_path / 'nowhere'}'"),
-        ((checkpoint, tmp_path / "file"), f"expected '{tmp_path / 'file'}' to be a directory"),
-        ((checkpoint, tmp_path / "file" / "deeper"), f"'{tmp_path / 'file' / 'deeper'}' could not be written"),
-    ):
-        assert export.main([str(argument) for argument in arguments]) == 1
-        said = capsys.readouterr()
-        assert said.err.startswith("zerolite export: ") and says in said.err and said.out == ""
-    assert listing(tmp_path) == ["checkpoints", "file", "nothing"]
-    for wrong in (["--max-shard-size", "much"], ["--dtype", "int8"], []):
-        with pytest.raises(SystemExit) as ended:
-            export.main(["a", "b", *wrong] if wrong else ["a"])
-        assert ended.value.code == 2
-    assert "expected a size such as '5GB'" in capsys.readouterr().err
-
-
-def test_progress_is_for_terminals(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert export.main([str(checkpoint), str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().err
-    assert said.count("\r") == 9 and "80 B of 224 B" in said and said.endswith("224 B of 224 B\r\033[K")
 
 
 def test_values_beyond_fp16_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -274,10 +234,9 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- other readers
 
 
-@pytest.mark.parametrize("size", ["5GB", "60B"])
-def test_the_safetensors_library_loads_it_into_a_module(checkpoint: Path, tmp_path: Path, size: str) -> None:
+def test_the_safetensors_library_loads_it_into_a_module(checkpoint: Path, tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
-    export.export_checkpoint(checkpoint, tmp_path / "out", max_shard_size=size)
+    export.export_checkpoint(checkpoint, tmp_path / "out", max_shard_size="60B")
     loaded = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         loaded |= library.load_file(path)
@@ -298,8 +257,7 @@ def make_hugging_face_checkpoint(path: Path, model: Any) -> dict[str, torch.Tens
     return masters
 
 
-@pytest.mark.parametrize("kind", [models.hugging_face_gpt2, models.hugging_face_llama])
-@pytest.mark.parametrize("size", ["5GB", "2KB"])
+@pytest.mark.parametrize(("kind", "size"), [(models.hugging_face_gpt2, "2KB"), (models.hugging_face_llama, "5GB")])
 def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
     pytest.importorskip("transformers")
     model = models.build(kind)
@@ -321,14 +279,9 @@ def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
 
 STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
     "0": (0, None),
-    "1": (1, None),
     "2": (2, None),
     "3": (3, PARTITIONED["moving"]),
-    "3-defaults": (3, PARTITIONED["defaults"]),
 }
-OVER_STAGES = pytest.mark.parametrize(
-    "stage", [pytest.param(name, marks=pytest.mark.slow if name in ("1", "3-defaults") else ()) for name in STAGES]
-)
 
 
 def settings(stage: str, precision: str) -> dict[str, Any]:
@@ -337,7 +290,7 @@ def settings(stage: str, precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.fast("0")
-@OVER_STAGES
+@pytest.mark.parametrize("stage", STAGES)
 def test_whole_states_in_any_dtype_and_the_model_in_files(pools: Pools, stage: str, tmp_path: Path) -> None:
     for precision, model in (("bf16", "OddModel"), ("fp16", "OddModel"), ("fp32", "ConvNet")):
         directory = tmp_path / precision
@@ -382,7 +335,7 @@ def test_whole_states_in_any_dtype_and_the_model_in_files(pools: Pools, stage: s
             assert_same(tensors, {n: v for n, v in of.items() if n not in tied}, "exported from its checkpoint")
 
 
-@pytest.mark.parametrize("stage", ["2", "3"])
+@pytest.mark.parametrize("stage", ["3"])
 def test_adapters_alone(pools: Pools, stage: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     pools(2).run(f"{CASES}:adapters", {"config": settings(stage, "bf16"), "directory": tmp_path})
@@ -417,7 +370,7 @@ def test_an_engine_writes_one_tensor_at_a_time(pools: Pools, stage: str, tmp_pat
         assert counts == [0] * 13
 
 
-@pytest.mark.parametrize("stage", ["0", "3"])
+@pytest.mark.parametrize("stage", ["3"])
 def test_names_are_those_of_the_model_inside_wrappers(pools: Pools, stage: str, tmp_path: Path) -> None:
     plain = models.build(models.Mlp).state_dict()
     for rank in pools(2).run(f"{CASES}:wrapped", {"config": settings(stage, "fp32"), "directory": tmp_path}):

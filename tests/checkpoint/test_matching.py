@@ -1,28 +1,270 @@
-"""Loading into other bucket sizes, groups, names, precisions and parts; and what is refused."""
+"""Checkpoints that are loaded into something else than what they were saved from."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from tests.checkpoint.cases.recipes import RECIPES, Mixture, Recipe, adapted, by, scheduler, three_groups
+from tests.checkpoint.cases.resume import (
+    ADAM,
+    differences,
+    expect,
+    expect_words,
+    facts,
+    into,
+    make_engine,
+    message,
+    saved_by,
+    train,
+    trained,
+)
 from tests.checkpoint.test_resume import assert_goes_on, run
+from tests.toolkit import models
 from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 
-CASES = "tests.checkpoint.cases"
-SLOW = pytest.mark.slow
+# -------------------------------------------------------------------- other shapes of the same run
+
+
+def reversed_groups(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": [*reversed(three_groups(model)["model_parameters"])]}
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupDecayLR": {"config": scheduler("WarmupDecayLR", warmup_num_steps=3, total_num_steps=9)},
+    "LambdaLR": {"engine": by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))},
+    "OneCycleLR": {
+        "engine": by(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=9))
+    },
+    "SequentialLR": {"engine": RECIPES["SequentialLR"].engine},
+}
+
+
+@on_ranks(2)
+@pytest.mark.fast("LambdaLR-*")
+@pytest.mark.parametrize(("schedule", "stage"), [("LambdaLR", 3), ("SequentialLR", 1), ("WarmupDecayLR", 2)])
+def test_param_groups_in_another_order(directory: str, stage: int, schedule: str) -> None:
+    """The param groups come in another order: their hyperparameters and schedule follow their parameters."""
+    own = SCHEDULES[schedule]
+    extra = own.get("engine", lambda model: {})
+
+    def with_groups(groups: Callable[[nn.Module], Any]) -> Recipe:
+        engine = lambda model: {**groups(model), **extra(model)}  # noqa: E731
+        return Recipe(model=RECIPES["mixture"].model, config=own.get("config", {}), engine=engine)
+
+    straight, turned = with_groups(three_groups), with_groups(reversed_groups)
+    source = trained(straight, stage)
+    source.save_checkpoint(directory)
+    target, said = into(directory, turned, stage)
+    assert said == ""
+    for _ in range(2):
+        one, other = facts(source, ADAM), facts(target, ADAM)
+        other["groups"].reverse()
+        del one["lr_scheduler"], other["lr_scheduler"]
+        expect(differences(one, other))
+        losses = [train(engine, recipe, 2, 4) for engine, recipe in ((source, straight), (target, turned))]
+        assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1])
+def test_param_groups_of_other_parameters(directory: str, stage: int) -> None:
+    """Groups of other parameters keep what they have; a schedule with values for each is refused, if asked for."""
+    recipe = Recipe(engine=three_groups)
+    own = saved_by(directory, recipe, stage)
+    one_group = replace(recipe, engine=lambda model: {}, optimizer=("AdamW", {"lr": 0.5}))
+    engine, said = into(directory, one_group, stage)
+    assert said == ""
+    found = facts(engine, ADAM)
+    expect(differences({k: own[k] for k in ("masters", *ADAM)}, {k: found[k] for k in ("masters", *ADAM)}))
+    assert engine.get_lr() == [0.5]
+    del engine
+    schedule = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))
+    both = Recipe(engine=lambda model: {**three_groups(model), **schedule(model)})
+    saved_by(directory, both, stage, tag="schedule")
+    fewer = replace(both, engine=schedule)
+    engine, said = into(directory, fewer, stage, tag="schedule")
+    expect_words(said, "CheckpointError", "3 param groups", "load_lr_scheduler_states=False")
+    assert message(engine.load_checkpoint, directory, tag="schedule", load_lr_scheduler_states=False) == ""
+
+
+# -------------------------------------------------------------------- adapters and wrappers
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_adapter_is_added(directory: str, stage: int) -> None:
+    base = saved_by(directory, Recipe(), stage)
+    engine, said = into(directory, Recipe(adapted), stage)
+    expect_words(said, "CheckpointError", "first.base_layer.weight", "first.weight", "load_module_strict=False")
+    expect_words(said, "Nothing was loaded")
+    before = facts(engine, ADAM)
+    own = {name: tensor for name, tensor in before["masters"].items() if "lora" in name}
+    assert own
+    expect(differences(before, facts(engine, ADAM)))
+    path, _ = engine.load_checkpoint(directory, load_module_strict=False)
+    after = facts(engine, ADAM)
+    expect(differences(own, after["masters"]))
+    for name, values in base["masters"].items():
+        layer, _, kind = name.partition(".")
+        expect(differences(values, after["parameters"][f"{layer}.base_layer.{kind}"], name))
+    assert after["counters"]["global_steps"] == 2 and not after["exp_avg"]
+    train(engine, Recipe(adapted), 2, 4)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_adapter_is_dropped(directory: str, stage: int) -> None:
+    own = saved_by(directory, Recipe(adapted), stage)
+    engine, said = into(directory, Recipe(), stage)
+    expect_words(said, "lora_A", "load_module_strict=False")
+    engine.load_checkpoint(directory, load_module_strict=False)
+    after = facts(engine, ADAM)
+    for name, values in after["masters"].items():
+        layer, _, kind = name.partition(".")
+        expect(differences(values, own["parameters"][f"{layer}.base_layer.{kind}"], name))
+    assert not after["exp_avg"]
+    train(engine, Recipe(), 2, 4)
+
+
+class Wrapped(nn.Module):
+    """Wrapper with peft's names: ``base_model.model.…``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_model.model(x)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2])
+def test_an_adapter_wraps_everything(directory: str, stage: int) -> None:
+    base = saved_by(directory, Recipe(), stage)
+    engine, said = into(directory, Recipe(lambda: Wrapped(adapted())), stage, load_module_strict=False)
+    assert said == ""
+    after = facts(engine, ADAM)
+    for name, values in base["masters"].items():
+        layer, _, kind = name.partition(".")
+        expect(differences(values, after["parameters"][f"base_model.model.{layer}.base_layer.{kind}"], name))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "other"), [(3, 3), (1, 3)])
+def test_frozen_parameters_are_left_out(directory: str, stage: int, other: int) -> None:
+    """Only what trains is saved, and that goes into a model whose frozen part stays as it is."""
+    recipe = RECIPES["adapters"]
+    own = saved_by(directory, recipe, stage, exclude_frozen_parameters=True)
+    reader = zerolite_reader(directory)
+    assert reader.manifest.about.exclude_frozen_parameters
+    kept = {key for key in reader.tensors if key.startswith("parameters/")}
+    assert kept == {f"parameters/{name}" for name in own["masters"]}, kept
+    engine = make_engine(recipe, other, seed=5)
+    frozen = {n: p for n, p in facts(engine, ())["parameters"].items() if "base_layer" in n}
+    engine.load_checkpoint(directory)
+    after = facts(engine, ADAM)
+    expect(differences({k: own[k] for k in ("masters", *ADAM)}, {k: after[k] for k in ("masters", *ADAM)}))
+    expect(differences(frozen, {name: after["parameters"][name] for name in frozen}))
+    assert all("base_layer" in name for name in frozen) and frozen
+
+
+def zerolite_reader(directory: str, tag: str = "global_step2") -> Any:
+    from zerolite.checkpoint.reader import CheckpointReader
+
+    return CheckpointReader(Path(directory) / tag)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_modules_have_the_names_inside(directory: str, stage: int) -> None:
+    """torch.compile puts a wrapper around a module, or the whole model: names are those inside."""
+
+    def inside() -> nn.Module:
+        model = models.build(models.PrimeMlp)
+        model.hidden = torch.compile(model.hidden, backend="eager")
+        return model
+
+    plain = Recipe(lambda: models.build(models.PrimeMlp))
+    variants = [inside, lambda: torch.compile(models.build(models.PrimeMlp), backend="eager")]
+    own = saved_by(f"{directory}/plain", plain, stage)
+    for number, make in enumerate(variants):
+        engine, said = into(f"{directory}/plain", replace(plain, model=make), stage)
+        assert said == ""
+        expect(differences(own, facts(engine, ADAM)))
+        engine.save_checkpoint(f"{directory}/{number}")
+        del engine
+        engine, said = into(f"{directory}/{number}", plain, stage)
+        assert said == ""
+        expect(differences(own, facts(engine, ADAM)))
+        del engine
+        gc.collect()
+
+
+class Untied(Mixture):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.again.weight = nn.Parameter(torch.randn(13, 13))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [3])
+def test_weights_that_are_tied_elsewhere(directory: str, stage: int) -> None:
+    """A tied weight goes into two that are not, and is found by any of its names."""
+    tied = RECIPES["mixture"]
+    own = saved_by(directory, replace(tied, engine=lambda model: {}), stage)
+    loose = replace(tied, model=lambda: models.build(Untied), engine=lambda model: {})
+    engine, said = into(directory, loose, stage)
+    assert said == ""
+    after = facts(engine, ADAM)
+    for kind in ("masters", *ADAM):
+        assert set(after[kind]) == set(own[kind]) | {"again.weight"}
+        expect(differences(own[kind]["tied.weight"], after[kind]["again.weight"], kind))
+
+    class Turned(nn.Module):
+        """The other name comes first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            inner = Mixture(0.0)
+            self.again, self.tied = inner.again, inner.tied
+            for name, child in inner.named_children():
+                setattr(self, name, child)
+            for name, parameter in inner.named_parameters(recurse=False):
+                setattr(self, name, parameter)
+            for name, buffer in inner.named_buffers(recurse=False):
+                self.register_buffer(name, buffer, persistent=name != "scratch")
+
+        forward = Mixture.forward
+
+    turned = replace(loose, model=lambda: models.build(Turned))
+    engine, said = into(directory, turned, stage)
+    assert said == ""
+    after = facts(engine, ADAM)
+    for kind in ("masters", *ADAM):
+        expect(differences(own[kind].pop("tied.weight"), after[kind].pop("again.weight"), kind))
+        expect(differences(own[kind], after[kind]))
+
+
 BUCKETS: list[tuple[int, int, dict[str, Any]]] = [  # stage saved, stage loaded, settings there
     (1, 2, {"reduce_bucket_size": 37}),
     (2, 0, {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}),
     (3, 3, {"stage3_param_persistence_threshold": 1_000_000}),
     (0, 3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 50}),
 ]
-
-
-def case(pools: Pools, name: str, directory: Path, world: int = 2, **kwargs: Any) -> None:
-    """name: "module:function"."""
-    pools(world).run(f"{CASES}.{name}", {"directory": str(directory), **kwargs})
 
 
 @pytest.mark.slow
@@ -37,89 +279,3 @@ def test_other_buckets_and_thresholds(
         [{"how": "save", "stage": saved, **common}, {"how": "load", "stage": loaded, "zero": zero, **common}],
     )
     assert_goes_on(first, second, "mixture", True, f"{saved} to {loaded} with {zero}")
-
-
-def stages(*fast: int) -> Any:
-    return pytest.mark.parametrize(
-        "stage", [pytest.param(stage, marks=() if stage in fast else SLOW) for stage in (0, 1, 2, 3)]
-    )
-
-
-@pytest.mark.fast("LambdaLR-3")
-@stages(3)
-@pytest.mark.parametrize(
-    "schedule",
-    ["LambdaLR", "SequentialLR", *(pytest.param(name, marks=SLOW) for name in ("WarmupDecayLR", "OneCycleLR"))],
-)
-def test_param_groups_in_another_order(pools: Pools, tmp_path: Path, stage: int, schedule: str) -> None:
-    case(pools, "matching:other_order_of_groups", tmp_path, stage=stage, schedule=schedule)
-
-
-@stages(1)
-def test_param_groups_of_other_parameters(pools: Pools, tmp_path: Path, stage: int) -> None:
-    case(pools, "matching:other_groups", tmp_path, stage=stage)
-
-
-@pytest.mark.slow
-@stages(3)
-@pytest.mark.parametrize("how", ["added", "dropped", "wraps_everything"])
-def test_adapters(pools: Pools, tmp_path: Path, stage: int, how: str) -> None:
-    case(pools, f"matching:adapter_{how}", tmp_path, stage=stage)
-
-
-@pytest.mark.parametrize(("stage", "other"), [(3, 3), (1, 3), pytest.param(3, 0, marks=SLOW)])
-def test_frozen_parameters_are_left_out(pools: Pools, tmp_path: Path, stage: int, other: int) -> None:
-    case(pools, "matching:without_frozen", tmp_path, stage=stage, other=other)
-
-
-@pytest.mark.slow
-@stages(3)
-def test_compiled_modules_have_the_names_inside(pools: Pools, tmp_path: Path, stage: int) -> None:
-    case(pools, "matching:compiled", tmp_path, stage=stage)
-
-
-@stages(3)
-def test_weights_that_are_tied_elsewhere(pools: Pools, tmp_path: Path, stage: int) -> None:
-    case(pools, "matching:tied_elsewhere", tmp_path, stage=stage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("bf16", "fp32"),
-        ("fp32", "bf16"),
-        ("fp16", "bf16"),
-        ("bf16", "fp16"),
-        ("fp32", "fp32 modules"),
-        ("fp32 modules", "bf16"),
-    ],
-)
-@stages(2)
-def test_other_precisions(pools: Pools, tmp_path: Path, stage: int, source: str, target: str) -> None:
-    case(pools, "parts:other_precision", tmp_path, stage=stage, source=source, target=target)
-
-
-@pytest.mark.fast("parts:untrained-3")
-@stages(3)
-@pytest.mark.parametrize(
-    "name", ["parts:another_implementation", "parts:some", "parts:refused", "parts:loose", "parts:untrained"]
-)
-def test_parts_and_refusals(pools: Pools, tmp_path: Path, stage: int, name: str) -> None:
-    case(pools, name, tmp_path, stage=stage)
-
-
-@stages(1)
-def test_amsgrad_needs_a_state_of_its_own(pools: Pools, tmp_path: Path, stage: int) -> None:
-    case(pools, "parts:another_kind_of_the_same", tmp_path, stage=stage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize(
-    "name",
-    ["parts:some", "parts:refused", "parts:loose", "parts:untrained", "matching:compiled", "matching:tied_elsewhere"],
-)
-def test_on_other_numbers_of_ranks(pools: Pools, tmp_path: Path, world: int, name: str) -> None:
-    case(pools, name, tmp_path, world, stage=2)
-    case(pools, name, tmp_path / "3", world, stage=3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.cases.resume import differences
-from tests.checkpoint.test_resume import SLOW, assert_goes_on, same_sums
+from tests.checkpoint.test_resume import assert_goes_on, same_sums
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint import export
 
@@ -54,25 +54,20 @@ def check(
         assert_goes_on(saved[source], loaded, name, same_sums(name, source[1], goal[1]), where)
 
 
-def first_fast(*names: str) -> list[Any]:
-    return [names[0], *(pytest.param(name, marks=SLOW) for name in names[1:])]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", first_fast("mixture in bf16", "mixture", "mixture in fp16", "NAdam", "woken", "autocast")
-)
+@pytest.mark.parametrize("name", ["mixture in bf16", "NAdam", "woken", "autocast"])
 def test_every_tier_goes_on_at_another(pools: Pools, tmp_path: Path, name: str) -> None:
     saves = [("none", 2), ("cpu", 3), ("nvme", 1)]
     check(pools, tmp_path, name, (2, 2), saves, [[("nvme", 3)], [("none", 1)], [("cpu", 2)]])
 
 
-MATRIX = ("mixture", "mixture in bf16", "mixture in fp16", "accumulation", "NAdam", "RMSprop", "Adagrad")
+MATRIX = ("mixture", "mixture in bf16", "mixture in fp16", "accumulation", "NAdam")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worlds", [(2, 2), (2, 3), (3, 2), (1, 2)])
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize(
+    ("name", "worlds"), list(zip(MATRIX, [(2, 2), (2, 3), (3, 2), (1, 2), (2, 3)], strict=True)), ids=MATRIX
+)
 def test_every_tier_and_stage_into_others(pools: Pools, tmp_path: Path, name: str, worlds: tuple[int, int]) -> None:
     """Each into three others, which are other ones for another recipe; together these are all."""
     saves = [*itertools.product(TIERS, (1, 2, 3)), ("none", 0)]
@@ -82,7 +77,7 @@ def test_every_tier_and_stage_into_others(pools: Pools, tmp_path: Path, name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), [("mixture in bf16", 2), ("NAdam", 3), ("mixture", 1)])
+@pytest.mark.parametrize(("name", "stage"), [("mixture in bf16", 2), ("NAdam", 3)])
 def test_a_save_in_the_background(pools: Pools, tmp_path: Path, name: str, stage: int) -> None:
     kwargs = {"directory": str(tmp_path / "saved"), "name": name, "stage": stage, "zero": zero("cpu", tmp_path)}
     for found in pools(2).run(f"{CASES}:in_the_background", kwargs):
@@ -98,7 +93,7 @@ def test_what_is_on_disk_is_not_copied_to_the_host_for_a_save(pools: Pools, tmp_
         assert all("complete when the call returns" in warning for warning in result["warnings"])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_models_are_the_same(pools: Pools, tmp_path: Path, stage: int) -> None:
     """full_state_dict, save_16bit_model, and what ``zerolite export`` makes of the checkpoint."""
     zeros = {placement: zero(placement, tmp_path) for placement in TIERS}

@@ -86,8 +86,7 @@ def crash_scenario(ram: Path, scenario: str, **how: Any) -> int:
     return check_crashes(ram / "now", act, allowed, 3, **how)
 
 
-@pytest.mark.fast("first", "overwrite without latest")
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", ["first", "overwrite without latest"])
 def test_power_loss(ram: Path, scenario: str) -> None:
     assert crash_scenario(ram, scenario, most=12, saves=4) >= 30
 
@@ -190,20 +189,14 @@ def check_errors(ram: Path, scenario: str, kind: int, always: bool) -> int:
     raise AssertionError("not reached")
 
 
-@pytest.mark.slow
+@pytest.mark.fast("first-*")
 @pytest.mark.parametrize(
-    "scenario", [pytest.param(name, marks=() if name == "overwrite" else pytest.mark.slow) for name in SCENARIOS]
-)
-@pytest.mark.parametrize(
-    ("kind", "always"),
+    ("scenario", "kind", "always"),
     [
-        pytest.param(errno.EIO, False),
-        *(
-            pytest.param(kind, always, marks=pytest.mark.slow)
-            for kind, always in [(errno.EIO, True), (errno.ENOSPC, False), (errno.ENOSPC, True)]
-        ),
+        *((name, errno.EIO, False) for name in SCENARIOS),
+        ("overwrite", errno.EIO, True),
+        ("pruning", errno.ENOSPC, True),
     ],
-    ids=["EIO", "EIO from there on", "ENOSPC", "ENOSPC from there on"],
 )
 def test_system_calls_fail(ram: Path, scenario: str, kind: int, always: bool) -> None:
     assert check_errors(ram, scenario, kind, always) >= 20

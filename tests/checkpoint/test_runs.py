@@ -89,27 +89,6 @@ def test_two_jobs_resume_from_one_checkpoint(ram: Path, earlier: bool) -> None:
     faults.save(ram, 4, run=faults.resumed(ram))
 
 
-def test_a_save_while_another_job_loads(ram: Path) -> None:
-    """Checkpoints that another job saved meanwhile do not belong to the loading job."""
-    faults.save(ram, 1)
-    there, late = complete_checkpoints(ram), TrainingRun()
-    winner = faults.resumed(ram)
-    faults.save(ram, 2, run=winner)
-    late.take_over(ram, there, there[0], resumed=True)
-    with pytest.raises(CheckpointError, match="another job of the same run has saved since"):
-        faults.save(ram, 2, run=late)
-    faults.save(ram, 3, run=winner)
-
-
-def test_one_job_loads_again_and_saves_over_copies(ram: Path) -> None:
-    run = TrainingRun()
-    for step in (1, 2):
-        faults.save(ram, step, run=run)
-    shutil.copytree(ram / "global_step2", ram / "best")
-    faults.save(ram, 3, "best", run=run)
-    faults.save(ram, 1, run=run)
-
-
 def test_what_names_no_run_is_replaced(ram: Path) -> None:
     """Checkpoints of earlier versions, and damaged ones."""
     for step in (1, 2):

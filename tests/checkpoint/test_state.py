@@ -37,8 +37,11 @@ def said(state: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["micro_steps", "global_steps", "skipped_steps", "skipped_in_a_row"])
-@pytest.mark.parametrize("count", [-1, 2**53 + 1, 2**63, 10**400, True, 1.0, None])
+@pytest.mark.parametrize(
+    ("key", "count"),
+    [("micro_steps", -1), ("global_steps", 2**53 + 1), ("skipped_steps", 10**400), ("skipped_in_a_row", True),
+     ("micro_steps", 1.0), ("global_steps", None)],
+)  # fmt: skip
 def test_counters_have_bounds(key: str, count: Any) -> None:
     assert SavedState.model_validate(STATE).counters.global_steps == 2**53
     forged = copy.deepcopy(STATE)

@@ -56,15 +56,6 @@ def test_any_cut_loads_into_any_other(tmp_path: Path, stored: list[Box], wanted:
             assert torch.equal(place, part_of(tensor, box).to(dtype))
 
 
-def test_places_may_have_any_strides(tmp_path: Path) -> None:
-    tensor = torch.randn(4, 6)
-    reader = save(tmp_path, shards_of("w", tensor, [((0, 0), (4, 6))]))
-    transposed = torch.zeros(6, 4).t()
-    apart = torch.zeros(4, 12)[:, ::2]
-    reader.load([Target("w", ((0, 0), (4, 6)), transposed), Target("w", ((0, 0), (4, 6)), apart)])
-    assert torch.equal(transposed, tensor) and torch.equal(apart, tensor)
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_ranges_of_permuted_memory_are_boxes_of_the_tensor(tmp_path: Path, order: tuple[int, ...], ranks: int) -> None:

@@ -37,24 +37,17 @@ def start(pool: Pool, places: list[dict[str, str] | None], port: int | None = No
     return pool.run(f"{CASES}:start", {"places": places, "env": env, **case})
 
 
-@pytest.mark.slow
-def test_all_come(pool: Pool) -> None:
-    for places in (ranks(0, 1, 2), ranks(2, 0, 1)):
-        results = start(pool, places, late=0.3)
-        assert [(result["error"], result["sum"], result["warnings"]) for result in results] == [("", 3.0, [])] * 3
-
-
 def test_they_may_start_again_in_the_same_processes(pool: Pool) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     assert pool.run(f"{CASES}:start_again", {"env": env, "times": 3}) == [[3.0] * 3] * 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("missing", [[1], [1, 2], [2]])
+@pytest.mark.parametrize("missing", [[1], [1, 2]])
 def test_who_does_not_come_is_named(pool: Pool, missing: list[int]) -> None:
     places = ranks(*(None if number in missing else number for number in range(3)))
     results = start(pool, places, timeout=1.0, warn_after=0.3)
-    words = {(1,): "rank 1 of 3", (1, 2): "ranks 1 and 2 of 3", (2,): "rank 2 of 3"}[tuple(missing)]
+    words = {(1,): "rank 1 of 3", (1, 2): "ranks 1 and 2 of 3"}[tuple(missing)]
     for rank in set(range(3)) - set(missing):
         wanted = f"init_distributed: {words} did not arrive within 1 s; rank 0 runs on {results[rank]['host']}"
         assert wanted in results[rank]["error"], results[rank]

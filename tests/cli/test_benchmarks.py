@@ -67,12 +67,11 @@ def test_compare_grids(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["torch", "zerolite"])
-def test_bubble(library: str, tmp_path: Path) -> None:
+def test_bubble(tmp_path: Path) -> None:
     """The order of each schedule allows the idle time of the literature; more idle time than that is the cost of
     sending and of a busy machine. 1F1B keeps as many micro-batches as there are stages, all-forward-all-backward all of
     them."""
-    few = f"--library {library} --stages 2 --micro-batches 4 --steps 2 --milliseconds 10"
+    few = "--library zerolite --stages 2 --micro-batches 4 --steps 2 --milliseconds 10"
     rows = results_of("bubble.py", few, tmp_path / "out.json")
     assert list(rows) == list(bubble.SCHEDULES)
     for row in rows.values():
@@ -84,14 +83,12 @@ def test_bubble(library: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_profile_step(stage: int) -> None:
-    printed = run("profile_step.py", f"{TINY} --stage {stage} --steps 2 --rounds 1")
+def test_profile_step() -> None:
+    printed = run("profile_step.py", f"{TINY} --stage 3 --steps 2 --rounds 1")
     phases = {line[:24].strip(): [float(value) for value in line[24:].split()] for line in printed.splitlines()[1:]}
     for name in ("forward", "backward", "update"):
         assert all(value > 0 for value in phases[name][:4]), printed
-    own = {1: "publish: launch", 3: "hooks and schedule"}[stage]
-    for name in ("gradients into buckets", "launch reductions", own):
+    for name in ("gradients into buckets", "launch reductions", "hooks and schedule"):
         assert phases[name][0] == 0 < phases[name][2], printed
 
 

@@ -49,9 +49,9 @@ def test_first_script_trains(tmp_path: Path) -> None:
     assert float(losses["150"]) < float(losses["0"]) / 2
 
 
-@pytest.mark.fast("README.md0")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
-    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+def test_links_lead_somewhere() -> None:
+    missing = []
+    for page in PAGES:
+        targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        missing += [(page.name, t) for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert missing == []

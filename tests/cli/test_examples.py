@@ -88,8 +88,7 @@ def losses_of(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [[2], [0, 1, 3]])
-def test_the_plain_loops_agree(text: Path, tmp_path: Path, stages: list[int]) -> None:
+def test_the_plain_loops_agree(text: Path, tmp_path: Path) -> None:
     """DDP and the example's config, at these stages, on two ranks: to all digits that are printed, which are those of
     fp32. With the same update, that is: here torch's (foreach). zerolite's own AdamW rounds less often."""
     copy = tmp_path / "gpt"
@@ -109,13 +108,13 @@ def test_the_plain_loops_agree(text: Path, tmp_path: Path, stages: list[int]) ->
 
         wanted = losses(PLAIN[0])
         assert len(wanted) == 3
-        for stage in stages:
+        for stage in range(4):
             (copy / "plain.json").write_text(json.dumps({**config, "zero_optimization": {"stage": stage}}))
             assert losses(PLAIN[1]) == wanted, f"stage {stage}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [2])
 def test_the_loop_of_nanogpt_resumes(text: Path, tmp_path: Path, stage: int) -> None:
     """GradScaler, clipping and a learning rate set by hand: a run that is cut in two prints what one in a piece
     does."""
@@ -140,7 +139,7 @@ def test_the_loop_of_nanogpt_resumes(text: Path, tmp_path: Path, stage: int) -> 
 # ------------------------------------------------------------------------------------------------ digits
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2])
 def test_batch_norm_of_uneven_batches(pools: Pools, world: int) -> None:
     """Rank r has r + 1 samples: the numbers of torch's BatchNorm2d of all of them."""
     wanted = example_cases.plain_batch_norm(world)
@@ -155,29 +154,6 @@ def test_batch_norm_of_uneven_batches(pools: Pools, world: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ LoRA
-
-
-@NEEDS_PEFT
-def test_lora_equals_the_plain_loop(pools: Pools, tmp_path: Path) -> None:
-    """Two ranks, each stage: losses and adapters of plain PyTorch, the base untouched, an adapter that peft loads."""
-    from peft import PeftModel
-
-    config, steps = example_cases.read_config("lora", "lora"), 4
-    kwargs = {"config": config, "sections": SECTIONS, "steps": steps, "out": str(tmp_path)}
-    ranks = pools(2).run(f"{CASES}:train_lora", kwargs, timeout=180)
-    wanted = example_cases.train_plain_lora(config, steps, parts=2)
-    lora = example_cases.load("lora")
-    base = lora.load_base(None).state_dict()
-    for name in SECTIONS:
-        state = ranks[0][name]["state"]
-        assert_same_bits(ranks[1][name]["state"], state, f"ranks at stage {name}")
-        assert ranks[0][name]["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
-        assert_close(state, wanted["state"], 1e-4, f"stage {name}")
-        frozen = {key: value for key, value in state.items() if "lora_" not in key}
-        names = [key.removeprefix("base_model.model.").replace("base_layer.", "") for key in frozen]
-        assert_same_bits(dict(zip(names, frozen.values(), strict=True)), base, f"base at stage {name}")
-        loaded = PeftModel.from_pretrained(lora.load_base(None), tmp_path / name)
-        assert_same_bits(loaded.state_dict(), state, f"what peft loads at stage {name}")
 
 
 def write_model(directory: Path) -> None:

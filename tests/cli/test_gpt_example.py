@@ -101,7 +101,7 @@ def zerolite_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_stages_agree(stage: int, zerolite_run: Callable[[str], Metrics]) -> None:
     """fp32 on two ranks: the same numbers at every stage, to the last digit in the file; but for the last one of the
     norm in double precision at stage 3, where squares are added in another order."""
@@ -161,9 +161,8 @@ def test_grids_agree(base: str, deep_run: Callable[[str], tuple[Path, Metrics]])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
-    [("pipeline2", "grid"), ("grid", "tensor2"), ("tensor2", "pipeline2"), ("grid", "zero3"), ("zero2", "grid"),
-     ("zero2", "zero3")],
-)  # fmt: skip
+    [("grid", "tensor2"), ("tensor2", "pipeline2"), ("zero2", "grid")],
+)
 def test_resume_on_another_grid_or_stage(
     saved_by: str, resumed_by: str, text: Path, tmp_path: Path, deep_run: Callable[[str], tuple[Path, Metrics]]
 ) -> None:

@@ -79,7 +79,7 @@ def start(
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_sleeps_ends_the_job_with_the_diagnosis(tmp_path: Path, stage: int) -> None:
     finished, _ = start(tmp_path, "sleep", stage)
     said = finished.stderr
@@ -91,7 +91,7 @@ def test_a_rank_that_sleeps_ends_the_job_with_the_diagnosis(tmp_path: Path, stag
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_with_one_batch_more_is_told(tmp_path: Path, stage: int) -> None:
     finished, seconds = start(tmp_path, "more", stage, 60.0)
     assert finished.returncode == 1
@@ -125,9 +125,15 @@ def test_torchrun_names_a_rank_that_exits_with_status_0(tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(
-    "how", ["raise at import", "raise in forward", "raise in backward", "kill in forward", "kill in backward"]
+    ("how", "stage"),
+    [
+        ("raise at import", 0),
+        ("raise in forward", 3),
+        ("raise in backward", 2),
+        ("kill in forward", 2),
+        ("kill in backward", 3),
+    ],
 )
 def test_the_first_failure_is_shown_and_not_its_consequence(tmp_path: Path, how: str, stage: int) -> None:
     finished, seconds = start(tmp_path, how, stage, 60.0)

@@ -54,12 +54,10 @@ def run(script: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["tcp", "file"])
-def test_spawned_processes(tmp_path: Path, method: str) -> None:
+def test_spawned_processes(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    address = f"tcp://127.0.0.1:{free_port()}" if method == "tcp" else f"file://{tmp_path}/rendezvous"
-    result = run(script, address)
+    result = run(script, f"tcp://127.0.0.1:{free_port()}")
     assert result.returncode == 0, result.stderr
     assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
 

@@ -75,7 +75,7 @@ def pretend_version(host: VirtualHost, path: Path, package: str, version: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slots", "stage"), [((2,), 2), ((1, 1), 2), ((1, 1, 1), 0), ((1, 1, 1), 3), ((1, 2), 3)])
+@pytest.mark.parametrize(("slots", "stage"), [((1, 1), 2), ((1, 2), 3)])
 def test_training_on_several_hosts(make_site: MakeSite, slots: tuple[int, ...], stage: int) -> None:
     """Losses as on one host with one process."""
     site = make_site(*slots)
@@ -90,25 +90,6 @@ def test_training_on_several_hosts(make_site: MakeSite, slots: tuple[int, ...], 
     for rank, name in enumerate(ranks):
         assert f"rank {rank} of {sum(slots)} was on {name}" in job.output
     site.assert_idle(END_S)
-
-
-@pytest.mark.slow
-def test_filters(make_site: MakeSite) -> None:
-    site = make_site(1, 3, 2)
-    site.write("report.py", REPORT)
-    job = site.launch("--include", "host1@host2:0,2", "report.py")
-    assert job.process.returncode == 0, job.errors
-    found = [(report["host"], report["CUDA_VISIBLE_DEVICES"]) for report in site.reports()]
-    assert found == [("host1", None), ("host2", "0,2"), ("host2", "0,2")]
-    job = site.launch("--exclude", "host4", "report.py")
-    assert job.process.returncode == 2
-    assert "the host 'host4', which is not among the known ones: host1, host2, host3" in job.errors
-    site.write("hosts", "host1 slots=1\nhost2 slot=1\n")
-    job = site.launch("report.py")
-    assert job.process.returncode == 2 and "line 2 of the hostfile 'hosts' ('host2 slot=1')" in job.errors
-    (site.directory / "hosts").unlink()
-    job = site.launch("report.py")
-    assert job.process.returncode == 2 and "there is no hostfile 'hosts'" in job.errors
 
 
 @pytest.mark.slow

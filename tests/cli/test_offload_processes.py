@@ -58,7 +58,7 @@ if engine.rank == 0:
 """
 
 
-@pytest.mark.parametrize(("stage", "request_number"), [(2, 2), (2, 20), (3, 40)])
+@pytest.mark.parametrize(("stage", "request_number"), [(2, 20), (3, 40)])
 def test_killed_in_the_middle_of_a_step(tmp_path: Path, stage: int, request_number: int) -> None:
     """Nothing is left on the disk, and the run goes on from its checkpoint to the same bits."""
     import torch
@@ -159,7 +159,7 @@ LAYERS = 40
 STATES = LAYERS * 1024 * 1024 * 16  # bytes: weights and gradients in bf16, masters and two moments in fp32
 
 
-@pytest.mark.parametrize(("what", "times"), [("nothing", 4), ("optimizer", 4), ("everything", 8)])
+@pytest.mark.parametrize(("what", "times"), [("nothing", 4), ("everything", 8)])
 def test_states_of_several_times_the_memory(tmp_path: Path, what: str, times: int) -> None:
     """Without offload the kernel ends the process."""
     script = tmp_path / "train.py"

@@ -4,6 +4,7 @@ and the order of sums. What the hardware does (its arithmetic, its memory model,
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
@@ -102,29 +103,28 @@ def test_all_dtypes(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
         check_update(kernels, cpu, make_call(rule, dtypes, (17, 5), factor=0.37, skip=0.0))
 
 
-@pytest.mark.parametrize("offset", range(8))
 @pytest.mark.parametrize("rule", RULES)
-def test_lengths_at_every_alignment(library: ctypes.CDLL, cpu: CpuKernels, rule: int, offset: int) -> None:
+def test_lengths_at_every_alignment(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
     """Arrays that are aligned alike, and each its own way."""
     kernels = SimulatedKernels(library)
     mixed: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
-    for dtypes in (FP32, mixed):
-        check_update(kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor: offset))
+    for dtypes, offset in itertools.product((FP32, mixed), range(8)):
+        check_update(kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor, o=offset: o))
         check_update(
-            kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor: offset * (array + tensor) % 8)
+            kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor, o=offset: o * (array + tensor) % 8)
         )
 
 
-@pytest.mark.parametrize("numel", [UPDATE_CHUNK - 1, UPDATE_CHUNK, UPDATE_CHUNK + 1, 3 * UPDATE_CHUNK + 5])
-@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("numel", "offset"), [(UPDATE_CHUNK - 1, 0), (UPDATE_CHUNK, 1), (UPDATE_CHUNK + 1, 3), (3 * UPDATE_CHUNK + 5, 1)]
+)
 def test_segments_of_several_chunks(kernels: SimulatedKernels, cpu: CpuKernels, numel: int, offset: int) -> None:
     mixed: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
     check_update(kernels, cpu, make_call(ADAM, mixed, (numel, 9), lambda array, tensor: offset))
     check_update(kernels, cpu, make_call(ADAM, mixed, (numel, 9), lambda array, tensor: offset if array == 1 else 0))
 
 
-@pytest.mark.fast(every=2)
-@pytest.mark.parametrize("count", [1, UPDATE_ROOM, UPDATE_ROOM + 1, 3 * UPDATE_ROOM, 1100])
+@pytest.mark.parametrize("count", [1, UPDATE_ROOM, UPDATE_ROOM + 1, 1100])
 def test_many_segments(kernels: SimulatedKernels, cpu: CpuKernels, count: int) -> None:
     """Segments of a few tensors, in no order, some of them empty, with gaps between them that stay as they are."""
     per_tensor = (count + 3) // 4
@@ -139,7 +139,7 @@ def test_many_segments(kernels: SimulatedKernels, cpu: CpuKernels, count: int) -
         assert kernels.launches == (1 if filled else 0)
 
 
-@pytest.mark.parametrize("skip", [1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("skip", [1.0, float("nan")])
 def test_a_skipped_call_changes_nothing(kernels: SimulatedKernels, skip: float) -> None:
     call = make_call(ADAM, FP32, (17, UPDATE_CHUNK + 1), skip=skip)
     before = copy_call(call)
@@ -154,9 +154,11 @@ def test_sgd_without_states(kernels: SimulatedKernels, cpu: CpuKernels, out: tor
     check_update(kernels, cpu, call)
 
 
-@pytest.mark.fast("uploaded-1-segment0")
-@pytest.mark.parametrize("segment", [(2, 0, 1, 0), (-1, 0, 1, 0), (0, -1, 1, 0), (0, 0, -1, 0), (0, 0, 1, -1)])
-@pytest.mark.parametrize("count", [1, UPDATE_ROOM + 1, NORM_ROOM + 1])
+@pytest.mark.parametrize(
+    ("segment", "count"),
+    [((2, 0, 1, 0), 1), ((-1, 0, 1, 0), UPDATE_ROOM + 1), ((0, -1, 1, 0), NORM_ROOM + 1), ((0, 0, -1, 0), 1),
+     ((0, 0, 1, -1), NORM_ROOM + 1)],
+)  # fmt: skip
 def test_a_bad_segment_is_refused_before_anything_changes(
     kernels: SimulatedKernels, segment: tuple[int, int, int, int], count: int
 ) -> None:
@@ -212,23 +214,6 @@ def test_squares_depend_on_the_segment_alone(library: ctypes.CDLL) -> None:
             kernels.squares(sums, [moved, value[:10]], torch.tensor(table))
             found.add(sums[0].item())
         assert len(found) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [NORM_ROOM, NORM_ROOM + 1, 600])
-@pytest.mark.parametrize("owners", [1, 7, 600])
-def test_squares_of_many_segments(library: ctypes.CDLL, count: int, owners: int) -> None:
-    """Owners in no order. Squares of small integers add up exactly, so any order of additions gives these sums."""
-    value = torch.arange(count * 3, dtype=torch.float32) % 16
-    table = torch.tensor([(0, i * 3, i % 4, (i * 13) % owners) for i in range(count)])
-    wanted = torch.zeros(owners, dtype=torch.float64)
-    for _, start, numel, owner in table.tolist():
-        wanted[owner] += value[start : start + numel].double().square().sum()
-    for capturing in (False, True):
-        sums = torch.zeros(owners, dtype=torch.float64)
-        kernels = SimulatedKernels(library, capturing)
-        kernels.squares(sums, [value], table)
-        assert torch.equal(sums, wanted)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

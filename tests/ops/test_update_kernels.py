@@ -61,11 +61,10 @@ def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(cpu_kernels, "_openmp", lambda: (None, None))
 
 
-@pytest.mark.fast(every=7)
-@pytest.mark.parametrize("step", [1, 7])
+@pytest.mark.fast(every=4)
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_the_reference_in_all_dtypes(name: str, step: int) -> None:
-    base = problem(name, (203,), step)
+def test_equals_the_reference_in_all_dtypes(name: str) -> None:
+    base = problem(name, (203,), step=1 if "adam" in name else 7)
     for dtypes in ALL_DTYPES if base.states else [d for d in ALL_DTYPES if d.state == F32]:
         one = replace(base, dtypes=dtypes)
         expected = one.run(reference)
@@ -73,7 +72,7 @@ def test_equals_the_reference_in_all_dtypes(name: str, step: int) -> None:
             assert_same(one.run(kernels, offset=5), expected, (isa, dtypes))
 
 
-@pytest.mark.parametrize("factor", [None, 1.0, 0.3, 2.0**-16, 0.0, float("nan")])
+@pytest.mark.parametrize("factor", [None, 0.3, 0.0, float("nan")])
 def test_the_factor_multiplies_the_gradient(factor: float | None, kernels: CpuKernels) -> None:
     for name, dtypes in itertools.product(("adamw-maximize", "sgd-momentum"), (Dtypes(), MIXED)):
         one = problem(name, dtypes=dtypes, factor=factor)
@@ -81,7 +80,7 @@ def test_the_factor_multiplies_the_gradient(factor: float | None, kernels: CpuKe
         assert_same(one.run(kernels), one.run(reference), (name, dtypes))
 
 
-@pytest.mark.parametrize("skip", [0.0, -0.0, 1.0, -2.0, 1e-45, float("inf"), float("nan")])
+@pytest.mark.parametrize("skip", [0.0, -0.0, 1.0, 1e-45, float("nan")])
 def test_skip_leaves_everything(skip: float, kernels: CpuKernels) -> None:
     one = problem("adamw", dtypes=MIXED)
     nothing = replace(one, table=torch.empty(0, 4, dtype=torch.int64))
@@ -110,20 +109,17 @@ def _first(one: Problem, n: int) -> Problem:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [Dtypes(), MIXED, Dtypes(BF16, F16, BF16, F16)], ids=["fp32", "mixed", "16 bits"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_million_elements_of_every_rule(name: str, dtypes: Dtypes, kernels: CpuKernels) -> None:
-    one = problem(name, (LONG,), dtypes=dtypes)
+def test_a_million_elements_of_every_rule(name: str, kernels: CpuKernels) -> None:
+    one = problem(name, (LONG,), dtypes=MIXED)
     expected = one.run(reference)
     for offset in (0, 1, 7, 8, 13):
         assert_same(one.run(kernels, offset), expected, offset)
 
 
-@pytest.mark.fast("plain-0")
-@pytest.mark.parametrize("start", range(17))
-def test_segments_begin_anywhere(start: int, kernels: CpuKernels) -> None:
+def test_segments_begin_anywhere(kernels: CpuKernels) -> None:
     """And what lies before and behind them stays as it is; Problem.run checks that."""
-    for n in (0, 1, 15, 33, 700):
+    for start, n in itertools.product(range(17), (0, 1, 15, 33, 700)):
         one = problem("adamw", (800,), table=torch.tensor([[0, start, n, 0]]), dtypes=MIXED)
         assert_same(one.run(kernels), one.run(reference), n)
 
@@ -147,10 +143,9 @@ def test_many_segments_and_rows_in_one_call(name: str, kernels: CpuKernels) -> N
 # ------------------------------------------------------------------- threads
 
 
-@pytest.mark.fast("torch's threads-plain-1", "torch's threads-avx2-3", "own threads-plain-2", "own threads-avx512-1")
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.fast("torch's threads-avx2", "own threads-plain")
 @pytest.mark.usefixtures("team")
-def test_any_number_of_threads(count: int, kernels: CpuKernels) -> None:
+def test_any_number_of_threads(kernels: CpuKernels) -> None:
     """Shares of threads end in the middle of segments."""
     numels = (70_001, 3, 16_384, 0, 100_003)
     table = torch.tensor(
@@ -159,8 +154,9 @@ def test_any_number_of_threads(count: int, kernels: CpuKernels) -> None:
     for name, dtypes in (("adamw", Dtypes()), ("adamw", MIXED), ("sgd-nesterov", Dtypes(BF16, F16, BF16, F16))):
         one = problem(name, numels, table=table, dtypes=dtypes)
         expected = one.run(reference)
-        with threads(count):
-            assert_same(one.run(kernels, offset=3), expected, (name, dtypes))
+        for count in (1, 2, 3):
+            with threads(count):
+                assert_same(one.run(kernels, offset=3), expected, (name, dtypes))
 
 
 _SMALL_TEAM = """
@@ -176,10 +172,9 @@ with threads(4):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}], ids=str)
-def test_a_team_smaller_than_asked(setting: dict[str, str]) -> None:
+def test_a_team_smaller_than_asked() -> None:
     """OpenMP need not give as many threads as a program wants; all elements are updated all the same."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "4", **setting}
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", "OMP_THREAD_LIMIT": "1"}
     done = subprocess.run(
         [sys.executable, "-c", _SMALL_TEAM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )

@@ -23,15 +23,6 @@ def test_texts_do_not_depend_on_the_process() -> None:
     assert plain_text(torch.bfloat16) == "torch.bfloat16"
 
 
-def test_equal_descriptions_have_one_number() -> None:
-    one = Description({"a": {"x": "1", "y": "2"}}, {"group": ["p", "q"]})
-    other = Description({"a": {"y": "2", "x": "1"}}, {"group": ["p", "q"]})
-    assert one.number() == other.number() and 0 <= one.number() < 1 << 63
-    swapped = Description(one.items, {"group": ["q", "p"]})
-    assert one.number() != swapped.number()
-    assert list(differences({0: one, 1: other})) == []
-
-
 def test_differences_are_sentences() -> None:
     first = Description({"parameter 'w'": {"shape": "(2,)"}, "key": {"": "1"}}, {"all": ["w"]})
     second = joined(first, Description({"parameter 'v'": {"shape": "(1,)"}, "key": {"": "2"}}))

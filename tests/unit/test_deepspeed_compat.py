@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import zerolite.compat.deepspeed as deepspeed
-from zerolite.compat.as_deepspeed import FOLDER, SWITCH, variables
 from zerolite.compat.deepspeed.runtime.config import read_config
 from zerolite.compat.deepspeed.utils import logging as log
 from zerolite.config import ConfigError, load_config
@@ -99,11 +98,6 @@ def test_what_would_change_numbers_is_an_error(given: dict[str, object]) -> None
         load_config(read_config(given).zerolite)
 
 
-def test_infinity_stands_for_never_alone() -> None:
-    with pytest.raises(ValueError, match="expected a finite number for gradient_clipping, got inf"):
-        read_config({"gradient_clipping": float("inf")})
-
-
 def test_a_config_is_a_dict_a_file_or_text(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 4, "bf16": {"enabled": true}}')
@@ -123,14 +117,6 @@ def test_optimizers_are_those_that_the_kernels_know() -> None:
     assert adam.DeepSpeedCPUAdam([group], weight_decay=0.1).param_groups[0]["lr"] == 0.5
     with pytest.raises(ValueError, match="bias_correction"):
         adam.FusedAdam(parameters, bias_correction=False)
-
-
-def test_leaf_modules_are_marked() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-    assert deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.Linear]) == [model[0]]
-    assert deepspeed.utils.z3_leaf_module(model[0]) and not deepspeed.utils.z3_leaf_module(model[1])
-    with pytest.raises(ValueError, match="found none"):
-        deepspeed.utils.set_z3_leaf_modules(model, ["LSTM"])
 
 
 def test_what_is_absent_is_said_in_a_sentence() -> None:
@@ -164,23 +150,12 @@ subprocess.run([sys.executable, __file__], check=True)
 """
 
 
-@pytest.mark.parametrize("way", ["module", pytest.param("launcher", marks=pytest.mark.slow)])
-def test_import_deepspeed_finds_ours_where_it_was_asked_for(tmp_path: Path, way: str) -> None:
+def test_import_deepspeed_finds_ours_where_it_was_asked_for(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environ = {**os.environ, "RANK": "0"}
-    launcher = ["-m", "zerolite.launcher.cli", "--nproc", "1", "--deepspeed-compat"]
-    command = [sys.executable, *(["-m", "zerolite.compat.deepspeed"] if way == "module" else launcher)]
-    done = subprocess.run(
-        [*command, str(script), "parent"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-m", "zerolite.compat.deepspeed", str(script), "parent"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "zerolite.compat.deepspeed" in line]
     assert len(said) == 2, done.stderr  # one for each process
-
-
-def test_variables_of_child_processes() -> None:
-    found = variables({"PYTHONPATH": os.pathsep.join(["/a", FOLDER, "/b"])})
-    assert found == {SWITCH: "1", "PYTHONPATH": os.pathsep.join([FOLDER, "/a", "/b"])}
-    metadata = Path(FOLDER, "deepspeed-0.16.3.dist-info", "METADATA").read_text()
-    assert f"\nVersion: {deepspeed.__version__}\n" in metadata

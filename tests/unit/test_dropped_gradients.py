@@ -39,8 +39,7 @@ def _fail(gradient: Tensor) -> Any:
 
 @pytest.mark.parametrize("drops", [True, False], ids=["dropped", "kept"])
 @pytest.mark.parametrize("fails", [LAYERS - 1, 0], ids=["before any gradient", "after some"])
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("how", ["engine.backward", "loss.backward"])
+@pytest.mark.parametrize(("how", "stage"), [("engine.backward", 0), ("loss.backward", 2)])
 def test_after_a_later_backward_has_failed(how: str, stage: int, fails: int, drops: bool) -> None:
     """In a window that is kept, the gradients that had come before the failure count, as in plain PyTorch."""
     model, plain = models.build(Chain), models.build(Chain)

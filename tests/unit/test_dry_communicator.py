@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.comm import (
     Communicator,
-    HostGroup,
-    Pending,
     dry_communicator,
     record,
-    second_communicator,
 )
-from zerolite.comm.flight_recorder import WAIT
 from zerolite.utils import memory_tags
 
 CPU, HALF, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
@@ -47,40 +43,6 @@ def listening() -> Iterator[Owned]:
         yield owned
     finally:
         memory_tags.listeners.remove(owned)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_one_of_its_kind_without_a_group(kind: Any) -> None:
-    before = WAIT.on_device
-    comm = dry_communicator(kind, 2, 4)
-    second = second_communicator(comm, CPU)
-    assert WAIT.on_device is before, "nothing of this process waits for a device"
-    for one in (comm, second):
-        assert (type(one).__name__, one.rank, one.world_size) == (KINDS[kind], 2, 4)
-        assert one.group is None and one.peers_agree
-    assert second is not comm and second.flight_recorder is not comm.flight_recorder
-    assert HostGroup(comm, "test").gather("value") == ["value"]
-    comm.close()
-    alone = dry_communicator(kind, 0, 1)
-    assert type(alone) is Communicator and second_communicator(alone, CPU) is alone
-    assert not Communicator().peers_agree
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_in_flight_is_named_until_it_has_been_waited_for(kind: Any) -> None:
-    comm = dry_communicator(kind, 1, 4)
-    half = torch.ones(20_000, dtype=HALF)
-    launches: list[tuple[Callable[[], Pending], list[int]]] = [
-        (lambda: comm.reduce_scatter(half, "gradients"), [10_000] * {"nccl": 1, "gloo": 3, "shared_memory": 0}[kind]),
-        (lambda: comm.all_reduce(half, "gradients"), [10_000] * {"nccl": 0, "gloo": 3, "shared_memory": 0}[kind]),
-    ]
-    for launch, received in launches:
-        pending = launch()
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in pending.memory()}
-        assert storages.pop(half.untyped_storage()._cdata) == 40_000
-        assert list(storages.values()) == received
-        pending.wait()
-        assert not list(pending.memory()) and pending.arrived()
 
 
 def launch_all(comm: Communicator, numel: int, dtype: torch.dtype, without_modes: bool) -> list[torch.Tensor]:

@@ -41,11 +41,6 @@ def test_the_modules_attributes_are_found_and_the_engines_come_first():
     assert not hasattr(engine, "encode")
 
 
-def test_an_attribute_that_neither_has_is_the_modules_error():
-    with pytest.raises(AttributeError, match="'Model' object has no attribute 'encode'"):
-        _ = engine_of(Model()).encode
-
-
 def test_a_property_that_fails_says_why():
     module = Model()
     module.dataset = "must not stand in for the engine's"

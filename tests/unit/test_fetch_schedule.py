@@ -15,7 +15,6 @@ from zerolite.zero.stage3.trace_agreement import TraceAgreement
 
 INFINITE = 10**9
 NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)
-SEEDS = range(200)
 
 
 class Machine:
@@ -170,9 +169,14 @@ def chain_case(layers, limits):
 # ---------------------------------------------------------------------------------------------------------- properties
 
 
-@pytest.mark.fast(every=5)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_traces_are_served_on_demand_and_by_plan(seed):
+@pytest.mark.fast("0")
+@pytest.mark.parametrize("first", range(0, 200, 40))
+def test_random_traces_are_served_on_demand_and_by_plan(first):
+    for seed in range(first, first + 40):
+        check_plan(seed)
+
+
+def check_plan(seed):
     rng, units, numels, persistent, limits = random_case(seed)
     trace = random_trace(rng, units)
     one = machine(units, numels, persistent, limits)
@@ -197,8 +201,13 @@ def test_random_traces_are_served_on_demand_and_by_plan(seed):
 
 
 @pytest.mark.fast("0")
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_departure_anywhere_is_served_and_becomes_the_new_plan(seed):
+@pytest.mark.parametrize("first", range(0, 200, 40))
+def test_a_departure_anywhere_is_served_and_becomes_the_new_plan(first):
+    for seed in range(first, first + 40):
+        check_departure(seed)
+
+
+def check_departure(seed):
     rng, units, numels, persistent, limits = random_case(seed)
     first = random_trace(rng, units)
     one = machine(units, numels, persistent, limits)
@@ -217,8 +226,13 @@ def test_a_departure_anywhere_is_served_and_becomes_the_new_plan(seed):
 
 
 @pytest.mark.fast("0")
-@pytest.mark.parametrize("seed", SEEDS)
-def test_anything_from_outside_at_any_event_is_survived(seed):
+@pytest.mark.parametrize("first", range(0, 200, 40))
+def test_anything_from_outside_at_any_event_is_survived(first):
+    for seed in range(first, first + 40):
+        check_outside(seed)
+
+
+def check_outside(seed):
     rng, units, numels, persistent, limits = random_case(seed)
     trace = random_trace(rng, units)
     one = machine(units, numels, persistent, limits)
@@ -258,7 +272,7 @@ def add_parameter(one, unit, parameter):
             one.live.add(parameter)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_equal_events_give_equal_answers(seed):
     twins = []
     for _ in range(2):
@@ -323,74 +337,7 @@ def test_the_prefetch_limit_is_overshot_by_the_last_unit_only():
     assert all(not fetch.prefetch for fetch in plan_step(chain(5), units, numels, limits).fetches)
 
 
-def test_prefetch_stops_at_the_first_unit_that_does_not_fit():
-    numels = [10, 50, 1]
-    trace = [0, ~0, 1, ~1, 2, ~2]
-    fetches = plan_step(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 40, 0)).fetches
-    assert fetches[0] == Fetch((), (0,), (), (0,))
-    assert fetches[2] == Fetch((), (1,), (), (1,))  # larger than the limit, and still served; unit 2 must wait
-    assert plan_step(trace, [[0], [1], [2]], numels, FetchLimits(INFINITE, 61, 0)).fetches[0].prefetch == (1, 2)
-
-
-def test_reuse_distance_counts_what_is_entered_in_between():
-    units, numels = [[0], [1], [2]], [10, 10, 10]
-    trace = [0, ~0, 1, ~1, 2, ~2, 0, ~0]
-
-    def left(distance):
-        return plan_step(trace, units, numels, FetchLimits(0, INFINITE, distance)).releases[1]
-
-    assert left(19) == (0,)
-    assert left(20) == ()
-    again = [0, ~0, 0, ~0]
-    assert plan_step(again, units, numels, FetchLimits(0, INFINITE, 1)).releases == ((), (), (), (0,))
-    assert plan_step(again, units, numels, FetchLimits(0, INFINITE, 0)).releases == ((), (0,), (), (0,))
-
-
-def test_the_farthest_next_use_is_evicted_first():
-    units, numels = [[0], [1], [2], [3]], [10, 10, 10, 10]
-    trace = [0, ~0, 1, ~1, 2, ~2, 3, ~3, 1, ~1, 2, ~2, 0, ~0]
-    fetches = plan_step(trace, units, numels, FetchLimits(0, 30, INFINITE)).fetches
-    assert fetches[6] == Fetch((0,), (3,), (), (3,))
-    assert fetches[8] == fetches[10] == Fetch((), (), (), ())
-    assert fetches[12] == Fetch((), (0,), (), (0,))
-    fetches = plan_step(trace, units, numels, FetchLimits(0, 20, INFINITE)).fetches
-    assert [fetches[i].release for i in (4, 6)] == [(0,), (2,)]
-
-
-def test_a_forward_use_inside_a_backward_use_of_the_same_unit_releases_nothing():
-    found = plan_step([0, 0, ~0, ~0], [[0]], [10], NO_REUSE)
-    assert found.releases == ((), (), (), (0,))
-    assert found.fetches[1] == Fetch((), (), (), ())
-
-
 # --------------------------------------------------------------------------------------------------- the life of a step
-
-
-def test_kinds_have_plans_of_their_own():
-    units, numels, limits = chain_case(3, NO_REUSE)
-    one = machine(units, numels, (), limits)
-    train, evaluation = chain(3), chain(3)[:8]
-    one.step(train)
-    one.step(evaluation, kind="eval")
-    assert not one.schedule.following
-    for _ in range(2):
-        for kind, trace in (("train", train), ("eval", evaluation)):
-            one.step(trace, kind=kind)
-            assert one.schedule.following
-
-
-def test_a_trace_waits_for_adoption():
-    units, numels, limits = chain_case(2, NO_REUSE)
-    one = machine(units, numels, (), limits)
-    assert one.schedule.candidate_hash == 0
-    for _ in range(2):
-        one.step(chain(2), adopt=False)
-        assert not one.schedule.following
-        assert one.schedule.candidate_hash != 0
-    one.schedule.adopt()
-    assert one.schedule.candidate_hash == 0
-    one.step(chain(2))
-    assert one.schedule.following
 
 
 def test_hash_tells_traces_kinds_and_units_apart():
@@ -429,27 +376,6 @@ def test_reject_serves_on_demand_for_good():
     assert any(fetch.prefetch for fetch in one.fetches)
 
 
-def test_a_hold_over_the_beginning_of_a_step_puts_the_plan_off_until_it_ends():
-    units, numels, limits = chain_case(2, NO_REUSE)
-    one = machine(units, numels, [1], limits)
-    one.step(chain(2))
-    one.hold([0])
-    assert one.step(chain(2)) == 0
-    assert not one.schedule.following
-    assert one.live == {0}
-    one.schedule.begin_step("train")
-    assert not one.schedule.following
-    one.unhold([0])
-    assert one.schedule.following
-    one.hold([1])  # persistent: nothing changes
-    assert one.schedule.following
-    one.unhold([1])
-    for event in chain(2):
-        one.event(event)
-    assert one.schedule.following
-    one.end()
-
-
 @pytest.mark.parametrize("how", ["exception", "not ended"])
 def test_after_a_step_that_broke_off_the_next_one_follows_the_plan(how):
     units, numels, limits = chain_case(3, NO_REUSE)
@@ -470,42 +396,6 @@ def test_after_a_step_that_broke_off_the_next_one_follows_the_plan(how):
     assert one.schedule.candidate_hash == 0
     one.step(chain(3))
     assert one.schedule.following
-
-
-def test_holds_are_counted_and_outlive_uses_steps_and_exceptions():
-    one = machine([[0]], [10])
-    one.schedule.begin_step("train")
-    one.hold([0])
-    one.hold([0])
-    one.event(0)
-    one.forget()
-    one.end()
-    one.unhold([0])
-    assert one.live == {0}
-    one.unhold([0])
-    assert one.live == set()
-    with pytest.raises(ValueError, match="unhold: expected a parameter that is held, got 0"):
-        one.schedule.unhold([0])
-
-
-def test_an_external_parameter_is_live_from_its_discovery_and_gathered_ever_after():
-    one = machine([[0], [1]], [10, 10])
-    trace = [0, ~0, 1, ~1]
-    one.step(trace)
-    one.schedule.begin_step("train")
-    one.event(0)
-    add_parameter(one, 0, 1)
-    assert not one.schedule.following
-    one.event(~0)
-    assert one.live == set()  # released with the use that found it
-    one.event(1)
-    one.event(~1)
-    one.end()
-    assert one.schedule.candidate_hash != 0
-    one.schedule.adopt()
-    one.step(trace)
-    assert one.schedule.following
-    assert one.fetches[-2].wait == (0, 1)
 
 
 def test_a_trace_is_adopted_only_if_it_is_the_one_that_was_compared():

@@ -31,18 +31,6 @@ def test_time_between_two_looks_counts_up_to_a_limit() -> None:
     assert wait.look(1.0) == 0.0
 
 
-def test_a_device_is_not_asked_again_about_what_has_ended() -> None:
-    wait, work = Wait(), Work()
-    wait.on_device, wait.works = True, (work,)
-    wait.look()
-    work.done = True
-    wait.look()
-    asked = work.asked
-    assert wait.look() == 0.0 and not wait.under_way() and work.asked == asked
-    wait.number, wait.works = wait.number + 1, (Work(),)
-    assert wait.under_way()
-
-
 def test_what_was_waited_for_last_can_be_let_go() -> None:
     wait, shard = Wait(), torch.ones(4)
     known = weakref.ref(shard)

@@ -66,19 +66,3 @@ def test_a_plain_step_enters_few_functions_and_files(stage: int, most: list[tupl
     for found, (functions, files) in zip(plain_step({"stage": stage}), most, strict=True):
         named = sorted(entry for entry in found if not entry[1].startswith("<"))
         assert len(named) <= functions and len({file for file, *_ in named}) <= files, named
-
-
-# Of the forward: functions, and files that have them. Of backward and step: functions of stage 3.
-@pytest.mark.parametrize(
-    ("threshold", "forward_most", "files_most", "backward_most", "step_most"),
-    [pytest.param(100_000, 30, 7, 20, 19, id="all stay whole"), pytest.param(0, 53, 14, 26, 19, id="all are released")],
-)
-def test_a_plain_step_at_stage_3_enters_few_functions(
-    threshold: int, forward_most: int, files_most: int, backward_most: int, step_most: int
-) -> None:
-    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold}
-    forward, backward, step = plain_step(zero)
-    assert len(forward) <= forward_most and len({file for file, *_ in forward}) <= files_most, sorted(forward)
-    for found, most in ((backward, backward_most), (step, step_most)):
-        own = sorted(function for function in found if "stage3" in function[0] or "shard_reader" in function[0])
-        assert len(own) <= most, own

@@ -32,24 +32,14 @@ def test_a_hostfile_that_is_missing_or_unreadable_is_an_error(tmp_path: Path) ->
     [
         ("host2", "lacks the number of processes of the host: expected 'host2 slots=N'"),
         ("host2 slots", r"has 'slots': expected 'slots=N'"),
-        ("host2 slots=", r"has 'slots=': expected the number of processes"),
         ("host2 slots=0", r"has 'slots=0': expected the number of processes of the host, 1 to"),
-        ("host2 slots=-1", r"has 'slots=-1'"),
         ("host2 slots=two", r"has 'slots=two'"),
-        ("host2 slots=²", r"has 'slots=²'"),
-        ("host2 slots=99999", r"has 'slots=99999'"),
         ("host2 slots=2 slots=2", "gives the number of slots twice"),
         ("host2 slots=2 max_slots=4", "has 'max_slots=4': expected 'slots=N'"),
-        ("host2 8", "has '8': expected 'slots=N'"),
         ("host1 slots=2", "names the host 'host1' again, which stands in line 2 already"),
         ("-oProxyCommand=x slots=2", "begins with '-oProxyCommand=x': expected the name"),
-        ("@host2 slots=2", "begins with '@host2'"),
-        ("root@ slots=2", "begins with 'root@'"),
         ("-l@host2 slots=2", "begins with '-l@host2'"),
-        ("a@b@host2 slots=2", "begins with 'a@b@host2'"),
         ("fd00:::3 slots=2", "begins with 'fd00:::3'"),
-        ("[fd00::3]:22 slots=2", "begins with"),
-        ("fe80::1%a,b slots=2", "begins with"),
         ("host٣ slots=2", "begins with"),
         ("host2 slots=٣", "has 'slots=٣'"),
         ("root@host1 slots=2", "names the host 'host1' again"),
@@ -72,11 +62,8 @@ def test_a_hostfile_without_hosts_is_an_error() -> None:
         (None, None, HOSTS),
         ("host2", None, [Host("host2", 2)]),
         ("10.0.0.3@host1:2,0", None, [Host("host1", 2, (0, 2)), Host("10.0.0.3", 1)]),
-        ("host1:0-2 @ host2:1", None, [Host("host1", 3, (0, 1, 2)), Host("host2", 1, (1,))]),
-        ("host1:0,2-3", None, [Host("host1", 3, (0, 2, 3))]),
         (None, "host1", HOSTS[1:]),
         (None, "host1:0,2@10.0.0.3", [Host("host1", 2, (1, 3)), Host("host2", 2)]),
-        (None, "host2:0-1", [HOSTS[0], HOSTS[2]]),
     ],
 )
 def test_filters(include: str | None, exclude: str | None, left: list[Host]) -> None:
@@ -98,7 +85,6 @@ def test_users_and_ipv6_addresses(tmp_path: Path) -> None:
     [
         ("host1@host2", [LOGINS[0], LOGINS[2]]),
         ("ann@host1:1@bob@host2", [Host("host1", 1, (1,), "ann"), LOGINS[2]]),
-        ("bob@host2 @ ann@host1", [LOGINS[0], LOGINS[2]]),
         ("fd00::3", [LOGINS[1]]),
         ("host1@[fd00::3]:0,2-3", [LOGINS[0], Host("fd00::3", 3, (0, 2, 3))]),
         ("[fd00::3]@ann@::1", [LOGINS[1], LOGINS[3]]),
@@ -107,10 +93,6 @@ def test_users_and_ipv6_addresses(tmp_path: Path) -> None:
 )
 def test_filters_over_users_and_ipv6_addresses(include: str, left: list[Host]) -> None:
     assert select_hosts(LOGINS, include, None) == left
-
-
-def test_limits_keep_the_user() -> None:
-    assert limit_hosts(LOGINS, (1, 1), 1) == [Host("host1", 1, user="ann")]
 
 
 @pytest.mark.parametrize("include", ["ann@host2", "eve@host1", "[host1", "fd00::3:0", "[]", "host1:٣"])
@@ -126,11 +108,8 @@ def test_filters_that_mean_nobody(include: str) -> None:
         ("host9", None, "names the host 'host9', which is not among the known ones: host1, host2, 10.0.0.3"),
         (None, "host2:2", "--exclude 'host2:2' names slot 2 of the host 'host2', which has the slots 0 to 1"),
         ("host1:0,x", None, "has 'x' as slots"),
-        ("host1:", None, "has '' as slots"),
         ("host1:3-1", None, "has the range '3-1', which runs backwards"),
         ("host1:0-2,1", None, "names slot 1 twice"),
-        ("host1:0@host1:1", None, "names the host 'host1' twice"),
-        ("", None, "names '' as a host"),
         ("host1,host2", None, "names 'host1,host2' as a host"),
         (None, "host1@host2@10.0.0.3", "leaves no host"),
     ],

@@ -7,7 +7,7 @@ from zerolite.comm.initial_sync import content_hash
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
 )
-@pytest.mark.parametrize("numel", [1, 2, 1000, (1 << 18) + 7])
+@pytest.mark.parametrize("numel", [1, (1 << 18) + 7])
 def test_one_changed_element_changes_the_hash(dtype, numel):
     values = torch.randint(0, 2, (numel,), generator=torch.Generator().manual_seed(0)).to(dtype)
     reference = content_hash(values)

@@ -47,27 +47,6 @@ def test_equals_the_plain_loop_to_the_bit(dtype, weight_decay):
             assert torch.equal(p.grad, grad), "gradients stay as they are"
 
 
-def test_a_parameter_without_gradient_is_left_alone():
-    used, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    optimizer = Lion([used, unused], lr=0.5, weight_decay=0.1)
-    used.grad = torch.ones(3)
-    optimizer.step()
-    assert torch.equal(unused, torch.ones(3)) and unused not in optimizer.state
-
-
-def test_closure_is_evaluated_with_gradients():
-    p = torch.nn.Parameter(torch.ones(2))
-    optimizer = Lion([p], lr=0.5)
-
-    def closure():
-        loss = (p * p).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 2.0
-    assert p.tolist() == [0.5, 0.5]
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [

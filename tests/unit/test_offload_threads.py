@@ -31,14 +31,3 @@ def on_host(apart: bool = True) -> Placements:
 def test_one_thread_of_several(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     (message,) = said(caplog, monkeypatch, on_host(), threads=1, ranks="3")
     assert "set OMP_NUM_THREADS=5" in message and "16 cores would do it with 15" in message
-
-
-@pytest.mark.parametrize(
-    ("placements", "threads", "ranks"),
-    [(on_host(), 2, "4"), (on_host(), 1, "16"), (on_host(apart=False), 1, "1"), (Placements.on(CPU), 1, "1")],
-    ids=["several threads", "a core each", "the CPU is the device", "nothing on the host"],
-)
-def test_nothing_to_say(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, placements: Placements, threads: int, ranks: str
-) -> None:
-    assert said(caplog, monkeypatch, placements, threads, ranks) == []

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from zerolite.pipe.modules import trained_numel
-from zerolite.pipe.partition import balanced, by_type, ranks_of_parts, uniform
-from zerolite.pipe.schedules import schedule_class
+from zerolite.pipe.partition import balanced, by_type, uniform
 from zerolite.pipe.split import _called_later
 from zerolite.utils.skeleton import Skeleton
 
@@ -50,11 +48,6 @@ def test_what_cannot_be_divided(call: Any, said: str) -> None:
     with pytest.raises(ValueError) as raised:
         call()
     assert said in str(raised.value)
-
-
-def test_parts_go_round_or_there_and_back() -> None:
-    assert ranks_of_parts(2, 2, folded=False) == [0, 1, 0, 1]
-    assert ranks_of_parts(3, 2, folded=True) == [0, 1, 2, 2, 1, 0]
 
 
 # -------------------------------------------------------------------- one process
@@ -99,12 +92,6 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         assert all(torch.equal(one, other) for one, other in zip(gradients[0], others, strict=True))
 
 
-def test_parameters_are_counted_without_memory() -> None:
-    huge = LayerSpec(nn.Linear, 1 << 20, 1 << 20)
-    assert trained_numel(huge) == (1 << 40) + (1 << 20)
-    assert tied().numels() == [20, 20, 0, 20]
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -124,13 +111,6 @@ def test_bad_layers_are_refused(make: Any, said: str) -> None:
     with pytest.raises(ValueError) as raised:
         make()
     assert said in str(raised.value)
-
-
-def test_a_schedule_that_torch_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.distributed.pipelining.schedules.ScheduleDualPipeV", raising=False)
-    with pytest.raises(ValueError) as raised:
-        schedule_class("dualpipev")
-    assert torch.__version__ in str(raised.value) and "ScheduleDualPipeV" in str(raised.value)
 
 
 class NormFirst(nn.Module):

@@ -107,12 +107,6 @@ def test_numpy_comes_back_as_pythons_and_torchs() -> None:
     assert equal(result["no dimension"], 2.5)
 
 
-def test_the_same_sets_give_the_same_text() -> None:
-    names = [f"name {i}" for i in range(50)]
-    texts = {json.dumps(plain.encode(set(order), "s", [])) for order in (names, names[::-1])}
-    assert len(texts) == 1
-
-
 class Thing:
     pass
 

@@ -1,15 +1,12 @@
 """Variables that torchrun, srun and the mpiruns leave in the environment, and what follows from them."""
 
-import datetime
 import os
 import sys
 import types
 
 import pytest
-import torch
 from torch.torch_version import TorchVersion
 
-import zerolite
 from zerolite.comm import environment, process_group
 from zerolite.comm.environment import Rendezvous, find_local_rank, first_host, read_environment
 
@@ -23,21 +20,6 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "1683750913",
 }  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_FD": "8"}
-
-
-def test_initialize_makes_its_device_current_whoever_has_started_the_group(monkeypatch):
-    current = []
-    monkeypatch.setattr("zerolite.planning.initialize.init_distributed", lambda: None)
-    monkeypatch.setattr("zerolite.planning.initialize.default_device", lambda rank: torch.device("cuda", 3))
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-
-    def stop(timeout):
-        raise InterruptedError
-
-    monkeypatch.setattr("zerolite.planning.initialize.start_watchdog", stop)
-    with pytest.raises(InterruptedError):
-        zerolite.initialize(torch.nn.Linear(1, 1), {})
-    assert current == [torch.device("cuda", 3)]
 
 
 @pytest.mark.parametrize(
@@ -148,15 +130,6 @@ def test_an_mpirun_is_found_among_the_processes_above(tmp_path, monkeypatch):
     assert environment._launching_process() is None
 
 
-def test_pmi_of_other_launchers():
-    env = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_ADDR": "h"}
-    assert read_environment(env) == Rendezvous(3, 4, 1, "h", 29500) and find_local_rank(env) == 1
-
-
-def test_pmi_of_srun_says_nothing_of_its_own():
-    assert read_environment({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}) == read_environment(SRUN)
-
-
 @pytest.mark.parametrize("inner", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
 def test_an_mpirun_inside_an_allocation(inner):
     """SLURM then counts the daemons that mpirun has started by srun, one on each host."""
@@ -253,35 +226,6 @@ def test_old_torch_is_told_to_keep_tensors_and_not_to_record_streams(version, wa
     name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
     assert process_group.nccl_environment(TorchVersion(version), {}).get(name) == wanted
     assert process_group.nccl_environment(TorchVersion(version), {name: "0"}) == {}
-
-
-def test_nccl_is_told_before_there_is_a_group(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1"))
-    monkeypatch.setattr(process_group.dist, "is_initialized", lambda: False)
-    monkeypatch.setenv("TORCH_NCCL_AVOID_RECORD_STREAMS", "")  # so that what is set below is taken back
-    monkeypatch.delenv("TORCH_NCCL_AVOID_RECORD_STREAMS")
-    start = lambda *args: seen.append(process_group.os.environ.get("TORCH_NCCL_AVOID_RECORD_STREAMS"))  # noqa: E731
-    monkeypatch.setattr(process_group, "_start_from_environment", start)
-    monkeypatch.setattr(process_group, "_started_here", False)
-    zerolite.init_distributed()
-    assert seen == ["1"]
-
-
-def test_gathers_over_nccl_have_high_priority(monkeypatch):
-    made = []
-
-    class Options:
-        def __init__(self, is_high_priority_stream=False):
-            self.priority, self._timeout = is_high_priority_stream, None
-            made.append(self)
-
-    monkeypatch.setattr(process_group.dist, "ProcessGroupNCCL", types.SimpleNamespace(Options=Options), raising=False)
-    timeout = datetime.timedelta(seconds=7)
-    options = process_group.group_options("nccl", process_group.GATHERS, timeout)
-    assert made == [options] and options.priority is True and options._timeout == timeout
-    assert process_group.group_options("gloo", process_group.GATHERS, timeout) is None
-    assert process_group.group_options("nccl", "checkpoint", timeout) is None
 
 
 @pytest.mark.parametrize(

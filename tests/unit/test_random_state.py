@@ -57,15 +57,6 @@ def without(saved: torch.Tensor, key: str) -> torch.Tensor:
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def test_what_is_not_there_stays_as_it_is() -> None:
-    saved = without(save_random_state(CPU), "numpy")
-    before = draw()
-    state = numpy.random.get_state()
-    load_random_state(saved, CPU)
-    assert numpy.random.get_state()[2:] == state[2:]
-    assert draw()[:8] == before[:8]
-
-
 @pytest.mark.parametrize(
     "entries",
     [{"torch": {"$bytes": "AAAA"}}, {"torch": 3}, {"torch": {"$tensor": 0}}, {"python": 3},

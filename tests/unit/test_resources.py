@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,21 +54,6 @@ def test_listed_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     fake_nvidia_smi(tmp_path, monkeypatch, f'[ "$*" = "-L" ] && printf "{lines}"')
     assert resources.count_cuda_devices({}) == 2
     assert resources.default_nproc({}) == 2
-
-
-def test_a_tool_that_fails_means_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvidia_smi(tmp_path, monkeypatch, 'echo "GPU 0: but the driver is broken"; exit 9')
-    assert resources.count_cuda_devices({}) == 0
-
-
-def test_a_tool_that_hangs_means_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvidia_smi(tmp_path, monkeypatch, "")
-
-    def hang(command: list[str], timeout: float, **_: object) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert resources.count_cuda_devices({}) == 0
 
 
 def test_no_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,21 +134,20 @@ def test_cores_of_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npr
     assert core_sets(nproc, tmp_path) == sets
 
 
-@pytest.mark.fast(every=2)
-@pytest.mark.parametrize("nproc", range(1, 20))
 @pytest.mark.parametrize("allowed", [range(16), range(3, 13), [2, 9], [5]])
 def test_sets_are_whole_cores_that_are_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: int, allowed: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: list[int]
 ) -> None:
     two_nodes(tmp_path, monkeypatch).allow(list(allowed))
-    sets = core_sets(nproc, tmp_path)
-    assert len(sets) == nproc and all(sets)
-    assert {cpu for cpus in sets for cpu in cpus} <= set(allowed)
     cores = count_cores(tmp_path)
-    sizes = [len({cpu % 8 for cpu in cpus}) for cpus in sets]
-    assert max(sizes) - min(sizes) <= 1 and max(1, cores // nproc) == min(sizes)
-    if nproc <= cores:
-        assert sorted(cpu for cpus in sets for cpu in cpus) == sorted(allowed), "none is left out or given twice"
+    for nproc in range(1, 20):
+        sets = core_sets(nproc, tmp_path)
+        assert len(sets) == nproc and all(sets)
+        assert {cpu for cpus in sets for cpu in cpus} <= set(allowed)
+        sizes = [len({cpu % 8 for cpu in cpus}) for cpus in sets]
+        assert max(sizes) - min(sizes) <= 1 and max(1, cores // nproc) == min(sizes)
+        if nproc <= cores:
+            assert sorted(cpu for cpus in sets for cpu in cpus) == sorted(allowed), "none is left out or given twice"
 
 
 # ------------------------------------------------------------------ quotas
@@ -200,15 +183,3 @@ def test_quota_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gro
     assert read_cpu_quota(tmp_path) == 3.0
     machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1")
     assert read_cpu_quota(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores", "groups"), [(1.5, 2, 1), (4, 4, 1), (4.5, 5, 2), (8, 8, 2), (100, 8, 2), (0.5, 1, 1)]
-)
-def test_what_a_quota_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: float, cores: int, groups: int
-) -> None:
-    machine = two_nodes(tmp_path, monkeypatch)
-    machine.write("proc/self/cgroup", "0::/")
-    machine.write("sys/fs/cgroup/cpu.max", f"{int(quota * 100_000)} 100000")
-    assert count_cores(tmp_path) == cores and count_core_groups(tmp_path) == groups

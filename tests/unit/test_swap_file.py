@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolite.offload import swap_file
 from zerolite.offload.space import Space
 from zerolite.offload.swap_file import NoRoom, SwapFile
 from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
@@ -126,14 +125,6 @@ def test_space_is_allocated_at_once_and_comes_back(file: SwapFile) -> None:
     assert file.nbytes == BLOCK
 
 
-def test_zeros_where_holes_cannot_be_punched(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    libc = swap_file._libc()
-    monkeypatch.setattr(libc, "fallocate", lambda *_: -1)
-    keep = [file.zeros(3 * BLOCK).fill_(1), file.zeros(BLOCK).fill_(2)]
-    del keep[0]
-    assert not file.zeros(2 * BLOCK).any() and keep[0].eq(2).all()
-
-
 def test_full_disk(io: AsyncIO, small_disk: Path) -> None:
     """For real: what fits is there, what does not is an error at the start, and nothing is lost by it."""
     file = SwapFile(small_disk, io, 1, KEY)
@@ -166,22 +157,6 @@ def test_directories_that_cannot_be_used(io: AsyncIO, tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     file = SwapFile(tmp_path / "gone", io, 0, KEY)
     (tmp_path / "gone").rmdir()  # nothing is in it
-    assert not file.zeros(MIB).any()
-    file.close()
-
-
-def test_file_systems_without_nameless_files(io: AsyncIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def without(path: object, flags: int, *rest: object, **more: object) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", without)
-    file = SwapFile(tmp_path, io, 5, KEY)
-    assert not list(tmp_path.iterdir())
-    assert "zerolite-swap-rank5-" in os.readlink(f"/proc/self/fd/{file._fd}")
     assert not file.zeros(MIB).any()
     file.close()
 
@@ -303,19 +278,6 @@ def test_an_error_of_the_disk(file: SwapFile) -> None:
     os.close(kept)
     file.write(offloaded, staging(2 * BLOCK).fill_(1)).wait()
     assert offloaded.eq(1).all()
-
-
-def test_transfers_keep_their_ends_alive(file: SwapFile) -> None:
-    offloaded = file.zeros(4 * MIB)
-    address = offloaded.data_ptr()
-    transfers = [file.write(offloaded, staging(4 * MIB).fill_(9)), file.read(offloaded, staging(4 * MIB))]
-    del offloaded
-    assert address in file._offsets
-    for transfer in transfers:
-        transfer.wait()
-    del transfer
-    transfers.clear()
-    assert not file._offsets
 
 
 def test_checksums(io: AsyncIO, tmp_path: Path) -> None:

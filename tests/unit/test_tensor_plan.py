@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 from examples.gpt.model import GPT, GPTConfig
 from tests.distributed.cases.tensor_parallel import CPU, Nano, Settings, Shapes, Stack
 from zerolite.comm import dry_communicator
-from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, VocabParallelLogits, apply
-from zerolite.tensor_parallel.cuts import Cut, cut_of, is_partial, set_names
-from zerolite.tensor_parallel.layers import cut_of_parts, cut_of_rows
+from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, apply
+from zerolite.tensor_parallel.cuts import cut_of, is_partial, set_names
+from zerolite.tensor_parallel.layers import cut_of_rows
 from zerolite.tensor_parallel.plan import Style, matches, parse_style, resolve
 
 MLP = {"blocks.*.up": "column", "blocks.*.down": "row"}
@@ -96,14 +96,6 @@ def test_styles_that_are_refused(given: Any, expected: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------- cuts
 
 
-def test_parts_are_cut_each() -> None:
-    comm = dry_communicator("gloo", 1, 2)
-    found = cut_of_parts((12, 3), 0, [8, 2, 2], comm)
-    assert found == Cut((12, 3), 0, ((0, 4, 4), (4, 9, 1), (5, 11, 1)), 6, 1, 2)
-    full = torch.arange(36.0).view(12, 3)
-    assert torch.equal(found.of(full), full[[4, 5, 6, 7, 9, 11]])
-
-
 @pytest.mark.parametrize("size, rows", [(2, [4, 3]), (4, [2, 2, 2, 1]), (8, [1] * 7 + [0]), (5, [2, 2, 2, 1, 0])])
 def test_a_vocabulary_is_padded(size: int, rows: list[int]) -> None:
     cuts = [cut_of_rows((7, 2), 0, dry_communicator("gloo", rank, size)) for rank in range(size)]
@@ -137,15 +129,6 @@ def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
     assert model.head.weight is model.embed.weight and cut_of(model.head.weight) is not None
     model(torch.tensor([[1, 2]]))
     assert calls == [1] and isinstance(model.blocks[0].up, nn.Linear)
-
-
-def test_a_copy_of_a_model_that_is_cut() -> None:
-    model = cut(Stack([Shapes("norms", kv_heads=4, dropout=0.1)]), sequence_parallel=True)
-    twin = copy.deepcopy(model)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert one is not other and cut_of(one) == cut_of(other)
-    assert twin.blocks[0].o.comm is model.blocks[0].o.comm
-    assert twin.blocks[0].o.region is twin.blocks[0].q.region is not model.blocks[0].q.region
 
 
 FUSED: list[tuple[Callable[[], nn.Module], str, tuple[int, ...]]] = [
@@ -183,12 +166,6 @@ def test_with_sequence_parallelism_all_that_is_whole_in_blocks_has_such_gradient
     model = cut(Stack([Shapes("separate")]), sequence_parallel=True)
     partial = {name for name, parameter in model.named_parameters() if is_partial(parameter)}
     assert partial == {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.o.bias", "blocks.0.down.bias"}
-
-
-def test_one_rank_changes_nothing() -> None:
-    model = Stack([Plain()], width=8)
-    assert apply(model, Settings(1, {"nothing": "column"}), dry_communicator("gloo", 0, 1), CPU) == []
-    assert type(model.blocks[0].up) is nn.Linear
 
 
 def test_a_stage_of_a_pipeline() -> None:
@@ -358,13 +335,6 @@ def test_parts_that_contradict_what_is_known(case: str) -> None:
         cut(nn.Sequential(make()), plan)
 
 
-def test_parts_that_agree_with_what_is_known() -> None:
-    given = {"*.c_attn": {"style": "column", "parts": [32, 32, 32]}, "*.c_proj": "row"}
-    model = cut(nn.Sequential(_of_library("gpt2", Nano)), given)
-    assert parts_of(model)["0.c_attn.weight"] == (48, 32)
-    cut(Stack([Contiguous()]), {"blocks.*.query_key_value": {"style": "column", "parts": 1}, "blocks.*.dense": "row"})
-
-
 def test_key_and_value_beside_a_query() -> None:
     """Cross-attention of GPT-2: not query, key and value, though the name says so."""
 
@@ -493,20 +463,6 @@ def test_attributes_that_are_named() -> None:
         cut(Stack([Named()]), plan, size=8, divide=["blocks.*.nh"])
 
 
-def test_a_sequence_that_cannot_be_shared() -> None:
-    model = cut(Stack([Shapes("separate")]), sequence_parallel=True)
-    with pytest.raises(ValueError, match=r"a multiple of tensor_parallel\.size 2, got 7 .*\[1, 7, 32\]"):
-        model(torch.ones(1, 7, dtype=torch.int64))
-
-
-def test_logits_on_another_device_are_gathered_first() -> None:
-    """Its ranks may have nothing to gather them with there."""
-    comm = dry_communicator("gloo", 0, 2)
-    logits = VocabParallelLogits.of(torch.zeros(3, 4), comm, 7)
-    assert type(logits.to(torch.float64)) is VocabParallelLogits and type(logits.cpu()) is VocabParallelLogits
-    assert type(logits.to("meta")) is torch.Tensor and logits.to("meta").shape == (3, 7)
-
-
 @pytest.mark.slow
 def test_a_weight_that_a_function_uses() -> None:
     from zerolite.pipe import PipelineModule, TiedLayerSpec
@@ -520,27 +476,3 @@ def test_a_weight_that_a_function_uses() -> None:
     model.build(range(3))
     with pytest.raises(TensorPlanError, match=r"got 'layers\.0', which the forward_fn of a TiedLayerSpec uses"):
         cut(model, {"layers.0": "vocab", "layers.*.c_attn": "column", "layers.*.c_proj": "row"})
-
-
-class Whole(Plain):
-    """Attention and the feed-forward part in one module."""
-
-    def __init__(self, width: int = 16, heads: int = 4) -> None:
-        super().__init__(width, 4 * width)
-        self.heads = heads
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        query, key, value = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
-        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, -1))
-        return x + super().forward(x)
-
-
-def test_a_block_that_has_attention_and_the_rest_in_one() -> None:
-    plan = {"*.qkv": "column", "*.project": "row", "*.up": "column", "*.down": "row"}
-    block = cut(nn.Sequential(Whole()), plan, rank=1)[0]  # type: ignore[index]
-    found = cut_of(block.qkv.weight)
-    assert found is not None and found.ranges == ((0, 8, 8), (8, 24, 8), (16, 40, 8)), "each of query, key and value"
-    assert block.heads == 2 and cut_of(block.up.weight).ranges == ((0, 32, 32),)

@@ -56,37 +56,22 @@ class Architecture:
 
 _CAUSAL: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": {**_LLAMA, "sliding_window": 4},
-    "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
-    "GemmaForCausalLM": _LLAMA,
     "Gemma2ForCausalLM": _LLAMA,
-    "PhiForCausalLM": {**_LLAMA, **_QUIET},
     "Phi3ForCausalLM": {**_LLAMA, **_QUIET},
-    "CohereForCausalLM": _LLAMA,
-    "OlmoForCausalLM": _LLAMA,
     "Olmo2ForCausalLM": _LLAMA,
-    "StableLmForCausalLM": {**_LLAMA, **_QUIET},
-    "Starcoder2ForCausalLM": {**_LLAMA, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-    "GraniteForCausalLM": _LLAMA,
-    "GlmForCausalLM": _LLAMA,
-    "SmolLM3ForCausalLM": _LLAMA,
     "MixtralForCausalLM": {**_LLAMA, **_MOE, "num_local_experts": 3},
     "Qwen2MoeForCausalLM": {
         **_LLAMA,
         **_MOE,
         **{"num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
     },
-    "Qwen3MoeForCausalLM": {**_LLAMA, **_MOE, "num_experts": 3, "moe_intermediate_size": 8},
-    "OlmoeForCausalLM": {**_LLAMA, **_MOE, "num_experts": 3},
     "GPT2LMHeadModel": {**_GPT2, **_QUIET},
-    "GPTBigCodeForCausalLM": {**_GPT2, **_QUIET},
     "GPTNeoForCausalLM": {
         **_BASE,
         **{"hidden_size": 16, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
         **{"max_position_embeddings": 32, "embed_dropout": 0.0, "attention_dropout": 0.0, "resid_dropout": 0.0},
     },
-    "GPTNeoXForCausalLM": {**_LLAMA, **_QUIET},
     "GPTJForCausalLM": {**_GPT2, **_QUIET, "rotary_dim": 4},
     "OPTForCausalLM": {
         **_LLAMA,
@@ -99,8 +84,6 @@ _CAUSAL: dict[str, dict[str, Any]] = {
 }
 _MASKED: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": _BERT,
-    "RobertaForMaskedLM": _BERT,
-    "ElectraForMaskedLM": {**_BERT, "embedding_size": 16},
     "AlbertForMaskedLM": {**_BERT, "embedding_size": 8},
     "DebertaV2ForMaskedLM": _BERT,
     "DistilBertForMaskedLM": {
@@ -112,14 +95,11 @@ _MASKED: dict[str, dict[str, Any]] = {
 }
 _SEQUENCES: dict[str, dict[str, Any]] = {
     "T5ForConditionalGeneration": _T5,
-    "MT5ForConditionalGeneration": _T5,
     "BartForConditionalGeneration": _SEQ2SEQ,
-    "PegasusForConditionalGeneration": _SEQ2SEQ,
     "MarianMTModel": {**_SEQ2SEQ, "forced_eos_token_id": None},
 }
 _IMAGES: dict[str, dict[str, Any]] = {
     "ViTForImageClassification": _VISION,
-    "DeiTForImageClassification": _VISION,
     "ConvNextForImageClassification": {"hidden_sizes": [4, 6, 8, 10], "depths": [1, 1, 1, 1], "patch_size": 2},
     "Dinov2ForImageClassification": {**_VISION, "mlp_ratio": 2},
 }

@@ -13,12 +13,9 @@ Makers = dict[str, Callable[[Any], Any]]
 
 _MAKERS: Makers = {  # each given torchvision.models
     "ResNet": lambda of: of.ResNet(of.resnet.BasicBlock, [1, 1, 1, 1], CLASSES),
-    "ResNeXt": lambda of: of.ResNet(of.resnet.Bottleneck, [1, 1, 1, 1], CLASSES, groups=2, width_per_group=4),
     "MobileNetV2": lambda of: of.MobileNetV2(CLASSES, width_mult=0.1, dropout=0.0),
     "ShuffleNetV2": lambda of: of.ShuffleNetV2([2, 2, 2], [8, 8, 16, 32, 32], CLASSES),
     "DenseNet": lambda of: of.DenseNet(4, (2, 2, 2, 2), 8, num_classes=CLASSES),
-    "SqueezeNet": lambda of: of.SqueezeNet("1_1", CLASSES, dropout=0.0),
-    "GoogLeNet": lambda of: of.GoogLeNet(CLASSES, aux_logits=False, init_weights=False, dropout=0.0),
     "RegNet": lambda of: of.RegNet(
         of.regnet.BlockParams.from_init_params(1, 8, 4.0, 2.0, 8, se_ratio=0.25), CLASSES, stem_width=8
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import random
@@ -70,65 +69,7 @@ def _found(save_dir: Path) -> int:
         return 0
 
 
-def kills(scenario: str, directory: Path, how: str, death: str) -> dict[str, Any]:
-    """The save of ``scenario`` ends at each point, by ``death`` (the name of a function of faults.py). Gives, by point,
-    the step that is loaded then, and what was hidden in the directory after the next save; and the number of points."""
-    prepare, act, _ = SCENARIOS[scenario]
-    loaded: list[int] = []
-    left: list[str] = []
-    for at in itertools.count():
-        save_dir = directory / f"{at}" / "checkpoints"
-        prepare(save_dir)
-        if not getattr(faults, death)(lambda path=save_dir: act(path), at, how):
-            break
-        loaded.append(_found(save_dir))
-        # The job that comes next goes on from what it finds; a save of this one would find another job's.
-        faults.save(save_dir, 4, run=faults.resumed(save_dir) if loaded[-1] else faults.RUN)
-        assert faults.load(save_dir) == 4
-        if loaded[-1]:  # and it is still there
-            tags = [path.name for path in save_dir.iterdir() if (path / "manifest.json").exists()]
-            assert loaded[-1] in [faults.load(save_dir, tag) for tag in tags]
-        left += faults.hidden(save_dir)
-        shutil.rmtree(save_dir.parent)
-    with faults.recorded() as operations:
-        prepare(directory / "counted" / "checkpoints")
-        before = len(operations)
-        act(directory / "counted" / "checkpoints")
-    return {"points": len(operations) - before, "loaded": loaded, "left": left}
-
-
 KINDS = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
-
-
-def failures(scenario: str, directory: Path, always: bool) -> list[dict[str, Any]]:
-    """The save of ``scenario`` fails at each point; ``always``: everything does from there on. Gives, by point, the
-    operation, what the error says, what is loaded then, and what was hidden in the directory after it and after the
-    next save."""
-    prepare, act, _ = SCENARIOS[scenario]
-    results: list[dict[str, Any]] = []
-    for at in itertools.count():
-        save_dir = directory / f"{at}" / "checkpoints"
-        prepare(save_dir)
-        said = None
-        with faults.failing(at, KINDS[at % len(KINDS)], always) as operations:
-            try:
-                act(save_dir)
-            except CheckpointError as error:
-                said = str(error)
-        if len(operations) <= at:
-            return results
-        result = {
-            "operation": operations[at],
-            "said": said,
-            "reasons": [os.strerror(kind) for kind in KINDS],
-            "loaded": _found(save_dir),
-            "left": faults.hidden(save_dir),
-        }
-        faults.save(save_dir, 4)
-        assert faults.load(save_dir) == 4
-        results.append({**result, "left afterwards": faults.hidden(save_dir)})
-        shutil.rmtree(save_dir.parent)
-    return results
 
 
 # -------------------------------------------------------------------- engines

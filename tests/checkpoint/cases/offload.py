@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 from tests.checkpoint.cases import resume
-from tests.checkpoint.cases.background import held_back
 from tests.checkpoint.cases.recipes import RECIPES
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, train
+from tests.checkpoint.test_background import held_back
 from tests.distributed.cases.offload import two_memories
 
 

@@ -266,12 +266,6 @@ def sequential(optimizer: Any) -> Any:
     return schedulers.SequentialLR(optimizer, parts, [2])
 
 
-def chained(optimizer: Any) -> Any:
-    return schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(optimizer, 0.5, 2), schedulers.ExponentialLR(optimizer, 0.9)], optimizer
-    )
-
-
 def mixture(dropout: float = 0.0) -> Callable[[], nn.Module]:
     return lambda: models.build(Mixture, dropout=dropout)
 
@@ -295,35 +289,22 @@ RECIPES: dict[str, Recipe] = {
     "adapters": Recipe(adapted),
     "adapters in bf16": Recipe(adapted, config=BF16),
     "normed": Recipe(lambda: models.build(Normed), same_everywhere=False),
-    "channels last": Recipe(
-        lambda: models.build(models.ConvNet, channels_last=True), batch=image_batch, same_everywhere=False
-    ),
     "fp32 modules": Recipe(
         lambda: models.build(models.OddModel), models.token_loss, token_batch, config={**BF16, "fp32_modules": ["norm"]}
     ),
     "groups": Recipe(engine=three_groups),
     "SGD": Recipe(optimizer=SGD, states=MOMENTUM),
-    "SGD without momentum": Recipe(optimizer=("SGD", {"lr": 0.1}), states=()),
     "Lion": Recipe(optimizer=("Lion", {"lr": 1e-3}), states=("exp_avg",)),
     "Lion, an instance": Recipe(optimizer=None, engine=instance(Lion, lr=1e-3), states=("exp_avg",)),
     "NAdam": Recipe(optimizer=("NAdam", {"lr": 1e-3})),
     "RMSprop": Recipe(optimizer=("RMSprop", {"lr": 1e-3, "momentum": 0.5}), states=("square_avg", *MOMENTUM, "step")),
     "Adagrad": Recipe(optimizer=("Adagrad", {"lr": 1e-2}), states=("sum", "step")),
-    "ASGD": Recipe(optimizer=("ASGD", {"lr": 1e-2, "t0": 2}), states=("ax", "step")),
     "amsgrad": Recipe(
         optimizer=("AdamW", {"lr": 1e-3, "amsgrad": True}), states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
     ),
     "moments in bf16": Recipe(mixture(), optimizer=("AdamW", {"lr": 1e-3, "fp32_optimizer_states": False})),
     "an instance": Recipe(mixture(), optimizer=None, engine=instance(torch.optim.AdamW, lr=1e-3, foreach=True)),
-    "fused": Recipe(mixture(), optimizer=None, engine=FUSED, stages=(1, 2)),  # bits depend on the place
     "fused at stage 0": Recipe(mixture(), optimizer=None, engine=FUSED, stages=(0,)),  # the parameters' own strides
-    "an instance, its rate a tensor": Recipe(
-        optimizer=None, engine=lambda model: instance(torch.optim.AdamW, lr=torch.tensor(1e-3), foreach=False)(model)
-    ),
-    "an instance without states": Recipe(
-        optimizer=None, engine=instance(torch.optim.SGD, lr=0.1, foreach=True), states=()
-    ),
-    "Rprop": Recipe(optimizer=("Rprop", {"lr": 1e-2}), states=("prev", "step_size", "step")),
     "Adafactor": Recipe(optimizer=("Adafactor", {"lr": 1e-2}), states=("step",), stages=(0,)),
     "Muon": Recipe(
         optimizer=("Muon", {"lr": 1e-2}),
@@ -342,24 +323,14 @@ RECIPES: dict[str, Recipe] = {
     "WarmupDecayLR": Recipe(
         engine=three_groups, config=scheduler("WarmupDecayLR", warmup_num_steps=2, total_num_steps=9)
     ),
-    "OneCycle": Recipe(
-        config=scheduler("OneCycle", cycle_min_lr=1e-4, cycle_max_lr=1e-2, cycle_first_step_size=4),
-        optimizer=SGD,
-        states=MOMENTUM,
-    ),
     "LambdaLR": Recipe(engine=by(lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1.0 / (step + 1)))),
-    "OneCycleLR": Recipe(engine=by(lambda optimizer: schedulers.OneCycleLR(optimizer, max_lr=0.01, total_steps=9))),
     "CosineAnnealingLR": Recipe(engine=by(lambda optimizer: schedulers.CosineAnnealingLR(optimizer, T_max=8))),
     "SequentialLR": Recipe(engine=by(sequential)),
     "MultiStepLR": Recipe(engine=by(lambda optimizer: schedulers.MultiStepLR(optimizer, [1, 2, 4, 5], 0.5))),
-    "ChainedScheduler": Recipe(engine=by(chained)),
     "CyclicLR": Recipe(
         engine=by(lambda optimizer: schedulers.CyclicLR(optimizer, 1e-4, 1e-2, 2, cycle_momentum=True)),
         optimizer=SGD,
         states=MOMENTUM,
-    ),
-    "CosineAnnealingWarmRestarts": Recipe(
-        engine=by(lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, T_0=2))
     ),
     "strange": Recipe(lambda: models.build(Strange)),
     # Torch's own update, which is taken there, gives other bits where memory is cut otherwise, as at stage 3.

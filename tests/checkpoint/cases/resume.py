@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -164,3 +165,55 @@ def several(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         results.append(how(**run))
         gc.collect()
     return results
+
+
+# -------------------------------------------------------------------- comparisons
+
+ADAM = ("exp_avg", "exp_avg_sq", "step")
+
+
+def message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return the message that ``function`` raises, with the name of the exception's type; "" if nothing."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def trained(recipe: Recipe, stage: int, steps: int = 2, **more: Any) -> Any:
+    engine = make_engine(recipe, stage, **more)
+    own_seeds(engine.rank)
+    train(engine, recipe, 0, steps * recipe.micros)
+    return engine
+
+
+def saved_by(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> dict[str, Any]:
+    """Save a trained engine, and tell what it is."""
+    engine = trained(recipe, stage)
+    engine.save_checkpoint(directory, **arguments)
+    return facts(engine, recipe.states)
+
+
+def into(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> tuple[Any, str]:
+    """Load into an engine of other weights. Returns it, and what was raised."""
+    engine = make_engine(recipe, stage, seed=5)
+    scatter_seeds(engine.rank)
+    return engine, message(engine.load_checkpoint, directory, **arguments)
+
+
+def expect(found: list[str]) -> None:
+    assert found == [], found
+
+
+def expect_words(text: str, *words: str) -> None:
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+
+
+def reloaded(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> dict[str, Any]:
+    """Return the state of an engine of other weights after it has loaded."""
+    engine = make_engine(recipe, stage, seed=5)
+    scatter_seeds(engine.rank)
+    engine.load_checkpoint(directory, **arguments)
+    return facts(engine, recipe.states)

@@ -8,21 +8,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from tests.checkpoint.cases.calls import reloaded
-from tests.checkpoint.cases.matching import ADAM, expect, expect_words, message, trained
 from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, adapted
-from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, train
+from tests.checkpoint.cases.resume import (
+    ADAM,
+    differences,
+    expect,
+    expect_words,
+    facts,
+    make_engine,
+    message,
+    own_seeds,
+    reloaded,
+    train,
+    trained,
+)
 from tests.toolkit import models
 from tests.toolkit.faults import Warnings
+from tests.toolkit.ranks import on_ranks
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.zero import GatheredParameters, Init
+from zerolite.zero import GatheredParameters
 
 MIXTURE = RECIPES["mixture"]
 
 
-def the_same_tag(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1])
+def test_the_same_tag(directory: str, stage: int) -> None:
     recipe = MIXTURE
     engine = trained(recipe, stage, 1)
     engine.save_checkpoint(directory, tag="last", client_state={"epoch": 1})
@@ -34,7 +49,10 @@ def the_same_tag(directory: str, stage: int) -> None:
     assert [entry for entry in os.listdir(directory) if entry != ".lock"] in (["last", "latest"], ["latest", "last"])
 
 
-def between_update_and_publish(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_between_update_and_publish(directory: str, stage: int) -> None:
     recipe = MIXTURE
     engine = trained(recipe, stage, 2)
     engine.save_checkpoint(directory, tag="before")
@@ -51,7 +69,10 @@ def between_update_and_publish(directory: str, stage: int) -> None:
     expect(differences(own, found))
 
 
-def older_and_twice(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_goes_back(directory: str, stage: int) -> None:
     """An engine goes back to where it was, from a later step and from the middle of one; and twice."""
     recipe = RECIPES["accumulation"]
     engine = make_engine(recipe, stage)
@@ -70,7 +91,10 @@ def older_and_twice(directory: str, stage: int) -> None:
         train(engine, recipe, 9, 10)
 
 
-def in_gathered_parameters(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [3])
+def test_in_gathered_parameters(directory: str, stage: int) -> None:
     """Frozen and trained parameters are whole at the time."""
     recipe = Recipe(adapted)
     engine = trained(recipe, stage, 2)
@@ -87,46 +111,10 @@ def in_gathered_parameters(directory: str, stage: int) -> None:
     assert train(engine, recipe, 2, 4) == train(other, recipe, 2, 4)
 
 
-def persistent_and_frozen(directory: str, stage: int) -> None:
-    """Frozen parameters that are kept whole, and such that are not."""
-    recipe = Recipe(adapted)
-    for threshold in (0, 20, 100_000):
-        engine = make_engine(recipe, stage, zero={"stage3_param_persistence_threshold": threshold})
-        train(engine, recipe, 0, 2)
-        engine.save_checkpoint(f"{directory}/{threshold}")
-        own = facts(engine, ADAM)
-        for other in (0, 20, 100_000):
-            engine = make_engine(recipe, stage, seed=5, zero={"stage3_param_persistence_threshold": other})
-            engine.load_checkpoint(f"{directory}/{threshold}")
-            expect(differences(own, facts(engine, ADAM)))
-            batch = models.float_batch(0, 0, 0)
-            with torch.no_grad():
-                output = engine(batch[0])
-            expected = make_engine(recipe, 0)
-            expected.load_checkpoint(f"{directory}/{threshold}")
-            with torch.no_grad():
-                expect(differences(expected(batch[0]), output))
-            del engine, expected
-            gc.collect()
-
-
-def initialised_in_parts(directory: str, stage: int) -> None:
-    """zero.Init partitions a model as it is made."""
-    recipe = RECIPES["tied tokens"]
-    engine = trained(recipe, stage, 2)
-    engine.save_checkpoint(directory)
-    own = facts(engine, ADAM)
-    with Init():
-        model = models.build(models.OddModel, seed=99)
-    within = make_engine(Recipe(lambda: model, recipe.loss, recipe.batch), 3)
-    within.load_checkpoint(directory)
-    expect(differences(own, facts(within, ADAM)))
-    assert train(within, recipe, 2, 4) == train(engine, recipe, 2, 4)
-    within.save_checkpoint(directory)
-    expect(differences(facts(within, ADAM), reloaded(directory, recipe, stage)))
-
-
-def in_the_middle_of_an_accumulation(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_the_middle_of_an_accumulation(directory: str, stage: int) -> None:
     """A save is refused and changes nothing; it says how a loop that must end now can save."""
     for name in ("accumulation", "accumulation in the plain loop"):
         recipe = RECIPES[name]
@@ -157,7 +145,10 @@ def in_the_middle_of_an_accumulation(directory: str, stage: int) -> None:
         gc.collect()
 
 
-def between_backward_and_step(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_between_backward_and_step(directory: str, stage: int) -> None:
     """All gradients of a step are there, and the step has not come yet; or they have been dropped."""
     recipe = MIXTURE
     engine = trained(recipe, stage, 1)
@@ -177,8 +168,6 @@ class Odd(models.Mlp):
         self.what = what
         if what == "complex128":
             self.register_buffer("odd", torch.zeros(3, dtype=torch.complex128))
-        if what == "expanded":
-            self.register_buffer("odd", torch.arange(3.0)[:, None].expand(3, 4))
 
     def get_extra_state(self) -> Any:
         return {"thing": object()} if self.what == "extra" else {}
@@ -187,7 +176,9 @@ class Odd(models.Mlp):
         """Nothing is kept."""
 
 
-def odd_things(directory: str, stage: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [3])
+def test_what_cannot_be_saved_is_named(directory: str, stage: int) -> None:
     """Objects that a checkpoint cannot hold are named, on all ranks."""
     for what, words in (
         ("complex128", ["CheckpointError", "odd", "complex128"]),
@@ -203,20 +194,10 @@ def odd_things(directory: str, stage: int) -> None:
         gc.collect()
 
 
-def expanded_buffer(directory: str, stage: int) -> None:
-    recipe = Recipe(lambda: Odd("expanded"))
-    engine = trained(recipe, stage, 1)
-    engine.save_checkpoint(directory)
-    other = make_engine(recipe, stage)
-    own = facts(engine, ADAM)
-    before = facts(other, ADAM)
-    said = message(other.load_checkpoint, directory)
-    expect(differences(before if said else own, facts(other, ADAM)))
-    if said:
-        expect_words(said, "CheckpointError", "'odd'", "Nothing was loaded")
-
-
-def written_before(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_that_the_user_has_written(directory: str, stage: int) -> None:
     """Values that the user has put into the parameters are saved; those put there before a load are gone."""
     recipe = replace(MIXTURE, config=BF16)
     engine = trained(recipe, stage, 1)
@@ -241,7 +222,10 @@ def written_before(directory: str, stage: int) -> None:
     expect(differences(facts(other, ADAM), facts(engine, ADAM)))
 
 
-def in_inference_mode(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2])
+def test_in_inference_mode(directory: str, stage: int) -> None:
     """Called from within an evaluation."""
     for name in ("mixture", "NAdam"):
         recipe = RECIPES[name]
@@ -258,18 +242,3 @@ def in_inference_mode(directory: str, stage: int) -> None:
         expect(differences(own, facts(other, recipe.states)))
         assert train(other, recipe, 1, 2) == losses
         expect(differences(facts(engine, recipe.states), facts(other, recipe.states)))
-
-
-def another_default_device(directory: str, stage: int) -> None:
-    """Saving works where the user lets torch make tensors elsewhere by default."""
-    recipe = MIXTURE
-    engine = trained(recipe, stage, 1)
-    client = {"tensor": torch.arange(3), "scalar": torch.tensor(1.5)}
-    with torch.device("meta"):
-        engine.save_checkpoint(directory, client_state=client)
-    own = facts(engine, ADAM)
-    other = make_engine(recipe, 3 - stage, seed=5)
-    with torch.device("meta"):
-        _, found = other.load_checkpoint(directory)
-    expect(differences(client, found))
-    expect(differences(own, facts(other, ADAM)))

@@ -7,14 +7,29 @@ import gc
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.cases.matching import ADAM, expect, expect_words, into, message, saved_by, trained
 from tests.checkpoint.cases.recipes import BF16, FP16, RECIPES, Recipe, by, three_groups
-from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, scatter_seeds, train
+from tests.checkpoint.cases.resume import (
+    ADAM,
+    differences,
+    expect,
+    expect_words,
+    facts,
+    into,
+    make_engine,
+    message,
+    own_seeds,
+    saved_by,
+    scatter_seeds,
+    train,
+    trained,
+)
 from tests.toolkit import models
 from tests.toolkit.configs import SGD
+from tests.toolkit.ranks import on_ranks
 
 # -------------------------------------------------------------------- other precisions
 
@@ -26,7 +41,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def other_precision(directory: str, stage: int, source: str, target: str) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("source", "target", "stage"),
+    [("bf16", "fp32", 0), ("fp32", "bf16", 3), ("fp16", "bf16", 1), ("bf16", "fp16", 2), ("fp32 modules", "bf16", 3)],
+)
+def test_other_precisions(directory: str, stage: int, source: str, target: str) -> None:
     """Master weights and states are equal to the bit; what computes is rounded from them."""
     recipe = replace(RECIPES["mixture"], config=PRECISIONS[source])
     own = saved_by(directory, recipe, stage)
@@ -53,7 +74,10 @@ def other_precision(directory: str, stage: int, source: str, target: str) -> Non
 HALVING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
 
 
-def some(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_that_are_not_asked_for(directory: str, stage: int) -> None:
     """Parts that are not asked for are left out."""
     engine = lambda model: {**three_groups(model), **HALVING(model)}  # noqa: E731
     recipe = replace(RECIPES["mixture"], config={}, engine=engine)
@@ -107,7 +131,10 @@ class Counting(models.Mlp):
         self.register_buffer("counted", torch.zeros(2))
 
 
-def refused(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_does_not_fit_is_refused(directory: str, stage: int) -> None:
     """A checkpoint that does not fit is refused on all ranks, and nothing is changed."""
     saved_by(f"{directory}/mlp", Recipe(), stage)
     saved_by(f"{directory}/deeper", Recipe(lambda: models.build(Deeper)), stage)
@@ -157,14 +184,19 @@ def refused(directory: str, stage: int) -> None:
         gc.collect()
 
 
-def another_kind_of_the_same(directory: str, stage: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1])
+def test_amsgrad_needs_a_state_of_its_own(directory: str, stage: int) -> None:
     """amsgrad needs a state that other runs do not have."""
     saved_by(directory, RECIPES["groups"], stage)
     _, said = into(directory, RECIPES["amsgrad"], stage)
     expect_words(said, "CheckpointError", "amsgrad=False", "Nothing was loaded", "load_optimizer_states=False")
 
 
-def loose(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_entries_that_both_have(directory: str, stage: int) -> None:
     """Entries that both models have are loaded, the rest stays."""
     own = saved_by(f"{directory}/mlp", Recipe(), stage)
     engine = trained(Recipe(lambda: models.build(Deeper)), stage, 1, seed=5)
@@ -184,7 +216,10 @@ def loose(directory: str, stage: int) -> None:
     expect(differences({k: own[k] for k in ("masters", *ADAM)}, {k: after[k] for k in ("masters", *ADAM)}))
 
 
-def untrained(directory: str, stage: int) -> None:
+@on_ranks(2)
+@pytest.mark.fast("3-2")
+@pytest.mark.parametrize("stage", [3, 1])
+def test_a_checkpoint_without_states(directory: str, stage: int) -> None:
     """A checkpoint without states makes an engine as if it had never been updated."""
     recipe = RECIPES["mixture"]
     engine = make_engine(recipe, stage)
@@ -201,7 +236,10 @@ def untrained(directory: str, stage: int) -> None:
     expect(differences(last, facts(other, ADAM)))
 
 
-def another_implementation(directory: str, stage: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_implementation(directory: str, stage: int) -> None:
     """Our kernels' states go into torch's own implementations, and back."""
     names = ("AdamW", "AdamW, foreach", "AdamW, fused")
     recipes = {
