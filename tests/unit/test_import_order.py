@@ -37,7 +37,6 @@ THIRD_PARTY = {
     "zerolite.checkpoint": {"pydantic"},
     "zerolite.utils.network": {"psutil"},
     "zerolite.diagnostics.report": {"cpuinfo"},
-    "zerolite.monitor.wandb_writer": {"wandb"},
     "zerolite.monitor.memory_report": {"psutil"},
     "zerolite.offload.from_config": {"psutil"},
     "zerolite.planning.available": {"psutil"},

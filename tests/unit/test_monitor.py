@@ -25,11 +25,8 @@ from zerolite.config import load_config
 from zerolite.engine.monitoring import open_monitoring
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.append_file import AppendFile
-from zerolite.monitor.csv_writer import CsvWriter
-from zerolite.monitor.jsonl_writer import JsonlWriter
-from zerolite.monitor.tensorboard_writer import TensorboardWriter
 from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock
-from zerolite.monitor.wandb_writer import WandbWriter
+from zerolite.monitor.writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
 from zerolite.utils import moments
 from zerolite.zero.observers import Observers
 
@@ -37,7 +34,7 @@ CPU = torch.device("cpu")
 LR = ("Train/Samples/lr", 0.5, 8)
 
 
-class Recording:
+class Recording(Writer):
     """A writer that keeps what it gets, or raises ``error`` while that is set."""
 
     name = "recording"
@@ -154,7 +151,7 @@ def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None
     """SIGKILL, right after write() has returned: no flush, no exit handlers."""
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from zerolite.monitor.csv_writer import CsvWriter; from zerolite.monitor.jsonl_writer import JsonlWriter\n"
+        "from zerolite.monitor.writers import CsvWriter, JsonlWriter\n"
         "for writer in (CsvWriter(Path(sys.argv[1])), JsonlWriter(Path(sys.argv[1]))): writer.write([('a', 1.5, 8)])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -3,6 +3,6 @@
 from .monitor import Monitor
 from .open import open_monitor
 from .step_log import StepLog
-from .writer import Event, Writer
+from .writers import Event, Writer
 
 __all__ = ["Event", "Monitor", "StepLog", "Writer", "open_monitor"]

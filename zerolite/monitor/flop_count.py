@@ -113,8 +113,8 @@ class FlopCount:
         for name, module in self._module.named_modules():
             if module is self._module or module in compiled:
                 continue
-            self._handles.append(module.register_forward_pre_hook(_EnterModule(self, name), prepend=True))
-            self._handles.append(module.register_forward_hook(_LeaveModule(self), always_call=True))
+            self._handles.append(module.register_forward_pre_hook(_hook(self.enter_module, name), prepend=True))
+            self._handles.append(module.register_forward_hook(self._leave_forward, always_call=True))
 
     def stop(self) -> None:
         """Stop counting and remove the hooks. May be called twice."""
@@ -165,6 +165,9 @@ class FlopCount:
             place = _Place(name, _current_graph_task(), True, _next_sequence_number())
             self._thread.places.append(place)
 
+    def _leave_forward(self, module: torch.nn.Module, args: object, outputs: Any) -> None:
+        self.leave_module(module, outputs)
+
     def leave_module(self, module: torch.nn.Module, outputs: Any) -> None:
         """Close a module after its forward; ``outputs`` is None if it raised."""
         places = self._thread.places
@@ -190,8 +193,8 @@ class FlopCount:
             todo += [following for following, _ in node.next_functions]
             if _MARK not in node.metadata:
                 node.metadata[_MARK] = True
-                node.register_prehook(_EnterNode(self, place.module))
-                node.register_hook(_LeaveNode(self))
+                node.register_prehook(_hook(self.enter_node, place.module))
+                node.register_hook(_hook(self.leave_node))
 
     # ---------------------------------------------------------------- backward
 
@@ -278,36 +281,9 @@ class _Counting(TorchDispatchMode):
         return out
 
 
-class _EnterModule:
-    def __init__(self, count: FlopCount, name: str) -> None:
-        self._count, self._name = count, name
-
-    def __call__(self, module: torch.nn.Module, args: object) -> None:
-        self._count.enter_module(self._name)
-
-
-class _LeaveModule:
-    def __init__(self, count: FlopCount) -> None:
-        self._count = count
-
-    def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
-        self._count.leave_module(module, outputs)
-
-
-class _EnterNode:
-    def __init__(self, count: FlopCount, module: str) -> None:
-        self._count, self._module = count, module
-
-    def __call__(self, gradients: Any) -> None:
-        self._count.enter_node(self._module)
-
-
-class _LeaveNode:
-    def __init__(self, count: FlopCount) -> None:
-        self._count = count
-
-    def __call__(self, inputs: Any, outputs: Any) -> None:
-        self._count.leave_node()
+def _hook(call: Callable[..., None], *args: str) -> Callable[..., None]:
+    """A hook that makes a call, whatever it is given itself."""
+    return lambda *_: call(*args)
 
 
 _MARK = "zerolite_flops"  # in the metadata of nodes that are hooked

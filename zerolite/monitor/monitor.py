@@ -12,7 +12,7 @@ import torch
 
 from zerolite.utils.accelerator import host_value
 
-from .writer import Event, Writer
+from .writers import Event, Writer
 
 logger = logging.getLogger("zerolite")
 

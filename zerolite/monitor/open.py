@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,13 +10,10 @@ import torch
 
 from zerolite.comm import Communicator, raise_together
 from zerolite.config import ZeroliteConfig
+from zerolite.config.monitors import CsvMonitorConfig, JsonlMonitorConfig, TensorboardConfig
 
-from .csv_writer import CsvWriter
-from .jsonl_writer import JsonlWriter
 from .monitor import Monitor
-from .tensorboard_writer import TensorboardWriter
-from .wandb_writer import WandbWriter
-from .writer import Writer
+from .writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
 
 
 def open_monitor(
@@ -45,11 +43,13 @@ def open_monitor(
 
 
 def _enabled(config: ZeroliteConfig) -> Iterator[Callable[[], Writer]]:
-    if config.csv_monitor.enabled:
-        yield lambda: CsvWriter(Path(config.csv_monitor.output_path, config.csv_monitor.job_name))
-    if config.jsonl_monitor.enabled:
-        yield lambda: JsonlWriter(Path(config.jsonl_monitor.output_path, config.jsonl_monitor.job_name))
-    if config.tensorboard.enabled:
-        yield lambda: TensorboardWriter(Path(config.tensorboard.output_path, config.tensorboard.job_name))
+    files: tuple[tuple[CsvMonitorConfig | JsonlMonitorConfig | TensorboardConfig, Callable[[Path], Writer]], ...] = (
+        (config.csv_monitor, CsvWriter),
+        (config.jsonl_monitor, JsonlWriter),
+        (config.tensorboard, TensorboardWriter),
+    )
+    for block, writer in files:
+        if block.enabled:
+            yield functools.partial(writer, Path(block.output_path, block.job_name))
     if config.wandb.enabled:
         yield lambda: WandbWriter(config.wandb.project, config.wandb.group, config.wandb.team)

@@ -1,0 +1,177 @@
+"""Writers of monitors: CSV, JSON lines, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .append_file import AppendFile
+
+Event = tuple[str, float, int]
+"""(name, value, step): one point of the curve ``name``; ``step`` is its place on the x axis."""
+
+MAX_OPEN = 64  # CSV files; the one opened first is closed when there are more
+_STEP = "step"
+
+
+class Writer(ABC):
+    """One destination. Made on rank 0 only, when the engine is built."""
+
+    name: str
+    """The block of the configuration that asked for it, and where it writes, for messages."""
+
+    @abstractmethod
+    def write(self, events: Sequence[Event]) -> None:
+        """Write ``events``. When this returns, ending the process, in whatever way, does not lose them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the writer. May be called twice."""
+
+
+def by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    """The values of each step by name, steps in the order in which they come first."""
+    steps: dict[int, dict[str, float]] = {}
+    for name, value, step in events:
+        steps.setdefault(step, {})[name] = value
+    return steps
+
+
+class CsvWriter(Writer):
+    """``Train/Samples/lr`` goes to ``<folder>/Train_Samples_lr.csv``: the header ``step,lr``, then a row per event.
+
+    A file that exists is continued. Raises OSError if the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = f"csv_monitor ({folder})"
+        self._folder = folder
+        self._files: dict[str, AppendFile] = {}
+        self._names: dict[str, str] = {}  # by file
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Raise ValueError if two names would share a file; all others are written first."""
+        rows: dict[str, list[tuple[int, float]]] = {}
+        clash = ""
+        for name, value, step in events:
+            if self._names.setdefault(_file_name(name), name) == name:
+                rows.setdefault(name, []).append((step, value))
+            else:
+                clash = name
+        for name, some in rows.items():
+            file = self._file(_file_name(name))
+            text = io.StringIO()
+            table = csv.writer(text, lineterminator="\n")
+            if file.empty:
+                table.writerow(["step", name.rpartition("/")[2]])
+            table.writerows(some)
+            file.append(text.getvalue())
+        if clash:
+            raise ValueError(
+                f'expected names with a file each, got "{clash}" and "{self._names[_file_name(clash)]}", which are '
+                f"both {_file_name(clash)}; rename one of them"
+            )
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _file(self, name: str) -> AppendFile:
+        if name not in self._files:
+            if len(self._files) >= MAX_OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[name] = AppendFile(self._folder / name)
+        return self._files[name]
+
+
+def _file_name(name: str) -> str:
+    return name.replace("/", "_").replace(" ", "_") + ".csv"
+
+
+class JsonlWriter(Writer):
+    """``<folder>/events.jsonl``: ``{"step": 96, "Train/Samples/lr": 0.001, ...}`` for each step of each write.
+
+    Values that are not finite, which JSON does not have, are null. A file that exists is continued. Raises OSError if
+    it cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "events.jsonl"
+        self.name = f"jsonl_monitor ({path})"
+        self._file = AppendFile(path)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Raise ValueError, after the others are written, for a value that is named like the x axis."""
+        lines = []
+        for step, values in by_step([event for event in events if event[0] != _STEP]).items():
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            lines.append(json.dumps({_STEP: step, **finite}, allow_nan=False) + "\n")
+        self._file.append("".join(lines))
+        if any(name == _STEP for name, _, _ in events):
+            raise ValueError(f'expected a name other than "{_STEP}", which is the x axis; rename the value')
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorboardWriter(Writer):
+    """Event files in ``folder``, flushed at each write. Raises ImportError, with the extra to install, where
+    tensorboard is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        summaries = _import("torch.utils.tensorboard", "tensorboard")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = f"tensorboard ({folder})"
+        self._summary = summaries.SummaryWriter(log_dir=str(folder))
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, step in events:
+            self._summary.add_scalar(name, value, step)
+        self._summary.flush()
+
+    def close(self) -> None:
+        self._summary.close()
+
+
+class WandbWriter(Writer):
+    """A run of ``project``; the one that the process has begun already, if there is one, which is then left open.
+
+    group, team: as in the run's page; None for the account's defaults. Raises ImportError, with the extra to install,
+    where wandb is missing, and what ``wandb.init`` raises.
+    """
+
+    def __init__(self, project: str, group: str | None, team: str | None) -> None:
+        wandb = _import("wandb", "wandb")
+        self.name = f"wandb (project {project})"
+        self._finishes = wandb.run is None
+        self._run = wandb.run or wandb.init(project=project, group=group, entity=team)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """wandb's own process takes the values and sends them when it can. It drops steps that go backwards."""
+        for step, values in by_step(events).items():
+            self._run.log(values, step=step)
+
+    def close(self) -> None:
+        if self._finishes:
+            self._finishes = False
+            self._run.finish()
+
+
+def _import(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{extra}.enabled: expected the package {extra}, got: {error}. Install it with pip install "
+            f"'zerolite[{extra}]', or use csv_monitor or jsonl_monitor, which need nothing"
+        ) from error
