@@ -25,7 +25,7 @@ PURE = (
     "zerolite.utils.listening", "zerolite.utils.resources", "zerolite.utils.sizes", "zerolite.utils.units",
     "zerolite.planning.errors", "zerolite.checkpoint.boxes", "zerolite.checkpoint.errors",
     "zerolite.checkpoint.direct_write", "zerolite.checkpoint.names", "zerolite.zero.accumulation",
-    "zerolite.zero.commands", "zerolite.optim.keyword_params", "zerolite.precision.loss_scaler",
+    "zerolite.zero.commands", "zerolite.precision.loss_scaler",
     "zerolite.zero.stage3.fetch_schedule", "zerolite.zero.stage3.launch_plan", "zerolite.zero.layout",
     "zerolite.offload.checksums", "zerolite.zero.stage3.fetch_plan", "zerolite.offload.space", "zerolite.zero.spans",
     "zerolite.zero.stage3.questions", "zerolite.zero.stages", "op_builder",
@@ -34,6 +34,7 @@ PURE = (
 # Beside the standard library, torch and zerolite itself. Everything else is forbidden, numpy above all.
 THIRD_PARTY = {
     "zerolite.config": {"pydantic", "pydantic_core", "hjson"},
+    "zerolite.optim.keyword_params": {"pydantic"},
     "zerolite.checkpoint": {"pydantic"},
     "zerolite.utils.network": {"psutil"},
     "zerolite.diagnostics.report": {"cpuinfo"},

@@ -5,12 +5,22 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-_SEQUENCES = {"list", "List", "tuple", "Tuple", "Sequence", "Iterable"}
-_ANYTHING = {"Any", "Callable", "object", "dict", "Dict"}
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+
+_WORDS = {
+    "float_type": "a number",
+    "finite_number": "a number",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list of numbers",
+}
+"""Words for what is expected, by the type of pydantic's error."""
 
 
 def nearest(word: str, known: Collection[str]) -> str:
@@ -40,10 +50,9 @@ def check_keyword_params(
 
     Returns the keyword arguments that are fine, and (path, sentence) for each one that is not.
     """
-    signature = inspect.signature(cls).parameters
     known = {
         name: p
-        for name, p in signature.items()
+        for name, p in _signature(cls).parameters.items()
         if name not in hidden and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
     name = getattr(cls, "__name__", str(cls))
@@ -58,9 +67,11 @@ def check_keyword_params(
             if known[key].default is inspect.Parameter.empty:
                 errors.append((f"{path}.{key}", f"expected a value, got 'auto'; {name} has no default for it"))
         else:
-            kwargs[key], problem = _convert(value, known[key])
-            if problem:
-                errors.append((f"{path}.{key}", f"expected {problem}, got {value!r}{_unquote_hint(value)}"))
+            try:
+                kwargs[key] = _converted(value, known[key])
+            except ValidationError as error:
+                wanted = _wanted(error, known[key].default)
+                errors.append((f"{path}.{key}", f"expected {wanted}, got {value!r}{_unquote_hint(value)}"))
     for key, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and key not in params:
             errors.append((f"{path}.{key}", f"missing; {name} has no default for it"))
@@ -72,73 +83,41 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _convert(value: Any, parameter: inspect.Parameter) -> tuple[Any, str | None]:
-    """The value as the parameter wants it, and what was wanted if it does not fit."""
-    default, kinds = parameter.default, _kinds(parameter)
-    if kinds & _ANYTHING or not kinds or (value is None and "None" in kinds):
-        return value, None
-    if isinstance(value, bool):
-        if "bool" in kinds:
-            return value, None
-    elif is_number(value):
-        if "float" in kinds:
-            return value, None
-        if "int" in kinds and value == int(value):
-            return int(value), None
-    elif isinstance(value, str):
-        if "str" in kinds:
-            return value, None
-    elif isinstance(value, (list, tuple)) and kinds & _SEQUENCES:
-        return _convert_sequence(value, default)
-    return value, _wanted(kinds, default)
+def _signature(cls: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(cls, eval_str=True)
+    except NameError:  # an annotation that only type checkers can read
+        return inspect.signature(cls)
 
 
-def _convert_sequence(value: list[Any] | tuple[Any, ...], default: Any) -> tuple[Any, str | None]:
-    if not isinstance(default, tuple):
-        return list(value), None if all(map(is_number, value)) else "a list of numbers"
-    if len(value) != len(default):
-        return value, _wanted({"tuple"}, default)
-    pairs = list(zip(value, default, strict=True))
-    if not all(is_number(v) or (v is None and d is None) for v, d in pairs):
-        return value, _wanted({"tuple"}, default)
-    # Many writers of JSON put 0 for 0.0, and torch's Adam takes two floats only.
-    return tuple(float(v) if isinstance(d, float) else v for v, d in pairs), None
+def _converted(value: Any, parameter: inspect.Parameter) -> Any:
+    """The value as the parameter wants it. Raises ValidationError if it does not fit."""
+    default, kind = parameter.default, parameter.annotation
+    if kind is inspect.Parameter.empty:
+        kind = float if is_number(default) else type(default) if isinstance(default, (bool, str, tuple)) else Any
+    elif isinstance(kind, str):
+        kind = Any
+    adapter = TypeAdapter[Any](kind if default is not None or kind is Any else kind | None, config=_STRICT)
+    if isinstance(default, tuple) and isinstance(value, list):
+        value = tuple(value)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError:
+        if isinstance(value, float) and value.is_integer():
+            return adapter.validate_python(int(value))
+        raise
 
 
-def _kinds(parameter: inspect.Parameter) -> set[str]:
-    """The words of the annotation, or the type of the default where there is no annotation: {"float", "Tensor"}."""
-    annotation, default = parameter.annotation, parameter.default
-    kinds: set[str] = set()
-    if annotation is not inspect.Parameter.empty:
-        text = annotation.__name__ if type(annotation) is type else str(annotation)
-        kinds = set(re.findall(r"[A-Za-z]+", text))
-    elif default is not inspect.Parameter.empty and default is not None:
-        kinds = {"float"} if is_number(default) else {type(default).__name__}
-    if kinds and (default is None or "Optional" in kinds):
-        kinds.add("None")
-    if "Literal" in kinds:
-        kinds.add("str")
-    if isinstance(default, tuple):
-        kinds = {"tuple"}
-    return kinds
-
-
-def _wanted(kinds: set[str], default: Any) -> str:
+def _wanted(error: ValidationError, default: Any) -> str:
     """The sentence part for what is expected: "a number or a list of numbers"."""
     if isinstance(default, tuple):
         return f"a list of {len(default)} numbers such as {list(default)}"
-    words = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "a text"}
-    wanted = [word for kind, word in words.items() if kind in kinds and not (kind == "int" and "float" in kinds)]
-    if kinds & _SEQUENCES:
-        wanted.append("a list of numbers")
-    return " or ".join(wanted) or "another kind of value"
+    found = [each.get("ctx", {}).get("expected") or _WORDS.get(each["type"]) for each in error.errors()]
+    return " or ".join(dict.fromkeys(word for word in found if word)) or "another kind of value"
 
 
 def _unquote_hint(value: object) -> str:
-    if not isinstance(value, str):
-        return ""
     try:
-        float(value)
+        return " (a text); remove the quotes" if isinstance(value, str) and math.isfinite(float(value)) else ""
     except ValueError:
         return ""
-    return " (a text); remove the quotes"
