@@ -178,11 +178,6 @@ def test_what_eval_batch_gives(pools: Pools) -> None:
 
 
 @pytest.mark.slow
-def test_layers_are_divided_by_time(pools: Pools) -> None:
-    assert run(pools, 2, "profiled") == [["0", "1", "2"], ["3"]]
-
-
-@pytest.mark.slow
 def test_parameters_are_asked_for_too_early(pools: Pools) -> None:
     for said in run(pools, 2, "before_initialize"):
         assert "2 ranks" in said and "num_stages=1" in said
@@ -261,7 +256,6 @@ def test_stages_read_the_same_data(pools: Pools, what: str, said: str, world: in
         ({"kind": "three stages"}, ["num_stages = 2", "got 3"]),
         ({"kind": "broken"}, ["could not be divided", "in_features"]),
         ({"kind": "frozen", "pipeline": {"partition_method": "uniform"}}, ["trained parameter"]),
-        ({"kind": "module", "pipeline": {"partition_method": "profile"}}, ["example=inputs"]),
         ({"kind": "module", "micro_batches": 1}, ["got 1 (", "'1f1b'"]),
         ({"kind": "module", "pipeline": {"schedule": "interleaved_1f1b", "chunks": 4}}, ["= 8", "got 6"]),
     ],

@@ -41,7 +41,7 @@ def test_a_plan_is_frozen() -> None:
 @pytest.mark.parametrize("value", ["best", "types:x", 3, None, ""])
 def test_partition_methods(value: Any) -> None:
     sentence = errors_of({"pipeline": {"partition_method": value}})["pipeline.partition_method"]
-    assert '"parameters", "uniform", "profile" or "type:REGEX"' in sentence
+    assert '"parameters", "uniform" or "type:REGEX"' in sentence
     for written, meant in (("Uniform", "uniform"), ("type:Block|Head", "type:Block|Head")):
         assert load_config({"pipeline": {"partition_method": written}}).pipeline.partition_method == meant
 

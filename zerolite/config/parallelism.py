@@ -43,9 +43,9 @@ Plan = Annotated[
 ]
 PartitionMethod = Annotated[
     str,
-    Field(pattern="^((?i:type):|(parameters|uniform|profile)$)", strict=True),
+    Field(pattern="^((?i:type):|(parameters|uniform)$)", strict=True),
     BeforeValidator(_lower),
-    Field(title='"parameters", "uniform", "profile" or "type:REGEX"', description="write one of these"),
+    Field(title='"parameters", "uniform" or "type:REGEX"', description="write one of these"),
 ]
 
 
@@ -83,8 +83,8 @@ class PipelineConfig(Block):
     """For a model that is no sequence of layers: the modules with which the second stage, the third and so on begin.
     `"auto"`: the longest list of equal modules is divided by `partition_method`."""
     partition_method: PartitionMethod = "parameters"
-    """What stages are to have equally much of: `"parameters"`, layers (`"uniform"`), layers whose class has a name
-    (`"type:REGEX"`), or time (`"profile"`)."""
+    """What stages are to have equally much of: `"parameters"`, layers (`"uniform"`), or layers whose class has a
+    name (`"type:REGEX"`)."""
     schedule: Schedule = "1f1b"
     """The order of forwards and backwards, of torch.distributed.pipelining. Micro-batches are those of
     `gradient_accumulation_steps`."""

@@ -466,7 +466,7 @@ class _Assembly:
     def _runner(self, boundary: GraphBoundary) -> Any:
         if self.staged is None:
             return LocalRunner(self.reference, self.accumulation, self.comm, self.device)
-        from zerolite.pipe.runner import RunnerParts  # only where there is a pipeline
+        from zerolite.pipe.step import RunnerParts  # only where there is a pipeline
 
         parts = RunnerParts(
             pipeline=self.pipeline,

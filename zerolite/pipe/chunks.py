@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ NOT_WHOLE = (
 )
 
 
-class Chunk(Protocol):
+class Chunk:
     """One part of the model on this rank.
 
     Attributes:
@@ -31,15 +31,14 @@ class Chunk(Protocol):
 
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters to which the chunk's backward may give gradients."""
-        ...
+        return list(self.module.parameters())
 
     def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
         """Set precision, device and loss. Once, by the runner."""
-        ...
 
     def prepare(self, batch: MicroBatch) -> None:
         """Prepare for forwards with micro-batches of these shapes. Raises for what cannot be run as a pipeline."""
-        ...
+        raise NotImplementedError
 
     def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:
         """Run the chunk: return the next part's input, or at the last part the model's outputs.
@@ -48,10 +47,10 @@ class Chunk(Protocol):
             received: what the part before gives, ``single`` if it is one tensor by itself; nothing at the first part.
             batch: floating tensors in the compute dtype.
         """
-        ...
+        raise NotImplementedError
 
 
-class LayerChunk:
+class LayerChunk(Chunk):
     """Layers one after the other: see :class:`~zerolite.pipe.modules.PipelineModule`."""
 
     def __init__(
@@ -64,13 +63,8 @@ class LayerChunk:
     ) -> None:
         """owners: the modules among ``layers``, and those behind functions of tied layers."""
         self.index = index
-        self.module: nn.Module = nn.ModuleList(owners)
+        self.module = nn.ModuleList(owners)
         self._layers, self._interval, self._checkpointable = list(layers), interval, checkpointable
-
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
-
-    def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None: ...
 
     def prepare(self, batch: MicroBatch) -> None:
         if batch.kwargs:

@@ -12,7 +12,8 @@ from zerolite.comm import Communicator, recorder
 from zerolite.pipe.boundary import BoundarySpec
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import Launched
-from zerolite.pipe.stage import TAG, ChunkStage, Step
+from zerolite.pipe.stage import ChunkStage
+from zerolite.pipe.step import TAG
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -50,7 +51,7 @@ def learn_boundaries(runners: Sequence[Any], batches: Iterator[Any]) -> None:
         batches: micro-batches without end.
     """
     stages = {stage.stage_index: (runner, stage) for runner in runners for stage in runner._stages}
-    steps = {id(runner): Step(runner._begin("train_batch", batches, training=True)) for runner in runners}
+    steps = {id(runner): runner._begin("train_batch", batches, training=True) for runner in runners}
     for part in sorted(stages):
         runner, stage = stages[part]
         step = steps[id(runner)]
@@ -107,13 +108,13 @@ class DryStage(ChunkStage):
     # ---------------------------------------------------------------- messages
 
     def _incoming(self) -> BoundarySpec | None:
-        key = self.step.work.key
+        key = self.step.key
         if key not in self._before.known:
             self._before.known[key] = self._rehearsal.boundaries[self.stage_index - 1]
         return self._before.spec(key)
 
     def _announce(self) -> None:
-        key = self.step.work.key
+        key = self.step.key
         if not self._after.dead and key not in self._after.known:
             fresh, self._fresh = self._fresh, None
             self._learn(self._after, fresh)

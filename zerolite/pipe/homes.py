@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,19 +24,25 @@ class Home:
     parts: frozenset[int]
 
 
+def collect_homes(places: Iterable[tuple[str, nn.Parameter, int]]) -> list[Home]:
+    """Return the homes of parameters, of which each place is a name in the whole model, the parameter, and the part."""
+    known: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
+    for name, parameter, part in places:
+        _, names, parts = known.setdefault(id(parameter), (parameter, {}, set()))
+        names[name] = None
+        parts.add(part)
+    return [Home(parameter, tuple(names), frozenset(parts)) for parameter, names, parts in known.values()]
+
+
 def homes_of(layers: Sequence[nn.Module | None], names: Sequence[str], bounds: Sequence[int]) -> list[Home]:
     """Return the homes of the parameters of ``layers`` (None: not on this rank), whose names begin with ``names``,
     divided at ``bounds``."""
-    known: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
-    part = 0
-    for place, (layer, prefix) in enumerate(zip(layers, names, strict=True)):
-        while place >= bounds[part + 1]:
-            part += 1
-        for name, parameter in () if layer is None else layer.named_parameters(remove_duplicate=False):
-            _, found, parts = known.setdefault(id(parameter), (parameter, {}, set()))
-            found[f"{prefix}.{name}"] = None
-            parts.add(part)
-    return [Home(parameter, tuple(found), frozenset(parts)) for parameter, found, parts in known.values()]
+    return collect_homes(
+        (f"{prefix}.{name}", parameter, bisect_right(bounds, place) - 1)
+        for place, (layer, prefix) in enumerate(zip(layers, names, strict=True))
+        if layer is not None
+        for name, parameter in layer.named_parameters(remove_duplicate=False)
+    )
 
 
 def keep_only(

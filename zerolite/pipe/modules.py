@@ -77,14 +77,13 @@ class PipelineModule(nn.Module):
         loss_fn: (outputs of the last layer, targets) to a scalar, for ``engine.train_batch``; None where the last layer
             gives the loss.
         num_stages: must agree with the config's ``pipeline.stages``, which says it if this is None.
-        partition_method: "parameters", "uniform", "type:REGEX" or "profile"; None: the config's.
+        partition_method: "parameters", "uniform" or "type:REGEX"; None: the config's.
         activation_checkpoint_interval: layers whose activations are computed anew in backward, as one; 0: never; None:
             the config's.
         checkpointable_layers: names of classes; other layers keep their activations.
         seed_layers: each layer is built with a seed of its own, ``base_seed`` + its place (default:
             ``torch.initial_seed()`` of the first rank), so that its values do not depend on the number of stages.
         seed_fn: called with that seed instead of ``torch.manual_seed``.
-        example: inputs of one micro-batch, for partition_method "profile".
         dynamic_shape: accepted; shapes may change from step to step anyway.
 
     Parameters are named ``layers.<place>.…`` on every number of stages; those of a tied layer by its first place.
@@ -107,7 +106,6 @@ class PipelineModule(nn.Module):
         *,
         seed_fn: Callable[[int], Any] | None = None,
         checkpointable_layers: Sequence[str] | None = None,
-        example: Any = None,
         topology: Any = None,
         activation_checkpoint_func: Any = None,
         dynamic_shape: bool = False,
@@ -126,7 +124,7 @@ class PipelineModule(nn.Module):
         self.loss_fn, self.num_stages, self.partition_method = loss_fn, num_stages, partition_method
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.checkpointable_layers = None if checkpointable_layers is None else tuple(checkpointable_layers)
-        self.seed_layers, self.base_seed, self.seed_fn, self.example = seed_layers, base_seed, seed_fn, example
+        self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
         self.layers = _Layers()
         self.functions: dict[int, Callable[[Any], Any]] = {}  # what runs, by place; on this rank
         self._modules_of_key: dict[str, nn.Module] = {}
@@ -268,10 +266,6 @@ class PipelineModule(nn.Module):
     def class_names(self) -> list[str]:
         """Return the class names of all layers, for partition_method "type:REGEX"."""
         return [layer.name if isinstance(layer, LayerSpec) else name_of(layer) for layer in self.specs]
-
-    def numels(self) -> list[int]:
-        """Trained parameters of each layer; those of a tied one at each of its places."""
-        return [trained_numel(layer) for layer in self.specs]
 
 
 def run_layers(

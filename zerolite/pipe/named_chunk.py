@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import shapes_of
-from zerolite.pipe.chunks import NOT_WHOLE
+from zerolite.pipe.chunks import NOT_WHOLE, Chunk
 from zerolite.pipe.dependencies import Call, Calls, Labelling, Labels, alive, caches_restored, filled
 from zerolite.pipe.homes import Home
 from zerolite.precision.dtypes import Precision
@@ -104,8 +104,8 @@ def _reached(splitting: Splitting, part: int) -> Callable[..., Any]:
     return hook
 
 
-class NamedChunk:
-    """One part: a :class:`~zerolite.pipe.chunks.Chunk`."""
+class NamedChunk(Chunk):
+    """One part, which runs the model's own forward from its first module to the next part's."""
 
     def __init__(self, index: int, model: nn.Module, splitting: Splitting, parameters: Sequence[nn.Parameter]) -> None:
         self.index, self.module = index, model

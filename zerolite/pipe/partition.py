@@ -8,7 +8,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+
+def bounds_of(method: str, names: Sequence[str], parts: int, weigh: Callable[[], Sequence[float]]) -> list[int]:
+    """The partition of layers into ``parts`` by a partition_method of the config.
+
+    Args:
+        names: of the layers' classes.
+        weigh: gives the trained parameters of each layer.
+
+    Raises ValueError if there is none.
+    """
+    if parts == 1:
+        return [0, len(names)]
+    if method == "uniform":
+        return uniform(len(names), parts)
+    if method.lower().startswith("type:"):
+        return by_type(names, method[len("type:") :], parts)
+    if method != "parameters":
+        raise ValueError(f'partition_method: expected "parameters", "uniform" or "type:REGEX", got {method!r}')
+    return balanced(weigh(), parts)
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:

@@ -18,12 +18,10 @@ from zerolite.pipe import partition
 from zerolite.pipe.chunks import NOT_WHOLE, Chunk, LayerChunk
 from zerolite.pipe.homes import Home, homes_of, keep_only
 from zerolite.pipe.modules import PipelineModule, name_of, trained_numel
-from zerolite.pipe.profile import seconds_of_layers
 from zerolite.pipe.runner import PipelineRunner, RunnerParts
 from zerolite.pipe.schedules import FOLDED, schedule_class
 from zerolite.pipe.split import split_by_names
 from zerolite.tensor_parallel.cuts import set_names
-from zerolite.utils.accelerator import fake_mode
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def prepare(
     if isinstance(model, PipelineModule):
         _adopt(model, settings, stages, loss_fn)
         loss_fn = model.loss_fn if loss_fn is None else loss_fn
-        bounds = _bounds(model, host, device, len(ranks))
+        bounds = _bounds(model, host, len(ranks))
         _take_first_values([layer for layer in model.specs if isinstance(layer, nn.Module)], topology.pipe, device)
         divide = functools.partial(_of_layers, model, bounds, own)
     else:
@@ -187,30 +185,26 @@ def _refuse_names(settings: PipelineConfig, what: str) -> None:
         )
 
 
-def _bounds(model: PipelineModule, host: HostGroup, device: torch.device, parts: int) -> list[int]:
-    """Return the bounds of the parts of ``model``, as its first rank says, which measures; and the seed of its
-    layers."""
+def _bounds(model: PipelineModule, host: HostGroup, parts: int) -> list[int]:
+    """Return the bounds of the parts of ``model``, as its first rank says, and take the seed of its layers."""
 
-    def measured() -> Any:
+    def own() -> Any:
         if host.rank and host.group is not None:  # in a dry run each rank is alone
             return None
         seed = torch.initial_seed() if model.base_seed is None else model.base_seed
         try:
-            return [seed, _bounds_here(model, device, parts)]
+            return [seed, _bounds_of(str(model.partition_method), model.specs, model.class_names(), parts)]
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"PipelineModule: its layers could not be divided: {reason}") from error
 
-    model.base_seed, bounds = RaiseTogether(host, "zerolite.initialize", ValueError).gather(measured)[0]
+    model.base_seed, bounds = RaiseTogether(host, "zerolite.initialize", ValueError).gather(own)[0]
     return list(bounds)
 
 
-def _bounds_here(model: PipelineModule, device: torch.device, parts: int) -> list[int]:
-    method = str(model.partition_method)
-    if method == "profile" and fake_mode() is not None:  # nothing takes time
-        method = "parameters"
-    seconds = seconds_of_layers(model, device) if method == "profile" and parts > 1 else None
-    return bounds_of(method, model.specs, model.class_names(), parts, seconds)
+def _bounds_of(method: str, layers: Sequence[object], names: Sequence[str], parts: int) -> list[int]:
+    weigh = lambda: [float(trained_numel(layer)) for layer in layers]  # noqa: E731
+    return partition.bounds_of(method, names, parts, weigh)
 
 
 def _of_layers(model: PipelineModule, bounds: Sequence[int], own: Sequence[int]) -> tuple[list[Chunk], list[Home]]:
@@ -239,7 +233,7 @@ def _of_sequential(
 ) -> tuple[list[Chunk], list[Home]]:
     _refuse_names(settings, "an nn.Sequential")
     layers = list(model)
-    bounds = bounds_of(settings.partition_method, layers, [name_of(layer) for layer in layers], parts, None)
+    bounds = _bounds_of(settings.partition_method, layers, [name_of(layer) for layer in layers], parts)
     homes = homes_of(layers, list(model._modules), bounds)
     _strip(layers, homes, own, bounds)
     if parts > 1:
@@ -266,34 +260,3 @@ def _strip(
     for layer in layers:
         if layer is not None and id(layer) not in here:
             keep_only(layer, staying.__contains__, lambda path: True)
-
-
-def bounds_of(
-    method: str, layers: Sequence[object], names: Sequence[str], parts: int, seconds: Sequence[float] | None
-) -> list[int]:
-    """The partition of ``layers`` (modules, functions, specs) into ``parts`` by a partition_method.
-
-    Args:
-        names: of their classes.
-        seconds: of each layer, for "profile".
-
-    Raises ValueError if there is none.
-    """
-    if parts == 1:
-        return [0, len(layers)]
-    if method == "uniform":
-        return partition.uniform(len(layers), parts)
-    if method.lower().startswith("type:"):
-        return partition.by_type(names, method[len("type:") :], parts)
-    if method == "profile":
-        if seconds is None:
-            raise ValueError(
-                'pipeline.partition_method: "profile" measures layers on an example, which a PipelineModule takes '
-                '(example=inputs); use one, or "parameters"'
-            )
-        return partition.balanced(seconds, parts)
-    if method != "parameters":
-        raise ValueError(
-            f'partition_method: expected "parameters", "uniform", "profile" or "type:REGEX", got {method!r}'
-        )
-    return partition.balanced([float(trained_numel(layer)) for layer in layers], parts)

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from zerolite.comm import HostGroup, HostLinks, HostMaximum, RaiseTogether, Topology
 from zerolite.comm.ranks import name_ranks
-from zerolite.data.micro_batch import LossFunction, MicroBatch
+from zerolite.data.micro_batch import MicroBatch
 from zerolite.pipe.boundary import number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import make_schedule
-from zerolite.pipe.stage import ChunkStage, Step
-from zerolite.precision.dtypes import GraphBoundary, Precision
-from zerolite.utils.accelerator import fake_mode, is_fake
-from zerolite.utils.dtypes import HALF
-from zerolite.utils.nested import find_tensors, map_tensors
-from zerolite.zero.accumulation import GradAccumulation
-from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.step import StepPipeline
+from zerolite.pipe.stage import ChunkStage
+from zerolite.pipe.step import RunnerParts, Step
+from zerolite.utils.nested import find_tensors
 
 FINE, ENDED, FAILED = 0, 1, 2
 LOSS_TAG = "loss"
-WITHOUT_VALUES = (
-    "pipeline.split: the model keeps tensors from one forward to the next outside of its modules (a global cache), and "
-    "has kept one of the run without values; let it compute them anew, or keep them in buffers"
-)
-
-
-@dataclass(frozen=True)
-class RunnerParts:
-    """Components of an engine that a pipeline runs with. micro_batches: in a step."""
-
-    pipeline: StepPipeline
-    accumulation: GradAccumulation
-    reducer: GradReducer
-    precision: Precision
-    boundary: GraphBoundary
-    topology: Topology
-    device: torch.device
-    micro_batches: int
-    loss_fn: LossFunction | None
-    on_loss: Callable[[torch.Tensor], None]  # with the loss of each step, before its update
 
 
 class PipelineRunner:
@@ -93,10 +67,10 @@ class PipelineRunner:
         counters = parts.pipeline.outcomes.counters
         before = counters.micro_steps
         with torch.enable_grad():
-            work = self._begin("train_batch", batches, training=True)
-            self._run_stages("train_batch", work)
+            step = self._begin("train_batch", batches, training=True)
+            self._run_stages("train_batch", step)
         counters.micro_steps = before + parts.micro_batches  # and not passes, of which each part has one
-        loss = self._mean_over_world(work)
+        loss = self._mean_over_world(step)
         self._parts.on_loss(loss)
         return loss
 
@@ -106,19 +80,19 @@ class PipelineRunner:
 
     def eval_batch(self, batches: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
-        work = self._begin("eval_batch", batches, training=False)
-        work.keeps_outputs = return_logits or not compute_loss
-        work.computes_loss = compute_loss
-        self._run_stages("eval_batch", work)
-        outputs = work.outputs if self._has_last else None
+        step = self._begin("eval_batch", batches, training=False)
+        step.keeps_outputs = return_logits or not compute_loss
+        step.computes_loss = compute_loss
+        self._run_stages("eval_batch", step)
+        outputs = step.outputs if self._has_last else None
         if not compute_loss:
             return outputs
-        loss = self._mean_over_world(work)
+        loss = self._mean_over_world(step)
         return (loss, outputs) if return_logits else loss
 
     # ---------------------------------------------------------------- a step
 
-    def _begin(self, call: str, batches: Iterator[Any], training: bool) -> _Work:
+    def _begin(self, call: str, batches: Iterator[Any], training: bool) -> Step:
         """Read the micro-batches, and learn how all ranks have fared."""
         status, read, content = FINE, list[MicroBatch](), 0
         error: BaseException | None = None
@@ -132,7 +106,7 @@ class PipelineRunner:
         self._meeting.begin(call, status, error, shapes, content)
         if training:
             self._parts.pipeline.note_inputs(find_tensors([(micro.args, micro.kwargs, micro.target) for micro in read]))
-        return _Work(self._parts, read, (shapes, training))
+        return Step(self._parts, read, (shapes, training))
 
     def _read(self, call: str, batches: Iterator[Any]) -> tuple[list[MicroBatch], int]:
         """A step's micro-batches, and a hash of their values."""
@@ -147,8 +121,7 @@ class PipelineRunner:
             chunk.prepare(read[0])
         return read, self._meeting.content(given)
 
-    def _run_stages(self, call: str, work: _Work) -> None:
-        step = Step(work)
+    def _run_stages(self, call: str, step: Step) -> None:
         for stage in self._stages:
             stage.begin(step)
         try:
@@ -164,7 +137,7 @@ class PipelineRunner:
         try:
             self._meeting.end(call, step.failure)
         except Exception:
-            if work.training:
+            if step.training:
                 self._drop_gradients()
             raise
 
@@ -175,63 +148,15 @@ class PipelineRunner:
             for parameter in chunk.parameters():
                 parameter.grad = None
 
-    def _mean_over_world(self, work: _Work) -> torch.Tensor:
+    def _mean_over_world(self, step: Step) -> torch.Tensor:
         """The mean loss over micro-batches and data ranks: the ranks with the last part have it."""
         topology, device = self._parts.topology, self._parts.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if self._has_last:
-            total += torch.stack(work.losses).mean().double()
+            total += torch.stack(step.losses).mean().double()
         copies = topology.world.world_size // topology.pipe.world_size
         topology.world.all_reduce(total, LOSS_TAG, float(copies)).wait()
         return total.float().reshape(())
-
-
-class _Work:
-    """The computations of one step: see :class:`~zerolite.pipe.stage.StepWork`."""
-
-    def __init__(self, parts: RunnerParts, batches: list[MicroBatch], key: Any) -> None:
-        self.training = bool(key[1])
-        self.key = key
-        self.losses: list[torch.Tensor] = []
-        self.outputs: list[Any] = []
-        self.keeps_outputs, self.computes_loss = False, True
-        self._parts, self._batches = parts, batches
-        self._factor = parts.pipeline.gradient_scale.of_accumulation() / parts.micro_batches if self.training else 1.0
-
-    def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
-        with self._parts.precision.autocast_context(self._parts.device):
-            outputs = chunk.forward(received, single, self._batches[index])
-        if fake_mode() is None and any(map(is_fake, find_tensors(outputs))):
-            raise RuntimeError(WITHOUT_VALUES)
-        return outputs
-
-    def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
-        widens = self._parts.precision.widens(outputs)
-        outputs = map_tensors(lambda tensor: tensor.float() if widens(tensor) else tensor, outputs)
-        if self.keeps_outputs:  # parts of logits too: they are looked at on some ranks only
-            self.outputs.append(map_tensors(lambda t: t.gathered() if hasattr(t, "gathered") else t, outputs))
-        if not self.computes_loss:
-            return None
-        loss = self._batches[index].loss(outputs, self._parts.loss_fn)
-        loss = loss.float() if loss.dtype in HALF else loss
-        self.losses.append(loss.detach().float().reshape(()))
-        if not self.training:
-            return None
-        self._parts.reducer.losses.append(self.losses[-1])
-        if not loss.requires_grad:
-            raise ValueError(
-                "engine.train_batch: the loss needs no gradient: it does not depend on any trained parameter of the "
-                "last part of the pipeline, nor on what that part receives"
-            )
-        return loss * self._factor
-
-    def begin_backward(self) -> None:
-        self._parts.pipeline.begin_backward(engine_scaled=True)
-        self._parts.boundary.scaled = True
-
-    def end_backward(self, complete: bool) -> None:
-        self._parts.pipeline.end_backward(complete=complete)
-        self._parts.accumulation.on_engine_step()
 
 
 class StepBarrier:

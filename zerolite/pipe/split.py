@@ -22,7 +22,7 @@ from zerolite.config.parallelism import PipelineConfig
 from zerolite.pipe import partition
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.dependencies import alive, caches_restored
-from zerolite.pipe.homes import Home, keep_only
+from zerolite.pipe.homes import Home, collect_homes, keep_only
 from zerolite.pipe.named_chunk import NamedChunk, Splitting
 from zerolite.utils.nested import map_tensors
 from zerolite.utils.skeleton import Skeleton
@@ -44,7 +44,12 @@ def split_by_names(
     _check_names(model, names)
     skeleton = Skeleton(model)
     later = _called_later(model, skeleton, names)
-    homes = _homes(model, names, later)
+    homes = collect_homes(
+        (f"{path}.{name}" if path else name, parameter, part)
+        for path, module, part in parts_of_modules(model, names, later)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    )
     splitting = Splitting(model, names, homes, skeleton)
     mine = set(own)
     staying = {id(home.parameter) for home in homes if home.parts & mine}
@@ -124,17 +129,6 @@ def _called_later(model: nn.Module, skeleton: Skeleton, names: Sequence[str]) ->
     return {path: min(parts) for path, parts in seen.items() if len(parts) == 1 and parts != {0}}
 
 
-def _homes(model: nn.Module, names: Sequence[str], later: Mapping[str, int]) -> list[Home]:
-    known: dict[int, tuple[nn.Parameter, list[str], set[int]]] = {}
-    for path, module, part in parts_of_modules(model, names, later):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                _, found, parts = known.setdefault(id(parameter), (parameter, [], set()))
-                found.append(f"{path}.{name}" if path else name)
-                parts.add(part)
-    return [Home(parameter, tuple(found), frozenset(parts)) for parameter, found, parts in known.values()]
-
-
 def _paths_elsewhere(model: nn.Module, staying: set[int]) -> set[str]:
     """Modules of which no parameter stays, and what is in them: their buffers go too."""
     gone: set[str] = set()
@@ -158,17 +152,8 @@ def _automatic(model: nn.Module, settings: PipelineConfig, parts: int) -> list[s
             f'pipeline.split: "auto" expected a ModuleList of at least {parts} equal blocks, one for each part '
             f"(pipeline.stages × pipeline.chunks), got {found}; name the modules that begin the parts"
         )
-    method = settings.partition_method
-    if method == "profile":
-        raise ValueError(
-            'pipeline.partition_method: "profile" needs a PipelineModule with an example; use "parameters" or "uniform"'
-        )
-    if method.startswith("type:"):
-        bounds = partition.by_type([type(block).__name__ for block in blocks], method[len("type:") :], parts)
-    elif method == "uniform":
-        bounds = partition.uniform(len(blocks), parts)
-    else:
-        bounds = partition.balanced(_weights(model, path, len(blocks)), parts)
+    names = [type(block).__name__ for block in blocks]
+    bounds = partition.bounds_of(settings.partition_method, names, parts, lambda: _weights(model, path, len(blocks)))
     return [f"{path}.{start}" for start in bounds[1:-1]]
 
 

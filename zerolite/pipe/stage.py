@@ -8,11 +8,10 @@ no other rank waits for it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,64 +19,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from zerolite.comm import HostLinks, recorder
-from zerolite.comm.flight_recorder import blocked
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import KEEPS_ONE, Launch, launch_together
-
-TAG = "pipe"
-
-
-class StepWork(Protocol):
-    """Work of a step around the computations of its stages: the runner's part."""
-
-    training: bool
-    key: Any  # of the shapes of this step's micro-batches
-
-    def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
-        """The outputs of ``chunk`` for micro-batch ``index``."""
-        ...
-
-    def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
-        """At the last part: what backward begins with; None if there is no loss."""
-        ...
-
-    def begin_backward(self) -> None: ...
-
-    def end_backward(self, complete: bool) -> None: ...
-
-
-@dataclass
-class Step:
-    """State that the stages of one rank share in one step."""
-
-    work: StepWork
-    failure: Exception | None = None  # the first on this rank; computations are left out from then on
-    waiting: contextlib.AbstractContextManager[None] | None = None  # for a message, as far as the watchdog is to know
-
-    @contextlib.contextmanager
-    def communicating(self) -> Iterator[None]:
-        """Context of a schedule: what is no computation waits for other ranks, until one fails."""
-        self.pause(False)
-        try:
-            yield
-        except RuntimeError as error:
-            waiting, self.waiting = self.waiting, None
-            if waiting is not None:
-                waiting.__exit__(type(error), error, error.__traceback__)  # raises it, explained
-            raise
-        finally:
-            self.pause(True)
-
-    def pause(self, computing: bool) -> None:
-        """A computation begins, or has ended."""
-        if computing and self.waiting is not None:
-            self.waiting.__exit__(None, None, None)
-        self.waiting = None
-        if not computing:
-            self.waiting = blocked(("message", TAG, 0, None, 0))
-            self.waiting.__enter__()
-
+from zerolite.pipe.step import TAG, Step
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -163,7 +108,7 @@ class ChunkStage(PipelineStage):
         self.step = step
         self._flights.clear()
         self._before.dead = self._after.dead = False
-        self.has_backward = step.work.training
+        self.has_backward = step.training
 
     def end(self) -> None:
         """End a step whose schedule has run, or was left by an exception. Micro-batches and losses are the runner's
@@ -207,7 +152,7 @@ class ChunkStage(PipelineStage):
     def _incoming(self) -> BoundarySpec | None:
         """Return the specification of the tensors from the part before; in the first forward with new shapes that part
         sends it."""
-        key = self.step.work.key
+        key = self.step.key
         if not self._before.dead and key not in self._before.known:
             assert self._links is not None
             self._learn(self._before, self._links.receive(self._rank_of(self.stage_index - 1)))
@@ -217,7 +162,7 @@ class ChunkStage(PipelineStage):
         if spec is None:
             boundary.dead = True
         else:
-            boundary.known[self.step.work.key] = spec
+            boundary.known[self.step.key] = spec
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
@@ -231,7 +176,7 @@ class ChunkStage(PipelineStage):
         return [self._send(output.detach(), self.stage_index + 1) for output in outputs]
 
     def _outgoing(self) -> BoundarySpec | None:
-        return self._after.spec(self.step.work.key)
+        return self._after.spec(self.step.key)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         spec = None if self.is_last or not self.has_backward else self._outgoing()
@@ -313,22 +258,22 @@ class ChunkStage(PipelineStage):
         return outputs if self.next_here is not None else ()
 
     def _forward(self, flight: _Flight, index: int) -> None:
-        work = self.step.work
+        step = self.step
         single = True
         if not self.is_first:
-            spec = self._before.known[work.key]
+            spec = self._before.known[step.key]
             single = spec.single
             if self.has_backward:
                 for tensor, described in zip(flight.received, spec.tensors, strict=True):
                     tensor.requires_grad_(described.requires_grad)
         entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in flight.received)
-        outputs = work.forward(self.chunk, entered, single, index)
+        outputs = step.forward(self.chunk, entered, single, index)
         if self.is_last:
-            loss = work.loss(outputs, index)
+            loss = step.loss(outputs, index)
             flight.outputs = () if loss is None else (loss,)
             return
         single, tensors = tensors_of(outputs, self.stage_index)
-        known = self._after.known.get(work.key)
+        known = self._after.known.get(step.key)
         made = BoundarySpec(single, tuple(map(TensorSpec.of, tensors)))
         if known is None:
             self._fresh = made
@@ -341,7 +286,7 @@ class ChunkStage(PipelineStage):
 
     def _announce(self) -> None:
         """Tell the next part what comes, if it is new to it."""
-        key = self.step.work.key
+        key = self.step.key
         if self._after.dead or key in self._after.known:
             return
         fresh, self._fresh = self._fresh, None
@@ -386,14 +331,14 @@ class ChunkStage(PipelineStage):
     def _guarded(self, compute: Callable[[], None]) -> None:
         """A backward that gives parameters their gradients; the engine hears of it also if it has failed, because the
         other data ranks reduce gradients with this one."""
-        work = self.step.work
+        step = self.step
         try:
-            work.begin_backward()
+            step.begin_backward()
             if self.step.failure is None:
                 compute()
         except Exception as error:
             self._fail(error)
-        work.end_backward(self.step.failure is None)
+        step.end_backward(self.step.failure is None)
 
     def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Outputs with a graph, and their gradients."""
@@ -431,7 +376,7 @@ class ChunkStage(PipelineStage):
 
     def _keep_gradients(self, flight: _Flight) -> None:
         """Keep the gradients of what was received, for the part before; zeros for what was not used."""
-        spec = None if self.is_first else self._before.spec(self.step.work.key)
+        spec = None if self.is_first else self._before.spec(self.step.key)
         if spec is None:
             return
         received = flight.received or self._room(spec.tensors)

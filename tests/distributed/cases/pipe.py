@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -647,21 +646,6 @@ def outputs() -> tuple[float, Any, Any]:
         for one, other, (inputs, _) in zip(made, alone, batches, strict=True):
             assert torch.equal(one, other) and torch.allclose(one, whole(inputs))
     return loss.item(), made is None, alone is None
-
-
-def profiled() -> list[str]:
-    """Names of a model that is divided by time: one layer is far slower than the others."""
-    layers = [LayerSpec(Block), LayerSpec(Block), LayerSpec(Block), LayerSpec(Slow)]
-    model = PipelineModule(layers, F.mse_loss, partition_method="profile", example=torch.randn(3, WIDTH))
-    settings = config(0, "fp32", 2)
-    settings["pipeline"] = {"stages": 2}
-    return sorted({name.split(".")[1] for name, _ in zerolite.initialize(model, settings).module.named_parameters()})
-
-
-class Slow(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.2)
-        return super().forward(x)
 
 
 def before_initialize() -> str:

@@ -1,0 +1,124 @@
+"""One step of a pipeline on one rank: its micro-batches, forwards, losses and the first failure."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerolite.comm import Topology
+from zerolite.comm.flight_recorder import blocked
+from zerolite.data.micro_batch import LossFunction, MicroBatch
+from zerolite.pipe.chunks import Chunk
+from zerolite.precision.dtypes import GraphBoundary, Precision
+from zerolite.utils.accelerator import fake_mode, is_fake
+from zerolite.utils.dtypes import HALF
+from zerolite.utils.nested import find_tensors, map_tensors
+from zerolite.zero.accumulation import GradAccumulation
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.step import StepPipeline
+
+TAG = "pipe"
+WITHOUT_VALUES = (
+    "pipeline.split: the model keeps tensors from one forward to the next outside of its modules (a global cache), and "
+    "has kept one of the run without values; let it compute them anew, or keep them in buffers"
+)
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """Components of an engine that a pipeline runs with. micro_batches: in a step."""
+
+    pipeline: StepPipeline
+    accumulation: GradAccumulation
+    reducer: GradReducer
+    precision: Precision
+    boundary: GraphBoundary
+    topology: Topology
+    device: torch.device
+    micro_batches: int
+    loss_fn: LossFunction | None
+    on_loss: Callable[[torch.Tensor], None]  # with the loss of each step, before its update
+
+
+class Step:
+    """One step of a rank: the computations of its stages, and how they have fared.
+
+    Attributes:
+        key: of the shapes of this step's micro-batches.
+        failure: the first on this rank; computations are left out from then on.
+    """
+
+    def __init__(self, parts: RunnerParts, batches: list[MicroBatch], key: Any) -> None:
+        self.training = bool(key[1])
+        self.key = key
+        self.failure: Exception | None = None
+        self.waiting: contextlib.AbstractContextManager[None] | None = None  # for a message, as the watchdog sees it
+        self.losses: list[torch.Tensor] = []
+        self.outputs: list[Any] = []
+        self.keeps_outputs, self.computes_loss = False, True
+        self._parts, self._batches = parts, batches
+        self._factor = parts.pipeline.gradient_scale.of_accumulation() / parts.micro_batches if self.training else 1.0
+
+    def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
+        """Return the outputs of ``chunk`` for micro-batch ``index``."""
+        with self._parts.precision.autocast_context(self._parts.device):
+            outputs = chunk.forward(received, single, self._batches[index])
+        if fake_mode() is None and any(map(is_fake, find_tensors(outputs))):
+            raise RuntimeError(WITHOUT_VALUES)
+        return outputs
+
+    def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
+        """Return what backward begins with at the last part; None if there is no loss."""
+        widens = self._parts.precision.widens(outputs)
+        outputs = map_tensors(lambda tensor: tensor.float() if widens(tensor) else tensor, outputs)
+        if self.keeps_outputs:  # parts of logits too: they are looked at on some ranks only
+            self.outputs.append(map_tensors(lambda t: t.gathered() if hasattr(t, "gathered") else t, outputs))
+        if not self.computes_loss:
+            return None
+        loss = self._batches[index].loss(outputs, self._parts.loss_fn)
+        loss = loss.float() if loss.dtype in HALF else loss
+        self.losses.append(loss.detach().float().reshape(()))
+        if not self.training:
+            return None
+        self._parts.reducer.losses.append(self.losses[-1])
+        if not loss.requires_grad:
+            raise ValueError(
+                "engine.train_batch: the loss needs no gradient: it does not depend on any trained parameter of the "
+                "last part of the pipeline, nor on what that part receives"
+            )
+        return loss * self._factor
+
+    def begin_backward(self) -> None:
+        self._parts.pipeline.begin_backward(engine_scaled=True)
+        self._parts.boundary.scaled = True
+
+    def end_backward(self, complete: bool) -> None:
+        self._parts.pipeline.end_backward(complete=complete)
+        self._parts.accumulation.on_engine_step()
+
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Context of a schedule: what is no computation waits for other ranks, until one fails."""
+        self.pause(False)
+        try:
+            yield
+        except RuntimeError as error:
+            waiting, self.waiting = self.waiting, None
+            if waiting is not None:
+                waiting.__exit__(type(error), error, error.__traceback__)  # raises it, explained
+            raise
+        finally:
+            self.pause(True)
+
+    def pause(self, computing: bool) -> None:
+        """A computation begins, or has ended."""
+        if computing and self.waiting is not None:
+            self.waiting.__exit__(None, None, None)
+        self.waiting = None
+        if not computing:
+            self.waiting = blocked(("message", TAG, 0, None, 0))
+            self.waiting.__enter__()
