@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,17 @@ _ABSENT = {
     "set_train_micro_batch_size": "the batch size is that of the config for the engine's whole life",
     "redundant_experts": "there are no layers for mixtures of experts",
 }
+
+
+def _of_engine(name: str) -> property:
+    """Make a property that is the engine's ``name``."""
+    return property(lambda self: getattr(self.zerolite, name))
+
+
+def _setting(path: str) -> Callable[[DeepSpeedEngine], Any]:
+    """Make a method that returns a setting of the engine's config."""
+    get = operator.attrgetter(path)
+    return lambda self: get(self.zerolite.config)
 
 
 class DeepSpeedEngine(torch.nn.Module):
@@ -212,46 +224,19 @@ class DeepSpeedEngine(torch.nn.Module):
     def lr_scheduler(self, scheduler: Any) -> None:
         self.zerolite.lr_scheduler = scheduler
 
-    @property
-    def global_steps(self) -> int:
-        return int(self.zerolite.global_steps)
+    global_steps = _of_engine("global_steps")
+    micro_steps = _of_engine("micro_steps")
+    skipped_steps = _of_engine("skipped_steps")
+    device = _of_engine("device")
+    local_rank = _of_engine("local_rank")
+    global_rank = _of_engine("rank")
+    world_size = _of_engine("world_size")
+    dp_world_size = _of_engine("data_parallel_world_size")
+    mp_world_size = _of_engine("tensor_parallel_world_size")
 
     @property
     def global_samples(self) -> int:
-        return self.global_steps * self.train_batch_size()
-
-    @property
-    def micro_steps(self) -> int:
-        return int(self.zerolite.micro_steps)
-
-    @property
-    def skipped_steps(self) -> int:
-        return int(self.zerolite.skipped_steps)
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.zerolite.device
-        return device
-
-    @property
-    def local_rank(self) -> int:
-        return int(self.zerolite.local_rank)
-
-    @property
-    def global_rank(self) -> int:
-        return int(self.zerolite.rank)
-
-    @property
-    def world_size(self) -> int:
-        return int(self.zerolite.world_size)
-
-    @property
-    def dp_world_size(self) -> int:
-        return int(self.zerolite.data_parallel_world_size)
-
-    @property
-    def mp_world_size(self) -> int:
-        return int(self.zerolite.tensor_parallel_world_size)
+        return int(self.global_steps * self.train_batch_size())
 
     def train_batch_size(self) -> int:
         return int(self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size)
@@ -269,30 +254,21 @@ class DeepSpeedEngine(torch.nn.Module):
         rates: list[float] = self.zerolite.get_lr()
         return rates
 
-    def gradient_clipping(self) -> float:
-        return float(self.zerolite.config.gradient_clipping)
-
-    def steps_per_print(self) -> int | None:
-        steps: int | None = self.zerolite.config.steps_per_print
-        return steps
-
-    def wall_clock_breakdown(self) -> bool:
-        return bool(self.zerolite.config.wall_clock_breakdown)
+    gradient_clipping = _setting("gradient_clipping")
+    steps_per_print = _setting("steps_per_print")
+    wall_clock_breakdown = _setting("wall_clock_breakdown")
+    fp16_enabled = _setting("fp16.enabled")
+    bfloat16_enabled = _setting("bf16.enabled")
+    zero_optimization_stage = _setting("zero_optimization.stage")
+    zero_gather_16bit_weights_on_model_save = _setting("zero_optimization.stage3_gather_16bit_weights_on_model_save")
+    zero_offload_param = _setting("zero_optimization.offload_param")
+    zero_offload_optimizer = _setting("zero_optimization.offload_optimizer")
 
     def loss_scale(self) -> float:
         return float(self.zerolite.loss_scale)
 
     def dynamic_loss_scale(self) -> bool:
         return isinstance(self.optimizer, DeepSpeedOptimizer) and self.optimizer.dynamic_loss_scale
-
-    def fp16_enabled(self) -> bool:
-        return bool(self.zerolite.config.fp16.enabled)
-
-    def bfloat16_enabled(self) -> bool:
-        return bool(self.zerolite.config.bf16.enabled)
-
-    def zero_optimization_stage(self) -> int:
-        return int(self.zerolite.config.zero_optimization.stage)
 
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0
@@ -302,15 +278,6 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def zero_optimization_partition_weights(self) -> bool:
         return self.zero_optimization_stage() == 3
-
-    def zero_offload_optimizer(self) -> Any:
-        return self.zerolite.config.zero_optimization.offload_optimizer
-
-    def zero_offload_param(self) -> Any:
-        return self.zerolite.config.zero_optimization.offload_param
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return bool(self.zerolite.config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the module, for a name that this class does not have."""
