@@ -15,10 +15,9 @@ from torch.nn.utils import parametrize
 from examples.gpt.model import GPT, GPTConfig
 from tests.distributed.cases.tensor_parallel import CPU, Nano, Settings, Shapes, Stack
 from zerolite.comm import dry_communicator
-from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, apply
-from zerolite.tensor_parallel.cuts import cut_of, is_partial, set_names
-from zerolite.tensor_parallel.layers import cut_of_rows
+from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, parallelize_module
 from zerolite.tensor_parallel.plan import Style, matches, parse_style, resolve
+from zerolite.tensor_parallel.shard_spec import ShardSpec, is_partial, set_names, shard_spec_of
 
 MLP = {"blocks.*.up": "column", "blocks.*.down": "row"}
 
@@ -38,12 +37,12 @@ def cut(model: nn.Module, plan: Any = "auto", size: int = 2, rank: int = 0, **ot
     stage = others.pop("stage", False)
     comm = dry_communicator("gloo", rank, size)
     comm.main = True  # a dry run says nothing by itself
-    apply(model, Settings(size, plan, **others), comm, CPU, stage=stage)
+    parallelize_module(model, Settings(size, plan, **others), comm, CPU, stage=stage)
     return model
 
 
 def parts_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.named_parameters() if cut_of(p) is not None}
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if shard_spec_of(p) is not None}
 
 
 # ------------------------------------------------------------------------------------------------------------ patterns
@@ -98,7 +97,7 @@ def test_styles_that_are_refused(given: Any, expected: str) -> None:
 
 @pytest.mark.parametrize("size, rows", [(2, [4, 3]), (4, [2, 2, 2, 1]), (8, [1] * 7 + [0]), (5, [2, 2, 2, 1, 0])])
 def test_a_vocabulary_is_padded(size: int, rows: list[int]) -> None:
-    cuts = [cut_of_rows((7, 2), 0, dry_communicator("gloo", rank, size)) for rank in range(size)]
+    cuts = [ShardSpec.of_rows((7, 2), 0, dry_communicator("gloo", rank, size)) for rank in range(size)]
     assert [sum(length for _, _, length in cut.ranges) for cut in cuts] == rows
     assert len({cut.length for cut in cuts}) == 1
     full = torch.randn(7, 2)
@@ -126,7 +125,7 @@ def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
     cut(model, {**MLP, "embed": "vocab"})
     assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    assert model.head.weight is model.embed.weight and cut_of(model.head.weight) is not None
+    assert model.head.weight is model.embed.weight and shard_spec_of(model.head.weight) is not None
     model(torch.tensor([[1, 2]]))
     assert calls == [1] and isinstance(model.blocks[0].up, nn.Linear)
 
@@ -147,7 +146,7 @@ def test_what_is_fused_is_cut_in_parts(
     plan = {f"blocks.*.{child}": "row" if child in ("o", "down", "c_proj") else "column" for child in _linear(model)}
     with caplog.at_level(logging.INFO, "zerolite"):
         cut(model, plan)
-    found = cut_of(getattr(model.blocks[0], name).weight)
+    found = shard_spec_of(getattr(model.blocks[0], name).weight)
     assert found is not None and tuple(length for _, _, length in found.ranges) == lengths
     assert (f"blocks.0.{name} is cut in" in caplog.text) == (len(lengths) > 1)
 
@@ -176,7 +175,7 @@ def test_a_stage_of_a_pipeline() -> None:
     set_names(model.embed.weight, ["embed.weight", "elsewhere.head.weight"])
     comm = dry_communicator("gloo", 0, 2)
     plan = {**MLP, "other.*": "column", "elsewhere.head": "vocab"}
-    assert apply(model, Settings(2, plan), comm, CPU, stage=True) == ["other.*"]
+    assert parallelize_module(model, Settings(2, plan), comm, CPU, stage=True) == ["other.*"]
     assert list(parts_of(model)) == ["embed.weight"]
 
 
@@ -346,7 +345,7 @@ def test_key_and_value_beside_a_query() -> None:
 
     cross = _of_library("gpt2", Cross)
     cut(nn.Sequential(cross), {"*.?_attn": "column", "*.c_proj": "row"})
-    found = cut_of(cross.c_attn.weight)
+    found = shard_spec_of(cross.c_attn.weight)
     assert found is not None and found.ranges == ((0, 0, 16), (16, 32, 16))
 
 
@@ -371,7 +370,7 @@ def test_key_and_value_with_fewer_heads_than_ranks_stay_whole() -> None:
         assert (block.heads, block.kv_heads) == (1, 1) and is_partial(block.qkv.weight)
         head = rank // 2 * 8
         assert block.qkv.runs == [(8 * rank, 8), (32 + head, 8), (48 + head, 8)]
-        assert block.qkv.weight.shape == (64, 32) and cut_of(block.o.weight) is not None
+        assert block.qkv.weight.shape == (64, 32) and shard_spec_of(block.o.weight) is not None
 
 
 def test_biases_of_heads_are_cut_with_them() -> None:
@@ -382,9 +381,9 @@ def test_biases_of_heads_are_cut_with_them() -> None:
 
     model = cut(Stack([Biased()]), rank=1)
     bias = model.blocks[0].relative_attention_bias
-    assert bias.weight.shape == (5, 2) and cut_of(bias.weight).ranges == ((0, 2, 2),)
+    assert bias.weight.shape == (5, 2) and shard_spec_of(bias.weight).ranges == ((0, 2, 2),)
     assert bias(torch.tensor([1])).shape == (1, 2)
-    assert cut_of(copy.deepcopy(model).blocks[0].relative_attention_bias.weight) == cut_of(bias.weight)
+    assert shard_spec_of(copy.deepcopy(model).blocks[0].relative_attention_bias.weight) == shard_spec_of(bias.weight)
 
 
 def test_the_first_forward_says_that_layers_are_cut() -> None:

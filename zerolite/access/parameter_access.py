@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerolite.comm import Communicator, Topology, largest
-from zerolite.tensor_parallel.cuts import cut_of
+from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.grad_reducer import GradReducer
@@ -294,7 +294,7 @@ class ParameterAccess:
         """Return the part of ``value`` that this rank's data-parallel ranks have, in the order in which memory holds
         the parameter."""
         parameter = self._buffer.parameters[index]
-        cut = cut_of(parameter)
+        cut = shard_spec_of(parameter)
         shape = whole_shape(parameter) if cut is None else torch.Size(cut.full_shape)
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -353,7 +353,7 @@ class ParameterAccess:
         """The full tensors, whose ``parts`` here are those that tensor parallelism has left on this rank."""
         results = []
         for index, part in zip(indices, parts, strict=True):
-            cut = cut_of(self._buffer.parameters[index])
+            cut = shard_spec_of(self._buffer.parameters[index])
             if cut is None:
                 results.append(part)
                 continue

@@ -2,7 +2,7 @@
 
 A trained parameter is stored once, as its master weights: the compute parameter is rounded from them. A rank's part of
 it, and of every state, is a range of the flattened parameter (:class:`FlatRange`), which itself may be a
-tensor-parallel shard (:class:`~zerolite.tensor_parallel.cuts.Cut`).
+tensor-parallel shard (:class:`~zerolite.tensor_parallel.shard_spec.ShardSpec`).
 
 Tensors that all data-parallel ranks hold whole are divided evenly over them, so that each writes the same share.
 Tensors that all tensor-parallel ranks, or several pipeline stages, hold alike are written by the first of them.
@@ -25,7 +25,7 @@ from zerolite.checkpoint.reader import Target
 from zerolite.checkpoint.safetensors import dtype_name
 from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
 from zerolite.comm import Communicator, Topology
-from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
+from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.pieces import Piece
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
@@ -151,12 +151,12 @@ class ModelState:
         """A range of something of the size of the trained parameter ``index``."""
         parameter = self.buffer.parameters[index]
         shape = tuple(whole_shape(parameter))
-        return FlatRange(key, shape, self._strides(parameter), start, values, cut_of(parameter))
+        return FlatRange(key, shape, self._strides(parameter), start, values, shard_spec_of(parameter))
 
     def writes(self, parameter: torch.Tensor) -> bool:
         """True if this rank, of those that compute together, writes what is stored of ``parameter``: its own part, or,
         where all have the same, the first one."""
-        return self.topology.tensor.rank == 0 or cut_of(parameter) is not None
+        return self.topology.tensor.rank == 0 or shard_spec_of(parameter) is not None
 
     def _strides(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         handle = handle_of(parameter)
@@ -237,7 +237,7 @@ class ModelState:
                 f"{piece.fragment.numel} elements, got shape {tuple(value.shape)}; it can be saved at stage 0, "
                 "and with zero_optimization.whole_parameters"
             )
-        if cut_of(self.buffer.parameters[piece.fragment.slot.index]) is not None:
+        if shard_spec_of(self.buffer.parameters[piece.fragment.slot.index]) is not None:
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each element of the part that "
                 f"tensor parallelism has given this rank, {tuple(self.shape_of(piece))}, got shape "
@@ -257,7 +257,7 @@ class ModelState:
                 continue
             handle = handle_of(parameter)
             if handle is None:
-                common.append(whole(PARAMETERS + name, parameter.data, cut_of(parameter)))
+                common.append(whole(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
                 continue
             part = self._partitioned(PARAMETERS + name, parameter)
             if part.values.numel():
@@ -272,7 +272,7 @@ class ModelState:
         assert handle is not None
         start = min(self.comm.rank * handle.shard.numel(), handle.numel)
         values = handle.shard[: min(handle.shard.numel(), handle.numel - start)]
-        return FlatRange(key, tuple(handle.shape), handle.strides, start, values, cut_of(parameter))
+        return FlatRange(key, tuple(handle.shape), handle.strides, start, values, shard_spec_of(parameter))
 
     def _empty(self, exclude_frozen: bool) -> list[Shard]:
         trained = self.index_of()
@@ -296,7 +296,7 @@ class ModelState:
                 continue
             key = PARAMETERS + stored_names[name]
             if handle_of(parameter) is None:
-                yield from _targets_of(key, parameter.data, cut_of(parameter))
+                yield from _targets_of(key, parameter.data, shard_spec_of(parameter))
             else:
                 yield from self._partitioned(key, parameter).targets()
 
@@ -320,7 +320,7 @@ class ModelState:
             shape, keeps = _full_shape(parameter), self.buffer.keeps_shape(piece.fragment.slot)
             wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
             for kind, (size, dtype) in tensors.items():
-                if size != shape and (not keeps or cut_of(parameter) is not None):
+                if size != shape and (not keeps or shard_spec_of(parameter) is not None):
                     where = "with tensor_parallel.size = 1 only"
                     if not keeps:
                         where = "at stage 0, or with zero_optimization.whole_parameters, only"
@@ -331,12 +331,12 @@ class ModelState:
                 wanted[kind] = (self.shape_of(piece) if size == shape else torch.Size(size), dtype)
             for kind, place in self.optimizer.method.make_state(piece, numbers, wanted).items():
                 key = f"{OPTIMIZER}{kind}/{stored}"
-                if cut_of(parameter) is not None:
+                if shard_spec_of(parameter) is not None:
                     place.zero_()  # padding, which no checkpoint has
                 if tensors[kind][0] != shape:
                     yield from _targets_of(key, place, None)
                 elif keeps:
-                    yield from _targets_of(key, place, cut_of(parameter))
+                    yield from _targets_of(key, place, shard_spec_of(parameter))
                 else:
                     yield from self.range(key, index, piece.fragment.param_start, place).targets()
 
@@ -365,11 +365,11 @@ class ModelState:
 
 def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the parameter in the whole model."""
-    cut = cut_of(parameter)
+    cut = shard_spec_of(parameter)
     return cut.full_shape if cut is not None else tuple(whole_shape(parameter))
 
 
-def _targets_of(key: str, place: torch.Tensor, cut: Cut | None) -> Iterator[Target]:
+def _targets_of(key: str, place: torch.Tensor, cut: ShardSpec | None) -> Iterator[Target]:
     everything = ((0,) * place.dim(), tuple(place.shape))
     for box, part in in_full(everything, place, cut):
         yield Target(key, box, part)

@@ -11,7 +11,7 @@ import torch
 from zerolite.checkpoint.boxes import Box, boxes_of_range
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.reader import Target
-from zerolite.tensor_parallel.cuts import Cut
+from zerolite.tensor_parallel.shard_spec import ShardSpec
 from zerolite.zero.buffer import dense_strides, flattened
 
 
@@ -25,7 +25,7 @@ class FlatRange:
     strides: tuple[int, ...]
     start: int
     values: torch.Tensor
-    cut: Cut | None = None
+    cut: ShardSpec | None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class FlatRange:
             yield Target(self.key, box, view)
 
 
-def in_full(box: Box, values: torch.Tensor, cut: Cut | None) -> Iterator[tuple[Box, torch.Tensor]]:
+def in_full(box: Box, values: torch.Tensor, cut: ShardSpec | None) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of a part as boxes of the full tensor, with views of their ``values``; padding is left out."""
     if cut is None:
         yield box, values
@@ -70,7 +70,7 @@ def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
     return Shard(key, tuple(shape), dtype, None, torch.empty(0, dtype=dtype, device="cpu"))
 
 
-def whole(key: str, tensor: torch.Tensor, cut: Cut | None = None) -> FlatRange:
+def whole(key: str, tensor: torch.Tensor, cut: ShardSpec | None = None) -> FlatRange:
     """A tensor, or the part ``cut`` of one: its own memory if it fills that without holes, else a copy."""
     strides = dense_strides(tensor)
     return FlatRange(key, tuple(tensor.shape), strides, 0, flattened(tensor, strides), cut)

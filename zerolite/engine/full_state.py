@@ -26,7 +26,7 @@ from zerolite.engine.full_optimizer_state import full_optimizer_state_dict
 from zerolite.engine.whole_model import Known, WholeModel, first_names, union
 from zerolite.engine.whole_model import known as known_as
 from zerolite.precision.dtypes import Precision
-from zerolite.tensor_parallel.cuts import cut_of
+from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.dtypes import FLOATS, HALF
 from zerolite.utils.module_hook import ModuleHook
@@ -46,7 +46,7 @@ _allowed = 0  # calls under way that know what they do
 def _cut(module: torch.nn.Module, prefix: str) -> list[str]:
     """The names of a module's parameters of which this rank has a part."""
     named = module.named_parameters(remove_duplicate=False)
-    return [prefix + key for key, parameter in named if cut_of(parameter) is not None]
+    return [prefix + key for key, parameter in named if shard_spec_of(parameter) is not None]
 
 
 class _Guard(ModuleHook):
@@ -344,7 +344,7 @@ def _spread(
         broadcast_into(values, topology.world, device, "parameters")
     if here is None:
         return
-    cut = cut_of(here)
+    cut = shard_spec_of(here)
     with GatheredParameters(here, modifier_rank=0, enabled=handle_of(here) is not None):
         if values is not None and (topology.data.rank == 0 or handle_of(here) is None):
             here.data.copy_(values if cut is None else cut.of(values))

@@ -46,12 +46,13 @@ def part_of_model(
 def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:
     """A plan may be wrong, or match nothing, on one stage alone: all of them raise."""
     from zerolite import tensor_parallel
-    from zerolite.tensor_parallel.auto import no_plan
-    from zerolite.tensor_parallel.plan import unmatched
+    from zerolite.tensor_parallel.plan import no_plan, unmatched
 
     stages = topology.pipe.world_size
     unused = RaiseTogether(HostGroup(topology.pipe, "parts"), "zerolite.initialize", ValueError).gather(
-        lambda: tensor_parallel.apply(model, config.tensor_parallel, topology.tensor, device, stage=stages > 1)
+        lambda: tensor_parallel.parallelize_module(
+            model, config.tensor_parallel, topology.tensor, device, stage=stages > 1
+        )
     )
     nowhere = set.intersection(*map(set, unused))
     if nowhere and len(unused) == stages > 1:  # a dry run hears of one

@@ -15,7 +15,7 @@ import torch
 
 from zerolite.comm import Communicator, Topology, stages_communicator
 from zerolite.diagnostics.agreement import Description, check_agreement
-from zerolite.tensor_parallel.cuts import cut_of, is_partial
+from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
@@ -118,11 +118,11 @@ def spread_over(
         tie = ties.get(id(parameter))
         if tie is not None and tie.ranks[0] != topology.pipe.rank:
             return False
-        return cut_of(parameter) is not None or topology.tensor.rank == 0
+        return shard_spec_of(parameter) is not None or topology.tensor.rank == 0
 
     across = Across(topology.model, counts)
     trained = buffer.parameters
-    partial = tuple(i for i, p in enumerate(trained) if is_partial(p) and cut_of(p) is None)
+    partial = tuple(i for i, p in enumerate(trained) if is_partial(p) and shard_spec_of(p) is None)
     away = [i for i in partial if reducer.away(buffer.layout.slots[i].bucket)]
     if away:
         raise ValueError(

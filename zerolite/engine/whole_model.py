@@ -18,7 +18,7 @@ from zerolite.checkpoint.huggingface import exported_dtype
 from zerolite.checkpoint.names import clean
 from zerolite.comm import HostGroup, Topology
 from zerolite.comm.initial_sync import broadcast_into
-from zerolite.tensor_parallel.cuts import Cut, cut_of, names_of
+from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_shape
 
@@ -41,13 +41,13 @@ class Known:
     parameter: bool
     trained: bool
     stage: int = 0
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ShardSpec, ...] = ()
 
 
 def known(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) -> Known:
     """``tensor`` as this rank knows it, whose ``value`` in a state dict may be empty. owner: the first of its names
     here."""
-    names, cut = names_of(tensor), cut_of(tensor)
+    names, cut = names_of(tensor), shard_spec_of(tensor)
     shape = cut.full_shape if cut is not None else tuple(full_shape(tensor, value))
     parameter = isinstance(tensor, torch.nn.Parameter)
     first = owner if names is None else names[0]

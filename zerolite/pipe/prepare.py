@@ -21,7 +21,7 @@ from zerolite.pipe.modules import PipelineModule, name_of, trained_numel
 from zerolite.pipe.runner import PipelineRunner, RunnerParts
 from zerolite.pipe.schedules import FOLDED, schedule_class
 from zerolite.pipe.split import split_by_names
-from zerolite.tensor_parallel.cuts import set_names
+from zerolite.tensor_parallel.shard_spec import set_names
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from zerolite.planning.skeleton import DrySkeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step
 from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
-from zerolite.tensor_parallel.cuts import cut_of
+from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import collector_off, is_fake, machine, use_machine
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
@@ -393,7 +393,7 @@ def _of_peers(engine: Engine) -> int:
 
 def _whole_numel(parameter: torch.nn.Parameter) -> int:
     """Return the number of elements of the tensor before tensor parallelism has sharded it."""
-    cut = cut_of(parameter)
+    cut = shard_spec_of(parameter)
     return whole_numel(parameter) if cut is None else cut.full_numel
 
 

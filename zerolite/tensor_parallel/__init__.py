@@ -1,11 +1,10 @@
 """Tensor parallelism: layers whose weights are sharded over the ranks of a group.
 
-:func:`apply` shards a model that is written without it; the layers can also be used directly.
+:func:`parallelize_module` shards a model that is written without it; the layers can also be used directly.
 """
 
 from zerolite.comm import Communicator, create_communicator, create_topology, init_distributed, local_rank
 from zerolite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from zerolite.tensor_parallel.cutting import apply
 from zerolite.tensor_parallel.functions import all_gather, copy, gather, reduce, reduce_scatter, scatter
 from zerolite.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -14,6 +13,7 @@ from zerolite.tensor_parallel.layers import (
     VocabParallelHead,
 )
 from zerolite.tensor_parallel.logits import VocabParallelLogits
+from zerolite.tensor_parallel.parallelize import parallelize_module
 from zerolite.tensor_parallel.plan import TensorPlanError
 from zerolite.utils.accelerator import default_device
 
@@ -35,9 +35,9 @@ __all__ = [
     "VocabParallelHead",
     "VocabParallelLogits",
     "all_gather",
-    "apply",
     "copy",
     "gather",
+    "parallelize_module",
     "reduce",
     "reduce_scatter",
     "scatter",

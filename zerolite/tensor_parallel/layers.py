@@ -2,13 +2,12 @@
 
 Every class is made in one of two ways: by its constructor, or by :func:`cut_column` and its siblings from a layer that
 exists, which changes its class and stays the same object with the same Parameter objects, hooks and place in its model.
-A Parameter's values become this rank's part; :func:`zerolite.tensor_parallel.cuts.cut_of` says which.
+A Parameter's values become this rank's part; :func:`zerolite.tensor_parallel.shard_spec.shard_spec_of` says which.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,53 +18,10 @@ from torch import Tensor, nn
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.tensor_parallel import functions
-from zerolite.tensor_parallel.cuts import Cut, cut_of, mark_partial, set_cut
 from zerolite.tensor_parallel.logits import VocabParallelLogits
+from zerolite.tensor_parallel.plan import linear_shape
 from zerolite.tensor_parallel.regions import Region, seen_input
-
-
-def cut_of_parts(shape: Sequence[int], dim: int, parts: Sequence[int], comm: Communicator) -> Cut:
-    """This rank's share of each of ``parts``, which are the lengths of what is fused along ``dim``. Raises ValueError
-    if one of them cannot be shared equally."""
-    here = there = 0
-    ranges = []
-    for length in parts:
-        if length % comm.world_size:
-            raise ValueError(
-                f"expected sizes that are multiples of {comm.world_size} tensor-parallel ranks, got {length} along "
-                f"dimension {dim} of shape {list(shape)}"
-            )
-        share = length // comm.world_size
-        ranges.append((here, there + comm.rank * share, share))
-        here, there = here + share, there + length
-    if there != shape[dim]:
-        raise ValueError(
-            f"expected parts that add up to {shape[dim]}, the length along dimension {dim} of shape {list(shape)}, got "
-            f"{list(parts)}, which add up to {there}"
-        )
-    if len(ranges) > 1 and comm.world_size == 1:
-        ranges = [(0, 0, here)]
-    return Cut(tuple(shape), dim, tuple(ranges), here, comm.rank, comm.world_size)
-
-
-def cut_of_rows(shape: Sequence[int], dim: int, comm: Communicator) -> Cut:
-    """This rank's run along ``dim``, of equal length on all ranks; the last ones are padded."""
-    length = math.ceil(shape[dim] / comm.world_size)
-    start = min(comm.rank * length, shape[dim])
-    own = min(length, shape[dim] - start)
-    return Cut(tuple(shape), dim, ((0, start, own),) if own else (), length, comm.rank, comm.world_size)
-
-
-@torch.no_grad()
-def cut_parameter(parameter: nn.Parameter | None, cut: Cut) -> None:
-    """Leave this rank's part in ``parameter``, the same object. Once for a Parameter that has several places."""
-    known = None if parameter is None else cut_of(parameter)
-    if parameter is None or known == cut:
-        return
-    if known is not None:
-        raise ValueError(f"expected one way in which a parameter is cut, got {known} and {cut}")
-    parameter.data = cut.of(parameter.data)
-    set_cut(parameter, cut)
+from zerolite.tensor_parallel.shard_spec import ShardSpec, mark_partial, set_shard_spec, shard_parameter, shard_spec_of
 
 
 class Edge(Protocol):
@@ -94,14 +50,17 @@ class CutLayer(nn.Module):
     edge: Edge | None = None  # where the sequence is cut
     sequence: int | None = None  # the dimension along which its inputs or outputs outside of the region are cut
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank {self.comm.rank} of {self.comm.world_size}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = self.__class__.__new__(self.__class__)
         memo[id(self)], memo[id(self.comm)] = made, self.comm
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for name, parameter in self._parameters.items():
-            cut = None if parameter is None else cut_of(parameter)
+            cut = None if parameter is None else shard_spec_of(parameter)
             if cut is not None:
-                set_cut(made._parameters[name], cut)  # type: ignore[arg-type]
+                set_shard_spec(made._parameters[name], cut)  # type: ignore[arg-type]
         return made
 
 
@@ -114,6 +73,7 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
 
     transposed = False  # the weight is [in_features, out_features]: Hugging Face's Conv1D
     gather_output = False
+    shares: list[int]  # lengths of what this rank has of each part
 
     def __init__(
         self,
@@ -165,11 +125,6 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
             return out
         ranks = [rank.split(self.shares, -1) for rank in out.split(sum(self.shares), -1)]
         return torch.cat([rank[part] for part in range(len(self.shares)) for rank in ranks], -1)
-
-    def extra_repr(self) -> str:
-        return f"{nn.Linear.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
-
-    shares: list[int]  # lengths of what this rank has of each part
 
 
 class SharedColumnLinear(ColumnParallelLinear):
@@ -241,9 +196,6 @@ class RowParallelLinear(CutLayer, nn.Linear):
         out = functions.reduce(out, self.comm, in_place=True)
         return out if self.bias is None else out.add_(self.bias.to(out.dtype))
 
-    def extra_repr(self) -> str:
-        return f"{nn.Linear.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
-
 
 class VocabParallelEmbedding(CutLayer, nn.Embedding):
     """``nn.Embedding`` of which this rank holds a run of rows, [ceil(num_embeddings / ranks), embedding_dim]; the last
@@ -280,9 +232,6 @@ class VocabParallelEmbedding(CutLayer, nn.Embedding):
         out.masked_fill_(~here.unsqueeze(-1), 0.0)
         return functions.reduce(out, self.comm, in_place=True)
 
-    def extra_repr(self) -> str:
-        return f"{nn.Embedding.extra_repr(self)}, rank {self.comm.rank} of {self.comm.world_size}"
-
 
 def _take_first_ranks_values(module: nn.Module, comm: Communicator) -> None:
     parameters = list(module.parameters())
@@ -302,12 +251,12 @@ def cut_column(
     module: nn.Module, comm: Communicator, parts: int | Sequence[int] = 1, gather_output: bool = False
 ) -> None:
     """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`ColumnParallelLinear` in place."""
-    transposed, inputs, outputs = _linear_shape(module)
+    transposed, inputs, outputs = linear_shape(module)
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     sizes = part_sizes(outputs, parts)
-    cut = cut_of_parts((inputs, outputs) if transposed else (outputs, inputs), int(transposed), sizes, comm)
-    cut_parameter(weight, cut)
-    cut_parameter(bias, cut_of_parts((outputs,), 0, sizes, comm))
+    cut = ShardSpec.of_parts((inputs, outputs) if transposed else (outputs, inputs), int(transposed), sizes, comm)
+    shard_parameter(weight, cut)
+    shard_parameter(bias, ShardSpec.of_parts((outputs,), 0, sizes, comm))
     _become(module, ColumnParallelLinear, comm, inputs, cut.length, transposed)
     module.gather_output = gather_output  # type: ignore[assignment]
     module.shares = [size // comm.world_size for size in sizes]  # type: ignore[assignment]
@@ -318,7 +267,7 @@ def share_column(
 ) -> None:
     """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`SharedColumnLinear` in place. shared: which of its parts
     have fewer heads, of ``width``, than there are ranks."""
-    transposed, inputs, _ = _linear_shape(module)
+    transposed, inputs, _ = linear_shape(module)
     runs, start = [], 0
     for length, several in zip(sizes, shared, strict=True):
         own = width if several else length // comm.world_size
@@ -335,7 +284,7 @@ def cut_last(module: nn.Module, key: str, comm: Communicator) -> None:
     parameter = module._parameters[key]
     assert parameter is not None
     shape = tuple(parameter.shape)
-    cut_parameter(parameter, cut_of_parts(shape, len(shape) - 1, [shape[-1]], comm))
+    shard_parameter(parameter, ShardSpec.of_parts(shape, len(shape) - 1, [shape[-1]], comm))
     if not isinstance(module, CutLayer):
         kind = type(module)
         module.__class__ = type(f"CutByHeads{kind.__name__}", (kind, CutByHeads), {"__module__": kind.__module__})
@@ -348,19 +297,21 @@ class CutByHeads(CutLayer):
 
 def cut_head(module: nn.Module, comm: Communicator) -> None:
     """Make an nn.Linear a :class:`VocabParallelHead` in place."""
-    transposed, inputs, outputs = _linear_shape(module)
-    cut = cut_of_rows((inputs, outputs) if transposed else (outputs, inputs), int(transposed), comm)
-    cut_parameter(module._parameters["weight"], cut)
-    cut_parameter(module._parameters["bias"], cut_of_rows((outputs,), 0, comm))
+    transposed, inputs, outputs = linear_shape(module)
+    cut = ShardSpec.of_rows((inputs, outputs) if transposed else (outputs, inputs), int(transposed), comm)
+    shard_parameter(module._parameters["weight"], cut)
+    shard_parameter(module._parameters["bias"], ShardSpec.of_rows((outputs,), 0, comm))
     _become(module, VocabParallelHead, comm, inputs, cut.length, transposed)
     module.vocabulary = outputs  # type: ignore[assignment]
 
 
 def cut_row(module: nn.Module, comm: Communicator, input_is_parallel: bool = True) -> None:
     """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`RowParallelLinear` in place."""
-    transposed, inputs, outputs = _linear_shape(module)
-    cut = cut_of_parts((inputs, outputs) if transposed else (outputs, inputs), int(not transposed), [inputs], comm)
-    cut_parameter(module._parameters["weight"], cut)
+    transposed, inputs, outputs = linear_shape(module)
+    cut = ShardSpec.of_parts(
+        (inputs, outputs) if transposed else (outputs, inputs), int(not transposed), [inputs], comm
+    )
+    shard_parameter(module._parameters["weight"], cut)
     _become(module, RowParallelLinear, comm, cut.length, outputs, transposed)
     module.input_is_parallel = input_is_parallel  # type: ignore[assignment]
 
@@ -369,8 +320,8 @@ def cut_embedding(module: nn.Module, comm: Communicator) -> None:
     """Make an nn.Embedding a :class:`VocabParallelEmbedding` in place."""
     assert isinstance(module, nn.Embedding)
     whole = (module.num_embeddings, module.embedding_dim)
-    cut = cut_of_rows(whole, 0, comm)
-    cut_parameter(module._parameters["weight"], cut)
+    cut = ShardSpec.of_rows(whole, 0, comm)
+    shard_parameter(module._parameters["weight"], cut)
     kind = type(module)
     if kind.forward in (nn.Embedding.forward, VocabParallelEmbedding.forward):
         module.__class__ = VocabParallelEmbedding
@@ -383,13 +334,6 @@ def cut_embedding(module: nn.Module, comm: Communicator) -> None:
     if module.padding_idx is not None:
         local = module.padding_idx % whole[0] - module.start
         module.padding_idx = local if 0 <= local < module.rows else None
-
-
-def _linear_shape(module: nn.Module) -> tuple[bool, int, int]:
-    """Return whether the weight is [inputs, outputs], and both sizes."""
-    if isinstance(module, nn.Linear):
-        return False, module.in_features, module.out_features
-    return True, int(module.nx), int(module.nf)  # type: ignore[arg-type]
 
 
 def _become(

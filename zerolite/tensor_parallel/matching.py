@@ -11,8 +11,6 @@ from torch.nn.utils import parametrize
 
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import owners as owning
-from zerolite.tensor_parallel.auto import auto_plan
-from zerolite.tensor_parallel.cuts import names_of
 from zerolite.tensor_parallel.layers import ColumnParallelLinear, CutLayer, RowParallelLinear, VocabParallelHead
 from zerolite.tensor_parallel.owners import Layer, Owner
 from zerolite.tensor_parallel.plan import (
@@ -20,12 +18,14 @@ from zerolite.tensor_parallel.plan import (
     NoPlan,
     Style,
     TensorPlanError,
+    auto_plan,
     by_itself,
     embedding_like,
     linear_like,
     parse_style,
     resolve,
 )
+from zerolite.tensor_parallel.shard_spec import names_of
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 logger = logging.getLogger("zerolite")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from zerolite.tensor_parallel.plan import Style, TensorPlanError, is_container
+from zerolite.tensor_parallel.plan import Style, TensorPlanError, is_container, linear_shape
 
 HEADS = (
     "heads n_head n_heads nhead num_heads num_head n_local_heads num_attention_heads num_q_heads num_query_heads "
@@ -53,11 +53,11 @@ class Layer:
 
     @property
     def inputs(self) -> int:
-        return int(self.module.in_features if isinstance(self.module, nn.Linear) else self.module.nx)  # type: ignore[arg-type]
+        return linear_shape(self.module)[1]
 
     @property
     def outputs(self) -> int:
-        return int(self.module.out_features if isinstance(self.module, nn.Linear) else self.module.nf)  # type: ignore[arg-type]
+        return linear_shape(self.module)[2]
 
 
 @dataclass

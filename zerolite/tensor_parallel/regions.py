@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerolite.tensor_parallel.cuts import is_partial
+from zerolite.tensor_parallel.shard_spec import is_partial
 from zerolite.utils.accelerator import is_fake
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: neighbouring ranks get distant seeds

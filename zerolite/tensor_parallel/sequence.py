@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import functions
-from zerolite.tensor_parallel.cuts import cut_of, mark_partial
 from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, along_sequence
 from zerolite.tensor_parallel.owners import Owner
 from zerolite.tensor_parallel.plan import TensorPlanError, is_container
 from zerolite.tensor_parallel.regions import FirstForward, Region
+from zerolite.tensor_parallel.shard_spec import mark_partial, shard_spec_of
 from zerolite.utils.nested import find_tensors, map_tensors
 
 DIM = 1
@@ -135,7 +135,7 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
                 if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                     along_sequence(module, DIM, edge)
             for parameter in block.parameters():
-                if cut_of(parameter) is None:
+                if shard_spec_of(parameter) is None:
                     mark_partial(parameter)
         modules[run[-1]].register_forward_hook(edge.end)
 

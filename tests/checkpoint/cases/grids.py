@@ -18,7 +18,7 @@ from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
 from zerolite.engine.full_state import guard_parts
-from zerolite.tensor_parallel.cuts import Cut, cut_of, mark_partial, set_cut, set_names
+from zerolite.tensor_parallel.shard_spec import ShardSpec, mark_partial, set_names, set_shard_spec, shard_spec_of
 
 VOCABULARY, WIDTH, HEADS = 7, 6, 8
 GRIDS: dict[int, list[Grid]] = {
@@ -68,7 +68,7 @@ class Net(nn.Module):
             owner, _, last = name.rpartition(".")
             parameter = getattr(self.get_submodule(owner), last)
             factor = torch.randn(self.shapes[CANONICAL.get(name, name)], generator=_generator(name, step))
-            cut = cut_of(self.parameters_by_name[name])
+            cut = shard_spec_of(self.parameters_by_name[name])
             factor = factor if cut is None else cut.of(factor)
             total = total + (parameter * factor + 0.05 * parameter**2).sum()
         return total
@@ -90,21 +90,21 @@ def _generator(name: str, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(CANONICAL.get(name, name).encode()) + step)
 
 
-def cut_for(name: str, shape: tuple[int, ...], rank: int, size: int) -> Cut | None:
+def cut_for(name: str, shape: tuple[int, ...], rank: int, size: int) -> ShardSpec | None:
     if name.endswith(("embed.weight", "head.weight")):  # with padding
         length = -(-shape[0] // size)
         there = rank * length
-        return Cut(shape, 0, ((0, there, min(length, shape[0] - there)),), length, rank, size)
+        return ShardSpec(shape, 0, ((0, there, min(length, shape[0] - there)),), length, rank, size)
     if ".qkv." in name:
         length = HEADS // size
         ranges = tuple((part * length, part * HEADS + rank * length, length) for part in range(3))
-        return Cut(shape, 0, ranges, 3 * length, rank, size)
+        return ShardSpec(shape, 0, ranges, 3 * length, rank, size)
     if name.endswith("proj.weight"):
         length = HEADS // size
-        return Cut(shape, 1, ((0, rank * length, length),), length, rank, size)
+        return ShardSpec(shape, 1, ((0, rank * length, length),), length, rank, size)
     if name.endswith("table"):
         length = 8 // size
-        return Cut(shape, 0, ((0, rank * length, length),), length, rank, size)
+        return ShardSpec(shape, 0, ((0, rank * length, length),), length, rank, size)
     return None
 
 
@@ -131,7 +131,7 @@ def make_engine(
         cut = cut_for(name, tuple(parameter.shape), topology.tensor.rank, tensor)
         if cut is not None:
             parameter.data = cut.of(parameter.data)
-            set_cut(parameter, cut)
+            set_shard_spec(parameter, cut)
         elif partial:
             mark_partial(parameter)
     model.settle()
@@ -173,7 +173,7 @@ def check_padding(engine: Any) -> None:
     buffer = engine._pipeline._buffer
     for piece in engine.optimizer.pieces():
         index, bucket = piece.fragment.slot.index, piece.fragment.slot.bucket
-        cut = cut_of(buffer.parameters[index])
+        cut = shard_spec_of(buffer.parameters[index])
         if cut is None:
             continue
         padding = cut.of(torch.ones(cut.full_shape)).flatten() == 0

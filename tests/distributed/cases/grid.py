@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from zerolite.comm import record
-from zerolite.tensor_parallel.cuts import cut_of
+from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.zero import GatheredParameters
 
 Grid = tuple[int, int, int]  # pipe, data, tensor
@@ -139,7 +139,7 @@ def held(engine: Any) -> dict[str, tuple[bool, str]]:
     with GatheredParameters(engine.module, check=False):
         return {
             name: (
-                cut_of(p) is not None,
+                shard_spec_of(p) is not None,
                 hashlib.sha1(p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
                 if p.numel()
                 else "",

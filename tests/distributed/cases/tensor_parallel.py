@@ -22,11 +22,10 @@ from zerolite.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelLogits,
-    apply,
+    parallelize_module,
     tensor_ranks,
 )
-from zerolite.tensor_parallel.cuts import Cut, cut_of, is_partial
-from zerolite.tensor_parallel.layers import cut_of_rows
+from zerolite.tensor_parallel.shard_spec import ShardSpec, is_partial, shard_spec_of
 
 CPU = torch.device("cpu")
 
@@ -54,7 +53,7 @@ def relative(one: Tensor, other: Tensor, least: float = 0.0) -> float:
 
 
 def own_part(parameter: Tensor, full: Tensor) -> Tensor:
-    cut = cut_of(parameter)
+    cut = shard_spec_of(parameter)
     return full if cut is None else cut.of(full)
 
 
@@ -67,7 +66,7 @@ def compare(model: nn.Module, loss_of: Loss, plan: Any = "auto", **others: Any) 
     whole = copy.deepcopy(model)
     expected = loss_of(whole)
     expected.backward()
-    apply(model, settings(comm, plan, **others), comm, CPU)
+    parallelize_module(model, settings(comm, plan, **others), comm, CPU)
     with record() as forward:
         loss = loss_of(model)
     with record() as backward:
@@ -88,7 +87,7 @@ def compare(model: nn.Module, loss_of: Loss, plan: Any = "auto", **others: Any) 
         "gradients": gradients,
         "forward": forward.summary(),
         "backward": backward.summary(),
-        "cut": sorted(name for name, parameter in model.named_parameters() if cut_of(parameter) is not None),
+        "cut": sorted(name for name, parameter in model.named_parameters() if shard_spec_of(parameter) is not None),
     }
 
 
@@ -263,7 +262,7 @@ def direct_layers() -> dict[str, float]:
 
 def gathered(parameter: Tensor, comm: Communicator) -> Tensor:
     """The whole values of a parameter that is cut."""
-    cut = cut_of(parameter)
+    cut = shard_spec_of(parameter)
     if cut is None:
         return parameter
     full = torch.zeros(cut.full_shape)
@@ -275,8 +274,8 @@ def gathered(parameter: Tensor, comm: Communicator) -> Tensor:
 def head_of(full: Tensor, comm: Communicator) -> tuple[VocabParallelLogits, Tensor]:
     """Logits as if a head had given this rank's of ``full``; and the leaf behind them."""
     vocabulary = full.shape[-1]
-    local = cut_of_rows((vocabulary,), 0, comm)
-    part = Cut((*full.shape,), full.dim() - 1, local.ranges, local.length, local.rank, local.size).of(full)
+    local = ShardSpec.of_rows((vocabulary,), 0, comm)
+    part = ShardSpec((*full.shape,), full.dim() - 1, local.ranges, local.length, local.rank, local.size).of(full)
     leaf = part.requires_grad_()
     return VocabParallelLogits.of(leaf * 1, comm, vocabulary), leaf
 
@@ -333,7 +332,7 @@ def random_numbers(sequence_parallel: bool = False, checkpoint: str = "") -> dic
         block.register_module("outer", nn.Dropout(0.3))
         block.register_forward_hook(lambda module, args, out: module.outer(out))
     torch.manual_seed(comm.rank)
-    apply(model, settings(comm, sequence_parallel=sequence_parallel), comm, CPU)
+    parallelize_module(model, settings(comm, sequence_parallel=sequence_parallel), comm, CPU)
     x, y = tokens(vocabulary=37), tokens(vocabulary=37, seed=4)
     masks: dict[str, list[Tensor]] = {"inside": [], "outside": []}
     for block in model.blocks:
@@ -375,7 +374,7 @@ def failure_inside() -> dict[str, Any]:
     comm = communicator()
     torch.manual_seed(11)
     model = Stack([Shapes("separate", dropout=0.3)])
-    apply(model, settings(comm), comm, CPU)
+    parallelize_module(model, settings(comm), comm, CPU)
     block = model.blocks[0]
 
     def fail(*_: object) -> None:
@@ -403,7 +402,7 @@ def different_ranks() -> dict[str, bool]:
     first = torch.rand(3)
     torch.manual_seed(comm.rank)
     Stack([Nano()])
-    apply(model, settings(comm), comm, CPU)
+    parallelize_module(model, settings(comm), comm, CPU)
     values = [torch.equal(gathered(a, comm), b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True)]
     return {"values": all(values), "numbers": torch.equal(torch.rand(3), first)}
 
@@ -414,7 +413,7 @@ def memory(sequence_parallel: bool) -> dict[str, Any]:
     comm = communicator()
     torch.manual_seed(0)
     model = Stack([Shapes("separate")])
-    apply(model, settings(comm, sequence_parallel=sequence_parallel), comm, CPU)
+    parallelize_module(model, settings(comm, sequence_parallel=sequence_parallel), comm, CPU)
     seen: list[tuple[str, weakref.ref[Tensor]]] = []
 
     def note(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:

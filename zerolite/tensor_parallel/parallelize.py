@@ -1,4 +1,4 @@
-"""`apply`: shard a model over the ranks of a tensor-parallel group."""
+"""`parallelize_module`: shard a model over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into, synchronize_tensors
 from zerolite.tensor_parallel import fused, matching, sequence
 from zerolite.tensor_parallel import owners as owning
-from zerolite.tensor_parallel.cuts import cut_of, is_partial, mark_partial
 from zerolite.tensor_parallel.layers import (
     CutLayer,
     VocabParallelHead,
@@ -28,7 +27,6 @@ from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.owners import Layer, Number, Owner
 from zerolite.tensor_parallel.plan import (
     Match,
-    Style,
     TensorPlanError,
     advice,
     general,
@@ -36,6 +34,7 @@ from zerolite.tensor_parallel.plan import (
     unmatched,
 )
 from zerolite.tensor_parallel.regions import FirstForward, Outside, Region, SeenInputs
+from zerolite.tensor_parallel.shard_spec import is_partial, mark_partial, shard_spec_of
 from zerolite.utils.nested import map_tensors
 
 logger = logging.getLogger("zerolite")
@@ -54,7 +53,7 @@ class Settings(Protocol):
     def divide(self) -> Any: ...
 
 
-def apply(
+def parallelize_module(
     model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, *, stage: bool = False
 ) -> list[str]:
     """Leave this rank's part of ``model`` in it: the same modules and Parameters, with parts of the values of the first
@@ -74,12 +73,14 @@ def apply(
     if comm.world_size == 1:
         return []
     try:
-        return _apply(model, settings, comm, device, stage)
+        return _parallelize(model, settings, comm, device, stage)
     except TensorPlanError as error:
         raise error.beside(settings.plan) from None
 
 
-def _apply(model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, stage: bool) -> list[str]:
+def _parallelize(
+    model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, stage: bool
+) -> list[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
     matching.check_model(model)
     found, unused = matching.find_matches(model, modules, settings.plan, stage)
@@ -250,7 +251,7 @@ def _norms_of_heads(owner: Owner) -> Iterator[nn.Parameter]:
 def _synchronize(model: nn.Module, comm: Communicator, device: torch.device) -> None:
     """The first rank's values and random numbers, everywhere; parts that are there already are each rank's own."""
     tensors = [*model.parameters(), *model.buffers()]
-    held = [tensor for tensor in tensors if not tensor.is_meta and cut_of(tensor) is None]
+    held = [tensor for tensor in tensors if not tensor.is_meta and shard_spec_of(tensor) is None]
     synchronize_tensors(held, comm, device, "initial_sync")
     if comm.peers_agree:
         return
@@ -338,6 +339,3 @@ def _gather_what_leaves(module: nn.Module, args: object, outputs: Any) -> Any:
     if torch.is_grad_enabled():
         return None
     return map_tensors(lambda x: x.gathered() if isinstance(x, VocabParallelLogits) else x, outputs)
-
-
-__all__ = ["Settings", "Style", "apply"]

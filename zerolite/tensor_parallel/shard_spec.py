@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zerolite.comm import Communicator
+
 
 @dataclass(frozen=True)
-class Cut:
-    """This rank's part of a tensor ``full_shape``, cut along ``dim``.
+class ShardSpec:
+    """This rank's shard of a tensor ``full_shape``, cut along ``dim``.
 
     Attributes:
         ranges: (start here, start in the full tensor, length) along ``dim``, ascending on both sides; several where
@@ -33,6 +35,38 @@ class Cut:
     length: int
     rank: int
     size: int
+
+    @classmethod
+    def of_parts(cls, shape: Sequence[int], dim: int, parts: Sequence[int], comm: Communicator) -> ShardSpec:
+        """This rank's share of each of ``parts``, which are the lengths of what is fused along ``dim``. Raises
+        ValueError if one of them cannot be shared equally."""
+        here = there = 0
+        ranges = []
+        for length in parts:
+            if length % comm.world_size:
+                raise ValueError(
+                    f"expected sizes that are multiples of {comm.world_size} tensor-parallel ranks, got {length} along "
+                    f"dimension {dim} of shape {list(shape)}"
+                )
+            share = length // comm.world_size
+            ranges.append((here, there + comm.rank * share, share))
+            here, there = here + share, there + length
+        if there != shape[dim]:
+            raise ValueError(
+                f"expected parts that add up to {shape[dim]}, the length along dimension {dim} of shape {list(shape)}, "
+                f"got {list(parts)}, which add up to {there}"
+            )
+        if len(ranges) > 1 and comm.world_size == 1:
+            ranges = [(0, 0, here)]
+        return cls(tuple(shape), dim, tuple(ranges), here, comm.rank, comm.world_size)
+
+    @classmethod
+    def of_rows(cls, shape: Sequence[int], dim: int, comm: Communicator) -> ShardSpec:
+        """This rank's run along ``dim``, of equal length on all ranks; the last ones are padded."""
+        length = math.ceil(shape[dim] / comm.world_size)
+        start = min(comm.rank * length, shape[dim])
+        own = min(length, shape[dim] - start)
+        return cls(tuple(shape), dim, ((0, start, own),) if own else (), length, comm.rank, comm.world_size)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -68,20 +102,32 @@ class Cut:
                 yield box, (*sizes[:dim], stop - start, *sizes[dim + 1 :]), start - low, stop - start
 
 
-_CUTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_SPECS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _PARTIAL: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def set_cut(parameter: torch.Tensor, cut: Cut) -> None:
+def set_shard_spec(parameter: torch.Tensor, spec: ShardSpec) -> None:
     """``parameter`` holds that part from now on."""
-    _CUTS[parameter] = cut
+    _SPECS[parameter] = spec
 
 
-def cut_of(parameter: torch.Tensor) -> Cut | None:
+def shard_spec_of(parameter: torch.Tensor) -> ShardSpec | None:
     """None if the parameter is whole on every tensor rank."""
-    found: Cut | None = _CUTS.get(parameter)
+    found: ShardSpec | None = _SPECS.get(parameter)
     return found
+
+
+@torch.no_grad()
+def shard_parameter(parameter: torch.nn.Parameter | None, spec: ShardSpec) -> None:
+    """Leave this rank's part in ``parameter``, the same object. Once for a Parameter that has several places."""
+    known = None if parameter is None else shard_spec_of(parameter)
+    if parameter is None or known == spec:
+        return
+    if known is not None:
+        raise ValueError(f"expected one way in which a parameter is cut, got {known} and {spec}")
+    parameter.data = spec.of(parameter.data)
+    set_shard_spec(parameter, spec)
 
 
 def set_names(parameter: torch.Tensor, names: Sequence[str]) -> None:
