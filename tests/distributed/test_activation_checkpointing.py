@@ -127,12 +127,11 @@ def train_cut(config: dict[str, Any], runs: list[dict[str, Any]], mpu: bool = Fa
         zerolite.checkpointing.reset()
 
 
-def cut(host: bool, unequal: bool, one_buffer: bool) -> dict[str, Any]:
+def cut(host: bool, unequal: bool) -> dict[str, Any]:
     """Without an engine: gradients with inputs cut over all ranks, and what stays of them. unequal: the inputs differ
     between ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    more: dict[str, Any] = {"contiguous_checkpointing": True, "num_checkpoints": 3} if one_buffer else {}
-    zerolite.checkpointing.configure(partition_activations=True, checkpoint_in_cpu=host, group=dist.group.WORLD, **more)
+    zerolite.checkpointing.configure(partition_activations=True, checkpoint_in_cpu=host, group=dist.group.WORLD)
     places = Places()
     listeners.append(places)
     try:
@@ -164,14 +163,13 @@ def cut(host: bool, unequal: bool, one_buffer: bool) -> dict[str, Any]:
 
 NBYTES = 32 * 64 * 4  # of an input in fp32
 HOST_BLOCK = {"cpu_checkpointing": True}
-ONE_BUFFER = {"contiguous_memory_optimization": True, "number_checkpoints": 3}
 RUNS: list[dict[str, Any]] = [
     {"how": "none", "block": {}},
     {"how": "torch", "block": {}},
     {"how": "none", "block": {"modules": ["blocks.*"]}},
     {"how": "none", "block": {"modules": ["Block"], **HOST_BLOCK}},
     {"how": "zerolite", "block": {}},
-    {"how": "zerolite", "block": {**HOST_BLOCK, **ONE_BUFFER}},
+    {"how": "zerolite", "block": HOST_BLOCK},
 ]
 
 
@@ -205,14 +203,12 @@ def test_every_way_gives_the_same_bits(pools: Pools, stage: str, world: int, pre
         assert [(ACTIVATIONS, HOST) in run["places"] for run in rank] == [False, False, False, True, False, True]
         of_input = NBYTES if precision == "fp32" else NBYTES // 2
         assert others[1]["places"][ACTIVATIONS, HOST] == 4 * of_input  # three inputs, and the mask beside the first
-        assert others[3]["places"][ACTIVATIONS, HOST] == 3 * 2 * of_input  # slots as long as the first
 
 
 CUT_RUNS: list[dict[str, Any]] = [
     {"how": "torch", "block": {}},
     {"how": "none", "block": {"modules": ["blocks.*"], "partition_activations": True}},
     {"how": "zerolite", "block": {"partition_activations": True, **HOST_BLOCK}},
-    {"how": "zerolite", "block": {"partition_activations": True, **HOST_BLOCK, **ONE_BUFFER}},
 ]
 
 
@@ -229,14 +225,13 @@ def test_inputs_are_cut_over_a_group(pools: Pools, stage: str, world: int) -> No
         assert (ACTIVATIONS, HOST) not in others[0]["places"]
         part = -(-NBYTES // world // 16) * 16
         slot = -(-(part + -(-part // 512) * 512) // 4096) * 4096
-        assert others[2]["places"][ACTIVATIONS, HOST] <= 3 * (slot + 4096)
+        assert others[1]["places"][ACTIVATIONS, HOST] <= 4 * (slot + 4096)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("one_buffer", [False, True])
-def test_a_rank_keeps_its_part(pools: Pools, world: int, host: bool, one_buffer: bool) -> None:
-    ranks = pools(world).run(cut, {"host": host, "unequal": False, "one_buffer": one_buffer})
+def test_a_rank_keeps_its_part(pools: Pools, world: int, host: bool) -> None:
+    ranks = pools(world).run(cut, {"host": host, "unequal": False})
     part = 33 * 64 * 4 / world
     for rank in ranks:
         assert rank["message"] == ""
@@ -248,6 +243,6 @@ def test_a_rank_keeps_its_part(pools: Pools, world: int, host: bool, one_buffer:
 
 @pytest.mark.parametrize("host", [False, True])
 def test_unequal_inputs_are_found(pools: Pools, host: bool) -> None:
-    for rank in pools(2).run(cut, {"host": host, "unequal": True, "one_buffer": False}):
+    for rank in pools(2).run(cut, {"host": host, "unequal": True}):
         assert "inputs of the checkpoint of Block to be equal on all ranks" in rank["message"]
         assert "on its rank 1 than on its rank 0" in rank["message"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import logging
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ ROWS, WIDTH = 24, 64  # inputs of 6144 bytes
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "host": {"checkpoint_in_cpu": True},
-    "host, one buffer": {"checkpoint_in_cpu": True, "contiguous_checkpointing": True, "num_checkpoints": 4},
     "profile": {"profile": True, "synchronize": True},
 }
 over_ways = pytest.mark.parametrize("way", WAYS)
@@ -183,22 +181,6 @@ def test_inputs_leave_the_device(owned: Owned, host: bool) -> None:
     assert len(current().memory()) == (3 if host else 0)  # to be used again
 
 
-def test_contiguous_inputs_lie_in_one_buffer(owned: Owned, caplog: pytest.LogCaptureFixture) -> None:
-    checkpointing.configure(**WAYS["host, one buffer"])
-    x = torch.ones(ROWS, WIDTH, requires_grad=True)
-    for depth in (4, 4, 3):
-        simple(checkpointing.checkpoint, stack(depth), x).sum().backward()
-    assert owned.notes == [(4 * 8192, ACTIVATIONS, HOST)]
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING):
-        simple(checkpointing.checkpoint, stack(6), x).sum().backward()
-    assert owned.notes[1:] == [(8192, ACTIVATIONS, HOST)] * 2
-    assert len(caplog.records) == 1 and "number_checkpoints = 4" in caplog.text
-    longer = torch.ones(2 * ROWS, WIDTH, requires_grad=True)
-    simple(checkpointing.checkpoint, stack(4), longer).sum().backward()
-    assert owned.notes[3:] == [(4 * 12288, ACTIVATIONS, HOST)]
-
-
 def test_the_previous_inputs_come_while_these_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointing.configure(checkpoint_in_cpu=True)
     events: list[str] = []
@@ -312,10 +294,6 @@ def test_configure_and_reset() -> None:
 
 
 def test_contradictions_are_said() -> None:
-    with pytest.raises(ValueError, match="expected num_checkpoints.*got None"):
-        checkpointing.configure(contiguous_checkpointing=True, checkpoint_in_cpu=True)
-    with pytest.raises(ValueError, match="got neither"):
-        checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=2)
     with pytest.raises(ValueError, match="got list, which has neither; pass group="):
         checkpointing.configure([])
     with pytest.raises(ValueError, match="expected use_reentrant to be False"):

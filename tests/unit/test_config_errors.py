@@ -130,10 +130,6 @@ def grads(dtype: str, **blocks: Any) -> dict[str, Any]:
     return {"data_types": {"grad_accum_dtype": dtype}, **blocks}
 
 
-def contiguous(**keys: Any) -> dict[str, Any]:
-    return {"activation_checkpointing": {"contiguous_memory_optimization": True, **keys}}
-
-
 # (key that is named, configuration, what its sentence says)
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("fp16.enabled", {"fp16": ON, "bf16": ON}, "bf16.enabled"),
@@ -176,12 +172,6 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
         "tensor_parallel.sequence_parallel",
     ),
     ("aio.intra_op_parallelism", {"aio": {"thread_count": 1, "intra_op_parallelism": 2}}, "aio.thread_count = 1"),
-    ("activation_checkpointing.number_checkpoints", contiguous(cpu_checkpointing=True), "optimization is true"),
-    (
-        "activation_checkpointing.contiguous_memory_optimization",
-        contiguous(number_checkpoints=2),
-        "partition_activations or cpu_checkpointing",
-    ),
     ("elasticity.micro_batch_sizes", {"elasticity": {**ON, "max_train_batch_size": 8}}, "enabled is true"),
     ("elasticity.max_train_batch_size", {"elasticity": {**ON, "micro_batch_sizes": [2]}}, "train_batch"),
     ("elasticity.max_train_batch_size", {"train_batch_size": 8, "elasticity": FREE_ELASTIC}, "batch_info = false"),

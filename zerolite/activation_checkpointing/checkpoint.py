@@ -22,7 +22,7 @@ from zerolite.activation_checkpointing.clock import (
 from zerolite.activation_checkpointing.copies import Copies, Copy
 from zerolite.activation_checkpointing.cut import ActivationShards
 from zerolite.activation_checkpointing.kept import Keeper, KeptInput
-from zerolite.activation_checkpointing.memory import DeviceMemory, HostBuffers, MemorySource, OneBuffer
+from zerolite.activation_checkpointing.memory import DeviceMemory, HostBuffers, MemorySource
 from zerolite.comm import Communicator
 from zerolite.config import ActivationCheckpointingConfig
 
@@ -75,8 +75,6 @@ class Checkpointing:
         source: MemorySource = DeviceMemory(self._device)
         if settings.cpu_checkpointing:
             source = HostBuffers(cuda, copies.finish)
-        if settings.contiguous_memory_optimization and settings.number_checkpoints is not None:
-            source = OneBuffer(source, settings.number_checkpoints)
         cuts = _Cuts(group if settings.partition_activations else lambda: None)
         return Keeper(self._device, source, cuts, copies, self.clock)
 

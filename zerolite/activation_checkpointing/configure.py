@@ -21,8 +21,6 @@ __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
 _KEYS = {
     "partition_activations": "partition_activations",
-    "contiguous_checkpointing": "contiguous_memory_optimization",
-    "num_checkpoints": "number_checkpoints",
     "checkpoint_in_cpu": "cpu_checkpointing",
     "synchronize": "synchronize_checkpoint_boundary",
     "profile": "profile",
@@ -67,11 +65,12 @@ def configure(
             ``get_tensor_model_parallel_group()``.
         group: that process group itself, in which activations are equal on all ranks.
         deepspeed_config: a config (path, dict or object), whose block ``activation_checkpointing`` counts.
-        partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile:
-            instead of what the block says; see its keys in the configuration.
+        partition_activations, checkpoint_in_cpu, synchronize, profile: instead of what the block says; see its keys in
+            the configuration.
+        contiguous_checkpointing, num_checkpoints: DeepSpeed's, without effect: memory is kept and used again anyway.
 
     Raises:
-        ValueError: for contradictions.
+        ValueError: for an ``mpu_`` without groups.
         ConfigError: for the config.
 
     Called on all ranks if there is a group, in the same order as other collectives.
@@ -81,14 +80,11 @@ def configure(
         settings = load_config(deepspeed_config).activation_checkpointing
     given = {
         "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
         "checkpoint_in_cpu": checkpoint_in_cpu,
         "synchronize": synchronize,
         "profile": profile,
     }
     settings = settings.model_copy(update={_KEYS[name]: value for name, value in given.items() if value is not None})
-    _check(settings)
     replace_configured(settings, _communicator(mpu_, group), _tell)
 
 
@@ -100,22 +96,6 @@ def is_configured() -> bool:
 def reset() -> None:
     """Forget what :func:`configure` has said, and let go of its memory."""
     replace_configured(None, None, _tell)
-
-
-def _check(settings: ActivationCheckpointingConfig) -> None:
-    if not settings.contiguous_memory_optimization:
-        return
-    if settings.number_checkpoints is None or settings.number_checkpoints < 1:
-        raise ValueError(
-            "zerolite.checkpointing.configure: expected num_checkpoints, the checkpoints in one forward, with "
-            f"contiguous_checkpointing=True, got {settings.number_checkpoints}; pass it"
-        )
-    if not (settings.partition_activations or settings.cpu_checkpointing):
-        raise ValueError(
-            "zerolite.checkpointing.configure: expected partition_activations or checkpoint_in_cpu with "
-            "contiguous_checkpointing=True, got neither, so inputs stay where they are and nothing is put into the "
-            "buffer; pass one of them, or leave contiguous_checkpointing out"
-        )
 
 
 def _communicator(mpu: Any, group: Any) -> Communicator | None:

@@ -96,18 +96,6 @@ def _offload(config: ZeroliteConfig) -> Found:
 
 def _activations(config: ZeroliteConfig) -> Found:
     block, path = config.activation_checkpointing, "activation_checkpointing"
-    if block.contiguous_memory_optimization and block.number_checkpoints is None:
-        yield (
-            f"{path}.number_checkpoints {path}.contiguous_memory_optimization",
-            "expected the number of checkpoints in one forward, got nothing, and "
-            f"{path}.contiguous_memory_optimization is true; write it, or leave the other key out",
-        )
-    if block.contiguous_memory_optimization and not (block.partition_activations or block.cpu_checkpointing):
-        yield (
-            f"{path}.contiguous_memory_optimization {path}.partition_activations {path}.cpu_checkpointing",
-            f"expected {path}.partition_activations or cpu_checkpointing beside it, got neither, so inputs stay where "
-            "they are and nothing is put into the buffer; set one of them, or leave the key out",
-        )
     if block.partition_activations and config.tensor_parallel.sequence_parallel:
         yield (
             f"{path}.partition_activations tensor_parallel.sequence_parallel",

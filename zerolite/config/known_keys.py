@@ -104,6 +104,8 @@ UNSUPPORTED: dict[str, Key] = {
     "zero_optimization.mics_shard_size": Key((-1,), REMOVED, stage3=True),
     "zero_optimization.mics_hierarchical_params_gather": Key((False,), REMOVED, stage3=True),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": FREE,
+    "activation_checkpointing.contiguous_memory_optimization": Key(ignored="memory is kept and used again anyway"),
+    "activation_checkpointing.number_checkpoints": FREE,
     "aio.use_gds": Key(note="GPUDirect Storage; what is on disk passes through the host"),
     "checkpoint.tag_validation": Key(
         tuple(spell(word) for word in ("Ignore", "Warn", "Fail") for spell in (str, str.lower, str.upper)),

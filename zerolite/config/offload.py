@@ -100,12 +100,6 @@ class ActivationCheckpointingConfig(Block):
     `zerolite.checkpointing.configure`; without one there is nothing to cut."""
     cpu_checkpointing: Bool = False
     """Keep them in the host's memory; they come back ahead of their use in backward."""
-    contiguous_memory_optimization: Bool = False
-    """Put what one of the first two keys keeps into one piece of memory of `number_checkpoints` equal slots, as long as
-    the first checkpoint's inputs; what does not fit gets memory of its own, with a warning."""
-    number_checkpoints: Count | None = None
-    """With `contiguous_memory_optimization`: the most checkpoints whose backward has not come yet: those of one
-    forward, times the micro-batches under way."""
     synchronize_checkpoint_boundary: Bool = False
     """Wait for the device at each boundary of a checkpoint; for measurements."""
     profile: Bool = False
