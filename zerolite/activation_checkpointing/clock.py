@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from zerolite.utils.moments import Moment, Moments
+from zerolite.utils.moments import Spans
 
 FORWARD, RECOMPUTATION, TO_HOST, TO_DEVICE, GATHER = PHASES = (
     "forward",
@@ -29,36 +29,30 @@ class CheckpointClock:
     be told at the end of a later one."""
 
     def __init__(self, device: torch.device, tell: Tell) -> None:
-        self._moments = Moments(device)
+        self._spans = Spans(device)
         self._tell = tell
-        self._unread: deque[tuple[str, Moment, Moment] | int] = deque()  # an int is the end of the step of that number
         self._sums = dict.fromkeys(PHASES, 0.0)
 
     @contextlib.contextmanager
     def span(self, phase: str) -> Iterator[None]:
         """The time inside is that of ``phase``, on the current stream."""
-        start = self._moments.now()
+        start = self._spans.now()
         try:
             yield
         finally:
-            self._unread.append((phase, start, self._moments.now()))
+            self._spans.add(start, self._spans.now(), functools.partial(self._add, phase))
 
     def end_step(self, step: int) -> None:
         """Step number ``step`` has ended: tell what is known."""
-        self._unread.append(step)
-        while self._unread:
-            first = self._unread[0]
-            if isinstance(first, int):
-                sums, self._sums = self._sums, dict.fromkeys(PHASES, 0.0)
-                self._tell(first, sums)
-            else:
-                phase, start, end = first
-                if not (start.query() and end.query()):
-                    return
-                self._sums[phase] += start.elapsed_time(end)
-                self._moments.take_back(start)
-                self._moments.take_back(end)
-            self._unread.popleft()
+        self._spans.then(functools.partial(self._tell_step, step))
+        self._spans.read()
+
+    def _add(self, phase: str, milliseconds: float) -> None:
+        self._sums[phase] += milliseconds
+
+    def _tell_step(self, step: int) -> None:
+        sums, self._sums = self._sums, dict.fromkeys(PHASES, 0.0)
+        self._tell(step, sums)
 
 
 def span(clock: CheckpointClock | None, phase: str) -> contextlib.AbstractContextManager[None]:

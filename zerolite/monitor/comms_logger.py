@@ -6,9 +6,9 @@ numbers of training stay the same; its speed does not.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -19,7 +19,7 @@ import torch
 from zerolite.comm.communicator import Communicator, Pending
 from zerolite.comm.flight_recorder import Raw
 from zerolite.config.profiling import CommsLoggerConfig
-from zerolite.utils.moments import Moment, Moments
+from zerolite.utils.moments import Spans
 from zerolite.utils.sizes import format_size
 from zerolite.utils.units import table
 
@@ -80,12 +80,6 @@ class Times:
         return self.on_links / self.seconds / 1e9 if self.seconds else 0.0
 
 
-class _Unread(NamedTuple):
-    kind: Kind
-    start: Moment
-    end: Moment
-
-
 class CommsLogger:
     """Watches communicators (see :class:`~zerolite.comm.Watcher`), on every rank.
 
@@ -99,8 +93,7 @@ class CommsLogger:
         self._config = config
         self._ranks = ranks
         self._say = say
-        self._moments = Moments(device)
-        self._unread: deque[_Unread] = deque()
+        self._spans = Spans(device)
         self._all: dict[Kind, Times] = {}
         self._recent: dict[Kind, Times] = {}  # since the last report
 
@@ -122,31 +115,21 @@ class CommsLogger:
             nbytes = sum(shard.numel() * shard.element_size() for shard in what) * ranks
             if not nbytes:  # nothing travels, and no record counts it
                 return start()
-        began = self._moments.now()
+        began = self._spans.now()
         pending = start()
         pending.wait()
         caller = _caller() if self._config.debug else ""
-        self._unread.append(_Unread(Kind(op, tag, nbytes, caller, ranks), began, self._moments.now()))
-        self._read(wait=False)
+        kind = Kind(op, tag, nbytes, caller, ranks)
+        self._spans.add(began, self._spans.now(), functools.partial(self._count, kind))
+        self._spans.read()
         return pending
 
-    def _read(self, wait: bool) -> None:
-        """Count what the device has come to; ``wait``: for the rest, too."""
-        while self._unread:
-            kind, start, end = self._unread[0]
-            if wait:
-                end.synchronize()
-            elif not end.query():
-                return
-            seconds = start.elapsed_time(end) / 1e3
-            self._unread.popleft()
-            self._moments.take_back(start)
-            self._moments.take_back(end)
-            one = Times(1, kind.nbytes, seconds, kind.nbytes * bus_factor(kind.op, kind.ranks))
-            for times in (self._all, self._recent):
-                times.setdefault(kind, Times()).add(one)
-            if self._config.verbose and self._say is not None:
-                self._say(_line(kind, one))
+    def _count(self, kind: Kind, milliseconds: float) -> None:
+        one = Times(1, kind.nbytes, milliseconds / 1e3, kind.nbytes * bus_factor(kind.op, kind.ranks))
+        for times in (self._all, self._recent):
+            times.setdefault(kind, Times()).add(one)
+        if self._config.verbose and self._say is not None:
+            self._say(_line(kind, one))
 
     def summary(self) -> list[dict[str, Any]]:
         """All collectives so far, an entry for each kind, in the order in which kinds came first:
@@ -155,7 +138,7 @@ class CommsLogger:
         count, total_bytes, mean_ms (launch to end), algbw and busbw (10^9 bytes a second). On CUDA it waits for those
         under way.
         """
-        self._read(wait=True)
+        self._spans.read(wait=True)
         return [
             {
                 "op": kind.op,
@@ -175,7 +158,7 @@ class CommsLogger:
     def report(self, step: int) -> dict[str, float]:
         """Print the table of what was measured since the last report, and forget it; gives what monitors get: count,
         bytes, mean_ms, algbw and busbw by operation, such as "all_reduce_busbw"."""
-        self._read(wait=False)
+        self._spans.read()
         recent, self._recent = self._recent, {}
         if recent and self._say is not None:
             self._say(self._table(step, recent))

@@ -5,31 +5,22 @@ Counting slows a step down, so the one that is counted is not timed.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from zerolite.config.profiling import FlopsProfilerConfig
 from zerolite.monitor.flop_count import FlopCount, HasModule, ModuleFlops
-from zerolite.utils.moments import Moment, Moments
+from zerolite.utils.moments import Moment, Spans
 from zerolite.utils.units import table, with_unit
 
 logger = logging.getLogger("zerolite")
 
 Write = Callable[[int, Mapping[str, float]], None]
 """(step, values by name): to the monitors."""
-
-
-class _Span(NamedTuple):
-    """The time of ``steps`` steps, up to step number ``step``."""
-
-    step: int
-    steps: int
-    start: Moment
-    end: Moment
 
 
 class FlopsProfiler:
@@ -52,13 +43,12 @@ class FlopsProfiler:
     ) -> None:
         self._config, self._every, self._say, self._write = config, every, say, write
         self._count = FlopCount(engine, module)
-        self._moments = Moments(device)
+        self._spans = Spans(device)
         self._steps = 0  # since the engine was made
         self._at = 0  # number of the step that ended last
         self._model = 0.0  # FLOPs of a step
         self._hardware = 0.0
         self._since: tuple[int, Moment] | None = None  # the step and the moment from which time is taken
-        self._unread: list[_Span] = []
         if config.profile_step == 0:
             self._count.start()
 
@@ -73,17 +63,18 @@ class FlopsProfiler:
         elif self._steps == self._config.profile_step + 1:
             self._count.stop()
             self._report(step)
-            self._since = (step, self._moments.now())
+            self._since = (step, self._spans.now())
         elif self._since is not None and step % self._every == 0:
             first, start = self._since
-            end = self._moments.now()
-            self._unread.append(_Span(step, step - first, start, end))
+            end = self._spans.now()
+            self._spans.add(start, end, functools.partial(self._tell_speed, step, step - first), goes_on=True)
             self._since = (step, end)
-        self._read()
+        self._spans.read()
 
     def close(self) -> None:
         """The engine is gone, perhaps in the middle of the counted step."""
         self._count.stop()
+        self._spans.forget()
 
     def _report(self, step: int) -> None:
         modules = self._count.modules()
@@ -106,16 +97,10 @@ class FlopsProfiler:
             logger.warning("flops_profiler.output_file: %s could not be written, and is printed: %s", path, error)
             self._say(text)
 
-    def _read(self) -> None:
-        """Say what the device has come to."""
-        while self._unread and self._unread[0].end.query():
-            span = self._unread.pop(0)
-            seconds = span.start.elapsed_time(span.end) / 1e3 / span.steps
-            self._moments.take_back(span.start)
-            if seconds > 0:
-                self._tell_speed(span.step, seconds)
-
-    def _tell_speed(self, step: int, seconds: float) -> None:
+    def _tell_speed(self, step: int, steps: int, milliseconds: float) -> None:
+        seconds = milliseconds / 1e3 / steps
+        if not seconds:
+            return
         values = {"step_seconds": seconds, "tflops": self._model / seconds / 1e12}
         text = f"step {step}: {with_unit(self._model / seconds, 'FLOP/s')} on rank 0 ({seconds * 1e3:.2f} ms a step)"
         if self._config.peak_tflops is not None:

@@ -5,14 +5,14 @@ An observer of the engine's steps and two hooks on the module; an engine without
 
 from __future__ import annotations
 
-from collections import deque
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zerolite.utils.module_hook import WeakHook
-from zerolite.utils.moments import Moment, Moments
+from zerolite.utils.moments import Moment, Spans
 from zerolite.zero.observers import StepObserver
 
 FORWARD, BACKWARD, REDUCE_WAIT, GATHER, STEP, OTHER = PHASES = (
@@ -33,21 +33,6 @@ Report = Callable[[int, Mapping[str, float]], None]
 """(step, milliseconds a step by phase): the means over the steps since the last report."""
 
 
-class _Span(NamedTuple):
-    """A stretch of one phase, not read yet."""
-
-    phase: str
-    start: Moment
-    end: Moment
-
-
-class _Mark(NamedTuple):
-    """Between spans: ``steps`` steps have ended, the last one with number ``step``, and their means are due."""
-
-    step: int
-    steps: int
-
-
 class PhaseClock:
     """Adds up the time of phases. Phases nest: the inner one's time is not the outer one's.
 
@@ -56,14 +41,13 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device, every: int, report: Report) -> None:
-        self._moments = Moments(device)
+        self._spans = Spans(device)
         self._every = every
         self._report = report
         self._phases = [OTHER]
         self._last: Moment | None = None  # when the phase in hand began or went on
-        self._unread: deque[_Span | _Mark] = deque()
         self._sums = dict.fromkeys(PHASES, 0.0)
-        self._steps = 0  # since the last mark
+        self._steps = 0  # since the last report
         self._ended = 0  # number of the step that ended last
 
     def is_open(self, phase: str) -> bool:
@@ -89,31 +73,24 @@ class PhaseClock:
         self._ended = step
         self._steps += 1
         if step % self._every == 0:
-            self._unread.append(_Mark(step, self._steps))
+            self._spans.then(functools.partial(self._tell, step, self._steps))
             self._steps = 0
-        self._read()
+        self._spans.read()
 
     def _cut(self) -> None:
         """The phase in hand ends here, or another begins inside it."""
-        now = self._moments.now()
+        now = self._spans.now()
         if self._last is not None:
-            self._unread.append(_Span(self._phases[-1], self._last, now))
+            self._spans.add(self._last, now, functools.partial(self._add, self._phases[-1]), goes_on=True)
         self._last = now
 
-    def _read(self) -> None:
-        while self._unread:
-            first = self._unread[0]
-            if isinstance(first, _Mark):
-                means = {phase: total / first.steps for phase, total in self._sums.items()}
-                self._sums = dict.fromkeys(PHASES, 0.0)
-                self._unread.popleft()
-                self._report(first.step, means)
-                continue
-            if not (first.start.query() and first.end.query()):
-                return
-            self._sums[first.phase] += first.start.elapsed_time(first.end)
-            self._moments.take_back(first.start)
-            self._unread.popleft()
+    def _add(self, phase: str, milliseconds: float) -> None:
+        self._sums[phase] += milliseconds
+
+    def _tell(self, step: int, steps: int) -> None:
+        means = {phase: total / steps for phase, total in self._sums.items()}
+        self._sums = dict.fromkeys(PHASES, 0.0)
+        self._report(step, means)
 
 
 class PhaseObserver(StepObserver):
