@@ -45,7 +45,7 @@ class Checkpointer:
     def follow_save(self, scheduler: Any) -> None:
         """Take part in a save of the ranks that go on, with what this one holds."""
         with _undisturbed():
-            self._saver.save(None, _nothing, scheduler)
+            self._saver.save(None, None, scheduler)
 
     def load(self, scheduler: Any, load_dir: Any, tag: str | None, *flags: Any) -> tuple[str | None, dict[str, Any]]:
         """See ``Engine.load_checkpoint``. flags: the other fields of :class:`LoadRequest`, in their order."""
@@ -70,10 +70,6 @@ def _undisturbed() -> Iterator[None]:
     plans are many small objects and no cycles, and each look through all objects of a program can take 0.2 s."""
     with collector_off(), torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _nothing() -> UserState:
-    raise AssertionError("asked of ranks that save, not of those that follow")
 
 
 def directory_of(path: str | os.PathLike[str], what: str) -> str:

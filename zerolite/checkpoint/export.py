@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.huggingface import INDEX, ModelFile, ModelWriter, exported_dtype, plan_files
+from zerolite.checkpoint.huggingface import INDEX, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
@@ -36,10 +36,6 @@ Without --dtype each parameter has the dtype that it was trained in (rounded fro
 master weights), and buffers have their own; with it every floating tensor has that one.
 Tied weights are written once, under the first of their names."""
 
-_CLEAR = "\r\033[K"  # the line on a terminal
-
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True)
 class Exported:
@@ -57,7 +53,6 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = "5GB",
     exclude_frozen: bool = False,
-    progress: Progress | None = None,
 ) -> Exported:
     """Write the model in ``checkpoint`` (one, or a directory of several: then its latest) into the directory ``out``.
 
@@ -65,7 +60,6 @@ def export_checkpoint(
         dtype: of all floating tensors; None: of each parameter the one it was trained in, of each buffer its own.
         max_shard_size: bytes per file, as a number or as in "5GB".
         exclude_frozen: only what trains, that is trained parameters and the buffers of the modules that have some.
-        progress: called with the bytes written so far and in all.
 
     Raises:
         CheckpointError: if the checkpoint cannot be read or the files cannot be written.
@@ -75,22 +69,11 @@ def export_checkpoint(
     entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen))
     plan = plan_files(entries.values(), max_shard_size, aliases)
     keys = {entry.name: key for key, entry in entries.items()}
-    total = sum(file.nbytes for file in plan)
-    done = 0
-
-    def values(file: ModelFile) -> Iterator[torch.Tensor]:
-        nonlocal done
-        for entry in file.entries:
-            yield _read(reader, keys[entry.name], entry)
-            done += entry.nbytes
-            if progress is not None:
-                progress(done, total)
-
     with ModelWriter(out, plan) as writer:
         for file in plan:
-            writer.write(file, values(file))
+            writer.write(file, (_read(reader, keys[entry.name], entry) for entry in file.entries))
         files = writer.commit()
-    return Exported(reader.path, files, len(entries), total)
+    return Exported(reader.path, files, len(entries), sum(file.nbytes for file in plan))
 
 
 def _contents(
@@ -169,7 +152,6 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, prog: str = "zerolite export") -> int:
     """Run the command; 0, or 1 after a sentence on stderr."""
     options = build_parser(prog).parse_args(argv)
-    terminal = sys.stderr.isatty()
     try:
         exported = export_checkpoint(
             options.checkpoint,
@@ -177,13 +159,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "zerolite export") -> in
             DTYPES.get(options.dtype),
             options.max_shard_size,
             options.exclude_frozen_parameters,
-            _show_progress if terminal else None,
         )
     except CheckpointError as error:
-        _clear_line(terminal)
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
-    _clear_line(terminal)
     where = (
         str(exported.files[0])
         if len(exported.files) == 1
@@ -191,15 +170,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "zerolite export") -> in
     )
     print(f"exported {exported.tensors} tensors, {format_size(exported.nbytes)}, of '{exported.checkpoint}' to {where}")
     return 0
-
-
-def _clear_line(terminal: bool) -> None:
-    if terminal:
-        print(_CLEAR, end="", file=sys.stderr, flush=True)
-
-
-def _show_progress(done: int, total: int) -> None:
-    print(f"{_CLEAR}{format_size(done)} of {format_size(total)}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

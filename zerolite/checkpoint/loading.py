@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from zerolite.checkpoint.matching import (
     match_parameters,
     reordered,
 )
-from zerolite.checkpoint.model_state import OPTIMIZER, RANKS
+from zerolite.checkpoint.model_state import OPTIMIZER, RANKS, Kinds
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader, Target
 from zerolite.checkpoint.run import TrainingRun
@@ -64,8 +65,7 @@ class _Plan:
     """Everything decided, and nothing changed yet.
 
     Attributes:
-        kinds: shape and dtype of the stored optimizer states, by state and stored name; None to leave the engine's
-            alone.
+        kinds: of the stored optimizer states; None to leave the engine's alone.
         groups: see :func:`match_groups`.
     """
 
@@ -73,7 +73,7 @@ class _Plan:
     state: SavedState
     match: NameMatch
     buffers: list[str]
-    kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None
+    kinds: Kinds | None
     groups: list[int | None]
     scheduler_state: dict[str, Any] | None
     schedule_begins: bool  # the engine's schedule is not loaded, and begins anew
@@ -148,7 +148,7 @@ class Loader:
         if request.load_optimizer_states:
             kinds = self._kinds(reader, state.optimizer)
             if kinds and self._parts.model.optimizer.method.state_names is None:
-                self._check_flags(model.groups, groups, trains, state.optimizer.groups)
+                self._check_flags(model, groups, trains, state.optimizer.groups)
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
         if state.loaders:
             loaders.check_state_dict(state.loaders)
@@ -169,12 +169,14 @@ class Loader:
     def _match(self, reader: CheckpointReader, state: SavedState, model: ModelFacts, strict: bool) -> NameMatch:
         here, stored = model.parameters, state.parameters
         match = match_parameters(here, stored, loose=not strict)
-        excluded = reader.manifest.about.exclude_frozen_parameters
+        if not reader.manifest.about.exclude_frozen_parameters:
+            if strict:
+                check_complete("parameter", match.missing, match.unexpected)
+            return match
         if strict:
-            missing = [name for name in match.missing if here[name].trained or not excluded]
-            unexpected = [name for name in match.unexpected if stored[name].trained or not excluded]
-            check_complete("parameter", missing, unexpected)
-        return _without_excluded(match, stored, reader) if excluded else match
+            missing = [name for name in match.missing if here[name].trained]
+            check_complete("parameter", missing, [name for name in match.unexpected if stored[name].trained])
+        return match.without({name for name in stored if f"parameters/{name}" not in reader.tensors})
 
     def _match_groups(
         self, reader: CheckpointReader, state: SavedState, model: ModelFacts, trains: Mapping[str, str]
@@ -182,13 +184,9 @@ class Loader:
         """Raise CheckpointError for values of other types."""
         saved = state.optimizer.groups
         groups = match_groups(model.groups, saved, trains)
-
-        def check() -> None:
-            for group, index in zip(self._parts.model.optimizer.param_groups, groups, strict=True):
-                if index is not None:
-                    check_hyperparameters(group, saved[index].values)
-
-        reader.trust(check)
+        for group, index in zip(self._parts.model.optimizer.param_groups, groups, strict=True):
+            if index is not None:
+                reader.trust(functools.partial(check_hyperparameters, group, saved[index].values))
         return groups
 
     def _buffers(self, stored: Mapping[str, TensorFacts], model: ModelFacts, strict: bool) -> list[str]:
@@ -206,11 +204,9 @@ class Loader:
         check_shapes("buffer ", {name: (here[name].shape, stored[name].shape) for name in common})
         return common
 
-    def _kinds(
-        self, reader: CheckpointReader, stored_optimizer: OptimizerState
-    ) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    def _kinds(self, reader: CheckpointReader, stored_optimizer: OptimizerState) -> Kinds:
         """The stored states. Raises CheckpointError if they are another optimizer's."""
-        kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        kinds: Kinds = {}
         for key, stored in reader.tensors.items():
             if key.startswith(OPTIMIZER):
                 kind, _, name = key.removeprefix(OPTIMIZER).partition("/")
@@ -229,27 +225,19 @@ class Loader:
         return kinds
 
     def _check_flags(
-        self,
-        here: Sequence[Sequence[str]],
-        matched: Sequence[int | None],
-        trains: Mapping[str, str],
-        stored: Sequence[GroupState],
+        self, model: ModelFacts, matched: Sequence[int | None], trains: Mapping[str, str], stored: Sequence[GroupState]
     ) -> None:
-        """Groups that keep their own values need the states that these choose. here: names in each of them. Stored
-        groups count if states of theirs are loaded into one."""
-        for group, names, index in zip(self._parts.model.optimizer.param_groups, here, matched, strict=True):
+        """Groups that keep their own values need the states that these choose. Stored groups count if states of theirs
+        are loaded into one."""
+        for group, names, index in zip(self._parts.model.optimizer.param_groups, model.groups, matched, strict=True):
             members = {trains[name] for name in names if name in trains}
-            for flag in _FLAGS if index is None else ():
-                other = [
-                    number
-                    for number, of in enumerate(stored)
-                    if bool(of.values.get(flag)) != bool(group.get(flag)) and not members.isdisjoint(of.names)
-                ]
-                if other:
+            for number, of in enumerate(stored if index is not None else ()):
+                flag = next((flag for flag in _FLAGS if bool(of.values.get(flag)) != bool(group.get(flag))), None)
+                if flag is not None and not members.isdisjoint(of.names):
                     raise CheckpointError(
-                        f"param group {other[0]} in the checkpoint was saved with {flag}="
-                        f"{stored[other[0]].values.get(flag)!r}, and here it is {group.get(flag)!r}, so that the "
-                        "states are others. Nothing was loaded; pass load_optimizer_states=False to begin with new ones"
+                        f"param group {number} in the checkpoint was saved with {flag}={of.values.get(flag)!r}, and "
+                        f"here it is {group.get(flag)!r}, so that the states are others. Nothing was loaded; pass "
+                        "load_optimizer_states=False to begin with new ones"
                     )
 
     # ---------------------------------------------------------------- doing
@@ -381,14 +369,6 @@ def _trained_in_both(
         for name, other in match.names.items()
         if here[name].trained and stored[other].trained and 0 not in here[name].shape
     }
-
-
-def _without_excluded(match: NameMatch, stored: Mapping[str, ParameterFacts], reader: CheckpointReader) -> NameMatch:
-    """Parameters that were left out when it was saved are missing, and not unexpected."""
-    there = {n for n in stored if f"parameters/{n}" in reader.tensors}
-    names = {name: other for name, other in match.names.items() if other in there}
-    missing = match.missing + [name for name in match.names if name not in names]
-    return NameMatch(names, missing, [n for n in match.unexpected if n in there])
 
 
 def _schedule(state: SavedState, scheduler: Any, groups: list[int | None]) -> dict[str, Any] | None:

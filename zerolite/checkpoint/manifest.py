@@ -241,9 +241,7 @@ def index_from_json(file: Path, content: bytes, files: Mapping[str, FileEntry]) 
     try:
         body = validated(lambda: _Index.model_validate_json(content))
         tensors = {key: entry.stored(body.files) for key, entry in body.tensors.items()}
-        for key, tensor in tensors.items():
-            _check(key, tensor, files)
-        _check_sum(tensors, files)
+        _check(tensors, files)
     except (LookupError, ValueError) as error:
         raise CheckpointError(f"'{file}' is damaged: {error}") from error
     return tensors
@@ -266,22 +264,19 @@ class _Index(FileModel):
     tensors: dict[str, _IndexEntry]
 
 
-def _check(key: str, tensor: StoredTensor, files: Mapping[str, FileEntry]) -> None:
-    if math.prod(max(1, size) for size in tensor.shape) >= 2**63:
-        raise ValueError(f"tensor '{key}' has the shape {str(tensor.shape):.80}, which no tensor has")
-    if not covers([box.box for box in tensor.boxes], tensor.shape):
-        raise ValueError(f"the parts of tensor '{key}' do not make up its shape {tensor.shape}")
-    for box in tensor.boxes:
-        if box.start + math.prod(box.box[1]) * tensor.dtype.itemsize > files[box.file].bytes:
-            raise ValueError(f"a part of tensor '{key}' ends behind the end of '{box.file}'")
-
-
-def _check_sum(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileEntry]) -> None:
-    """Check that the tensors are no larger than the files, so that a reader needs no more memory than the files have
-    bytes."""
+def _check(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileEntry]) -> None:
+    """Check that every tensor is whole, and that all together are no larger than the files: a reader needs no more
+    memory than the files have bytes."""
     room = {name: entry.bytes for name, entry in files.items()}
     for key, tensor in tensors.items():
+        if math.prod(max(1, size) for size in tensor.shape) >= 2**63:
+            raise ValueError(f"tensor '{key}' has the shape {str(tensor.shape):.80}, which no tensor has")
+        if not covers([box.box for box in tensor.boxes], tensor.shape):
+            raise ValueError(f"the parts of tensor '{key}' do not make up its shape {tensor.shape}")
         for box in tensor.boxes:
-            room[box.file] -= math.prod(box.box[1]) * tensor.dtype.itemsize
+            nbytes = math.prod(box.box[1]) * tensor.dtype.itemsize
+            if box.start + nbytes > files[box.file].bytes:
+                raise ValueError(f"a part of tensor '{key}' ends behind the end of '{box.file}'")
+            room[box.file] -= nbytes
             if room[box.file] < 0:
                 raise ValueError(f"tensor '{key}' has bytes of '{box.file}' that others have too")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,12 @@ class NameMatch:
     names: dict[str, str]
     missing: list[str]
     unexpected: list[str]
+
+    def without(self, left_out: Collection[str]) -> NameMatch:
+        """Parameters of which the checkpoint has the name only are missing, and not unexpected."""
+        names = {name: other for name, other in self.names.items() if other not in left_out}
+        missing = self.missing + [name for name in self.names if name not in names]
+        return NameMatch(names, missing, [name for name in self.unexpected if name not in left_out])
 
 
 def match_parameters(

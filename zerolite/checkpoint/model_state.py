@@ -33,6 +33,7 @@ from zerolite.zero.stage3.param_group import refresh
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, whole_numel, whole_shape
 
 PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"
+Kinds = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]  # shape and dtype by state and stored name
 _COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # what torch's optimizers keep once for a whole parameter
 
 
@@ -196,13 +197,22 @@ class ModelState:
                     scalars.setdefault(kind, {})[name] = _number(value)
         if not self.buffer.shard:
             sharded, everywhere = everywhere, sharded
-        own, common = self._frozen(elsewhere) if not exclude_frozen else ([], [])
-        sharded += own
-        everywhere += common
+        for name, parameter in () if exclude_frozen else self._frozen():
+            handle = handle_of(parameter)
+            if name in elsewhere or not self.writes(parameter):
+                continue
+            if handle is None:
+                everywhere.append(whole(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
+            elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
+                sharded.append(replace(part, values=handle.own_part()) if handle.status is AVAILABLE else part)
         shards = [shard for part in sharded for shard in part.shards()]
         for part in cut_evenly(everywhere, self.comm.rank, self.comm.world_size):
             shards += part.shards()
-        return shards + self._empty(exclude_frozen), scalars
+        trained = self.index_of()
+        for name, parameter in self.named_parameters().items():
+            if not math.prod(_full_shape(parameter)) and (id(parameter) in trained or not exclude_frozen):
+                shards.append(empty_shard(PARAMETERS + name, _full_shape(parameter), parameter.dtype))
+        return shards, scalars
 
     def _writes_scalars(self, piece: Piece) -> bool:
         first = piece.fragment.param_start == 0 and (self.buffer.shard or self.comm.rank == 0)
@@ -246,25 +256,12 @@ class ModelState:
             )
         return whole(key, value)
 
-    def _frozen(self, elsewhere: Collection[str]) -> tuple[list[FlatRange], list[FlatRange]]:
-        """Parameters that are not trained: this rank's parts of those that are partitioned, and those that are
-        whole."""
+    def _frozen(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters that are not trained and have elements."""
         trained = self.index_of()
-        own, common = [], []
         for name, parameter in self.named_parameters().items():
-            left_out = id(parameter) in trained or name in elsewhere or not self.writes(parameter)
-            if left_out or not whole_numel(parameter):
-                continue
-            handle = handle_of(parameter)
-            if handle is None:
-                common.append(whole(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
-                continue
-            part = self._partitioned(PARAMETERS + name, parameter)
-            if part.values.numel():
-                numel = part.values.numel()
-                values = handle.own_part() if handle.status is AVAILABLE else handle.shard[:numel]
-                own.append(replace(part, values=values))
-        return own, common
+            if id(parameter) not in trained and whole_numel(parameter):
+                yield name, parameter
 
     def _partitioned(self, key: str, parameter: torch.nn.Parameter) -> FlatRange:
         """This rank's shard of a partitioned parameter."""
@@ -274,14 +271,6 @@ class ModelState:
         values = handle.shard[: min(handle.shard.numel(), handle.numel - start)]
         return FlatRange(key, tuple(handle.shape), handle.strides, start, values, shard_spec_of(parameter))
 
-    def _empty(self, exclude_frozen: bool) -> list[Shard]:
-        trained = self.index_of()
-        return [
-            empty_shard(PARAMETERS + name, _full_shape(parameter), parameter.dtype)
-            for name, parameter in self.named_parameters().items()
-            if not math.prod(_full_shape(parameter)) and (id(parameter) in trained or not exclude_frozen)
-        ]
-
     # ---------------------------------------------------------------- loading
 
     def targets(self, stored_names: dict[str, str]) -> Iterator[Target]:
@@ -290,24 +279,22 @@ class ModelState:
         for index, part in self._masters(names):
             if names[index] in stored_names:
                 yield from replace(part, key=PARAMETERS + stored_names[names[index]]).targets()
-        trained = self.index_of()
-        for name, parameter in self.named_parameters().items():
-            if id(parameter) in trained or name not in stored_names or not whole_numel(parameter):
-                continue
-            key = PARAMETERS + stored_names[name]
-            if handle_of(parameter) is None:
-                yield from _targets_of(key, parameter.data, shard_spec_of(parameter))
-            else:
-                yield from self._partitioned(key, parameter).targets()
+        for name, parameter in self._frozen():
+            if name in stored_names:
+                key = PARAMETERS + stored_names[name]
+                if handle_of(parameter) is None:
+                    yield from _targets_of(key, parameter.data, shard_spec_of(parameter))
+                else:
+                    yield from self._partitioned(key, parameter).targets()
 
     def state_targets(
         self,
         stored_names: dict[str, str],
-        kinds: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]],
+        kinds: Kinds,
         scalars: Scalars,
     ) -> Iterator[Target]:
-        """Make the optimizer's states of all parameters, and say where what is stored goes. kinds: shape and dtype by
-        state and stored name. Parameters without stored ones are as if never updated."""
+        """Make the optimizer's states of all parameters, and say where what is stored goes. Parameters without stored
+        ones are as if never updated."""
         names = self.names_by_index()
         for piece in self.optimizer.pieces():
             if not piece.fragment.numel:
@@ -350,12 +337,7 @@ class ModelState:
     def after_loading(self, stored_names: dict[str, str]) -> None:
         """Whole copies of partitioned parameters that are not trained follow; autograd learns of new values. Called
         on all ranks."""
-        trained = self.index_of()
-        frozen = [
-            parameter
-            for name, parameter in self.named_parameters().items()
-            if id(parameter) not in trained and name in stored_names
-        ]
+        frozen = [parameter for name, parameter in self._frozen() if name in stored_names]
         handles = [handle for parameter in frozen if (handle := handle_of(parameter)) is not None]
         gathered = [handle for handle in handles if handle.status is AVAILABLE]
         if gathered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -58,38 +59,45 @@ class CheckpointReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._client_tensors: dict[int, torch.Tensor] = {}
-        try:
+        with self._naming_others():
             self.manifest: Manifest = read_manifest(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}. {self._others()}") from error
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Stored tensors, by key."""
         content = self.content(INDEX)
-        try:
+        with self._naming_others():
             return index_from_json(self.path / INDEX, content, self.manifest.files)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}. {self._others()}") from error
 
     @cached_property
     def state(self) -> dict[str, Any]:
         """Stored state beside the model's and the optimizer's tensors."""
         content = self.content(STATE)
-        try:
+        with self._damaged_state():
             decoded = plain.decode(json.loads(content), self._client_tensor)
             if not isinstance(decoded, dict):
                 raise ValueError(f"expected an object, found a {type(decoded).__name__}")
-        except (RecursionError, ValueError) as error:
-            raise CheckpointError(f"'{self.path / STATE}' is damaged: {error}. {self._others()}") from error
         return decoded
 
     def read_state(self, model: type[State]) -> State:
         """Return what is stored beside the tensors, in the form of ``model``. Raises CheckpointError if it is other."""
+        state = self.state
+        with self._damaged_state():
+            return validated(lambda: model.model_validate(state))
+
+    @contextlib.contextmanager
+    def _damaged_state(self) -> Iterator[None]:
         try:
-            return validated(lambda: model.model_validate(self.state))
-        except ValueError as error:
+            yield
+        except (RecursionError, ValueError) as error:
             raise CheckpointError(f"'{self.path / STATE}' is damaged: {error}. {self._others()}") from error
+
+    @contextlib.contextmanager
+    def _naming_others(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {self._others()}") from error
 
     def trust(self, use: Callable[[], Result]) -> Result:
         """The result of ``use``, which takes state.json for what zerolite writes. Raises CheckpointError where it is

@@ -85,16 +85,16 @@ class Saver:
         self._failure: BaseException | None = None
         keep_track(self)
 
-    def save(self, request: SaveRequest | None, user: Callable[[], UserState], scheduler: Any) -> str:
-        """Save a checkpoint; called on all ranks; ``request`` is None on those that have finished their batches.
-        Returns the checkpoint's directory."""
+    def save(self, request: SaveRequest | None, user: Callable[[], UserState] | None, scheduler: Any) -> str:
+        """Save a checkpoint; called on all ranks; ``request`` and ``user`` are None on those that have finished their
+        batches. Returns the checkpoint's directory."""
         self.wait_for_all()
         ranks = self._parts.meet(_CALL)
         self._parts.wake()
         own: list[UserState] = []
 
         def offer() -> _Offer:
-            if request is not None:
+            if request is not None and user is not None:
                 if request.tag is not None:
                     check_tag(request.tag)
                 own.append(user())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Raises CheckpointError.
     """
-    directory = Path(checkpoint_dir)
+    with _found(Path(checkpoint_dir), tag) as path:
+        return _state(path, exclude_frozen_parameters)
+
+
+@contextlib.contextmanager
+def _found(directory: Path, tag: str | None) -> Iterator[Path]:
+    """Give the directory of a checkpoint of this package; one of DeepSpeed is imported for the time of the block."""
     if not is_deepspeeds(directory, tag):
-        return _state(find(directory, tag), exclude_frozen_parameters)
+        yield find(directory, tag)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        return _state(import_deepspeed(directory, Path(folder), tag), exclude_frozen_parameters)
+        yield import_deepspeed(directory, Path(folder), tag)
 
 
 def _state(path: Path, without_frozen: bool) -> dict[str, Any]:
@@ -82,12 +90,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write a checkpoint's fp32 weights: one file ``pytorch_model.bin`` in the directory ``output_dir`` (or the file
     itself, if its name ends in .bin or .pt), or safetensors files of at most ``max_shard_size``."""
     directory, out = Path(checkpoint_dir), Path(output_dir)
-    if safe_serialization and not is_deepspeeds(directory, tag):
-        export_checkpoint(find(directory, tag), out, torch.float32, max_shard_size, exclude_frozen_parameters)
-        return
     if safe_serialization:
-        with tempfile.TemporaryDirectory() as folder:
-            path = import_deepspeed(directory, Path(folder), tag)
+        with _found(directory, tag) as path:
             export_checkpoint(path, out, torch.float32, max_shard_size, exclude_frozen_parameters)
         return
     state = get_fp32_state_dict_from_zero_checkpoint(directory, tag, exclude_frozen_parameters)
