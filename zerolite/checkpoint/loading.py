@@ -231,7 +231,7 @@ class Loader:
         are loaded into one."""
         for group, names, index in zip(self._parts.model.optimizer.param_groups, model.groups, matched, strict=True):
             members = {trains[name] for name in names if name in trains}
-            for number, of in enumerate(stored if index is not None else ()):
+            for number, of in enumerate(stored if index is None else ()):
                 flag = next((flag for flag in _FLAGS if bool(of.values.get(flag)) != bool(group.get(flag))), None)
                 if flag is not None and not members.isdisjoint(of.names):
                     raise CheckpointError(
