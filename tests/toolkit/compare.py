@@ -41,3 +41,19 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], what: str
     different = [name for name in one if not torch.equal(one[name], other[name])]
     assert list(one) == list(other)
     assert not different, f"{what}: {different} differ"
+
+
+def assert_same_on_ranks(values: dict[str, Any], what: str = "") -> None:
+    """Compare tensors, numbers and texts by name between all ranks, to the bit. Called on all ranks."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, {name: _bits(value) for name, value in values.items()})
+    for rank, row in enumerate(rows):
+        different = [name for name in rows[0] | row if row.get(name) != rows[0].get(name)]
+        assert not different, f"{what}: {different} of rank {rank} are not those of rank 0"
+
+
+def _bits(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    flat = value.detach().cpu().contiguous().view(-1)
+    return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,219 @@
+"""Training runs whose optimizer is looked at: param groups, changes midway, states, masters, launches of kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerolite
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import Optimizer
+from tests.toolkit.training import BATCHES, LOSSES, snapshot
+from zerolite.ops import Lion, library
+from zerolite.ops.cpu_kernels import CpuKernels
+
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": torch.optim.Adagrad,
+    "SGD": torch.optim.SGD,
+    "Lion": Lion,
+}
+TORCH_NAMES = {"Adam": "AdamW"}  # of the config: decoupled weight decay unless it says otherwise
+Groups = Sequence[tuple[str, dict[str, Any]]]  # a part of a parameter's name, and the options of its group
+Branches = Sequence[Sequence[str]]  # by step, by rank: the layers that a forward of Late goes through
+Changes = dict[int, dict[str, Any]]  # by step, what is written into all param groups before it
+
+
+class Late(nn.Module):
+    """``x [B, 7]``, ``branches`` -> ``[B, 3]``: the sum of the layers that it names. ``never`` is in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.never = (nn.Linear(7, 3) for _ in range(4))
+
+    def forward(self, x: Tensor, branches: str) -> Tensor:
+        return torch.stack([torch.tanh(getattr(self, name)(x)) for name in branches]).sum(0)
+
+
+class TwoDtypes(nn.Module):
+    """``x [B, 7]`` -> ``[B, 3]``; one layer is in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 3).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).bfloat16()).float()
+
+
+def make_model(name: str) -> nn.Module:
+    return models.build({"Late": Late, "TwoDtypes": TwoDtypes}.get(name) or getattr(models, name))
+
+
+def loss_of(model: Any, name: str, step: int, micro: int, rank: int, branches: Branches | None = None) -> Tensor:
+    if branches is not None:
+        x, y = models.float_batch(step, micro, rank)
+        return models.square_loss(model, (x, branches[step][rank], y))
+    name = "Mlp" if name == "TwoDtypes" else name
+    return LOSSES[name](model, BATCHES[name](step, micro, rank))
+
+
+def grouped(model: nn.Module, groups: Groups | None) -> list[dict[str, Any]]:
+    """Param groups by name; the parameters that no entry names are in a last group without options."""
+    rest = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    made = []
+    for part, options in groups or ():
+        made.append({"params": [rest.pop(name) for name in list(rest) if part in name], **options})
+    return [*made, {"params": list(rest.values())}]
+
+
+def torchs(optimizer: Optimizer) -> tuple[str, dict[str, Any]]:
+    """Class name and arguments for torch of what a config's optimizer means."""
+    name, params = optimizer
+    params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    decoupled = params.pop("adam_w_mode", True)
+    return (TORCH_NAMES.get(name, name) if decoupled else name), params
+
+
+def plain_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    steps: Sequence[int],
+    branches: Branches | None = None,
+    changes: Changes | None = None,
+) -> None:
+    """Train in plain PyTorch on the joint batch of all ranks."""
+    for step in steps:
+        for group in optimizer.param_groups:
+            group.update((changes or {}).get(step, {}))
+        optimizer.zero_grad()
+        ranks = range(dist.get_world_size())
+        torch.stack([loss_of(model, name, step, 0, rank, branches) for rank in ranks]).mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain(
+    optimizer: Optimizer, steps: int = 4, model: str = "OddModel", groups: Groups | None = None, **more: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and the optimizer after plain PyTorch's training."""
+    module = make_model(model)
+    name, params = torchs(optimizer)
+    made = CLASSES[name](grouped(module, groups), **params)
+    plain_steps(module, made, model, range(steps), **more)
+    return module, made
+
+
+def make_engine(config: dict[str, Any], model: str) -> Any:
+    return zerolite.initialize(make_model(model), config)
+
+
+def engine_steps(
+    engine: Any, name: str, steps: Sequence[int], branches: Branches | None = None, changes: Changes | None = None
+) -> None:
+    for step in steps:
+        for group in engine.optimizer.param_groups:
+            group.update((changes or {}).get(step, {}))
+        for micro in range(engine.gradient_accumulation_steps):
+            engine.backward(loss_of(engine, name, step, micro, dist.get_rank(), branches))
+            engine.step()
+
+
+def facts(engine: Any) -> dict[str, Any]:
+    """All that comparisons look at. Called on all ranks."""
+    saved = engine.optimizer.state_dict()
+    return {
+        "parameters": snapshot(engine),
+        "states": by_name(engine, saved["state"]),
+        "masters": by_name(engine, saved["masters"]),
+        "method": type(engine.optimizer.method).__name__,
+        "fused": engine.optimizer.param_groups[0].get("fused"),
+        "skipped": engine.skipped_steps,
+    }
+
+
+def by_name(engine: Any, states: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Copies of the states of a state dict, which has them by position."""
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    order = [names[id(p)] for group in engine.optimizer.param_groups for p in group["params"]]
+    return {order[position]: copy.deepcopy(state) for position, state in states.items()}
+
+
+def train(
+    config: dict[str, Any],
+    model: str = "OddModel",
+    steps: int = 4,
+    groups: Groups | None = None,
+    own: tuple[str, dict[str, Any]] | None = None,
+    before: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> dict[str, Any]:
+    """Train, and return :func:`facts`.
+
+    own: class and arguments of an optimizer instance of the user's, with which plain PyTorch takes the first ``before``
+    steps. more: branches and changes.
+    """
+    module = make_model(model).to(dtype)
+    if own is None:
+        engine = zerolite.initialize(module, config, model_parameters=grouped(module, groups))
+    else:
+        optimizer = CLASSES[own[0]](grouped(module, groups), **own[1])
+        plain_steps(module, optimizer, model, range(before), **more)
+        engine = zerolite.initialize(module, config, optimizer=optimizer)
+    engine_steps(engine, model, range(before, steps), **more)
+    return facts(engine)
+
+
+def assert_same_facts(one: dict[str, Any], other: dict[str, Any], what: str) -> None:
+    """The same bits of parameters, masters and states."""
+    assert_same_bits(one["parameters"], other["parameters"], what)
+    for kind in ("masters", "states"):
+        assert sorted(one[kind]) == sorted(other[kind]), f"{what}: {kind}"
+        for name, value in one[kind].items():
+            if isinstance(value, Tensor):
+                assert torch.equal(value, other[kind][name]), f"{what}: {kind} of {name}"
+            else:
+                assert_same_bits(value, other[kind][name], f"{what}: {kind} of {name}")
+
+
+@contextlib.contextmanager
+def without_kernels(ranks: Sequence[int], reason: str = "they are not wanted. Want them.") -> Iterator[None]:
+    """These ranks cannot have the kernels, for this reason."""
+    load = library._load
+    if dist.get_rank() in ranks:
+        library._load = lambda *_: reason  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        library._load = load
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, list[int]]]:
+    """The launches of the CPU kernels, by kind: how many tensors each one took."""
+    update, squares = CpuKernels.update, CpuKernels.squares
+    calls: dict[str, list[int]] = {"update": [], "squares": []}
+
+    def counting_update(self: CpuKernels, call: Any) -> None:
+        calls["update"].append(len(call.params))
+        update(self, call)
+
+    def counting_squares(self: CpuKernels, sums: Tensor, values: Sequence[Tensor], table: Tensor) -> None:
+        calls["squares"].append(len(values))
+        squares(self, sums, values, table)
+
+    CpuKernels.update, CpuKernels.squares = counting_update, counting_squares  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        CpuKernels.update, CpuKernels.squares = update, squares  # type: ignore[method-assign]
