@@ -1,69 +1,253 @@
-"""Architectures of transformers over two ranks, beside one process: each is equal, or refused with a sentence that
-says what to do."""
+"""Architectures of transformers over two ranks, beside one process, built small from their configs: each is equal, or
+refused with a sentence that says what to do."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.distributed.cases.architectures import ALL, PLANS
+import zerolite
+from tests.distributed.cases.tensor_parallel import compare
 from tests.distributed.test_tensor_parallel import GRADIENTS, LOSS
-from tests.toolkit.pool import Pools
-
-CASES = "tests.distributed.cases.architectures"
+from tests.toolkit.compare import assert_same_on_ranks
+from tests.toolkit.configs import SGD, config
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
 ]
 
-HAVE_A_PLAN = set(
-    "gpt_neox llama llama_mqa mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma_mqa gemma2 gemma3 phi phi3 "
-    "phimoe olmo olmo2 olmoe starcoder2 cohere cohere2 granite granitemoe glm glm4 nemotron helium smollm3 exaone4 "
-    "ernie4_5 gpt_oss deepseek_v3 jamba minimax lfm2 qwen3_next".split()
-)
-ATTENTION_STAYS_WHOLE = {"bloom", "falcon_alibi", "gpt_neox_japanese", "mpt"}
+VOCABULARY, LENGTH = 67, 12
+Batch = Callable[[], dict[str, Tensor]]
+
+# Names of sizes in transformers' configs. A config gets those that it has: another name would say nothing.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    **dict.fromkeys(
+        (
+            "hidden_size d_model n_embd embed_dim hidden_dim dim embedding_size word_embed_proj_dim "
+            "max_position_embeddings n_positions max_seq_len"
+        ).split(),
+        32,
+    ),
+    **dict.fromkeys(
+        "intermediate_size ffn_dim ffn_hidden_size encoder_ffn_dim decoder_ffn_dim d_ff d_inner".split(), 48
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers "
+            "num_key_value_heads eos_token_id num_experts_per_tok"
+        ).split(),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads "
+            "decoder_attention_heads num_local_experts num_experts"
+        ).split(),
+        4,
+    ),
+    **dict.fromkeys("head_dim d_kv".split(), 8),
+    **dict.fromkeys("pad_token_id decoder_start_token_id".split(), 0),
+    "bos_token_id": 1,
+    **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size".split(), 16),
+    "use_cache": False,
+}
+DROPOUTS = (
+    "attention_dropout activation_dropout dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop emb_pdrop "
+    "hidden_dropout_prob attention_probs_dropout_prob dropout_rate layerdrop encoder_layerdrop decoder_layerdrop "
+    "embed_dropout resid_dropout qa_dropout seq_classif_dropout classifier_dropout attention_probs_dropout_prob "
+    "drop_path_rate hidden_dropout_rate attn_dropout embedding_dropout feat_proj_dropout final_dropout "
+    "summary_last_dropout mask_time_prob output_dropout ffn_dropout classifier_dropout_prob "
+    "attention_dropout_prob residual_dropout"
+).split()
 
 
-def cut(pools: Pools, world: int, name: str, **others: Any) -> list[dict[str, Any]]:
-    given = {"names": [name], **others}
-    return [found[name] for found in pools(world).run(f"{CASES}:cut", given, timeout=180)]
+def tokens() -> dict[str, Tensor]:
+    x = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": x, "labels": x}
 
 
-def assert_equal(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert not result["said"] and result["loss"] <= LOSS and result["gradients"] <= GRADIENTS, result
+def pixels(size: int = 16) -> Batch:
+    def make() -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return {"pixel_values": torch.randn(2, 3, size, size, generator=generator), "labels": torch.tensor([0, 1])}
+
+    return make
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of transformers.
+
+    Attributes:
+        config: the name of its config's class.
+        model: the name of its model's class.
+        plan: "auto", where it brings one, or the patterns that a user writes.
+        more: of the config, beyond SIZES.
+        batch: makes its inputs.
+    """
+
+    config: str
+    model: str
+    plan: str | dict[str, str]
+    more: dict[str, Any]
+    batch: Batch = tokens
+
+    def build(self) -> nn.Module:
+        """The same values at each call."""
+        import transformers
+
+        kind = getattr(transformers, self.config)
+        known = {**vars(kind()), **getattr(kind, "attribute_map", {})}
+        given = {name: value for name, value in SIZES.items() if name in known}
+        given |= {name: 0.0 for name in DROPOUTS if name in known}
+        for name, target in getattr(kind, "attribute_map", {}).items():
+            if name in given and target in given:
+                given.pop(name)
+        torch.manual_seed(1)
+        model: nn.Module = getattr(transformers, self.model)(kind(**{**given, **self.more}))
+        # Many models begin with biases of 0 and norms of 1, which hide where they act.
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.data.add_(0.1 * torch.randn_like(parameter))
+        return model
+
+    def loss(self, model: nn.Module) -> Tensor:
+        torch.manual_seed(5)  # of routers that draw
+        return model(**self.batch()).loss
+
+
+def causal(name: str, plan: str | dict[str, str] = "auto", kind: str = "ForCausalLM", **more: Any) -> Architecture:
+    return Architecture(f"{name}Config", f"{name}{kind}", plan, more)
+
+
+def vision(name: str, plan: str | dict[str, str], size: int = 16, **more: Any) -> Architecture:
+    made = {"image_size": 16, "patch_size": 4, "num_labels": 3, **more}
+    return Architecture(f"{name}Config", f"{name}ForImageClassification", plan, made, pixels(size))
+
+
+def patterns(columns: str, rows: str, head: str = "lm_head") -> dict[str, str]:
+    """The last parts of names, as a user writes them for a model that brings no plan."""
+    plan = {f"*.{name}": "column" for name in columns.split()} | {f"*.{name}": "row" for name in rows.split()}
+    return plan | ({head: "vocab"} if head else {})
+
+
+GPT2, OPT = patterns("c_attn c_fc", "c_proj"), patterns("q_proj k_proj v_proj fc1", "out_proj fc2")
+BERT = patterns("self.query self.key self.value intermediate.dense", "output.dense", "")
+VISION = patterns("q_proj k_proj v_proj fc1", "o_proj fc2", "")
+NEOX = patterns("query_key_value dense_h_to_4h", "dense dense_4h_to_h")
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+ALL: dict[str, Architecture] = {
+    "gpt2": causal("GPT2", GPT2, "LMHeadModel"),
+    "gpt_neo": causal(
+        "GPTNeo",
+        patterns("q_proj k_proj v_proj c_fc", "out_proj c_proj"),
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+    ),
+    "gptj": causal("GPTJ", patterns("q_proj k_proj v_proj fc_in", "out_proj fc_out"), rotary_dim=4),
+    "gpt_neox": causal("GPTNeoX"),
+    "gpt_bigcode_mqa": causal("GPTBigCode", GPT2, multi_query=True),
+    "opt": causal("OPT", OPT),
+    "opt_post_norm": causal("OPT", OPT, do_layer_norm_before=False, word_embed_proj_dim=16),
+    "bloom": causal("Bloom", NEOX),
+    "mpt": causal("Mpt", patterns("Wqkv up_proj", "out_proj down_proj")),
+    "falcon": causal("Falcon", NEOX, alibi=False),
+    "falcon_alibi": causal("Falcon", NEOX, alibi=True, multi_query=False),
+    "falcon_new": causal("Falcon", NEOX, new_decoder_architecture=True, num_kv_heads=2),
+    "llama": causal("Llama"),
+    "llama_mqa": causal("Llama", num_key_value_heads=1),
+    "mixtral": causal("Mixtral"),
+    "qwen2_moe": causal("Qwen2Moe"),
+    "qwen3_moe": causal("Qwen3Moe"),
+    "gemma_mqa": causal("Gemma", num_key_value_heads=1),
+    "gemma2": causal("Gemma2"),
+    "phi": causal("Phi"),
+    "phi3": causal("Phi3"),
+    "phimoe": causal("Phimoe"),
+    "olmo2": causal("Olmo2"),
+    "stablelm": causal(
+        "StableLm", patterns("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj"), num_key_value_heads=2
+    ),
+    "cohere2": causal("Cohere2"),
+    "persimmon": causal("Persimmon", NEOX),
+    "granitemoe": causal("GraniteMoe"),
+    "glm": causal("Glm"),
+    "gpt_oss": causal("GptOss"),
+    "deepseek_v3": causal(
+        "DeepseekV3",
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        head_dim=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        **LATENT,
+    ),
+    "mamba": causal("Mamba", state_size=4, time_step_rank=4, intermediate_size=64),
+    "jamba": causal("Jamba", attn_layer_offset=1, attn_layer_period=2, mamba_d_state=4, use_mamba_kernels=False),
+    "minimax": causal("MiniMax", layer_types=["full_attention", "linear_attention"]),
+    "qwen3_next": causal("Qwen3Next", layer_types=["linear_attention", "full_attention"], **LINEAR),
+    "bert": causal("Bert", BERT, "ForMaskedLM"),
+    "modernbert": causal("ModernBert", patterns("Wqkv Wi", "Wo", "decoder"), "ForMaskedLM"),
+    "fnet": causal("FNet", patterns("intermediate.dense", "output.dense", ""), "ForMaskedLM"),
+    "bart": causal("Bart", OPT, "ForConditionalGeneration"),
+    "t5": causal("T5", patterns("q k v wi", "o wo"), "ForConditionalGeneration"),
+    "t5_gated": causal(
+        "T5",
+        patterns("q k v wi_0 wi_1", "o wo"),
+        "ForConditionalGeneration",
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    ),
+    "vit": vision("ViT", VISION),
+    "swin": vision("Swin", VISION, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=2),
+    "resnet": vision("ResNet", "auto", 32, depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8),
+}
+
+
+def said_of(name: str, **others: Any) -> str:
+    """Compare the model cut by its plan, or by that of PLANS, with the whole one; or return why it is refused."""
+    found: dict[str, Any] = {}
+    made = ALL[name]
+    said = raised(lambda: found.update(compare(made.build(), made.loss, made.plan, **others)))
+    assert_same_on_ranks({"said": said})
+    assert said or (found["loss"] <= LOSS and max(found["gradients"].values()) <= GRADIENTS), found
+    return said
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_cut(pools: Pools, name: str) -> None:
-    results = cut(pools, 2, name)
-    said = results[0]["said"]
-    assert all(result["said"] == said for result in results)
-    if name in ATTENTION_STAYS_WHOLE:
+@on_ranks(2, timeout=180)
+def test_cut(name: str) -> None:
+    said = said_of(name)
+    if name in ("bloom", "falcon_alibi", "mpt"):
         assert "leave the layers in" in said and "out of tensor_parallel.plan" in said
-    elif name in HAVE_A_PLAN or name in PLANS:
-        assert_equal(results)
-    else:
+    elif name in ("mamba", "resnet"):
         assert "which brings none; write the patterns of its layers" in said
+    else:
+        assert said == ""
 
 
-FEW_HEADS = "falcon gemma_mqa gpt_bigcode_mqa llama llama_mqa phi qwen2_moe qwen3 starcoder2 t5".split()
+@pytest.mark.parametrize("name", "falcon falcon_new gemma_mqa gpt_bigcode_mqa llama_mqa qwen2_moe t5".split())
+@on_ranks(4, timeout=180)
+def test_more_ranks_than_heads_of_key_and_value(name: str) -> None:
+    """Groups of queries with their key and value in one layer are not divided."""
+    groups = "choose a size that divides 2; leave the layers in 'transformer.h.*.self_attention'"
+    said = said_of(name)
+    assert groups in said if name == "falcon_new" else said == ""
 
 
-@pytest.mark.parametrize("name", FEW_HEADS)
-def test_more_ranks_than_heads_of_key_and_value(pools: Pools, name: str) -> None:
-    assert_equal(cut(pools, 4, name))
-
-
-def test_groups_of_queries_with_their_key_and_value_are_not_divided(pools: Pools) -> None:
-    for result in cut(pools, 4, "falcon_new"):
-        assert "choose a size that divides 2; leave the layers in 'transformer.h.*.self_attention'" in result["said"]
-
-
-SEQUENCES = "bert falcon gemma_mqa gpt2 gptj llama llama_mqa mixtral opt opt_post_norm qwen3_moe".split()
 NOT_IN_PARTS = {
     "fnet": "'fnet.encoder.layer.0.fourier' (FNetFourierTransform), which is not",
     "olmo2": "'model.layers.0.self_attn' (Olmo2Attention), which is not",
@@ -74,20 +258,31 @@ NOT_IN_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*SEQUENCES, *NOT_IN_PARTS])
-def test_the_sequence_in_parts(pools: Pools, name: str) -> None:
-    results = cut(pools, 2, name, sequence_parallel=True)
-    if name in NOT_IN_PARTS:
-        assert NOT_IN_PARTS[name] in results[0]["said"]
-    else:
-        assert_equal(results)
+@pytest.mark.parametrize(
+    "name", [*"bert falcon gemma_mqa gpt2 gptj llama mixtral opt_post_norm".split(), *NOT_IN_PARTS]
+)
+@on_ranks(2, timeout=180)
+def test_the_sequence_in_parts(name: str) -> None:
+    said = said_of(name, sequence_parallel=True)
+    assert NOT_IN_PARTS[name] in said if name in NOT_IN_PARTS else said == ""
 
 
-STAGES = "gpt2 granitemoe llama mixtral olmoe opt opt_post_norm qwen2_moe qwen3_moe".split()
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_in_two_stages(pools: Pools, name: str) -> None:
+@pytest.mark.parametrize("name", "gpt2 granitemoe llama mixtral opt_post_norm qwen2_moe".split())
+@on_ranks(2, timeout=180)
+def test_in_two_stages(name: str) -> None:
     """Experts are grouped matrix products; OPT registers its last norm in front of its blocks."""
-    for results in pools(2).run(f"{CASES}:in_stages", {"names": [name]}, timeout=180):
-        assert max(results[name].values()) <= 1e-6
+    made = ALL[name]
+    model = made.build()
+    whole = copy.deepcopy(model)
+    engine = zerolite.initialize(model, config(0, "fp32", 2, optimizer=SGD) | {"pipeline": {"stages": 2}})
+    optimizer = torch.optim.SGD(whole.parameters(), **SGD[1])
+    for _ in range(2):
+        loss = engine.train_batch(iter([made.batch(), made.batch()])).item()
+        optimizer.zero_grad()
+        expected = made.loss(whole)
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+    values = dict(whole.named_parameters())
+    for key, parameter in model.named_parameters():
+        assert (parameter - values[key]).detach().abs().max() <= 1e-6, key

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import zerolite
 from tests.toolkit.pool import Pool, Pools
+from tests.toolkit.ranks import on_ranks
 from tests.toolkit.transports import CPU, F32, UNITS, pair, transport
 from zerolite.comm import (
     Communicator,
@@ -84,19 +85,23 @@ def gathers(kind: str) -> dict[str, Any]:
     return {"kinds": [type(comm).__name__ for comm in comms], "calls": calls[: len(calls) // 5]}
 
 
-def one_process() -> list[Any]:
+@on_ranks(1)
+def test_one_process_copies_only_what_is_not_there() -> None:
     comm, second = pair()
     assert second is comm
-    own = torch.arange(5.0)
-    other, version = torch.zeros(5), own._version
+    own, other = torch.arange(5.0), torch.zeros(5)
+    version = own._version
     with record() as recorder:
         comm.gather_shards([own, other], [own, torch.ones(5)], "parameters").wait()
         comm.gather_shards([], [], "parameters").wait()
     assert own._version == version, "what is there already is not copied"
-    return [other.tolist(), len(recorder.calls)]
+    assert other.tolist() == [1.0] * 5 and not recorder.calls
 
 
-def different_orders(kind: str) -> None:
+@pytest.mark.fast("2-shared memory", "3-shared memory", "4-shared memory")
+@pytest.mark.parametrize("kind", ["shared memory", "native"])
+@on_ranks(2, 3, 4)
+def test_two_communicators_may_mix_in_any_order(kind: str) -> None:
     """Each communicator has its own order; how the two mix depends on the rank. Rank 0 reduces only when all gathers
     are there, as does a rank whose last gradient comes late; the others begin to reduce before they gather."""
     with transport(kind):
@@ -163,7 +168,9 @@ def mismatch(what: str) -> str:
     return message
 
 
-def first_in_inference_mode(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["shared memory", "messages", "little memory", "native"])
+@on_ranks(3)
+def test_the_first_collective_may_be_in_inference_mode(kind: str) -> None:
     with transport(kind):
         first, second = pair()
         with torch.inference_mode():
@@ -191,8 +198,9 @@ def first_in_inference_mode(kind: str) -> None:
             Reduction(first, 5000, salt).check()
 
 
-def weights_in_training(kind: str) -> list[float]:
-    """Train with parameters that were gathered in an evaluation's inference mode."""
+@pytest.mark.parametrize("kind", ["shared memory", "native"])
+@on_ranks(3)
+def test_parameters_gathered_in_inference_mode_are_trained(kind: str) -> None:
     with transport(kind):
         comm = pair()[1]
         full, shard = torch.empty(6 * comm.world_size), torch.full((6,), 2.0)
@@ -202,31 +210,29 @@ def weights_in_training(kind: str) -> list[float]:
         (parameter * parameter).sum().backward()
         with torch.no_grad():
             parameter.add_(1.0)
-        assert parameter.grad is not None
-        return parameter.grad.tolist()
+        assert parameter.grad is not None and parameter.grad.tolist() == [4.0] * 18
 
 
-def groups() -> dict[str, Any]:
-    """The second group is made once; it goes with its communicator's close, and not with its collection."""
+@on_ranks(2)
+def test_the_second_group_is_made_once_and_outlives_its_communicators() -> None:
     comm, second = pair()
     group = second.group
     assert group is not None and group is not comm.group
     again = pair()
-    known = [again[1].group is group]
+    assert again[1].group is group
     comm.close()
-    closed = (comm.group, second.group)
+    assert (comm.group, second.group) == (None, None)
     Gather(again[1], "long").check()  # another engine's communicator goes on
     del comm, second, again
     gc.collect()
     fresh = pair()[1]
-    known.append(fresh.group is group)
+    assert fresh.group is group
     Gather(fresh, "long").check()
-    assert fresh.group is not None
-    ranks = dist.get_process_group_ranks(fresh.group)
-    return {"known": known, "closed": closed, "ranks": ranks, "description": fresh.group.group_desc}
+    assert dist.get_process_group_ranks(group) == [0, 1]
 
 
-def subgroup() -> None:
+@on_ranks(3)
+def test_some_ranks_may_have_a_second_group() -> None:
     """A second communicator of some ranks only: the others do not take part."""
     parent = dist.new_group([0, 2])
     try:
@@ -260,15 +266,17 @@ def lifetime() -> list[Any]:
     return answers
 
 
-def injected() -> list[Any]:
-    """A communicator of 64 ranks in one process, and none of it outside the context."""
+@on_ranks(2)
+def test_a_communicator_can_be_injected() -> None:
+    """One of 64 ranks in one process, and none of it outside the context."""
+    rank = dist.get_rank()
     with use_communicator(lambda rank, world: NullCommunicator(rank + 3, 64)):
         comm = create_communicator(CPU)
         with use_communicator(NullCommunicator):
-            inner = create_communicator(CPU)
-    outside = create_communicator(CPU)
+            assert create_communicator(CPU).world_size == 2
+    assert (type(comm), comm.rank, comm.world_size) == (NullCommunicator, rank + 3, 64)
     assert second_communicator(comm, CPU) is comm
-    return [type(comm).__name__, comm.rank, comm.world_size, inner.world_size, type(outside).__name__]
+    assert isinstance(create_communicator(CPU), SharedMemoryCommunicator)
 
 
 # -------------------------------------------------------------------- the tests
@@ -283,8 +291,10 @@ KINDS = {
 
 
 @pytest.mark.fast("2-shared memory", "2-native", "3-little memory", "4-messages")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world, kind",
+    [(2, "shared memory"), (2, "native"), (3, "little memory"), (4, "messages"), (3, "native"), (4, "shared memory")],
+)
 def test_every_full_is_the_concatenation_of_the_shards(pools: Pools, world: int, kind: str) -> None:
     calls = []
     for unit in UNITS.values():
@@ -295,17 +305,6 @@ def test_every_full_is_the_concatenation_of_the_shards(pools: Pools, world: int,
     for result in pools(world).run(gathers, {"kind": kind}):
         assert result["kinds"] == [KINDS[kind]] * 2
         assert result["calls"] == calls
-
-
-def test_one_process_copies_only_what_is_not_there(pools: Pools) -> None:
-    assert pools(1).run(one_process) == [[[1.0] * 5, 0]]
-
-
-@pytest.mark.fast("2-shared memory", "3-shared memory", "4-shared memory")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_two_communicators_may_mix_in_any_order(pools: Pools, world: int, kind: str) -> None:
-    pools(world).run(different_orders, {"kind": kind})
 
 
 @pytest.mark.parametrize(
@@ -322,7 +321,7 @@ def test_two_communicators_may_mix_in_any_order(pools: Pools, world: int, kind: 
         ("lengths of the same sum", [r"all_gather of 192 bytes"] * 2),
     ],
 )
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3])
 def test_ranks_that_launch_different_collectives_all_raise(
     pools: Pools, world: int, what: str, words: list[str]
 ) -> None:
@@ -335,33 +334,9 @@ def test_ranks_that_launch_different_collectives_all_raise(
         assert f"{shortest} to {longest} bytes" in message
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_collective_may_be_in_inference_mode(pools: Pools, kind: str) -> None:
-    pools(3).run(first_in_inference_mode, {"kind": kind})
-    for gradient in pools(3).run(weights_in_training, {"kind": kind}):
-        assert gradient == [4.0] * 18
-
-
-def test_the_second_group_is_made_once_and_outlives_its_communicators(pools: Pools) -> None:
-    for result in pools(2).run(groups):
-        assert result["known"] == [True, True]
-        assert result["closed"] == (None, None)
-        assert result["ranks"] == [0, 1]
-        assert result["description"] == "zerolite second group"
-
-
-def test_some_ranks_may_have_a_second_group(pools: Pools) -> None:
-    pools(3).run(subgroup)
-
-
 def test_destroy_ends_the_second_group_too() -> None:
     with Pool(1, init_group=False) as pool:
         assert pool.run(lifetime) == [[(77.0, True, 0), (88.0, True, 0)]]
-
-
-def test_a_communicator_can_be_injected(pools: Pools) -> None:
-    for rank, answer in enumerate(pools(2).run(injected)):
-        assert answer == ["NullCommunicator", rank + 3, 64, 2, "SharedMemoryCommunicator"]
 
 
 def test_the_null_communicator_is_one_rank_of_many_that_hears_nothing() -> None:

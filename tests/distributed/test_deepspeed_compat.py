@@ -7,95 +7,346 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 import zerolite.compat.deepspeed as deepspeed
-from tests.toolkit.pool import Pools
+from tests.checkpoint.deepspeed_fakes import example
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.ranks import on_ranks
+from zerolite.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from zerolite.compat.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-CASES = "tests.distributed.cases.deepspeed_compat"
-PARTS = "tests.distributed.cases.deepspeed_parts"
-_FAST = {(1, "engine"), (2, "plain"), (3, "by hand")}
-
-
-@pytest.mark.parametrize(
-    ("stage", "kind"),
-    [
-        pytest.param(stage, kind, marks=() if (stage, kind) in _FAST else pytest.mark.slow)
-        for stage in range(4)
-        for kind in ("engine", "plain", "by hand")
-    ],
-)
-def test_a_loop_trains_as_plain_pytorch(pools: Pools, stage: int, kind: str) -> None:
-    for rank in pools(2).run(f"{CASES}:parity", {"stage": stage, "kind": kind}):
-        assert rank["worst"] < 2e-6
-        assert rank["norms"][0] == pytest.approx(rank["norms"][1], rel=1e-5)
-        assert (rank["steps"], rank["batch"], rank["config"]) == (3, (16, 4, 2), stage)
-        assert rank["prefixed"] and rank["applied"] and rank["lr"] and rank["note"] == "of the module"
-
-
+STEPS, MICRO_BATCHES = 3, 2
 CPU = {"device": "cpu"}
 
 
+class Net(nn.Module):
+    """Odd sizes, a parameter without dimensions, a frozen one and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(7, 13)
+        self.second = nn.Linear(13, 13)
+        self.third = nn.Linear(13, 13)
+        self.third.weight = self.second.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.note = "of the module"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.third(self.second(self.first(x).tanh()).tanh()) * self.scale).pow(2).mean()
+
+
+def config_of(stage: int) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4 * MICRO_BATCHES * dist.get_world_size(),
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"},
+        "fp16": {"enabled": "auto"},
+        "steps_per_print": float("inf"),
+        "zero_optimization.reduce_bucket_size": 64.0,
+    }
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(engine: Any, kind: str, steps: range) -> None:
+    for step in steps:
+        for micro in range(MICRO_BATCHES):
+            loss = engine(batch(MICRO_BATCHES * step + micro, dist.get_rank()))
+            if kind == "plain":  # divided by gradient_accumulation_steps too
+                loss.backward()
+            elif kind == "by hand":  # as accelerate does
+                engine.set_gradient_accumulation_boundary(is_boundary=micro + 1 == MICRO_BATCHES)
+                engine.backward(loss)
+            else:
+                engine.backward(loss)
+            if kind != "by hand" or micro + 1 == MICRO_BATCHES:
+                engine.step()
+
+
+def expected(steps: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Plain PyTorch on the batches of all ranks: weights, and the norm of the last gradient before clipping."""
+    model, norm = Net(), 0.0
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0, foreach=True
+    )
+    schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=1e-2, warmup_num_steps=4)
+    ranks = range(dist.get_world_size())
+    for step in range(steps):
+        batches = [batch(MICRO_BATCHES * step + micro, rank) for micro in range(MICRO_BATCHES) for rank in ranks]
+        torch.stack([model(x) for x in batches]).mean().backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model.state_dict(), norm
+
+
+def make(stage: int, zero: dict[str, Any] | None = None) -> Any:
+    """zero: further keys of zero_optimization."""
+    model = Net()
+    parameters = (p for p in model.parameters() if p.requires_grad)
+    config = config_of(stage)
+    config["zero_optimization"] |= zero or {}
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+
+
+@pytest.mark.fast("2-1-engine-None", "2-2-plain-None", "2-3-by hand-None", "2-3-engine-zero7")
 @pytest.mark.parametrize(
-    ("stage", "zero"),
+    ("stage", "kind", "zero"),
     [
-        pytest.param(1, {"offload_optimizer": CPU}, marks=pytest.mark.slow),
-        pytest.param(2, {"cpu_offload": True}, marks=pytest.mark.slow),
-        pytest.param(3, {"offload_optimizer": {**CPU, "pin_memory": True}}, marks=pytest.mark.slow),
-        (3, {"offload_optimizer": CPU, "offload_param": CPU}),
+        (0, "engine", None),
+        (1, "engine", None),
+        (2, "plain", None),
+        (3, "by hand", None),
+        (3, "plain", None),
+        (2, "compiled", None),
+        (2, "engine", {"cpu_offload": True}),
+        (3, "engine", {"offload_optimizer": {**CPU, "pin_memory": True}, "offload_param": CPU}),
     ],
 )
-def test_offload_trains_as_plain_pytorch(pools: Pools, stage: int, zero: dict[str, Any]) -> None:
-    for rank in pools(2).run(f"{CASES}:parity", {"stage": stage, "kind": "engine", "zero": zero}):
-        assert rank["worst"] < 2e-6 and rank["applied"] and rank["steps"] == 3
+@on_ranks(2)
+def test_a_loop_trains_as_plain_pytorch(stage: int, kind: str, zero: dict[str, Any] | None) -> None:
+    engine = make(stage, zero)
+    if kind == "compiled":
+        engine.compile(backend="eager")
+    train(engine, kind, range(STEPS))
+    state, norm = expected(STEPS)
+    found = engine._zero3_consolidated_16bit_state_dict()
+    assert (found is None) == (dist.get_rank() > 0)
+    if found is not None:
+        torch.testing.assert_close({name: found[name] for name in state}, state, rtol=0, atol=2e-6)
+    assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    assert (engine.global_steps, engine.get_batch_info()) == (3, (16, 4, 2))
+    assert engine.config.get("zero_optimization", {}).get("stage") == stage
+    assert all(name.startswith("module.") for name, _ in engine.named_parameters())
+    assert engine.was_step_applied() and engine.note == "of the module"
+    assert engine.get_lr() == engine.lr_scheduler.get_last_lr() == [g["lr"] for g in engine.optimizer.param_groups]
+    engine.destroy()
+    engine.destroy()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_compiled_module_trains_as_plain_pytorch(pools: Pools, stage: int) -> None:
-    for rank in pools(2).run(f"{CASES}:parity", {"stage": stage, "kind": "compiled"}):
-        assert rank["worst"] < 2e-6 and rank["applied"]
+# -------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_pipeline_trains_as_its_layers_in_one_process(pools: Pools, stage: int) -> None:
-    for rank in pools(2).run(f"{PARTS}:pipeline", {"stage": stage}):
-        assert rank["found"] == pytest.approx(rank["expected"], rel=1e-5)
-
-
-def test_marked_modules_are_gathered_where_ranks_use_different_parts(pools: Pools) -> None:
-    for worst in pools(2).run(f"{PARTS}:leaf_modules"):
-        assert worst < 1e-6
-
-
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_checkpoint_continues_and_is_exported(pools: Pools, tmp_path: Path, stage: int) -> None:
-    for rank in pools(2).run(f"{CASES}:resume", {"stage": stage, "folder": str(tmp_path)}):
-        assert rank["path"] and rank["same"] and rank["exported"] and rank["overwrites"]
-        assert rank["client_state"] == {"epoch": 4} and rank["missing"] == (None, {})
+@pytest.mark.fast("2-2")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_checkpoint_continues_and_is_exported(stage: int, tmp_path: Path) -> None:
+    """Save after two steps, load into another engine, and train both on; export what was saved."""
+    folder = str(tmp_path)
+    engine, other = make(stage), make(stage)
+    train(engine, "engine", range(2))
+    engine.save_checkpoint(folder, client_state={"epoch": 4}, exclude_frozen_parameters=True)
+    saved = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    path, client_state = other.load_checkpoint(folder, load_module_strict=False)
+    assert (path, client_state) == (str(tmp_path / "global_step2"), {"epoch": 4})
+    for each in (engine, other):
+        train(each, "engine", range(2, 4))
+    assert_same_bits(engine.zerolite.full_state_dict(), other.zerolite.full_state_dict(), "resumed")
+    assert other.load_checkpoint(str(tmp_path / "nothing")) == (None, {})
+    exported = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    if saved is not None:
+        assert_same_bits(dict(saved), {name: exported[name] for name in saved}, "exported")
+        assert exported.keys() == saved.keys()
+    assert engine.zerolite.config.checkpoint.overwrite
     assert (tmp_path / "latest").read_text().strip() == "global_step2"
     assert (tmp_path / "zero_to_fp32.py").stat().st_mode & 0o111
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_model_without_an_optimizer_and_a_second_engine(pools: Pools, stage: int) -> None:
-    for rank in pools(2).run(f"{CASES}:reference_model", {"stage": stage}):
-        assert rank == {"none": True, "same": True, "again": 1}
+class Theirs(nn.Module):
+    """The model of :func:`tests.checkpoint.deepspeed_fakes.example`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(5, 3, bias=False), nn.Linear(5, 3, bias=False)
+        self.head.weight = self.a.weight
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.b = nn.ParameterDict({"bias": torch.zeros(7), "pair": torch.zeros(2)})
+        self.c = nn.Linear(3, 2, bias=False).to(torch.bfloat16).requires_grad_(False)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(3))
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_checkpoint_of_deepspeed_is_loaded(pools: Pools, tmp_path: Path, stage: int) -> None:
-    for rank in pools(2).run(f"{CASES}:load_deepspeeds", {"stage": stage, "folder": str(tmp_path)}):
-        assert rank["same"] and rank["exported"] and rank["tied"]
-        assert rank["state"] == ("global_step6", {"epoch": 3}, [0.5], 6)
-        assert rank["left"] == []
+@pytest.mark.fast("2-1")
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_checkpoint_of_deepspeed_is_loaded(stage: int, tmp_path: Path) -> None:
+    """Of DeepSpeed's stage 2, into another stage; and it is exported."""
+    fake = example(2, 2, client_state={"epoch": 3})
+    if dist.get_rank() == 0:
+        fake.write(tmp_path)
+    dist.barrier()
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=Theirs(), config=config)[0]
+    path, client_state = engine.load_checkpoint(str(tmp_path))
+    assert (Path(path or "").name, client_state) == ("global_step6", {"epoch": 3})
+    assert (engine.get_lr(), engine.global_steps) == ([0.5], 6)
+    state = engine.zerolite.full_state_dict(dtype=torch.float32)
+    exported = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    values = {**fake.trained, **fake.frozen, **fake.buffers, "head.weight": fake.trained["a.weight"]}
+    assert exported.keys() == values.keys() and exported["head.weight"] is exported["a.weight"]
+    for name, value in values.items():
+        assert torch.equal(state[name].float(), value.float()) and torch.equal(exported[name].float(), value.float())
+    dist.barrier()
+    assert not [each.name for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
-def test_parts_of_parameters_are_read_and_set_by_rank(pools: Pools) -> None:
-    for rank in pools(2).run(f"{CASES}:local_values"):
-        assert all(rank.values()), rank
-        assert len(rank) == 2 + 3 * 6
+# -------------------------------------------------------------------- several engines, parts of parameters
+
+
+@pytest.mark.fast("2-0")
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_model_without_an_optimizer_and_a_second_engine(stage: int) -> None:
+    engine = make(stage)
+    config = {**config_of(stage), "train_batch_size": "auto"}
+    for key in ("optimizer", "scheduler"):
+        del config[key]
+    reference, optimizer, _, schedule = deepspeed.initialize(model=Net().eval(), config=config)
+    assert optimizer is None and schedule is None
+    x = batch(0, dist.get_rank())
+    with torch.no_grad():
+        before = float(reference(x))
+    train(engine, "engine", range(1))
+    with torch.no_grad():
+        assert float(reference(x)) == before == float(Net()(x))
+    module = engine.module
+    engine.destroy()
+    del engine
+    again = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config_of(stage))[0]
+    train(again, "engine", range(1))
+    assert again.global_steps == 1
+
+
+@on_ranks(2)
+def test_parts_of_parameters_are_read_and_set_by_rank() -> None:
+    """Parts of masters, states and gradients at stage 3, beside the whole ones."""
+    utils = deepspeed.utils
+    engine, rank = make(3), dist.get_rank()
+    train(engine, "engine", range(1))
+    engine.backward(engine(batch(9, rank)))
+    assert utils.safe_get_local_fp32_param(engine.module.frozen) is None
+    fp32 = (utils.safe_get_local_fp32_param, utils.safe_set_local_fp32_param, utils.safe_get_full_fp32_param)
+    state = (
+        lambda p: utils.safe_get_local_optimizer_state(p, "exp_avg"),
+        lambda p, value: utils.safe_set_local_optimizer_state(p, value, "exp_avg"),
+        lambda p: utils.safe_get_full_optimizer_state(p, "exp_avg"),
+    )
+    grad = (utils.safe_get_local_grad, utils.safe_set_local_grad, utils.safe_get_full_grad)
+    for name, parameter in engine.module.named_parameters():
+        for get, put, whole in (fp32, grad, state) if parameter.requires_grad else ():
+            part, before = get(parameter), whole(parameter)
+            padded = torch.zeros(part.numel() * dist.get_world_size())
+            padded[: before.numel()] = before.flatten()
+            assert part.numel() == parameter.ds_tensor.numel(), name
+            assert torch.equal(part, padded.view(-1, part.numel())[rank]), name
+            put(parameter, 2 * part)
+            assert torch.equal(whole(parameter), 2 * before), name
+    with deepspeed.zero.GatheredParameters(engine.module.first.weight):
+        gathered = engine.module.first.weight.detach().clone()
+    assert torch.equal(gathered, utils.safe_get_full_fp32_param(engine.module.first.weight))
 
 
 def test_parts_are_refused_where_parameters_are_whole() -> None:
     with pytest.raises(ValueError, match="that stage 3 has partitioned, got one of shape .* that is whole"):
-        deepspeed.utils.safe_get_local_fp32_param(torch.nn.Parameter(torch.ones(2), requires_grad=False))
+        deepspeed.utils.safe_get_local_fp32_param(nn.Parameter(torch.ones(2), requires_grad=False))
+
+
+# -------------------------------------------------------------------- pipelines and leaf modules
+
+WORDS, WIDTH = 11, 6
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def as_head(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, embedding.weight)
+
+
+@pytest.mark.fast("2-0")
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(2)
+def test_a_pipeline_trains_as_its_layers_in_one_process(stage: int) -> None:
+    layers = [
+        TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH),
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        torch.tanh,
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        TiedLayerSpec("words", nn.Embedding, WORDS, WIDTH, forward_fn=as_head),
+    ]
+    model = PipelineModule(layers=layers, loss_fn=loss_of, num_stages=2, partition_method="uniform", base_seed=3)
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "optimizer": optimizer}
+    engine = deepspeed.initialize(model=model, config={**config, "zero_optimization": {"stage": stage}})[0]
+    words, a, b = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    for place, module in ((0, words), (1, a), (3, b)):  # as seed_layers does
+        torch.manual_seed(3 + place)
+        module.reset_parameters()
+    plain = torch.optim.AdamW(nn.ModuleList([words, a, b]).parameters(), lr=0.1, weight_decay=0.0)
+    for step in range(3):
+        batches = []
+        for micro in range(3):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            tokens = torch.randint(0, WORDS, (2, 5), generator=generator)
+            batches.append((tokens, tokens.roll(1, 1)))
+        run = engine.train_batch if step < 2 else engine.eval_batch
+        wanted = torch.stack([loss_of(as_head(words, b(torch.tanh(a(words(x))))), y) for x, y in batches]).mean()
+        assert float(run(iter(batches))) == pytest.approx(float(wanted), rel=1e-5)
+        wanted.backward()
+        plain.step()
+        plain.zero_grad()
+
+
+class Experts(nn.Module):
+    """Two layers, of which a rank uses the one with its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return self.layers[number](x)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.experts = nn.Linear(WIDTH, WIDTH), Experts()
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return self.experts(self.first(x), number).pow(2).mean()
+
+
+@on_ranks(2)
+def test_marked_modules_are_gathered_where_ranks_use_different_parts() -> None:
+    model, plain, rank = Mixture(), Mixture(), dist.get_rank()
+    assert deepspeed.utils.set_z3_leaf_modules(model, [Experts]) == [model.experts]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for step in range(2):
+        batches = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+        engine.backward(engine(batches[rank], rank))
+        engine.step()
+        torch.stack([plain(x, number) for number, x in enumerate(batches)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(engine.zerolite.full_state_dict(), dict(plain.state_dict()), rtol=0, atol=1e-6)

@@ -1,78 +1,43 @@
-"""docs/drop-in.md is true: every row runs at every stage, and its cells say what comes of it."""
+"""docs/drop-in.md has a test for every row; those of the rows are in test_drop_in_*.py."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
 
 import pytest
 
-from tests.distributed.cases.drop_in import STAGES, all_cases
-from tests.toolkit.models import ROOT
+from tests.toolkit.drop_in import CASES, ROWS, assert_row_is_true
 from tests.toolkit.pool import Pools
 
-HEADER = ["what a loop does", "0", "1", "2", "3", "instead"]
+THEMES = ("loops", "gradients", "hooks", "optimizers", "schedules", "weights", "modules", "graphs")
+MODULES = {theme: f"tests.distributed.test_drop_in_{theme}" for theme in THEMES}
 
 
-def table(text: str) -> dict[str, list[str]]:
-    """The cells for stages 0 to 3 by row, of all tables of ``text``."""
-    rows: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if not line.startswith("|") or set(line) <= set("|- "):
-            continue
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert len(cells) == len(HEADER), line
-        if cells == HEADER:
-            continue
-        assert cells[0] not in rows, f"two rows {cells[0]!r}"
-        rows[cells[0]] = cells[1:5]
-    return rows
-
-
-ROWS = table((ROOT / "docs" / "drop-in.md").read_text(encoding="utf-8"))
-CASES = all_cases()
-NAMES = {row: CASES[row].name if row in CASES else row for row in ROWS}
-OVER_ROWS = pytest.mark.parametrize("row", [pytest.param(row, id=NAMES[row]) for row in ROWS])
-
-
-def test_every_row_has_a_case_and_every_case_a_row() -> None:
-    assert ROWS.keys() - CASES.keys() == set()
-    assert CASES.keys() - ROWS.keys() == set()
-
-
-def test_cells_say_works_or_raises() -> None:
+def test_every_row_has_a_case_and_every_refusal_words_and_an_alternative() -> None:
+    for module in MODULES.values():
+        importlib.import_module(module)
+    assert CASES.keys() == ROWS.keys()
     assert len(ROWS) > 90
-    for row, cells in ROWS.items():
+    for row, (*cells, instead) in ROWS.items():
         assert set(cells) <= {"works", "raises"}, row
+        assert "raises" not in cells or (instead and CASES[row].words), row
 
 
-def test_what_raises_somewhere_has_words_and_an_alternative() -> None:
-    for line in (ROOT / "docs" / "drop-in.md").read_text(encoding="utf-8").splitlines():
-        if "| raises |" in line:
-            *_, instead = line.strip("|").split("|")
-            assert instead.strip(), line
-            assert CASES[line.strip("|").split("|")[0].strip()].words, line
+OTHER_WORLDS = [
+    *(("loops", name) for name in ("the_engines_loop", "accumulated", "weighted", "joined")),
+    *(("gradients", name) for name in ("grad_read", "grad_changed", "clipped_by_torch")),
+    ("hooks", "accumulate_hook_in_a_window"),
+    ("optimizers", "elementwise"),
+    ("schedules", "states_read"),
+    ("weights", "written_gathered"),
+    ("graphs", "unused_modules_in_a_leaf"),
+]
 
 
-@pytest.mark.fast(
-    "2-the_engines_loop",
-    "2-torchs_loop",
-    "2-accumulated",
-    "2-joined",
-    "2-closure",
-    "2-autocast",
-    "2-clipped_by_torch",
-    "2-grad_read",
-    "2-own_updates",
-    "2-module_hooks",
-    "2-muon_by_name",
-)
-@OVER_ROWS
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_row_is_true(pools: Pools, world: int, row: str) -> None:
-    if world == 1 and CASES[row].several:
-        pytest.skip("about ranks that differ")
-    kwargs: dict[str, Any] = {"row": row, "everything": world != 2}
-    wanted = dict(zip(STAGES, ROWS[row], strict=True))
-    for rank in pools(world).run("tests.distributed.cases.drop_in:outcomes", kwargs, timeout=300.0):
-        for stage, found in rank.items():
-            assert set(found) == {wanted[stage]}, f"stage {stage}: {sorted(set(found))}, the table says {wanted[stage]}"
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("theme", "name"), OTHER_WORLDS)
+def test_rows_are_true_at_other_world_sizes(pools: Pools, theme: str, name: str, world: int) -> None:
+    importlib.import_module(MODULES[theme])
+    if world > 1 or name != "joined":  # which is about ranks that differ
+        assert_row_is_true(pools, MODULES[theme], name, True, world)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 from tests.toolkit.transports import UNITS, pair, transport
 from zerolite.comm import Communicator, Pending, dry_communicator, gloo, record
 from zerolite.utils import memory_tags
@@ -93,7 +93,7 @@ def launches(comm: Communicator) -> dict[str, Callable[[], Pending | None]]:
     }
 
 
-def _account(comms: Sequence[Communicator]) -> list[Any]:
+def account(comms: Sequence[Communicator]) -> list[Any]:
     """(what, its allocations, those that were named, the result) of every collective of both, and the record."""
     found: list[Any] = []
     with record() as recorder:
@@ -110,38 +110,21 @@ def _account(comms: Sequence[Communicator]) -> list[Any]:
     return [*found, recorder.calls]
 
 
-def accounts(kind: str) -> dict[str, list[Any]]:
-    """Return the accounts of this rank over its process group; dry, with tensors that have memory, and with those that
-    have none. Of 16-bit sums, which are made in chunks, the last makes one chunk only: here all make one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo, "_CHUNK", 1 << 20)
-        return _accounts(kind)
-
-
-def _accounts(kind: str) -> dict[str, list[Any]]:
-    with transport(kind):
-        real = pair()
-        found = {"real": _account(real)}
-    place = (KINDS[kind], real[0].rank, real[0].world_size)
-    dry = dry_communicator(*place)  # type: ignore[arg-type]
-    found["dry"] = _account((dry, dry.second("gloo")))
-    with FakeTensorMode():
-        dry = dry_communicator(*place)  # type: ignore[arg-type]
-        found["fake"] = _account((dry, dry.second("gloo")))
-    return found
-
-
-# -------------------------------------------------------------------- the tests
-
-
 @pytest.mark.fast("2-native")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_a_dry_communicator_launches_and_allocates_what_a_real_one_does(pools: Pools, world: int, kind: str) -> None:
-    for result in pools(world).run(accounts, {"kind": kind}):
-        for which in ("dry", "fake"):
-            for real, dry in zip(result["real"], result[which], strict=True):
-                assert dry == real, which
-        named = [entry for _, *more in result["real"][:-1] if len(more) == 3 for entry in more[1]]
-        assert named and {item for _, item in named} == {"communication_buckets"}
-        assert len(result["real"][-1]) > 30, "collectives are recorded"
+@on_ranks(2, 4)
+def test_a_dry_communicator_launches_and_allocates_what_a_real_one_does(kind: str) -> None:
+    """With tensors that have memory, and with those that have none. Of 16-bit sums, which are made in chunks, the last
+    rank makes one chunk only: here all make one."""
+    with pytest.MonkeyPatch.context() as patch, transport(kind):
+        patch.setattr(gloo, "_CHUNK", 1 << 20)
+        comms = pair()
+        real = account(comms)
+        for mode in (contextlib.nullcontext(), FakeTensorMode()):
+            with mode:
+                dry = dry_communicator(KINDS[kind], comms[0].rank, comms[0].world_size)  # type: ignore[arg-type]
+                for one, other in zip(account((dry, dry.second("gloo"))), real, strict=True):
+                    assert one == other, mode
+    named = [entry for _, *more in real[:-1] if len(more) == 3 for entry in more[1]]
+    assert named and {item for _, item in named} == {"communication_buckets"}
+    assert len(real[-1]) > 30, "collectives are recorded"

@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.configs import config
-from tests.toolkit.configs import config as make_config
-from tests.toolkit.pool import Pool, Pools
-from tests.toolkit.training import make_engine, snapshot
+from tests.toolkit.pool import Pool
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import make_engine, raised, snapshot
 from tests.toolkit.transports import transport
 from zerolite.data.dataloader import EpochSampler
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Points(Dataset):
@@ -44,35 +46,51 @@ def joint(indices: list[int]) -> tuple[Tensor, Tensor]:
     return torch.stack([item[1] for item in items]), torch.stack([item[2] for item in items])
 
 
+def assert_exact(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 # -------------------------------------------------------------------- evaluation
 
 
-def evaluate(config: dict[str, Any], count: int, batch_size: int, how: str) -> dict[str, Any]:
-    """One training step, then predictions for every item, with the metrics that people compute of them.
-
-    how: the loader is the engine's ("own"), the user's and told to the engine ("prepared"), or the engine's and the
-    predictions are gathered after the pass ("whole").
-    """
-    engine = make_engine(config, "Mlp")
-    engine.backward(models.square_loss(engine, models.float_batch(99, 0, dist.get_rank())))
+@pytest.mark.fast("2-prepared-1", "3-whole-2", "2-whole-3", "1-own-0")
+@pytest.mark.parametrize(("how", "stage"), [("own", 0), ("prepared", 1), ("whole", 2), ("whole", 3), ("own", 3)])
+@on_ranks(1, 2, 3)
+def test_every_item_is_evaluated_once_and_in_order(how: str, stage: int) -> None:
+    """how: the loader is the engine's ("own"), the user's and told to the engine ("prepared"), or the engine's and the
+    predictions are gathered after the pass ("whole")."""
+    engine = make_engine(config(stage), "Mlp")
+    engine.backward(models.square_loss(engine, models.float_batch(99, 0, engine.rank)))
     engine.step()
-    data = Points(count)
-    if how == "prepared":
-        sampler: Any = DistributedSampler(data, engine.world_size, engine.rank, shuffle=False)
-        loader = engine.prepare_loader(DataLoader(data, batch_size=batch_size, sampler=sampler))
-    else:
-        loader = engine.deepspeed_io(data, batch_size, "eval")
-    rows: list[Any] = []
+    model = models.build(models.Mlp)
+    model.load_state_dict(snapshot(engine))
     engine.eval()
-    with torch.no_grad():
-        for index, x, y in loader:
-            outputs = engine(x)
-            found = {"index": index, "outputs": outputs, "near": (outputs - y).abs() < 1, "half": outputs.bfloat16()}
-            rows.append(found if how == "whole" else engine.gather_for_metrics(found))
-    together = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-    if how == "whole":
-        together = engine.gather_for_metrics(together, loader)
-    return {"gathered": together, "weights": snapshot(engine)}
+    for count in (1, 12, 13) if how == "own" else (11,):
+        data = Points(count)
+        if how == "prepared":
+            sampler: Any = DistributedSampler(data, engine.world_size, engine.rank, shuffle=False)
+            loader = engine.prepare_loader(DataLoader(data, batch_size=3, sampler=sampler))
+        else:
+            loader = engine.deepspeed_io(data, 3, "eval")
+        rows: list[Any] = []
+        with torch.no_grad():
+            for index, x, y in loader:
+                outputs = engine(x)
+                found = {
+                    "index": index,
+                    "outputs": outputs,
+                    "near": (outputs - y).abs() < 1,
+                    "half": outputs.bfloat16(),
+                }
+                rows.append(found if how == "whole" else engine.gather_for_metrics(found))
+            gathered = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+            if how == "whole":
+                gathered = engine.gather_for_metrics(gathered, loader)
+            x, y = joint(list(range(count)))
+            torch.testing.assert_close(gathered["outputs"], model(x))
+        assert gathered["index"].tolist() == list(range(count))
+        assert torch.equal(gathered["half"], gathered["outputs"].bfloat16())
+        assert torch.equal(gathered["near"], (gathered["outputs"] - y).abs() < 1)
 
 
 # -------------------------------------------------------------------- reduce and gather
@@ -106,31 +124,60 @@ def mixed(rank: int) -> dict[str, Any]:
     return dict(sorted(items.items(), reverse=rank % 2 == 1))
 
 
-def reduce_and_gather(config: dict[str, Any]) -> dict[str, Any]:
-    engine = make_engine(config, "Mlp")
-    rank = dist.get_rank()
-    reduced = {op: engine.reduce(mixed(rank), op) for op in ("mean", "sum", "max", "min")}
-    return {
-        "reduced": reduced,
-        "gathered": engine.gather(uneven(rank)),
-        "metrics": engine.gather_for_metrics(uneven(rank)),
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(1, 2, 3)
+def test_gathers_of_uneven_nested_values(stage: int) -> None:
+    engine, ranks = make_engine(config(stage), "Mlp"), [uneven(rank) for rank in range(dist.get_world_size())]
+    wanted = {
+        "floats": torch.cat([rank["floats"] for rank in ranks]),
+        "low": [torch.cat([rank["low"][i] for rank in ranks]) for i in range(2)],
+        "bools": torch.cat([rank["bools"] for rank in ranks]),
+        "longs": torch.cat([rank["longs"] for rank in ranks]),
+        "scalar": (torch.arange(float(len(ranks))), torch.arange(len(ranks))),
+        "strided": torch.cat([rank["floats"] for rank in ranks]),
+        "none": None,
     }
+    assert_exact(engine.gather(ranks[engine.rank]), wanted)
+    assert_exact(engine.gather_for_metrics(ranks[engine.rank]), wanted)
 
 
-def large(rank: int) -> dict[str, Any]:
-    """More than fits in one message, and of different lengths."""
-    return {"x": torch.arange(30000.0 * rank).view(-1, 3), "y": torch.arange(50001 + rank) % 3 == 0}
+@on_ranks(1, 2, 3)
+def test_reductions_of_nested_values() -> None:
+    engine = make_engine(config(0), "Mlp")
+    world, ranks = engine.world_size, [mixed(rank) for rank in range(engine.world_size)]
+    found = {op: engine.reduce(mixed(engine.rank), op) for op in ("sum", "mean", "max", "min")}
+    losses, total = [rank["loss"] for rank in ranks], 3 * sum(range(world))
+    assert [one["loss"] for one in found.values()] == [sum(losses), sum(losses) / world, max(losses), 0.0]
+    assert [type(found[op]["loss"]) for op in ("sum", "max")] == [float if world > 1 else int] * 2
+    assert [one["count"] for one in found.values()] == [total, total / world, 3 * (world - 1), 0]
+    assert type(found["sum"]["count"]) is int
+    assert [found[op]["flag"] for op in ("sum", "max", "min")] == [1, True, world == 1]
+    for op, function in (("sum", torch.sum), ("mean", torch.mean), ("max", torch.amax), ("min", torch.amin)):
+        for index in range(2):
+            stacked = torch.stack([rank["tensors"][index] for rank in ranks]).double()
+            dtype = torch.float32 if index else torch.float64 if op == "mean" else torch.int64
+            assert_exact(found[op]["tensors"][index], function(stacked, 0).to(dtype))
+    assert [found[op]["tensors"][2].item() for op in ("sum", "max", "min")] == [1, True, world == 1]
+    assert found["sum"]["half"].tolist() == [1000.0 * sum(range(1, world + 1))] * 2
 
 
-def gather_large(how: str) -> dict[str, Any]:
-    """Two times :func:`large`, and a sum, with one way of sending."""
+@pytest.mark.parametrize("how", ["shared memory", "messages", "little memory", "native"])
+@on_ranks(3)
+def test_large_values_whichever_way_they_are_sent(how: str) -> None:
+    """More than fits in one message, and of different lengths; two times."""
+    rows = [
+        {"x": torch.arange(30000.0 * rank).view(-1, 3), "y": torch.arange(50001 + rank) % 3 == 0} for rank in range(3)
+    ]
     with transport(how):
-        engine = make_engine(make_config(0), "Mlp")
+        engine = make_engine(config(0), "Mlp")
         total = engine.reduce(torch.full((20001,), engine.rank), "sum")
-        return {"gathered": [engine.gather(large(engine.rank)) for _ in range(2)], "total": total}
+        for _ in range(2):
+            found = engine.gather(rows[engine.rank])
+            assert_exact(found, {name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+    assert torch.equal(total, torch.full((20001,), 3))
 
 
-def _calls(engine: Any, rank: int) -> dict[str, Callable[[], Any]]:
+def calls_that_do_not_fit(engine: Any, rank: int) -> dict[str, Callable[[], Any]]:
     """Calls that do not fit together: rank 0 makes them differently, or wrongly."""
     first = rank == 0
     one = torch.ones(2, 3)
@@ -161,33 +208,51 @@ def _calls(engine: Any, rank: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def disagreements(config: dict[str, Any]) -> dict[str, str]:
-    """Return the error of each call, after which the next call works."""
-    engine = make_engine(config, "Mlp")
-    said = {}
-    for name, call in _calls(engine, dist.get_rank()).items():
-        try:
-            call()
-        except (RuntimeError, ValueError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
-        del call
+WORDS = {
+    "dtype": r"RuntimeError: engine.gather: .*rank 0 has \['x'\]: torch.float64 \[\*, 3\] \| rank 1 has .*float32",
+    "trailing shape": r"RuntimeError: engine.gather: .*rank 0 has \['x'\]: torch.float32 \[\*, 3\] \| .*\[\*, 2\]",
+    "keys": r"RuntimeError: engine.gather: .*rank 0 has nothing more \| rank 1 has \['y'\]: torch.float32 \[\*, 3\]",
+    "shape": r"RuntimeError: engine.reduce: .*rank 0 has \['x'\]: torch.float32 \[2, 3\] \| rank 1 has .*\[3\]",
+    "op": r"RuntimeError: engine.reduce: .*rank 0 has engine.reduce, op=sum \| rank 1 has engine.reduce, op=max",
+    "kind": r"RuntimeError: engine.reduce: .*rank 0 has \['x'\]: a number \| rank 1 has \['x'\]: torch.float32",
+    "method": r"RuntimeError: engine\.\w+: .*rank 0 has engine.reduce, op=mean; .* \| rank 1 has engine.gather",
+    "text": r"ValueError: engine.gather: rank 0: expected tensors, got str at \['x'\]",
+    "wrong op": r"ValueError: engine.reduce: rank 0: expected op to be one of mean, sum, max, min, got 'average'",
+    "rows": r"ValueError: engine.gather_for_metrics: rank 0: expected a row for each of the 2 samples .*3 rows at",
+    "batch": r"RuntimeError: engine.gather_for_metrics: .*rank 0 has .*2 samples on each.*rank 1 has .*1 samples",
+}
+
+
+@pytest.mark.fast("2-0", "3-1")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2, 3, timeout=30)
+def test_ranks_that_disagree_all_raise_and_go_on(stage: int) -> None:
+    engine = make_engine(config(stage), "Mlp")
+    calls = calls_that_do_not_fit(engine, engine.rank)
+    assert calls.keys() == WORDS.keys()
+    for name, call in calls.items():
+        said = raised(call)
+        assert re.search(WORDS[name], said, re.DOTALL), (name, said)
         assert engine.reduce(1, "sum") == engine.world_size
-    return said
 
 
 # -------------------------------------------------------------------- training data
 
 
-def train_on_data(config: dict[str, Any], count: int, updates: int) -> dict[str, Any]:
-    """Updates over several passes, an evaluation within each micro-batch; the items that this rank saw in them."""
-    engine = make_engine(config, "Mlp", training_data=Points(count))
-    batches = zerolite.RepeatingLoader(engine.dataloader)
-    evaluation = engine.deepspeed_io(Points(3), route="eval")
-    seen: list[list[list[int]]] = []
+@pytest.mark.fast("1-True-0", "2-False-1", "3-False-2", "2-False-3")
+@pytest.mark.parametrize(("drop_last", "stage"), [(True, 0), (False, 1), (False, 2), (False, 3), (True, 3)])
+@on_ranks(1, 2, 3)
+def test_training_on_data_equals_plain_training(drop_last: bool, stage: int) -> None:
+    """Updates over several passes, an evaluation within each micro-batch."""
+    count, updates, accumulation, size, world = 15, 5, 2, 2, dist.get_world_size()
+    settings = config(stage, accumulation=accumulation, dataloader_drop_last=drop_last)
+    engine = make_engine(settings, "Mlp", training_data=Points(count))
+    batches, evaluation = zerolite.RepeatingLoader(engine.dataloader), engine.deepspeed_io(Points(3), route="eval")
+    model = models.build(models.Mlp)
+    optimizer = torch.optim.SGD(model.parameters(), **settings["optimizer"]["params"], foreach=True)
     gathered = []
     for _ in range(updates):
-        seen.append([])
-        for _ in range(engine.gradient_accumulation_steps):
+        for _ in range(accumulation):
             index, x, y = next(batches)
             engine.backward(models.square_loss(engine, (x, y)))
             with torch.no_grad():
@@ -195,21 +260,31 @@ def train_on_data(config: dict[str, Any], count: int, updates: int) -> dict[str,
             assert torch.cat(evaluated).tolist() == [0, 1, 2]
             gathered.append(engine.gather_for_metrics(index).tolist())
             engine.step()
-            seen[-1].append(index.tolist())
-    return {"seen": seen, "gathered": gathered, "weights": snapshot(engine), "length": len(engine.dataloader)}
+            parts: list[Any] = [None] * world
+            dist.all_gather_object(parts, index.tolist())
+            for part in parts:
+                x, y = joint(part)
+                (F.mse_loss(model(x), y) / (world * accumulation)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(snapshot(engine), dict(model.named_parameters()))
+    passes, micro = [], []
+    while len(micro) < updates * accumulation:
+        sampler = EpochSampler(range(count), 1, 0)
+        sampler.set_epoch(len(passes))
+        passes.append(list(sampler))
+        kept = passes[-1][: count // (size * world) * size * world] if drop_last else passes[-1]
+        micro += [kept[start : start + size * world] for start in range(0, len(kept), size * world)]
+    assert gathered == micro[: updates * accumulation]
+    assert len(engine.dataloader) == len(micro) // len(passes)
 
 
-def loader_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``engine.dataloader`` and of other loaders, which follow from the arguments of
-    ``initialize``."""
-    collate = len
-    engine = make_engine(config, "Mlp", training_data=Points(5), collate_fn=collate, num_local_io_workers=2)
+@on_ranks(2)
+def test_arguments_of_initialize_reach_the_loaders() -> None:
+    engine = make_engine(config(1), "Mlp", training_data=Points(5), collate_fn=len, num_local_io_workers=2)
     loader = engine.deepspeed_io(Points(5), 3, "predict", False)
-    return {
-        "workers": (engine.dataloader.num_workers, loader.num_workers),
-        "batch sizes": (engine.dataloader.batch_size, loader.batch_size),
-        "batches": list(loader),
-    }
+    assert (engine.dataloader.num_workers, loader.num_workers) == (2, 0)
+    assert (engine.dataloader.batch_size, loader.batch_size, list(loader)) == (2, 3, [3])
 
 
 # -------------------------------------------------------------------- synchronised batch norm
@@ -257,181 +332,6 @@ def sync_batch_norm(config: dict[str, Any], steps: int, real: bool) -> dict[str,
     }
 
 
-def torch_sync_batch_norm_on_cpu(config: dict[str, Any]) -> dict[str, Any]:
-    """torch's own layer evaluates; in training it raises on every rank."""
-    engine = zerolite.initialize(nn.SyncBatchNorm.convert_sync_batchnorm(normalised_model(nn.BatchNorm1d)), config)
-    engine.eval()
-    x, _ = models.float_batch(0, 0, 0)
-    with torch.no_grad():
-        outputs = engine.gather(engine(x.chunk(engine.world_size)[engine.rank]))
-    engine.train()
-    try:
-        engine(x)
-    except ValueError as error:
-        return {"outputs": outputs, "error": str(error)}
-    return {"outputs": outputs, "error": ""}
-
-
-# -------------------------------------------------------------------- the tests
-
-
-_FAST = {(0, 1), (1, 2), (2, 3), (3, 2)}
-STAGES_AND_WORLDS = pytest.mark.parametrize(
-    ("stage", "world"),
-    [
-        pytest.param(stage, world, marks=() if (stage, world) in _FAST else pytest.mark.slow)
-        for stage in range(4)
-        for world in (1, 2, 3)
-    ],
-)
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
-
-
-def same_everywhere(ranks: list[Any]) -> Any:
-    """One rank's result, after a check that the others have the same bits."""
-    for other in ranks[1:]:
-        torch.testing.assert_close(other, ranks[0], rtol=0, atol=0, equal_nan=True)
-    return ranks[0]
-
-
-@pytest.mark.fast("own-0-1", "prepared-1-2", "whole-2-3", "whole-3-2")
-@STAGES_AND_WORLDS
-@pytest.mark.parametrize("how", ["own", "prepared", "whole"])
-def test_every_item_is_evaluated_once_and_in_order(pools: Pools, stage: int, world: int, how: str) -> None:
-    for count in (1, 12, 13) if how == "own" else (11,):
-        kwargs = {"config": config(stage), "count": count, "batch_size": 3, "how": how}
-        result = same_everywhere(pools(world).run(evaluate, kwargs))
-        gathered = result["gathered"]
-        assert gathered["index"].tolist() == list(range(count))
-        model = models.build(models.Mlp)
-        model.load_state_dict(result["weights"])
-        x, y = joint(list(range(count)))
-        with torch.no_grad():
-            outputs = model(x)
-        torch.testing.assert_close(gathered["outputs"], outputs)
-        assert torch.equal(gathered["half"], gathered["outputs"].bfloat16())
-        assert torch.equal(gathered["near"], (gathered["outputs"] - y).abs() < 1)
-
-
-@STAGES_AND_WORLDS
-def test_gathers_of_uneven_nested_values(pools: Pools, stage: int, world: int) -> None:
-    result = same_everywhere(pools(world).run(reduce_and_gather, {"config": config(stage)}))
-    ranks = [uneven(rank) for rank in range(world)]
-    wanted = {
-        "floats": torch.cat([rank["floats"] for rank in ranks]),
-        "low": [torch.cat([rank["low"][i] for rank in ranks]) for i in range(2)],
-        "bools": torch.cat([rank["bools"] for rank in ranks]),
-        "longs": torch.cat([rank["longs"] for rank in ranks]),
-        "scalar": (torch.arange(float(world)), torch.arange(world)),
-        "strided": torch.cat([rank["floats"] for rank in ranks]),
-        "none": None,
-    }
-    assert wanted["floats"].shape[0] == sum(range(world))
-    torch.testing.assert_close(result["gathered"], wanted, rtol=0, atol=0)
-    torch.testing.assert_close(result["metrics"], wanted, rtol=0, atol=0)
-
-
-@STAGES_AND_WORLDS
-def test_reductions_of_nested_values(pools: Pools, stage: int, world: int) -> None:
-    result = same_everywhere(pools(world).run(reduce_and_gather, {"config": config(stage)}))["reduced"]
-    ranks = [mixed(rank) for rank in range(world)]
-    losses = [rank["loss"] for rank in ranks]
-    assert [result[op]["loss"] for op in ("sum", "mean", "max", "min")] == [
-        sum(losses),
-        sum(losses) / world,
-        max(losses),
-        0.0,
-    ]
-    assert [(type(result[op]["loss"])) for op in ("sum", "max")] == [float if world > 1 else int] * 2
-    total = 3 * sum(range(world))
-    assert [result[op]["count"] for op in ("sum", "mean", "max", "min")] == [total, total / world, 3 * (world - 1), 0]
-    assert type(result["sum"]["count"]) is int
-    assert [result[op]["flag"] for op in ("sum", "max", "min")] == [1, True, world == 1]
-    for op, function in (("sum", torch.sum), ("mean", torch.mean), ("max", torch.amax), ("min", torch.amin)):
-        for index in range(2):
-            stacked = torch.stack([rank["tensors"][index] for rank in ranks]).double()
-            found = result[op]["tensors"][index]
-            assert found.dtype == (torch.float32 if index else torch.float64 if op == "mean" else torch.int64)
-            torch.testing.assert_close(found, function(stacked, 0).to(found.dtype), rtol=0, atol=0)
-    assert [result[op]["tensors"][2].item() for op in ("sum", "max", "min")] == [1, True, world == 1]
-    assert result["sum"]["half"].tolist() == [1000.0 * sum(range(1, world + 1))] * 2
-
-
-@pytest.mark.parametrize("how", ["shared memory", "messages", "little memory", "native"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_large_values_whichever_way_they_are_sent(pools: Pools, world: int, how: str) -> None:
-    result = same_everywhere(pools(world).run(gather_large, {"how": how}))
-    ranks = [large(rank) for rank in range(world)]
-    wanted = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
-    torch.testing.assert_close(result["gathered"], [wanted, wanted], rtol=0, atol=0)
-    assert torch.equal(result["total"], torch.full((20001,), sum(range(world))))
-
-
-WORDS = {
-    "dtype": r"RuntimeError: engine.gather: .*rank 0 has \['x'\]: torch.float64 \[\*, 3\] \| rank 1 has .*float32",
-    "trailing shape": r"RuntimeError: engine.gather: .*rank 0 has \['x'\]: torch.float32 \[\*, 3\] \| .*\[\*, 2\]",
-    "keys": r"RuntimeError: engine.gather: .*rank 0 has nothing more \| rank 1 has \['y'\]: torch.float32 \[\*, 3\]",
-    "shape": r"RuntimeError: engine.reduce: .*rank 0 has \['x'\]: torch.float32 \[2, 3\] \| rank 1 has .*\[3\]",
-    "op": r"RuntimeError: engine.reduce: .*rank 0 has engine.reduce, op=sum \| rank 1 has engine.reduce, op=max",
-    "kind": r"RuntimeError: engine.reduce: .*rank 0 has \['x'\]: a number \| rank 1 has \['x'\]: torch.float32",
-    "method": r"RuntimeError: engine\.\w+: .*rank 0 has engine.reduce, op=mean; .* \| rank 1 has engine.gather",
-    "text": r"ValueError: engine.gather: rank 0: expected tensors, got str at \['x'\]",
-    "wrong op": r"ValueError: engine.reduce: rank 0: expected op to be one of mean, sum, max, min, got 'average'",
-    "rows": r"ValueError: engine.gather_for_metrics: rank 0: expected a row for each of the 2 samples .*3 rows at",
-    "batch": r"RuntimeError: engine.gather_for_metrics: .*rank 0 has .*2 samples on each.*rank 1 has .*1 samples",
-}
-
-
-@pytest.mark.fast("0-2", "1-3", "2-2", "3-2")
-@pytest.mark.parametrize("world", [2, 3])
-@STAGES
-def test_ranks_that_disagree_all_raise_and_go_on(pools: Pools, stage: int, world: int) -> None:
-    for said in pools(world).run(disagreements, {"config": config(stage)}, timeout=30):
-        assert set(said) == set(WORDS)
-        for name, words in WORDS.items():
-            assert re.search(words, said[name], re.DOTALL), (name, said[name])
-
-
-@pytest.mark.fast("True-0-1")
-@STAGES_AND_WORLDS
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_training_on_data_equals_plain_training(pools: Pools, stage: int, world: int, drop_last: bool) -> None:
-    count, updates, accumulation, size = 15, 5, 2, 2
-    settings = config(stage, accumulation=accumulation, dataloader_drop_last=drop_last)
-    kwargs = {"config": settings, "count": count, "updates": updates}
-    ranks = pools(world).run(train_on_data, kwargs)
-    passes, micro = [], []
-    while len(micro) < updates * accumulation:
-        sampler = EpochSampler(range(count), 1, 0)
-        sampler.set_epoch(len(passes))
-        passes.append(list(sampler))
-        held = passes[-1][: count // (size * world) * size * world] if drop_last else passes[-1]
-        micro += [held[start : start + size * world] for start in range(0, len(held), size * world)]
-    assert [rank["gathered"] for rank in ranks] == [micro[: updates * accumulation]] * world
-    assert {rank["length"] for rank in ranks} == {len(micro) // len(passes)}
-    model = models.build(models.Mlp)
-    name, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
-    optimizer = getattr(torch.optim, name)(model.parameters(), **params, foreach=True)
-    for update in range(updates):
-        for rank in ranks:
-            for part in rank["seen"][update]:
-                x, y = joint(part)
-                (F.mse_loss(model(x), y) / (world * accumulation)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for rank in ranks:
-        torch.testing.assert_close(rank["weights"], dict(model.named_parameters()))
-
-
-def test_arguments_of_initialize_reach_the_loaders(pools: Pools) -> None:
-    for result in pools(2).run(loader_options, {"config": config(1)}):
-        assert result == {"workers": (2, 0), "batch sizes": (2, 3), "batches": [3]}
-
-
-# -------------------------------------------------------------------- synchronised batch norm
-
-
 def plain_batch_norm(settings: dict[str, Any], world: int, steps: int) -> dict[str, Any]:
     """The joint batch on one process."""
     model = normalised_model(nn.BatchNorm1d)
@@ -450,23 +350,24 @@ def plain_batch_norm(settings: dict[str, Any], world: int, steps: int) -> dict[s
 
 @pytest.mark.fast("2-0", "3-1", "2-2", "2-3")
 @STAGES
-@pytest.mark.parametrize("world", [2, 3])
-def test_statistics_of_all_ranks_equal_those_of_the_joint_batch(pools: Pools, stage: int, world: int) -> None:
-    settings = config(stage)
-    ranks = pools(world).run(sync_batch_norm, {"config": settings, "steps": 4, "real": False})
-    wanted = plain_batch_norm(settings, world, 4)
-    for rank in ranks:
-        torch.testing.assert_close(rank, wanted, rtol=1e-4, atol=1e-6)
+@on_ranks(2, 3)
+def test_statistics_of_all_ranks_equal_those_of_the_joint_batch(stage: int) -> None:
+    found = sync_batch_norm(config(stage), 4, real=False)
+    torch.testing.assert_close(found, plain_batch_norm(config(stage), dist.get_world_size(), 4), rtol=1e-4, atol=1e-6)
 
 
-@STAGES
-def test_torchs_sync_batch_norm_evaluates_on_the_cpu_and_refuses_to_train(pools: Pools, stage: int) -> None:
-    model = normalised_model(nn.BatchNorm1d).eval()
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_torchs_sync_batch_norm_evaluates_on_the_cpu_and_refuses_to_train(stage: int) -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(normalised_model(nn.BatchNorm1d))
+    engine, plain = zerolite.initialize(model, config(stage)), normalised_model(nn.BatchNorm1d).eval()
+    engine.eval()
+    x, _ = models.float_batch(0, 0, 0)
     with torch.no_grad():
-        outputs = model(models.float_batch(0, 0, 0)[0])
-    for rank in pools(2).run(torch_sync_batch_norm_on_cpu, {"config": config(stage)}):
-        torch.testing.assert_close(rank["outputs"], outputs)
-        assert "SyncBatchNorm expected input tensor to be on GPU" in rank["error"]
+        torch.testing.assert_close(engine.gather(engine(x.chunk(2)[engine.rank])), plain(x))
+    engine.train()
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+        engine(x)
 
 
 @pytest.mark.gpu

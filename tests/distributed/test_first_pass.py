@@ -9,20 +9,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
-from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, snapshot
 from zerolite.comm import record
 
 STEPS = 3
 BRANCHES = ("left", "right", "none", "left")
+OPTIMIZER = {"lr": 0.05, "momentum": 0.9}
+HOW = ("engine", "plain", "weights", "twice", "broken", "join", "absent")
+OF_SEVERAL = ("plain", "no_sync", "weights", "join")
+LATE = {"shared": True}  # contributions that come late
+APART = {"shared": False, "branches": True}  # each rank uses other parameters
+
+
+def settings(stage: int, precision: str = "fp32", micros: int = 1, **zero: Any) -> dict[str, Any]:
+    made = config(stage, precision, micros, 0.0, ("SGD", OPTIMIZER), {"reduce_bucket_size": 200, **zero})
+    return made | {"train_micro_batch_size_per_gpu": 4}
 
 
 class Fragile(torch.autograd.Function):
@@ -89,11 +100,11 @@ def _takes_part(how: str, step: int, rank: int, world: int) -> bool:
     return not (lacks and rank == world - 1 and world > 1)
 
 
-def plain(how: str, world: int, micros: int, model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Tensor]:
-    """Train one process in plain PyTorch, to be compared with :func:`train`."""
-    torch.set_num_threads(1)
+def plain(how: str, micros: int, model: dict[str, Any]) -> dict[str, Tensor]:
+    """Train one process in plain PyTorch on what all ranks have."""
+    world = dist.get_world_size()
     module = models.build(Late, **model)
-    torch_optimizer = torch.optim.SGD(module.parameters(), **optimizer)
+    torch_optimizer = torch.optim.SGD(module.parameters(), **OPTIMIZER)
     places = [(micro, rank) for micro in range(micros) for rank in range(world)]
     for step in range(STEPS):
         torch_optimizer.zero_grad()
@@ -125,7 +136,10 @@ def train(config: dict[str, Any], how: str = "engine", model: dict[str, Any] | N
                     engine.optimizer.step()
                     engine.optimizer.zero_grad()
             collectives.append([(call.op, call.tag) for call in recorder.calls])
-    return {"parameters": snapshot(engine), "steps": engine.global_steps, "collectives": collectives}
+    found = snapshot(engine)
+    assert_same_on_ranks(found, how)
+    assert engine.global_steps == STEPS
+    return {"parameters": found, "collectives": collectives}
 
 
 def _micro_batch(engine: Any, how: str, step: int, micro: int, micros: int) -> None:
@@ -150,10 +164,6 @@ def _break_down(engine: Any) -> None:
     engine.zero_grad()
 
 
-def train_many(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: train(**run) for name, run in runs.items()}
-
-
 class Sleeping(nn.Module):
     """Model whose layers ``shared``, in two reentrantly checkpointed segments, are frozen at first, and ``first``
     always."""
@@ -171,12 +181,11 @@ class Sleeping(nn.Module):
         return self.last(hidden)
 
 
-def wake(config: dict[str, Any] | None, optimizer: dict[str, Any], world: int = 1) -> dict[str, Tensor]:
-    """``shared`` is trained from the second step on; without a config in plain PyTorch, over the batches of ``world``
-    ranks."""
+def unfrozen(config: dict[str, Any] | None) -> dict[str, Tensor]:
+    """``shared`` is trained from the second step on; without a config in plain PyTorch."""
     module = models.build(Sleeping)
     engine = zerolite.initialize(module, config) if config is not None else None
-    torch_optimizer = torch.optim.SGD(module.parameters(), **optimizer)
+    torch_optimizer = torch.optim.SGD(module.parameters(), **OPTIMIZER)
     for step in range(STEPS):
         module.shared.requires_grad_(step > 0)
         if engine is not None:
@@ -184,10 +193,11 @@ def wake(config: dict[str, Any] | None, optimizer: dict[str, Any], world: int = 
             engine.step()
             continue
         torch_optimizer.zero_grad()
-        for rank in range(world):
-            (models.square_loss(module, models.float_batch(step, 0, rank)) / world).backward()
+        for rank in range(dist.get_world_size()):
+            loss = models.square_loss(module, models.float_batch(step, 0, rank))
+            (loss / dist.get_world_size()).backward()
         torch_optimizer.step()
-    return snapshot(engine) if engine is not None else {n: p.detach().clone() for n, p in module.named_parameters()}
+    return {n: p.detach().clone() for n, p in module.named_parameters()}
 
 
 def backward_bytes(config: dict[str, Any], depth: int, width: int, steps: int) -> list[float]:
@@ -220,123 +230,71 @@ def backward_bytes(config: dict[str, Any], depth: int, width: int, steps: int) -
 # -------------------------------------------------------------------- the tests
 
 
-OPTIMIZER = {"lr": 0.05, "momentum": 0.9}
-HOW = ("engine", "plain", "weights", "twice", "broken", "join", "absent")
-OF_SEVERAL = ("plain", "no_sync", "weights", "join")
-LATE = {"shared": True}  # contributions that come late
-APART = {"shared": False, "branches": True}  # each rank uses other parameters
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str, tolerance: float = 2e-6) -> None:
+    rtol = 0 if tolerance == 2e-6 else tolerance
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=tolerance, msg=lambda m: f"{what}: {m}")
 
 
-def settings(stage: int, precision: str = "fp32", micros: int = 1, **zero: Any) -> dict[str, Any]:
-    made = config(stage, precision, micros, 0.0, ("SGD", OPTIMIZER), {"reduce_bucket_size": 200, **zero})
-    return made | {"train_micro_batch_size_per_gpu": 4}
-
-
-def run_many(pools: Pools, world: int, runs: dict[Any, dict[str, Any]]) -> dict[Any, list[dict[str, Any]]]:
-    """The results of all ranks, by run; equal on all of them."""
-    ranks = pools(world).run(train_many, {"runs": runs}, timeout=180)
-    results = {name: [rank[name] for rank in ranks] for name in runs}
-    for name, of_ranks in results.items():
-        for rank in of_ranks[1:]:
-            assert_same_bits(rank["parameters"], of_ranks[0]["parameters"], f"{name}: parameters of two ranks")
-            assert rank["steps"] == of_ranks[0]["steps"] == STEPS
-    return results
-
-
-@pytest.mark.fast("1-2")
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4))])
+@pytest.mark.fast("2-1")
 @pytest.mark.parametrize("micros", [1, 3])
-def test_numbers_are_those_of_plain_pytorch(pools: Pools, world: int, micros: int) -> None:
+@on_ranks(2, 3, timeout=180)
+def test_numbers_are_those_of_plain_pytorch(micros: int) -> None:
     kinds = [(how, LATE) for how in (HOW if micros == 1 else OF_SEVERAL)]
-    kinds += [(how, APART) for how in ("engine", "join")]
-    runs = {
-        (number, stage): {"config": settings(stage, micros=micros), "how": how, "model": model}
-        for number, (how, model) in enumerate(kinds)
-        for stage in (1, 2)
-    }
-    results = run_many(pools, world, runs)
-    for number, (how, model) in enumerate(kinds):
-        wanted = plain(how, world, micros, model, OPTIMIZER)
+    for how, model in [*kinds, ("engine", APART), ("join", APART)]:
+        wanted = plain(how, micros, model)
         for stage in (1, 2):
-            for name, value in wanted.items():
-                torch.testing.assert_close(
-                    results[number, stage][0]["parameters"][name],
-                    value,
-                    rtol=0,
-                    atol=2e-6,
-                    msg=lambda m, n=name, h=how, s=stage: f"{h}, stage {s}, {n}: {m}",
-                )
+            found = train(settings(stage, micros=micros), how, model)
+            assert_close(found["parameters"], wanted, f"{how}, stage {stage}")
 
 
-@pytest.mark.fast("contiguous_gradients")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"contiguous_gradients": False},
-        {"reduce_scatter": False},
-        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"overlap_comm": False}, {"overlap_comm": True})),
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_numbers_with_other_ways_of_reducing(pools: Pools, options: dict[str, Any]) -> None:
-    runs = {stage: {"config": settings(stage, **options), "model": LATE} for stage in (1, 2)}
-    wanted = plain("engine", 2, 1, LATE, OPTIMIZER)
-    for result in run_many(pools, 2, runs).values():
-        for name, value in wanted.items():
-            torch.testing.assert_close(result[0]["parameters"][name], value, rtol=0, atol=2e-6)
+@pytest.mark.fast("2-contiguous_gradients")
+@pytest.mark.parametrize("option", ["contiguous_gradients", "reduce_scatter", "overlap_comm"])
+@on_ranks(2)
+def test_numbers_with_other_ways_of_reducing(option: str) -> None:
+    for stage in (1, 2):
+        for value in (True, False) if option == "overlap_comm" else (False,):
+            found = train(settings(stage, **{option: value}), model=LATE)
+            assert_close(found["parameters"], plain("engine", 1, LATE), f"stage {stage}, {value}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp16"))])
-def test_stages_agree(pools: Pools, precision: str) -> None:
-    models = {"apart": APART, "late": LATE}
-    runs = {
-        (stage, kind): {"config": settings(stage, precision), "model": model}
-        for stage in (0, 1, 2)
-        for kind, model in models.items()
-    }
-    results = {key: ranks[0]["parameters"] for key, ranks in run_many(pools, 2, runs).items()}
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@on_ranks(2)
+def test_stages_agree(precision: str) -> None:
+    apart = [train(settings(stage, precision), model=APART)["parameters"] for stage in (0, 1, 2)]
+    late = [train(settings(stage, precision), model=LATE)["parameters"] for stage in (0, 1, 2)]
+    assert_same_bits(late[1], late[2], "stages 1 and 2")
     for stage in (1, 2):
-        assert_same_bits(results[0, "apart"], results[stage, "apart"], f"stages 0 and {stage}")
-        assert_same_bits(results[1, "late"], results[stage, "late"], f"stages 1 and {stage}")
-        for name, value in results[0, "late"].items():  # two means, rounded one by one, instead of one
-            tolerance = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1e-2}[precision]
-            torch.testing.assert_close(results[stage, "late"][name], value, rtol=tolerance, atol=tolerance)
+        assert_same_bits(apart[0], apart[stage], f"stages 0 and {stage}")
+        # two means, rounded one by one, instead of one
+        assert_close(late[stage], late[0], f"stage {stage}", {"fp16": 2e-3, "bf16": 1e-2}[precision])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_weight_that_is_unfrozen_may_have_several_contributions(pools: Pools, stage: int) -> None:
-    wanted = wake(None, OPTIMIZER, 2)
-    for rank in pools(2).run(wake, {"config": settings(stage), "optimizer": OPTIMIZER}):
-        for name, value in wanted.items():
-            torch.testing.assert_close(rank[name], value, rtol=0, atol=2e-6)
+@on_ranks(2)
+def test_a_weight_that_is_unfrozen_may_have_several_contributions(stage: int) -> None:
+    assert_close(unfrozen(settings(stage)), unfrozen(None), f"stage {stage}")
 
 
 @pytest.mark.slow
-def test_only_late_buckets_are_reduced_again_and_only_at_first(pools: Pools) -> None:
-    runs = {kind: {"config": settings(2), "model": model} for kind, model in (("apart", APART), ("late", LATE))}
-    for kind, ranks in run_many(pools, 2, runs).items():
-        for rank in ranks:
-            first, second, third = (step.count(("reduce_scatter", "gradients")) for step in rank["collectives"])
-            assert second == third
-            assert first - second == (0 if kind == "apart" else 2)  # of the shared weight, and of its bias
+@on_ranks(2)
+def test_only_late_buckets_are_reduced_again_and_only_at_first() -> None:
+    for model, again in ((APART, 0), (LATE, 2)):  # of the shared weight, and of its bias
+        steps = train(settings(2), model=model)["collectives"]
+        first, second, third = (step.count(("reduce_scatter", "gradients")) for step in steps)
+        assert second == third and first - second == again
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_first_backward_takes_no_more_memory_than_later_ones(pools: Pools, world: int) -> None:
-    depth, width = 48, 192
+@on_ranks(2, 4, timeout=180)
+def test_the_first_backward_takes_no_more_memory_than_later_ones() -> None:
+    world, depth, width = dist.get_world_size(), 48, 192
     layer, bucket = 1 / depth, 1 / 8  # of the model
-    setting = config(
-        2,
-        "bf16",
-        optimizer=("Adam", {"lr": 1e-3}),
-        zero={"reduce_bucket_size": depth // 8 * width**2, "allgather_bucket_size": depth // 8 * width**2},
-    )
-    kwargs = {"config": setting, "depth": depth, "width": width, "steps": 3}
+    sizes = {"reduce_bucket_size": depth // 8 * width**2, "allgather_bucket_size": depth // 8 * width**2}
+    made = config(2, "bf16", optimizer=("Adam", {"lr": 1e-3}), zero=sizes)
     # This rank's part of the gradients; a bucket that fills, two that travel, one that is kept for the next (on the
     # CPU); what the others send of the two that travel; one gradient.
     most = 2 / world + 2 * (4 * bucket + 2 * (world - 1) / world * bucket + layer)
-    for first, second, third in pools(world).run(backward_bytes, kwargs, timeout=180):
-        assert first == pytest.approx(third, rel=0.05)
-        assert 2 / world < second <= most * 1.05
+    first, second, third = backward_bytes(made, depth, width, 3)
+    assert first == pytest.approx(third, rel=0.05)
+    assert 2 / world < second <= most * 1.05

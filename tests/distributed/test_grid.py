@@ -5,21 +5,33 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.distributed.cases import grid as cases
-from tests.distributed.cases.grid import Grid, grids, on_grid
 from tests.toolkit import models, reference
 from tests.toolkit.configs import PARTITIONED, SGD, STATIC_SCALE, Optimizer, config
+from tests.toolkit.grids import (
+    HIDDEN,
+    LAYERS,
+    WIDTH,
+    Block,
+    Gpt,
+    Grid,
+    assert_ranks_agree,
+    make_engine,
+    micro_batches,
+    on_grid,
+    own_batches,
+    train,
+    worst,
+)
 from tests.toolkit.pool import Pools
+from zerolite.comm import record
 from zerolite.pipe.schedules import available_schedules
 
-CASES = "tests.distributed.cases.grid"
 STEPS, CLIP = 10, 0.4
 
 # Adam divides by the root of the second moment: where a gradient is zero in theory (the bias of a key), it makes a step
@@ -40,41 +52,37 @@ APART = 1.5
 LOSS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 NORM = {"bf16": 2.0**-6, "fp16": 2.0**-9}
 
-# tied, clip, accumulation
-OPTIONS = [(True, CLIP, 4), (False, 0.0, 2), (True, 0.0, 2), (False, CLIP, 4)]
 
-
-def batches(steps: int, accumulation: int, data: int) -> list[list[list[Any]]]:
-    """[step][micro][data rank]"""
-    return [
-        list(zip(*(cases.micro_batches(step, accumulation, rank) for rank in range(data)), strict=True))
-        for step in range(steps)
-    ]
+def run(pools: Pools, grid: Grid, function: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+    """``function`` on every rank of the grid."""
+    return pools(grid[0] * grid[1] * grid[2]).run(function, kwargs, timeout=timeout)
 
 
 @functools.cache
 def expected(
-    data: int, precision: str, tied: bool, clip: float, accumulation: int, optimizer: str = "SGD"
+    data: int, precision: str = "fp32", tied: bool = True, clip: float = CLIP, micros: int = 4, optimizer: str = "SGD"
 ) -> reference.Trajectory:
-    model = models.build(cases.Gpt, tied=tied)
     scale = STATIC_SCALE if precision == "fp16" else 1.0
-    window = batches(STEPS, accumulation, data)
-    return reference.train(model, cases.loss_of, window, precision, OPTIMIZERS[optimizer], clip, scale)
+    window = [
+        list(zip(*(micro_batches(step, micros, rank) for rank in range(data)), strict=True)) for step in range(STEPS)
+    ]
+    model = models.build(Gpt, tied=tied)
+    return reference.train(model, lambda m, batch: m(*batch), window, precision, OPTIMIZERS[optimizer], clip, scale)
 
 
 @functools.cache
-def accumulated(tied: bool, clip: float, accumulation: int) -> reference.Trajectory:
-    """Plain PyTorch whose gradients are added micro-batch by micro-batch, as in the usual loop."""
-    model = models.build(cases.Gpt, tied=tied)
+def accumulated(clip: float, micros: int) -> reference.Trajectory:
+    """Plain PyTorch whose gradients are added micro-batch by micro-batch, as in the usual loop; nothing is tied."""
+    model = models.build(Gpt, tied=False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = reference.make_optimizer(SGD[0], trained, SGD[1])
     wanted = reference.Trajectory()
-    for window in batches(STEPS, accumulation, 1):
+    for step in range(STEPS):
         optimizer.zero_grad()
         losses = []
-        for (batch,) in window:
+        for batch in micro_batches(step, micros, 0):
             loss = model(*batch)
-            (loss / accumulation).backward()
+            (loss / micros).backward()
             losses.append(loss.detach())
         wanted.losses.append(torch.stack(losses).mean().item())
         gradients = [p.grad for p in trained if p.grad is not None]
@@ -91,82 +99,51 @@ def flat(parameters: dict[str, Tensor], names: Any) -> Tensor:
     return torch.cat([parameters[name].detach().float().flatten() for name in names])
 
 
-def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference and where it is."""
-    differences = [(float((one[n].float() - v).abs().max()), n) for n, v in other.items() if v.numel()]
-    return max(differences)
+def trained(config: dict[str, Any], tied: bool) -> dict[str, Any]:
+    engine = make_engine(config, tied=tied)
+    losses, norms = train(engine, STEPS)
+    assert_ranks_agree(engine, losses, norms)
+    assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)
+    masters = engine.full_state_dict(rank0_only=True, dtype=torch.float32)
+    return {"losses": losses, "norms": norms, "parameters": masters}
 
 
-def assert_ranks_agree(ranks: list[dict[str, Any]]) -> None:
-    """Assert that values that several ranks hold have the same bits, and that all ranks say the same of the whole."""
-    held: dict[Any, Any] = {}
-    for rank in ranks:
-        for kind in ("losses", "norms", "counters"):
-            if kind in rank:
-                assert rank[kind] == ranks[0][kind], f"{kind} of {rank['place']}"
-        pipe, _, tensor = rank["place"]
-        for name, (cut, value) in rank["held"].items():
-            known = held.setdefault((pipe, name, tensor if cut else None), value)
-            assert known == value, f"{name} of {rank['place']} has other bits"
-
-
-def assert_matches(ranks: list[dict[str, Any]], run: dict[str, Any], precision: str) -> None:
-    pipe, data, tensor = run["grid"]
-    tied, clip, accumulation, optimizer = run["options"]
-    assert_ranks_agree(ranks)
-    got = ranks[0]
-    wanted = expected(data, precision, tied, clip, accumulation, optimizer)
-    assert got["counters"][:2] == (STEPS, 0)
-    names = set(wanted.parameters) | ({"head.weight"} if tied else set())
-    assert set(got["parameters"]) == names
-    assert not tied or torch.equal(got["parameters"]["head.weight"], got["parameters"]["embed.weight"])
-    if precision == "fp32":
-        assert got["losses"] == pytest.approx(wanted.losses, rel=FP32)
-        assert got["norms"] == pytest.approx(wanted.norms, rel=FP32)
-        assert worst(got["parameters"], wanted.parameters) < (FP32, "")
-        if data == tensor == 1 and optimizer == "SGD":
-            assert_same_losses(got, accumulated(tied, clip, accumulation), tied)
-        return
-    whole = expected(data, "fp32", tied, clip, accumulation, optimizer)
-    exact = data == tensor == 1 and not (tied and pipe > 1)
-    assert got["losses"] == pytest.approx(wanted.losses, rel=FP32 if exact else LOSS[precision])
-    assert got["norms"] == pytest.approx(wanted.norms, rel=FP32 if exact else NORM[precision])
-    trained = [name for name in wanted.masters if "unused" not in name and "frozen" not in name]
-    mine, theirs = flat(got["parameters"], trained), flat(wanted.masters, trained)
-    assert (mine - theirs).norm() <= (0.0 if exact else APART) * (theirs - flat(whole.masters, trained)).norm()
-
-
-def assert_same_losses(got: dict[str, Any], wanted: reference.Trajectory, tied: bool) -> None:
-    """Micro-batches one after another: the same sums in the same order, to the bit. The gradient of a tied weight is
-    summed by stages first, so that only the first step's loss is."""
-    steps = 1 if tied else STEPS
-    assert got["losses"][:steps] == wanted.losses[:steps]
-    if not tied:
-        assert got["norms"] == pytest.approx(wanted.norms, rel=1e-14)
-        same = {name: torch.equal(got["parameters"][name], value) for name, value in wanted.parameters.items()}
-        assert all(same.values()), [name for name, equal in same.items() if not equal]
-
-
-def run(grid: Grid, stage: int, precision: str, options: Any, sequence: bool = False, **pipeline: Any) -> Any:
-    tied, clip, accumulation, optimizer = (*options, "SGD")[:4]
+def check(
+    pools: Pools,
+    grid: Grid,
+    stage: int,
+    precision: str,
+    options: Any,
+    sequence: bool = False,
+    optimizer: str = "SGD",
+    **pipeline: Any,
+) -> None:
+    """options: tied, clip, accumulation."""
+    pipe, data, tensor = grid
+    tied, clip, micros = options
     zero = PARTITIONED["moving"] if stage == 3 else None
-    settings = config(stage, precision, accumulation, clip, OPTIMIZERS[optimizer], zero)
-    settings = on_grid(settings, grid, sequence, **pipeline)
-    return {"config": settings, "grid": grid, "steps": STEPS, "tied": tied, "options": (*options, "SGD")[:4]}
-
-
-def check(pools: Pools, runs: dict[str, dict[str, Any]], precision: str, timeout: float = 120) -> None:
-    pipe, data, tensor = next(iter(runs.values()))["grid"]
-    kwargs = {name: {k: v for k, v in given.items() if k != "options"} for name, given in runs.items()}
-    ranks = pools(pipe * data * tensor).run(f"{CASES}:train_many", {"runs": kwargs}, timeout=timeout)
-    for name, given in runs.items():
-        try:
-            assert_matches([results[name] for results in ranks], given, precision)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
-# ---------------------------------------------------------------- the fast ones, one for each grid
+    made = on_grid(config(stage, precision, micros, clip, OPTIMIZERS[optimizer], zero), grid, sequence, **pipeline)
+    got = run(pools, grid, trained, 120, config=made, tied=tied)[0]
+    wanted = expected(data, precision, tied, clip, micros, optimizer)
+    assert set(got["parameters"]) == set(wanted.parameters) | ({"head.weight"} if tied else set())
+    assert not tied or torch.equal(got["parameters"]["head.weight"], got["parameters"]["embed.weight"])
+    exact = data == tensor == 1 and not (tied and pipe > 1)
+    loose = precision != "fp32" and not exact
+    assert got["losses"] == pytest.approx(wanted.losses, rel=LOSS[precision] if loose else FP32)
+    assert got["norms"] == pytest.approx(wanted.norms, rel=NORM[precision] if loose else FP32)
+    if precision == "fp32":
+        assert worst(got["parameters"], wanted.parameters) < (FP32, "")
+        if data == tensor == 1 and optimizer == "SGD" and not tied:
+            # Micro-batches one after another: the same sums in the same order, to the bit.
+            one_by_one = accumulated(clip, micros)
+            assert got["losses"] == one_by_one.losses
+            assert got["norms"] == pytest.approx(one_by_one.norms, rel=1e-14)
+            assert worst(got["parameters"], one_by_one.parameters)[0] == 0
+        return
+    names = [name for name in wanted.masters if "unused" not in name and "frozen" not in name]
+    mine, theirs = flat(got["parameters"], names), flat(wanted.masters, names)
+    whole = flat(expected(data, "fp32", tied, clip, micros, optimizer).masters, names)
+    assert (mine - theirs).norm() <= (0.0 if exact else APART) * (theirs - whole).norm()
 
 
 @pytest.mark.fast("grid0-1-bf16-False", "grid1-3-fp32-True")
@@ -175,83 +152,56 @@ def check(pools: Pools, runs: dict[str, dict[str, Any]], precision: str, timeout
     [
         ((2, 1, 1), 1, "bf16", False),
         ((1, 1, 2), 3, "fp32", True),
+        ((2, 1, 1), 0, "fp16", False),
+        ((1, 1, 2), 2, "bf16", False),
+        ((4, 1, 1), 1, "fp32", False),
+        ((2, 2, 1), 1, "fp32", False),
+        ((2, 2, 1), 0, "bf16", False),
+        ((1, 2, 2), 2, "fp32", True),
+        ((1, 2, 2), 3, "bf16", False),
+        ((1, 2, 2), 1, "fp16", True),
         ((2, 1, 2), 1, "fp32", True),
+        ((2, 1, 2), 0, "bf16", False),
+        ((1, 1, 4), 0, "fp32", False),
+        ((1, 1, 4), 3, "fp32", True),
     ],
 )
 def test_a_grid_matches_plain_pytorch(pools: Pools, grid: Grid, stage: int, precision: str, sequence: bool) -> None:
-    check(pools, {"": run(grid, stage, precision, (True, CLIP, 2), sequence)}, precision)
-
-
-# ---------------------------------------------------------------- all of them
-
-
-def matrix() -> Iterator[Any]:
-    for world in (1, 2, 4):
-        for grid in grids(world):
-            for precision in ("fp32", "bf16", "fp16"):
-                yield pytest.param(grid, precision, id=f"{'x'.join(map(str, grid))}-{precision}")
+    check(pools, grid, stage, precision, (True, CLIP, 4 if grid[0] == 4 else 2), sequence)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("grid", "precision"), list(matrix()))
-def test_every_grid_matches_plain_pytorch(pools: Pools, grid: Grid, precision: str) -> None:
-    pipe, _, tensor = grid
-    runs = {}
-    number = sum(grid) + len(precision)
-    for stage in (0, 1) if pipe > 1 else (0, 1, 2, 3):
-        for sequence in (False, True) if tensor > 1 else (False,):
-            chosen = OPTIONS if tensor == 1 else [OPTIONS[(number := number + 1) % len(OPTIONS)]]
-            for options in chosen:
-                if pipe == 4 and options[2] < 4:
-                    options = (*options[:2], 4)  # 1F1B has as many micro-batches as stages at least
-                name = f"stage {stage}, sequence {sequence}, {options}"
-                runs[name] = run(grid, stage, precision, options, sequence)
-    if precision == "fp32":
-        for stage in (1,) if pipe > 1 else (1, 3):
-            runs[f"AdamW, stage {stage}"] = run(grid, stage, precision, (True, CLIP, 4, "AdamW"), tensor > 1)
-    check(pools, runs, precision, 240)
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2)])
+def test_a_grid_matches_plain_pytorch_untied_unclipped_and_with_adam(pools: Pools, grid: Grid) -> None:
+    for options in ((False, 0.0, 2), (False, CLIP, 4), (True, 0.0, 2)):
+        check(pools, grid, 1, "fp32", options)
+    check(pools, grid, 1 if grid[0] > 1 else 3, "fp32", (True, CLIP, 4), grid[2] > 1, "AdamW")
+    if grid[0] > 1:
+        check(pools, grid, 1, "bf16", (False, CLIP, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [name for name in available_schedules() if name != "1f1b"])
-@pytest.mark.parametrize("grid", [(2, 1, 1), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("grid", [(2, 1, 1), (2, 1, 2)])
 def test_every_schedule_matches_plain_pytorch(pools: Pools, grid: Grid, schedule: str) -> None:
-    runs = {
-        f"{tied}": run(grid, 1, "fp32", (tied, CLIP, 4), grid[2] > 1, schedule=schedule, partition_method="uniform")
-        for tied in (True, False)
-    }
-    check(pools, runs, "fp32")
+    for tied in (True, False):
+        chosen = {"schedule": schedule, "partition_method": "uniform"}
+        check(pools, grid, 1, "fp32", (tied, CLIP, 4), grid[2] > 1, **chosen)
 
 
 # ---------------------------------------------------------------- what travels
 
-TOKENS, HIDDEN = 2 * 8, 2 * 8 * cases.WIDTH  # of a micro-batch; elements of its hidden states
+TOKENS, HIDDENS = 2 * 8, 2 * 8 * WIDTH  # of a micro-batch; elements of its hidden states
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def traffic(pools: Pools, grid: Grid, precision: str, count: int, **more: Any) -> list[Counter[Any]]:
-    """Count the calls of a step of ``count`` micro-batches on each rank."""
-    tied, sequence = more.pop("tied", False), more.pop("sequence", False)
-    settings = on_grid(config(0, precision, count, CLIP), grid, sequence, **more)
-    ranks = pools(grid[0] * grid[1] * grid[2]).run(f"{CASES}:traffic", {"config": settings, "tied": tied})
-    return [Counter(calls) for calls in ranks]
-
-
-STATISTICS = 4 * 8  # bytes: squares, and votes
-
-
-def of_tensor(sequence: bool, precision: str, count: int) -> Counter[Any]:
-    """A layer has two all-reduces in forward and two in backward; with sequence parallelism a reduce-scatter and an
-    all-gather in place of each. Beside the layers: the embedding's sum and the head's (then: where the sequence is cut
-    and put together), and the cross entropy's, of a maximum and of two sums for each token, in fp32."""
-    width = WIDTHS[precision]
-    layers = 4 * cases.LAYERS * count
-    halves = [("reduce_scatter", layers), ("all_gather", layers + 2 * count)]
-    hidden = [*halves, ("all_reduce", 2 * count)] if sequence else [("all_reduce", layers + 2 * count)]
-    calls = Counter({(op, "tensor", "tensor", HIDDEN, HIDDEN * width): number for op, number in hidden})
-    calls["all_reduce", "tensor", "tensor", TOKENS, 4 * TOKENS] = count
-    calls["all_reduce", "tensor", "tensor", 2 * TOKENS, 4 * 2 * TOKENS] = count
-    return calls
+def calls_of_a_step(config: dict[str, Any], tied: bool = False) -> Counter[Any]:
+    """Count the collectives and messages of the third step by op, tag, dimension, elements and bytes."""
+    engine = make_engine(config, tied=tied)
+    train(engine, 2)
+    with record() as recorder:
+        engine.train_batch(own_batches(engine, 2))
+    return Counter((call.op, call.tag, call.dimension, call.numel, call.nbytes) for call in recorder.calls)
 
 
 def assert_travels(found: Counter[Any], wanted: Counter[Any], once: set[tuple[str, str]]) -> None:
@@ -263,27 +213,36 @@ def assert_travels(found: Counter[Any], wanted: Counter[Any], once: set[tuple[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("sequence", "precision"), [(False, "fp32"), (True, "bf16")])
 def test_what_a_layer_sends_in_tensor_parallelism(pools: Pools, sequence: bool, precision: str) -> None:
+    """A layer has two all-reduces in forward and two in backward; with sequence parallelism a reduce-scatter and an
+    all-gather in place of each. Beside the layers: the embedding's sum and the head's (then: where the sequence is cut
+    and put together), and the cross entropy's, of a maximum and of two sums for each token, in fp32."""
+    layers = 4 * LAYERS * 2
+    halves = [("reduce_scatter", layers), ("all_gather", layers + 4)]
+    hidden = [*halves, ("all_reduce", 4)] if sequence else [("all_reduce", layers + 4)]
+    wanted = Counter({(op, "tensor", "tensor", HIDDENS, HIDDENS * WIDTHS[precision]): number for op, number in hidden})
+    wanted["all_reduce", "tensor", "tensor", TOKENS, 4 * TOKENS] = 2
+    wanted["all_reduce", "tensor", "tensor", 2 * TOKENS, 4 * 2 * TOKENS] = 2
     once = {("all_reduce", "stats")} | ({("all_reduce", "shared_gradients")} if sequence else set())
-    for found in traffic(pools, (1, 1, 2), precision, 2, sequence=sequence):
-        assert_travels(found, of_tensor(sequence, precision, 2), once)
+    made = on_grid(config(0, precision, 2, CLIP), (1, 1, 2), sequence)
+    for found in run(pools, (1, 1, 2), calls_of_a_step, config=made):
+        assert_travels(found, wanted, once)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_stages_send(pools: Pools, precision: str) -> None:
+@pytest.mark.parametrize(("schedule", "boundaries"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 3)])
+def test_what_stages_send(pools: Pools, schedule: str, boundaries: int) -> None:
     """Hidden states forwards, their gradients backwards, over each boundary once for each micro-batch."""
-    nbytes = HIDDEN * WIDTHS[precision]
-    for schedule, boundaries in (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 3)):
-        wanted = Counter({(op, "pipe", "pipe", HIDDEN, nbytes): 4 * boundaries for op in ("send", "receive")})
-        for tied in (False, True):
-            once = {("all_reduce", "stats"), ("all_reduce", "loss")}
-            once |= {("all_reduce", "shared_gradients")} if tied else set()
-            chosen = {} if schedule == "1f1b" else {"schedule": schedule, "partition_method": "uniform"}
-            for found in traffic(pools, (2, 1, 1), precision, 4, tied=tied, **chosen):
-                assert_travels(found, wanted, once)
+    chosen = {} if schedule == "1f1b" else {"schedule": schedule, "partition_method": "uniform"}
+    for precision, tied in (("fp32", True), ("bf16", False)):
+        nbytes = HIDDENS * WIDTHS[precision]
+        wanted = Counter({(op, "pipe", "pipe", HIDDENS, nbytes): 4 * boundaries for op in ("send", "receive")})
+        once = {("all_reduce", "stats"), ("all_reduce", "loss")}
+        once |= {("all_reduce", "shared_gradients")} if tied else set()
+        made = on_grid(config(0, precision, 4, CLIP), (2, 1, 1), **chosen)
+        for found in run(pools, (2, 1, 1), calls_of_a_step, config=made, tied=tied):
+            assert_travels(found, wanted, once)
 
 
 # ---------------------------------------------------------------- memory
@@ -292,13 +251,13 @@ def test_what_stages_send(pools: Pools, precision: str) -> None:
 def sizes_here(grid: Grid, place: tuple[int, int, int]) -> tuple[list[int], int]:
     """Elements of the trained parameters of a rank in the order of registration, and of all frozen ones."""
     pipe, _, tensor = grid
-    width, hidden, words = cases.WIDTH, cases.HIDDEN // tensor, -(-models.VOCABULARY // tensor)
-    norms, attention = 4 * [width], [3 * width * width // tensor, 3 * width // tensor, width * width // tensor, width]
-    block = [1, 0, 3, *norms, *attention, width * hidden, hidden, hidden * width, width]
-    here = cases.LAYERS // pipe
-    first = [8 * width, words * width] if place[0] == 0 else []
-    last = [width, width, words * width, words] if place[0] == pipe - 1 else []
-    return [*first, *(numel for _ in range(here) for numel in block), *last], here * width * width
+    hidden, words = HIDDEN // tensor, -(-models.VOCABULARY // tensor)
+    attention = [3 * WIDTH * WIDTH // tensor, 3 * WIDTH // tensor, WIDTH * WIDTH // tensor, WIDTH]
+    block = [1, 0, 3, *(4 * [WIDTH]), *attention, WIDTH * hidden, hidden, hidden * WIDTH, WIDTH]
+    here = LAYERS // pipe
+    first = [8 * WIDTH, words * WIDTH] if place[0] == 0 else []
+    last = [WIDTH, WIDTH, words * WIDTH, words] if place[0] == pipe - 1 else []
+    return [*first, *(here * block), *last], here * WIDTH * WIDTH
 
 
 def flat_elements(numels: list[int], data: int, most: int = 100) -> int:
@@ -313,32 +272,49 @@ def flat_elements(numels: list[int], data: int, most: int = 100) -> int:
     return sum(-(-end // (32 * data)) * 32 * data for end in [*ends, end])
 
 
+def memory(config: dict[str, Any]) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """This rank's place, and bytes by item behind two steps."""
+    engine = make_engine(config, tied=False)
+    train(engine, 2)
+    return engine.topology.place, {name: nbytes for name, nbytes in engine.memory_report().items.items() if nbytes}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [(1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2), (1, 1, 4), (4, 1, 1)])
+@pytest.mark.parametrize("grid", [(1, 2, 2), (2, 1, 2), (4, 1, 1)])
 def test_states_to_the_byte(pools: Pools, grid: Grid) -> None:
-    for stage, precision in ((0, "fp32"), (1, "bf16"), (1, "fp16")):
-        settings = on_grid(config(stage, precision, 4, CLIP, SGD), grid)
-        ranks = pools(grid[0] * grid[1] * grid[2]).run(f"{CASES}:memory", {"config": settings, "tied": False})
-        for place, found in ranks:
+    for stage, precision in ((0, "fp32"), (1, "bf16")):
+        for place, found in run(pools, grid, memory, config=on_grid(config(stage, precision, 4, CLIP), grid)):
             numels, frozen = sizes_here(grid, place)
-            trained = flat_elements(numels, grid[1])
-            owned = trained if stage == 0 else trained // grid[1]
-            wanted = {"compute_parameters": WIDTHS[precision] * (trained + frozen), "optimizer_states": 4 * owned}
-            wanted |= {"gradients": 4 * trained} if stage == 0 else {}
+            whole = flat_elements(numels, grid[1])
+            owned = whole if stage == 0 else whole // grid[1]
+            wanted = {"compute_parameters": WIDTHS[precision] * (whole + frozen), "optimizer_states": 4 * owned}
+            wanted |= {"gradients": 4 * whole} if stage == 0 else {}
             wanted |= {} if precision == "fp32" else {"master_weights": 4 * owned}
             assert {name: nbytes for name, nbytes in found.items() if name != "communication_buckets"} == wanted
 
 
+def in_flight(config: dict[str, Any]) -> int:
+    """The most micro-batches whose backward through this rank's first block had not come yet."""
+    engine = make_engine(config)
+    alive, most = [0], [0]
+
+    def begins(module: nn.Module, args: Any, output: Tensor) -> None:
+        alive[0] += 1
+        most[0] = max(most[0], alive[0])
+        output.register_hook(ends)
+
+    def ends(gradient: Tensor) -> None:
+        alive[0] -= 1
+
+    block = next(m for m in engine.module.modules() if isinstance(m, Block) and m.norm.weight is not None)
+    block.register_forward_hook(begins)
+    train(engine, 2)
+    assert alive[0] == 0
+    return most[0]
+
+
 @pytest.mark.slow
 def test_fewer_micro_batches_are_alive_in_1f1b(pools: Pools) -> None:
-    most = {}
-    for schedule in ("gpipe", "1f1b"):
-        for stages in (2, 4):
-            settings = on_grid(config(1, "fp32", 8, CLIP), (stages, 1, 1), schedule=schedule)
-            most[schedule, stages] = pools(stages).run(f"{CASES}:in_flight", {"config": settings})
-    assert most == {
-        ("gpipe", 2): [8, 8],
-        ("gpipe", 4): [8, 8, 8, 8],
-        ("1f1b", 2): [2, 1],
-        ("1f1b", 4): [4, 3, 2, 1],
-    }
+    for schedule, wanted in (("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1])):
+        made = on_grid(config(1, "fp32", 8, CLIP), (4, 1, 1), schedule=schedule)
+        assert run(pools, (4, 1, 1), in_flight, config=made) == wanted

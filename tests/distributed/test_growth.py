@@ -6,53 +6,65 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits
-from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, config
-from tests.toolkit.growth import Frozen, message_of
-from tests.toolkit.pool import Pools
-from tests.toolkit.training import snapshot
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, Optimizer, config
+from tests.toolkit.growth import Frozen
+from tests.toolkit.partitioned import train as train_further
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised, snapshot
 
-LR = 3e-3  # of an added group
-WAKES, SLEEPS, WAKES_AGAIN = 2, 4, 5  # steps
+STEPS = 7
+UNFREEZES, FREEZES, UNFREEZES_AGAIN = 2, 4, 5  # steps
+STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "0": (0, None),
+    "1": (1, None),
+    "2": (2, None),
+    "2-overlap": (2, {"overlap_comm": True}),
+    "3": (3, PARTITIONED["moving"]),
+    "3-tight": (3, PARTITIONED["tight"]),
+    "3-defaults": (3, PARTITIONED["defaults"]),
+}
+
+
+def settings(stage: str, optimizer: Optimizer, precision: str = "fp32", micros: int = 1) -> dict[str, Any]:
+    number, zero = STAGES[stage]
+    return config(number, precision, micros, 0.0, optimizer, zero) | {"train_micro_batch_size_per_gpu": 4}
 
 
 def change(model: Frozen, step: int, optimizer: Any, how: str) -> None:
     """Make the user's change before ``step``; the same to a plain model and its optimizer."""
-    if step == WAKES:
+    if step == UNFREEZES:
         for parameter in model.sleepers():
             parameter.requires_grad_(True)
         if how == "group":
-            optimizer.add_param_group({"params": model.sleepers(), "lr": LR})
-    if step == SLEEPS:
-        model.last.bias.requires_grad_(False)
-    if step == WAKES_AGAIN:
-        model.last.bias.requires_grad_(True)
+            optimizer.add_param_group({"params": model.sleepers(), "lr": 3e-3})
+    if step in (FREEZES, UNFREEZES_AGAIN):
+        model.last.bias.requires_grad_(step == UNFREEZES_AGAIN)
 
 
-def train(config: dict[str, Any], how: str, steps: int, micros: int = 1, loop: str = "engine") -> dict[str, Any]:
-    """how: "config" (woken parameters join the only group), "instance" (the user's optimizer has all of them from the
-    start) or "group" (they are added). loop: "engine", or "module" for torch's own loop over ``engine.module``."""
-    model = models.build(Frozen)
-    more = {}
+def train(config: dict[str, Any], how: str, steps: int, loop: str = "engine") -> dict[str, Any]:
+    """how: "config" (unfrozen parameters join the only group), "instance" (the user's optimizer has all of them from
+    the start) or "group" (they are added). loop: "engine", or "module" for torch's own loop over ``engine.module``."""
+    model, more = models.build(Frozen), {}
     if how == "instance":
-        settings = config.pop("optimizer")
-        more["optimizer"] = getattr(torch.optim, settings["type"])(model.parameters(), **settings["params"])
+        given = config.pop("optimizer")
+        more["optimizer"] = getattr(torch.optim, given["type"])(model.parameters(), **given["params"])
     engine = zerolite.initialize(model, config, **more)
-    losses = []
+    micros, losses = engine.gradient_accumulation_steps, []
     for step in range(steps):
         change(model, step, engine.optimizer, how)
         for micro in range(micros):
             batch = models.float_batch(step, micro, engine.rank)
+            loss = models.square_loss(engine if loop == "engine" else engine.module, batch)
             if loop == "engine":
-                loss = models.square_loss(engine, batch)
                 engine.backward(loss)
                 engine.step()
             else:
-                loss = models.square_loss(engine.module, batch)
                 (loss / micros).backward()
             losses.append(float(loss.detach()))
         if loop == "module":
@@ -60,16 +72,15 @@ def train(config: dict[str, Any], how: str, steps: int, micros: int = 1, loop: s
             engine.optimizer.zero_grad()
     states = engine.optimizer.state_dict()["state"]
     counts = sorted(int(state["step"]) for state in states.values() if "step" in state)
-    return {"losses": losses, "norm": engine.get_global_grad_norm(), "parameters": snapshot(engine), "steps": counts}
+    return {"losses": losses, "parameters": snapshot(engine), "steps": counts}
 
 
-def train_plain(optimizer: tuple[str, dict[str, Any]], how: str, steps: int, world: int, micros: int = 1) -> Any:
+def train_plain(optimizer: Optimizer, how: str, micros: int = 1) -> dict[str, torch.Tensor]:
     """The same in plain PyTorch on the joint batches."""
-    model = models.build(Frozen)
-    kind = getattr(torch.optim, optimizer[0])
+    model, world = models.build(Frozen), dist.get_world_size()
     start = model.parameters() if how != "group" else [p for p in model.parameters() if p.requires_grad]
-    torch_optimizer = kind(start, **optimizer[1])
-    for step in range(steps):
+    torch_optimizer = getattr(torch.optim, optimizer[0])(start, **optimizer[1])
+    for step in range(STEPS):
         change(model, step, torch_optimizer, how)
         torch_optimizer.zero_grad()
         for micro in range(micros):
@@ -80,152 +91,89 @@ def train_plain(optimizer: tuple[str, dict[str, Any]], how: str, steps: int, wor
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def refused(stage: int) -> dict[str, str]:
-    """The sentences for what cannot be."""
+@pytest.mark.fast("2-config-2-overlap", "2-group-0", "2-config-3-tight")
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [
+        ("config", "2-overlap"),
+        ("group", "0"),
+        ("config", "3-tight"),
+        ("instance", "1"),
+        ("instance", "3"),
+        ("group", "2"),
+        ("group", "3-defaults"),
+    ],
+)
+@on_ranks(2, 3)
+def test_unfrozen_parameters_are_trained_like_plain_pytorch(how: str, stage: str) -> None:
+    micros, optimizer = (1, ADAMW) if dist.get_world_size() == 2 else (2, SGD)
+    found = train(settings(stage, optimizer, micros=micros), how, STEPS)
+    assert_same_on_ranks(found["parameters"])
+    torch.testing.assert_close(found["parameters"], train_plain(optimizer, how, micros), rtol=0, atol=3e-6)
+    if optimizer is ADAMW:  # a parameter that was frozen has fewer steps behind it
+        counts: list[Any] = [None, None]
+        dist.all_gather_object(counts, found["steps"])
+        assert {*counts[0], *counts[1]} == {STEPS, STEPS - UNFREEZES, STEPS - 1}
+        by_module = train(settings(stage, optimizer), how, STEPS, "module")
+        assert_same_bits(by_module["parameters"], found["parameters"], "torch's own loop over the module")
+
+
+@pytest.mark.fast("2-fp32")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(2)
+def test_stages_give_the_same_bits(precision: str) -> None:
+    found = {
+        stage: train(settings(stage, ADAMW, precision), "group", STEPS) for stage in ("0", "1", "2", "3", "3-tight")
+    }
+    for stage, result in found.items():
+        assert_same_bits(found["0"]["parameters"], result["parameters"], f"stages 0 and {stage}")
+        assert result["losses"] == found["0"]["losses"]
+
+
+@pytest.mark.fast("2-1-foreach", "2-3-amsgrad")
+@pytest.mark.parametrize(("stage", "option"), [("1", "foreach"), ("3", "amsgrad")])
+@on_ranks(2)
+def test_torchs_implementations_take_them_too(stage: str, option: str) -> None:
+    optimizer = (ADAMW[0], {**ADAMW[1], option: True})
+    found = train(settings(stage, optimizer), "config", STEPS)
+    torch.testing.assert_close(found["parameters"], train_plain(optimizer, "config"), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3-defaults"])
+@on_ranks(2)
+def test_what_cannot_be_is_said(stage: str) -> None:
     model = models.build(Frozen)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
-    trained = [{"params": [model.second.weight]}, {"params": [model.last.weight], "lr": 0.2}]
-    engine = zerolite.initialize(model, config, model_parameters=trained)
-    messages = {}
-    added = {
-        "foreign": nn.Parameter(torch.zeros(2)),
-        "trained": model.last.weight,
-        "fine": model.scale,
-    }
-    for name, parameter in added.items():
-        messages[name] = message_of(engine.optimizer.add_param_group, {"params": [parameter]})
-    model.first.bias.requires_grad_(True)
-    batch = models.float_batch(0, 0, engine.rank)
-
-    def step() -> None:
-        engine.backward(models.square_loss(engine, batch))
-        engine.step()
-
-    messages["homeless"] = message_of(step)
+    groups = [{"params": [model.second.weight]}, {"params": [model.last.weight], "lr": 0.2}]
+    engine = zerolite.initialize(model, settings(stage, ("SGD", {"lr": 0.1})), model_parameters=groups)
+    for parameter, words in (
+        (nn.Parameter(torch.zeros(2)), "no parameter of the engine's module"),
+        (model.last.weight, "'last.weight', which is trained already"),
+    ):
+        said = raised(lambda p=parameter: engine.optimizer.add_param_group({"params": [p]}))
+        assert words in said
+    engine.optimizer.add_param_group({"params": [model.scale]})
+    model.first.bias.requires_grad_(True)  # which is in no group
+    said = raised(lambda: train_further(engine, 1))
+    assert "'first.bias'" in said and "engine.optimizer.add_param_group" in said
     model.first.bias.requires_grad_(False)
     engine.zero_grad()
-    messages["afterwards"] = message_of(step)
-    return messages
+    train_further(engine, 1)
 
 
-def new_module(stage: int) -> dict[str, Any]:
-    """A head that is added to the model after it was given to the engine."""
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@on_ranks(2)
+def test_a_module_that_is_added_later(stage: str) -> None:
     model = models.build(Frozen)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
-    engine = zerolite.initialize(model, config)
+    engine = zerolite.initialize(model, settings(stage, ("SGD", {"lr": 0.1})))
     torch.manual_seed(100 + engine.rank)  # the ranks' values differ; rank 0's are everyone's
     model.last = nn.Sequential(model.last, nn.Linear(3, 3))
-    message = message_of(engine.optimizer.add_param_group, {"params": model.last[1].parameters()})
-    if message:
-        return {"message": message}
-    before = snapshot(engine)["last.1.weight"]
-    for step in range(2):
-        engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
-        engine.step()
-    after = snapshot(engine)
-    return {"message": message, "before": before, "after": after["last.1.weight"], "parameters": after}
-
-
-# -------------------------------------------------------------------- the tests
-
-
-STEPS = 7
-STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
-    "0": (0, None),
-    "1": (1, None),
-    "2": (2, None),
-    "2-overlap": (2, {"overlap_comm": True}),
-    "3": (3, PARTITIONED["moving"]),
-    "3-tight": (3, PARTITIONED["tight"]),
-    "3-defaults": (3, PARTITIONED["defaults"]),
-}
-FAST = {"0", "2-overlap", "3-tight"}
-
-
-def over_stages(*names: str) -> Any:
-    marked = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names or STAGES]
-    return pytest.mark.parametrize("stage", marked)
-
-
-def run(pools: Pools, world: int, stage: str, optimizer: Any, how: str, **more: Any) -> list[dict[str, Any]]:
-    number, zero = STAGES[stage]
-    settings = config(number, more.pop("precision", "fp32"), more.get("micros", 1), 0.0, optimizer, zero)
-    settings["train_micro_batch_size_per_gpu"] = 4
-    return pools(world).run(train, {"config": settings, "how": how, "steps": STEPS, **more})
-
-
-@pytest.mark.slow
-@over_stages()
-@pytest.mark.parametrize("how", ["config", "instance", "group"])
-def test_unfrozen_parameters_are_trained_like_plain_pytorch(pools: Pools, stage: str, how: str) -> None:
-    for world, micros, optimizer in ((2, 1, ADAMW), (3, 2, SGD)):
-        ranks = run(pools, world, stage, optimizer, how, micros=micros)
-        wanted = train_plain(optimizer, how, STEPS, world, micros)
-        for rank in ranks:
-            assert_same_bits(rank["parameters"], ranks[0]["parameters"], "parameters of two ranks")
-        for name, value in wanted.items():
-            torch.testing.assert_close(
-                ranks[0]["parameters"][name], value, rtol=0, atol=3e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
-        if optimizer is ADAMW:  # who slept has fewer steps behind it
-            lengths = {STEPS, STEPS - WAKES, STEPS - 1}
-            assert {count for rank in ranks for count in rank["steps"]} == lengths
-
-
-@over_stages()
-def test_torchs_own_loop_over_the_module(pools: Pools, stage: str) -> None:
-    by_module = run(pools, 2, stage, ADAMW, "config", loop="module")
-    by_engine = run(pools, 2, stage, ADAMW, "config")
-    assert_same_bits(by_module[0]["parameters"], by_engine[0]["parameters"], "the two loops")
-
-
-@pytest.mark.fast("fp32")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stages_give_the_same_bits(pools: Pools, precision: str) -> None:
-    names = ("0", "1", "2", "3", "3-tight")
-    results = {name: run(pools, 2, name, ADAMW, "group", precision=precision)[0] for name in names}
-    for name in names[1:]:
-        assert_same_bits(results["0"]["parameters"], results[name]["parameters"], f"stages 0 and {name}")
-        assert results[name]["losses"] == results["0"]["losses"]
-
-
-@pytest.mark.fast("1-implementation0", "3-implementation1")
-@pytest.mark.parametrize("implementation", [{"foreach": True}, {"amsgrad": True}])
-@pytest.mark.parametrize("stage", ["1", "3"])
-def test_torchs_implementations_take_them_too(pools: Pools, stage: str, implementation: dict[str, bool]) -> None:
-    optimizer = (ADAMW[0], {**ADAMW[1], **implementation})
-    ranks = run(pools, 2, stage, optimizer, "config")
-    wanted = train_plain(optimizer, "config", STEPS, 2)
-    for name, value in wanted.items():
-        torch.testing.assert_close(ranks[0]["parameters"][name], value, rtol=0, atol=3e-6)
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_cannot_be_is_said(pools: Pools, stage: int) -> None:
-    for messages in pools(2).run(refused, {"stage": stage}):
-        assert "no parameter of the engine's module" in messages["foreign"]
-        assert "'last.weight', which is trained already" in messages["trained"]
-        assert messages["fine"] == ""
-        assert "'first.bias'" in messages["homeless"] and "engine.optimizer.add_param_group" in messages["homeless"]
-        assert messages["afterwards"] == ""
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_module_that_is_added_later(pools: Pools, stage: int) -> None:
-    ranks = pools(2).run(new_module, {"stage": stage})
-    for rank in ranks:
-        if stage == 3:
-            assert "'last.1.weight'" in rank["message"] and "before zerolite.initialize" in rank["message"]
-        else:
-            assert rank["message"] == ""
-            assert torch.equal(rank["before"], ranks[0]["before"])
-            assert not torch.equal(rank["before"], rank["after"])
-            assert_same_bits(rank["parameters"], ranks[0]["parameters"], "parameters of two ranks")
+    said = raised(lambda: engine.optimizer.add_param_group({"params": model.last[1].parameters()}))
+    if stage == "3":
+        assert "'last.1.weight'" in said and "before zerolite.initialize" in said
+        return
+    assert said == ""
+    before = snapshot(engine)
+    assert_same_on_ranks(before)
+    train_further(engine, 2)
+    assert_same_on_ranks(snapshot(engine))
+    assert not torch.equal(before["last.1.weight"], snapshot(engine)["last.1.weight"])

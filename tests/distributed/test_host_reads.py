@@ -12,9 +12,9 @@ import torch
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, Optimizer, config
 from tests.toolkit.lockstep import Layers, loss_of, make_engine
-from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import snapshot
 from zerolite.utils.accelerator import HostRead
 
@@ -100,43 +100,37 @@ def plain(config: dict[str, Any], world: int) -> dict[str, torch.Tensor]:
 
 
 FUSED = ("AdamW", {**ADAMW[1], "fused": True})
-SLOW = pytest.mark.slow
 
 
-@pytest.mark.fast("1-schedule", "2-weight", "3-engine")
-@pytest.mark.parametrize("loop", ["engine", "schedule", "weight", "unused"])
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 1, 2, 3])
-def test_a_steady_step_waits_for_nothing(pools: Pools, stage: int, loop: str) -> None:
+@pytest.mark.fast("2-1-schedule", "2-2-weight", "2-3-engine")
+@pytest.mark.parametrize(
+    ("stage", "loop"),
+    [(0, "engine"), (1, "schedule"), (2, "weight"), (3, "engine"), (3, "schedule"), (3, "weight"), (2, "unused")],
+)
+@on_ranks(2)
+def test_a_steady_step_waits_for_nothing(stage: int, loop: str) -> None:
     made = config(stage, clip=0.4, optimizer=ADAMW, zero=PARTITIONED["defaults"] if stage == 3 else None)
-    for ranks in pools(2).run(run, {"config": made, "loop": loop}):
-        assert ranks["waits"] == [0] * 4
+    assert run(made, loop)["waits"] == [0] * 4
 
 
+@pytest.mark.fast("2-0-*", "2-2-*", "2-3-optimizer2-bf16-False")
 @pytest.mark.parametrize(
     ("stage", "optimizer", "precision", "phases"),
     [
         (0, ADAMW, "fp32", False),
         (2, ADAMW, "bf16", True),
         (3, FUSED, "bf16", False),
-        pytest.param(1, ADAMW, "fp32", True, marks=SLOW),
-        pytest.param(3, ADAMW, "bf16", False, marks=SLOW),
-        pytest.param(1, FUSED, "fp32", False, marks=SLOW),
-        pytest.param(0, FUSED, "bf16", False, marks=SLOW),
-        pytest.param(1, FUSED, "bf16", True, marks=SLOW),
+        (1, FUSED, "fp32", True),
+        (3, ADAMW, "bf16", False),
     ],
 )
-def test_parameters_that_no_rank_uses_stay(
-    pools: Pools, stage: int, optimizer: tuple, precision: str, phases: bool
-) -> None:
+@on_ranks(2)
+def test_parameters_that_no_rank_uses_stay(stage: int, optimizer: Optimizer, precision: str, phases: bool) -> None:
     made = config(stage, precision, optimizer=optimizer)
-    arguments = {"config": made, "loop": "unused", "phases": phases}
-    ranks = pools(2).run(run, arguments)
-    by_host = pools(2).run(run, {**arguments, "on_device": False})
-    wanted = pools(1).run(plain, {"config": made, "world": 2})[0]
-    for result, reference in zip(ranks, by_host, strict=True):
-        assert result["waits"] == [0] * 4
-        assert_same_bits(result["parameters"], reference["parameters"], "told by the device and by the host")
-        for mine, other in zip(result["states"], reference["states"], strict=True):
-            assert all(torch.equal(torch.as_tensor(mine[name]), torch.as_tensor(other[name])) for name in mine)
-        if precision == "fp32":
-            torch.testing.assert_close(result["parameters"], wanted, rtol=1e-5, atol=1e-6)
+    found, by_host = run(made, "unused", phases=phases), run(made, "unused", on_device=False, phases=phases)
+    assert found["waits"] == [0] * 4
+    assert_same_bits(found["parameters"], by_host["parameters"], "told by the device and by the host")
+    for mine, other in zip(found["states"], by_host["states"], strict=True):
+        assert all(torch.equal(torch.as_tensor(mine[name]), torch.as_tensor(other[name])) for name in mine)
+    if precision == "fp32":
+        torch.testing.assert_close(found["parameters"], plain(made, 2), rtol=1e-5, atol=1e-6)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import os
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +18,6 @@ from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
 from tests.toolkit.optimizers import (
-    CLASSES,
     Branches,
     assert_same_facts,
     by_name,
@@ -29,40 +26,14 @@ from tests.toolkit.optimizers import (
     facts,
     loss_of,
     make_engine,
-    make_model,
     plain,
-    plain_steps,
-    torchs,
     train,
     without_kernels,
 )
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import snapshot
 from zerolite.ops import library
-from zerolite.zero.spans import sub_groups
 
 # -------------------------------------------------------------------- saving
-
-
-@pytest.mark.parametrize("name", ["SGD", "SGD nesterov", "AdamW", "Adagrad"])
-@on_ranks(1)
-def test_the_state_dict_is_torchs(name: str) -> None:
-    """At stage 0 torch's own optimizer takes it and goes on."""
-    engine, model = make_engine(config(0, optimizer=ALL[name]), "Mlp"), make_model("Mlp")
-    engine_steps(engine, "Mlp", range(3))
-    model.load_state_dict(engine.full_state_dict())
-    kind, params = torchs(ALL[name])
-    optimizer = CLASSES[kind](model.parameters(), **params)
-    saved = engine.optimizer.state_dict()
-    optimizer.load_state_dict({"state": copy.deepcopy(saved["state"]), "param_groups": saved["param_groups"]})
-    engine_steps(engine, "Mlp", range(3, 6))
-    plain_steps(model, optimizer, "Mlp", range(3, 6))
-    theirs = {
-        key: sorted(k for k, value in state.items() if value is not None)
-        for key, state in optimizer.state_dict()["state"].items()
-    }
-    assert {key: sorted(state) for key, state in saved["state"].items()} == {k: v for k, v in theirs.items() if v}
-    assert_near(snapshot(engine), {key: p.detach() for key, p in model.named_parameters()}, name)
 
 
 def save_and_load(
@@ -99,13 +70,6 @@ def test_states_make_a_round_trip(name: str, precision: str) -> None:
         setting = config(stage, precision, optimizer=ALL[name], clip=CLIP)
         result = save_and_load(setting, setting, used=used)
         assert_same_facts(result["wanted"], result["resumed"], f"stage {stage}")
-
-
-@on_ranks(2)
-def test_moments_in_bf16_make_a_round_trip() -> None:
-    setting = config(1, "bf16", optimizer=("AdamW", {"lr": 1e-3, "fp32_optimizer_states": False}))
-    result = save_and_load(setting, setting, "OddModel", None)
-    assert_same_facts(result["wanted"], result["resumed"], "resumed")
 
 
 @pytest.mark.fast("2-SGD dampening")
@@ -184,19 +148,6 @@ def test_kernels_switched_off() -> None:
     assert (calls["update"], result["method"], warnings.messages) == ([], "PiecewiseUpdate", [])
     assert_close(result["parameters"], plain(ALL["AdamW"])[0], ALL["AdamW"])
     assert train(setting)["method"] == "FlatUpdate"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["bias_correction", "fp32_optimizer_states"])
-@on_ranks(2)
-def test_options_of_zerolites_own_need_no_kernels(option: str) -> None:
-    """The reference gives the same bits where some ranks lack the kernels."""
-    setting = config(2, optimizer=("Adam", {"lr": 1e-3, option: False}), clip=CLIP)
-    wanted = train(setting)
-    with without_kernels([1], option):
-        result = train(setting)
-    assert result["method"] == "FlatUpdate"
-    assert_same_bits(result["parameters"], wanted["parameters"], option)
 
 
 # -------------------------------------------------------------------- what a step costs
@@ -280,60 +231,6 @@ def test_a_step_is_one_norm_launch_and_one_update_launch(stage: int) -> None:
     _, calls, passes = step_costs(config(stage, optimizer=ALL["AdamW"]), "Late", unused)
     assert [len(calls[kind]) for kind in ("update", "squares")] == [1, 2]
     assert passes["gradients"] == ["zerolite.squares_", "zerolite.adam_"]
-
-
-class Calls(TorchDispatchMode):
-    """Count the calls of each operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
-def test_torchs_optimizer_updates_several_buckets_in_one_call(stage: int) -> None:
-    """A call updates as many buckets as one bucket has elements on all ranks together."""
-    limit = 128 if stage == 3 else 64  # stage 3's buckets are units, and smaller
-    zero = {"reduce_bucket_size": limit, "allgather_bucket_size": limit}
-    for precision in ("fp32", "bf16"):
-        engine = make_engine(config(stage, precision, 1, 0.01, ("AdamW", {"lr": 1e-3, "fused": True}), zero), "Mlp")
-        engine_steps(engine, "Mlp", range(2))
-        engine.backward(loss_of(engine, "Mlp", 2, 0, dist.get_rank()))
-        engine.clip_gradients(0.01)
-        with Calls() as calls:
-            engine.update()
-        flats = engine._pipeline._buffer.master
-        masters = [(bucket, flats[bucket].numel()) for bucket in reversed(engine._reducer.order.buckets)]
-        groups = sub_groups(masters, limit, 0)
-        assert type(engine.optimizer.method).__name__ == "PiecewiseUpdate" and 1 < len(masters) > len(groups)
-        wanted = sum(any(engine.optimizer.pieces_by_bucket[span.bucket] for span in group) for group in groups)
-        assert calls.counts["_fused_adamw_"] == calls.counts["_foreach_mul_"] == wanted
-        assert calls.counts["mul_"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@on_ranks(2)
-def test_update_and_publish_called_one_after_the_other(precision: str) -> None:
-    for stage in STAGES:
-        setting = config(stage, precision, clip=CLIP, optimizer=ALL["AdamW"])
-        parts, whole = make_engine(setting, "Mlp"), make_engine(setting, "Mlp")
-        for step in range(3):
-            parts.backward(loss_of(parts, "Mlp", step, 0, dist.get_rank()))
-            before = snapshot(parts)
-            parts.update()
-            assert_same_bits(before, snapshot(parts), "before publish")
-            parts.publish()
-            assert any(not torch.equal(before[name], value) for name, value in snapshot(parts).items())
-            parts.zero_grad()
-        engine_steps(whole, "Mlp", range(3))
-        assert_same_facts(facts(parts), facts(whole), f"stage {stage}")
 
 
 # -------------------------------------------------------------------- skipped steps, several engines

@@ -1,4 +1,4 @@
-"""Offload of the optimizer: the numbers, the traffic and the memory, against the same run without it; bits are equal.
+"""Offload of the optimizer: numbers, traffic and memory are those of the same run without it, to the bit.
 
 A CPU has one memory where a GPU's host has two. Variants with ``apart`` pretend that there are two: then everything
 passes through the buffers through which it passes on a GPU, only that no copy runs beside the rest.
@@ -7,19 +7,267 @@ passes through the buffers through which it passes on a GPU, only that no copy r
 from __future__ import annotations
 
 import contextlib
-import itertools
-import shutil
-import subprocess
-from collections.abc import Iterator
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.distributed.cases.offload import LOOPS, RUNS
-from tests.toolkit.pool import Pools
+import zerolite
+from tests.checkpoint.cases.recipes import BF16, MIXTURE, RECIPES, Recipe, float_batch, instance, share, token_batch
+from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds
+from tests.toolkit import models
+from tests.toolkit.configs import SGD
+from tests.toolkit.memory import two_memories
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.traffic import plain_calls
+from zerolite.zero import GatheredParameters
 
-CASES = "tests.distributed.cases.offload"
+STEPS = 5
+
+
+def wide() -> nn.Module:
+    """Layers of which a rank's part is several times placements.SPAN_ALIGNMENT, and odd."""
+    return models.build(models.OddModel, width=61, hidden=331)
+
+
+class Replacing(torch.optim.Optimizer):
+    """Momentum whose states are new tensors, of changing dtypes, after every step; one has another shape, one is a
+    number, and one comes and goes."""
+
+    zerolite_elementwise = True
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                count = state["count"] = state.get("count", 0) + 1
+                kept = state.get("kept")
+                state["kept"] = (
+                    parameter.grad * 0.5 if kept is None else kept.to(parameter.dtype) * 0.9 + parameter.grad
+                )
+                if count == 3:
+                    state["kept"] = state["kept"].double()
+                state["signs"] = torch.sign(parameter.grad).to(torch.int8)
+                state["largest"] = parameter.grad.new_tensor(float(count))
+                step = state["kept"].to(parameter.dtype) + 0.01 * state["signs"] / state["largest"]
+                if count % 2:
+                    state["sometimes"] = parameter.grad.clone()
+                else:
+                    step += state.pop("sometimes") * 0.125
+                parameter.add_(step, alpha=-group["lr"])
+
+
+def whole(engine: Any) -> contextlib.AbstractContextManager[Any]:
+    return GatheredParameters(engine.module, modifier_rank=0, check=False)
+
+
+def trained(engine: Any) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in engine.module.named_parameters() if p.requires_grad and p.numel()}
+
+
+def clamp(engine: Any, step: int) -> None:
+    """In place, some; by new memory, others."""
+    if step in (2, 3):
+        with whole(engine), torch.no_grad():
+            for number, parameter in enumerate(trained(engine).values()):
+                if number % 3 == 0:
+                    parameter.clamp_(-0.05, 0.05)
+                elif number % 3 == step - 2:
+                    parameter.data = parameter.data.clamp(-0.1, 0.1)
+
+
+def reload_module(engine: Any, step: int) -> None:
+    if step == 2:
+        with whole(engine):
+            values = {name: value.clone() * 0.5 for name, value in engine.module.state_dict().items()}
+        with whole(engine):
+            engine.module.load_state_dict(values)
+
+
+def set_whole(engine: Any, step: int) -> None:
+    """Masters and states by parameter."""
+    if step not in (2, 3):
+        return
+    parameters = list(trained(engine).values())
+    masters = zerolite.get_full_master(parameters)
+    zerolite.set_full_master(parameters[::2], [value * 0.75 for value in masters[::2]])
+    states = zerolite.get_full_optimizer_state(parameters, "exp_avg")
+    known = [(p, s) for p, s in zip(parameters, states, strict=True) if s is not None]
+    zerolite.set_full_optimizer_state([p for p, _ in known[1:]], "exp_avg", [s * 0.25 for _, s in known[1:]])
+    zerolite.set_full_optimizer_state(known[0][0], "step", 7)
+
+
+def round_trip(engine: Any, step: int) -> None:
+    """The optimizer's states go out and come back a step later, scaled."""
+    if step == 2:
+        state = engine.optimizer.state_dict()
+        for tensors in state["state"].values():
+            for name, value in tensors.items():
+                if name != "step":
+                    tensors[name] = value.clone() * 0.5
+        state["masters"] = {index: value.clone() * 0.5 for index, value in state["masters"].items()}
+        engine.optimizer.load_state_dict(state)
+
+
+def other_rates(engine: Any, step: int) -> None:
+    for number, group in enumerate(engine.optimizer.param_groups):
+        group["lr"] = 1e-3 * (1 + (step + number) % 3)
+
+
+def not_a_number(step: int, micro: int) -> tuple[Tensor, ...]:
+    """Rows of one rank."""
+    x, y = float_batch(step, micro)
+    if (step, micro) == (2, 0):
+        x = x.clone()
+        x[-1, 0] = math.nan
+    return x, y
+
+
+WIDE: dict[str, Any] = {"model": wide, "loss": models.token_loss, "batch": token_batch}
+NADAM = ("NAdam", {"lr": 1e-3})
+HALF = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+RUNS: dict[str, Recipe] = {
+    **RECIPES,
+    "sums in bf16": replace(RECIPES["accumulation"], config=BF16),
+    "wide": Recipe(**WIDE),
+    "wide in bf16": Recipe(**WIDE, config={**BF16, "gradient_clipping": 0.1}),
+    "wide, bf16 masters": Recipe(**WIDE, config=HALF),
+    "wide, moments in bf16": Recipe(**WIDE, optimizer=("AdamW", {"lr": 1e-3, "fp32_optimizer_states": False})),
+    "wide, SGD": Recipe(**WIDE, config=BF16, optimizer=SGD, states=("momentum_buffer",)),
+    "wide, Lion": Recipe(**WIDE, config=BF16, optimizer=("Lion", {"lr": 1e-3}), states=("exp_avg",)),
+    "wide, Adagrad": Recipe(**WIDE, config=BF16, optimizer=("Adagrad", {"lr": 1e-2}), states=("sum", "step")),
+    "wide, NAdam": Recipe(**WIDE, config=BF16, optimizer=NADAM),
+    "wide, autocast": Recipe(**WIDE, config={"torch_autocast": {"enabled": True}}, micros=3),
+    "not a number": Recipe(**MIXTURE, batch=not_a_number, config={**BF16, "gradient_clipping": 0.5}, micros=2),
+    "replacing in bf16": Recipe(
+        optimizer=None, engine=instance(Replacing), states=("kept",), config=BF16, model=MIXTURE["model"]
+    ),
+    "clamped": Recipe(**MIXTURE, change=clamp, config=BF16, optimizer=NADAM),
+    "reloaded": Recipe(**MIXTURE, change=reload_module, config=BF16),
+    "set whole": Recipe(**MIXTURE, change=set_whole, config=BF16),
+    "round trip": Recipe(**MIXTURE, change=round_trip, config=BF16),
+    "round trip, NAdam": Recipe(**MIXTURE, change=round_trip, optimizer=NADAM),
+    "other rates": Recipe(**MIXTURE, change=other_rates, config=BF16),
+}
+
+
+# -------------------------------------------------------------------- the loops
+
+
+def engine_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
+    for micro in range(recipe.micros):
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
+        engine.step()
+        yield float(loss.detach())
+
+
+def phases_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
+    """Each phase by itself; the gradient is read and changed between."""
+    for micro in range(recipe.micros):
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss)
+        yield float(loss.detach())
+    parameters = list(trained(engine).values())
+    gradients = zerolite.get_full_grad(parameters)
+    known = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+    yield float(sum(gradient.double().sum() for _, gradient in known))
+    if step == 1:
+        zerolite.set_full_grad(known[0][0], known[0][1] * 2)
+        zerolite.set_full_grad(known[-1][0], None)
+    if step == 2:
+        yield engine.clip_gradients(0.05)
+    engine.update()
+    yield engine.get_global_grad_norm()
+    if step == 3:
+        yield float(sum(master.double().sum() for master in zerolite.get_full_master(parameters)))
+    engine.publish()
+    engine.zero_grad()
+
+
+def p_grad_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
+    """Gradients are clipped, changed and replaced through ``p.grad``."""
+    for micro in range(recipe.micros):
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
+        yield float(loss.detach())
+        if micro < recipe.micros - 1:
+            engine.step()
+    shown = [p for p in engine.parameters() if p.grad is not None]
+    yield float(torch.nn.utils.clip_grad_norm_(shown, 0.05))
+    if step == 1:
+        torch.nn.utils.clip_grad_value_(shown, 0.01)
+        wide = next(p for p in shown if p.grad.dim() and p.grad.numel())
+        wide.grad[0] = 0.5
+        shown[1].grad = torch.ones_like(shown[1].grad)
+        shown[-1].grad = None
+        yield float(wide.grad.flatten().sort().values.double().sum())
+    if step == 2:
+        torch.nn.utils.clip_grad_norm_(shown[::2], 0.01)  # of some
+    if step == 3:
+        torch._foreach_mul_([p.grad for p in shown], 0.5)
+        torch._foreach_add_([p.grad for p in shown], 1e-3)
+        yield float(torch.nn.utils.get_total_norm([p.grad for p in shown]))
+    engine.step()
+
+
+def plain_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
+    for micro in range(recipe.micros):
+        loss = recipe.loss(engine, share(recipe.batch(step, micro), engine.rank, engine.world_size))
+        (loss / recipe.micros).backward()
+        yield float(loss.detach())
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def joined_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
+    """The last rank has one step fewer. Not a generator's business: a join spans steps (:func:`train`)."""
+    if engine.rank != engine.world_size - 1 or step < STEPS - 1:
+        yield from engine_loop(engine, recipe, step)
+
+
+def away_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
+    """Everything leaves the device between any two calls, now and then without its weights."""
+    for micro in range(recipe.micros):
+        engine.offload_states(["optim_states", "hp_params"] if micro else None)
+        engine.reload_states()
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
+        engine.offload_states(non_blocking=step == 1)
+        engine.reload_states(non_blocking=step == 1)
+        engine.step()
+        yield float(loss.detach())
+
+
+LOOPS: dict[str, Callable[[Any, Recipe, int], Iterator[float]]] = {
+    "engine": engine_loop,
+    "phases": phases_loop,
+    "plain": plain_loop,
+    "p.grad": p_grad_loop,
+    "join": joined_loop,
+    "away": away_loop,
+}
+
+
+# -------------------------------------------------------------------- comparisons
 
 
 def offload(device: str, directory: Path, **more: Any) -> dict[str, Any]:
@@ -30,7 +278,6 @@ def offload(device: str, directory: Path, **more: Any) -> dict[str, Any]:
 def variants(directory: Path) -> dict[str, dict[str, Any]]:
     """Return variants of zero_optimization. Sub-groups of one element, of odd lengths, and larger than everything."""
     return {
-        "nothing": {},
         "cpu": offload("cpu", directory),
         "cpu, apart": {**offload("cpu", directory), "apart": True},
         "cpu, small": {**offload("cpu", directory, buffer_count=1), "sub_group_size": 1, "apart": True},
@@ -45,261 +292,178 @@ def variants(directory: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def check(pools: Pools, world: int, runs: list[dict[str, Any]], environment: dict[str, str] | None = None) -> None:
-    kwargs = {"runs": runs, "environment": environment}
-    for rank, found in enumerate(pools(world).run(f"{CASES}:several", kwargs, timeout=600.0)):
-        assert found == [], f"rank {rank}: {len(found)} differences, the first: {found[0]:.600}"
+def train(recipe: Recipe, stage: int, loop: str, **more: Any) -> dict[str, Any]:
+    """Everything that two runs are compared by."""
+    engine = make_engine(recipe, stage, **more)
+    own_seeds(engine.rank)
+    losses, norms = [], []
+    with engine.join() if loop == "join" else contextlib.nullcontext():
+        for step in range(STEPS):
+            recipe.change(engine, step)
+            losses += list(LOOPS[loop](engine, recipe, step))
+            if loop != "join":
+                norms.append(engine.get_global_grad_norm())
+    return {"losses": losses, "norms": norms, **facts(engine, recipe.states)}
 
 
-def of(name: str, stage: int, directory: Path, *chosen: str, **more: Any) -> dict[str, Any]:
-    every = variants(directory)
-    return {"name": name, "stage": stage, "variants": [every[one] for one in chosen or every], **more}
+def assert_same_offloaded(
+    directory: Path,
+    name: str,
+    stage: int,
+    *chosen: str,
+    loop: str = "engine",
+    zero: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """A run with everything on the device, and with each of the chosen variants, has the same bits."""
+    recipe, zero, config = RUNS[name], zero or {}, config or {}
+    plain = train(recipe, stage, "engine" if loop == "away" else loop, zero=zero, **config)
+    assert plain["counters"]["global_steps"] == STEPS
+    for variant in chosen:
+        block = dict(variants(directory)[variant])
+        with two_memories() if block.pop("apart", False) else contextlib.nullcontext():
+            offloaded = train(recipe, stage, loop, zero={**zero, **block}, **config)
+        found = differences(plain, offloaded)
+        assert not found, f"{name}, stage {stage}, {loop}, {variant}: {len(found)} differ, the first: {found[0]:.600}"
+        gc.collect()
 
 
-def test_numbers_do_not_depend_on_the_tier(pools: Pools, tmp_path: Path) -> None:
-    runs = [
-        of("wide in bf16", 1, tmp_path, "nvme, odd", "cpu, a third"),
-        of("wide in bf16", 3, tmp_path, "nvme, odd", "cpu"),
-        of("mixture in fp16", 2, tmp_path, "nvme, apart"),
-        of("not a number", 3, tmp_path, "nvme"),
-        of("clamped, NAdam in bf16", 2, tmp_path, "nvme, odd", "cpu, apart"),
-        of("sums in bf16", 2, tmp_path, "nvme", loop="phases"),
-        of("wide in bf16", 2, tmp_path, "nvme", "cpu, apart", loop="p.grad"),
-    ]
-    check(pools, 2, runs)
+@on_ranks(2, timeout=600)
+def test_numbers_do_not_depend_on_the_tier(tmp_path: Path) -> None:
+    assert_same_offloaded(tmp_path, "wide in bf16", 1, "nvme, odd", "cpu, a third")
+    assert_same_offloaded(tmp_path, "wide in bf16", 3, "nvme, odd", "cpu")
+    assert_same_offloaded(tmp_path, "mixture in fp16", 2, "nvme, apart")
+    assert_same_offloaded(tmp_path, "not a number", 3, "nvme")
+    assert_same_offloaded(tmp_path, "clamped", 2, "nvme, odd", "cpu, apart")
+    assert_same_offloaded(tmp_path, "sums in bf16", 2, "nvme", loop="phases")
+    assert_same_offloaded(tmp_path, "wide in bf16", 2, "nvme", "cpu, apart", loop="p.grad")
 
 
 @pytest.mark.slow
-def test_numbers_of_one_process_do_not_depend_on_the_tier(pools: Pools, tmp_path: Path) -> None:
-    runs = [
-        of("wide, SGD", 1, tmp_path, "nvme, odd", "cpu, small"),
-        of("set whole in bf16", 2, tmp_path, "nvme, apart", config={"aio": {"checksums": True}}),
-        of("replacing in bf16", 3, tmp_path, "nvme"),
-    ]
-    check(pools, 1, runs)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, timeout=600)
+def test_every_variant(stage: int, tmp_path: Path) -> None:
+    for name in ("wide in bf16", "sums in bf16"):
+        assert_same_offloaded(tmp_path, name, stage, *variants(tmp_path))
 
 
-STAGES = (1, 2, 3)
-
-
-def everything() -> Iterator[Any]:
-    for name, stage in itertools.product(RUNS, STAGES):
-        if stage in RUNS[name].stages:
-            yield pytest.param(name, stage, id=f"{name}-{stage}")
+OF_RECIPES = ("mixture in bf16", "mixture in fp16", "adapters in bf16", "fused", "amsgrad", "bf16 masters")
+OF_RECIPES += ("an instance, its rate a tensor", "accumulation with weights", "accumulation that overflows")
+OF_RECIPES += ("accumulation, branches", "woken", "added group", "asleep", "moments in bf16", "channels last")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), list(everything()))
-def test_every_run_at_every_tier(pools: Pools, tmp_path: Path, name: str, stage: int) -> None:
-    check(pools, 2, [of(name, stage, tmp_path)])
-
-
-SOME = (
-    "mixture in bf16",
-    "mixture in fp16",
-    "sums in bf16",
-    "wide in bf16",
-    "not a number",
-    "woken",
-    "added group",
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        (name, [stage for stage in (1, 2, 3) if stage in RUNS[name].stages][number % (len(RUNS[name].stages) - 1)])
+        for number, name in enumerate([*OF_RECIPES, *(name for name in RUNS if name not in RECIPES)])
+    ],
 )
+@on_ranks(2, timeout=600)
+def test_every_run(name: str, stage: int, tmp_path: Path) -> None:
+    """Each optimizer, precision and user's change at one of the stages."""
+    assert_same_offloaded(tmp_path, name, stage, "cpu", "cpu, a third", "nvme, odd", "nvme, apart")
+
+
+SOME = ("mixture in fp16", "sums in bf16", "not a number", "added group", "clamped", "replacing in bf16")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "engine"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_loop(pools: Pools, tmp_path: Path, stage: int, loop: str) -> None:
-    chosen = ("nothing", "cpu", "cpu, a third", "nvme, odd", "nvme, apart")
-    more = ("NAdam", "accumulation with weights", "clamped in bf16", "reloaded in bf16", "replacing in bf16")
-    check(pools, 2, [of(name, stage, tmp_path, *chosen, loop=loop) for name in (*SOME, *more)])
+@pytest.mark.parametrize(("loop", "stage"), [("phases", 3), ("plain", 1), ("p.grad", 3), ("join", 2), ("away", 2)])
+@on_ranks(2, timeout=600)
+def test_every_loop(loop: str, stage: int, tmp_path: Path) -> None:
+    for name in (*SOME, "accumulation with weights", "reloaded"):
+        assert_same_offloaded(tmp_path, name, stage, "cpu, a third", "nvme, odd", "nvme, apart", loop=loop)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_world_size(pools: Pools, tmp_path: Path, stage: int, world: int) -> None:
-    more = ("wide, NAdam", "clamped in bf16", "set whole, NAdam in bf16", "round trip in bf16", "replacing in bf16")
-    chosen = ("cpu, a third", "nvme, odd", "nvme, apart")
-    check(pools, world, [of(name, stage, tmp_path, *chosen) for name in (*SOME, *more)])
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(1, 3, timeout=600)
+def test_every_world_size(stage: int, tmp_path: Path) -> None:
+    for name in (*SOME, "wide in bf16", "set whole", "round trip"):
+        assert_same_offloaded(tmp_path, name, stage, "cpu, small", "nvme, odd", "nvme, apart")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_without_kernels(pools: Pools, tmp_path: Path, stage: int) -> None:
-    chosen = ("cpu", "cpu, a third", "nvme, odd", "nvme, apart")
-    more = ("wide, SGD", "wide, Lion", "wide, Adagrad", "clamped in bf16", "set whole in bf16", "round trip in bf16")
-    runs = [of(name, stage, tmp_path, *chosen) for name in (*SOME, *more)]
-    check(pools, 2, runs, {"ZEROLITE_KERNELS": "0"})
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2, timeout=600)
+def test_without_kernels(stage: int, tmp_path: Path) -> None:
+    with mock.patch.dict(os.environ, {"ZEROLITE_KERNELS": "0"}):
+        for name in (*SOME, "wide, SGD", "wide, Lion", "wide, Adagrad"):
+            assert_same_offloaded(tmp_path, name, stage, "cpu, a third", "nvme, odd")
 
 
-OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
-    "overlap": ({"overlap_comm": True}, {}, STAGES),
-    "no overlap": ({"overlap_comm": False}, {}, STAGES),
-    "all-reduce": ({"reduce_scatter": False, "overlap_comm": True}, {}, (1, 2)),
-    "sent in fp32": ({}, {"communication_data_type": "fp32"}, (1, 2)),
-    "divided before": ({}, {"prescale_gradients": True}, (1, 2)),
-    "always gathered": ({"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 100}, {}, (3,)),
-    "checksums": ({}, {"aio": {"checksums": True, "thread_count": 2, "block_size": 4096}}, STAGES),
-    "one request": ({}, {"aio": {"queue_depth": 1, "single_submit": True, "overlap_events": False}}, STAGES),
+OPTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+    "overlap": ((1, 2, 3), {"overlap_comm": True}, {}),
+    "no overlap": ((1, 2, 3), {"overlap_comm": False}, {}),
+    "all-reduce": ((1, 2), {"reduce_scatter": False, "overlap_comm": True}, {}),
+    "sent in fp32, divided before": ((1, 2), {}, {"communication_data_type": "fp32", "prescale_gradients": True}),
+    "always gathered": ((3,), {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 100}, {}),
+    "checksums": ((2, 3), {}, {"aio": {"checksums": True, "thread_count": 2, "block_size": 4096}}),
+    "one request": ((2, 3), {}, {"aio": {"queue_depth": 1, "single_submit": True, "overlap_events": False}}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option(pools: Pools, tmp_path: Path, option: str) -> None:
-    zero, config, stages = OPTIONS[option]
-    names = (
-        "mixture in bf16",
-        "accumulation",
-        "wide in bf16",
-        "wide, NAdam",
-        "set whole in bf16",
-        "round trip in bf16",
-    )
-    chosen = ("cpu, odd", "nvme, odd", "nvme, apart")
-    runs = [of(name, stage, tmp_path, *chosen, zero=zero, config=config) for name in names for stage in stages]
-    check(pools, 2, runs)
+@on_ranks(2, timeout=600)
+def test_every_option(option: str, tmp_path: Path) -> None:
+    stages, zero, config = OPTIONS[option]
+    for stage in stages:
+        for name in ("wide in bf16", "accumulation", "set whole"):
+            assert_same_offloaded(tmp_path, name, stage, "cpu, odd", "nvme, odd", zero=zero, config=config)
 
 
 # -------------------------------------------------------------------- traffic and memory
 
 
 @pytest.mark.slow
-def test_nothing_else_is_sent(pools: Pools, tmp_path: Path) -> None:
-    every = variants(tmp_path)
-    for stage in (2, 3):
-        for name in ("cpu, odd", "nvme, odd"):
-            zero = dict(every[name])
-            apart = zero.pop("apart", False)
-            plain = pools(2).run(f"{CASES}:traffic", {"stage": stage, "zero": {}, "apart": False})
-            moved = pools(2).run(f"{CASES}:traffic", {"stage": stage, "zero": zero, "apart": apart})
-            assert len(plain[0]) > 10
-            assert moved == plain
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_nothing_else_is_sent(stage: int, tmp_path: Path) -> None:
+    recipe, found = RUNS["wide in bf16"], []
+    for block in ({}, variants(tmp_path)["cpu, odd"], variants(tmp_path)["nvme, odd"]):
+        zero = {key: value for key, value in block.items() if key != "apart"}
+        with two_memories() if "apart" in block else contextlib.nullcontext():
+            engine = make_engine(recipe, stage, zero=zero)
+        with zerolite.comm.record() as recorder:
+            for step in range(3):
+                list(engine_loop(engine, recipe, step))
+        found.append(plain_calls(recorder))
+    assert len(found[0]) > 10 and found[1] == found[2] == found[0]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.fast("2-cpu-2", "2-nvme-2")
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_where_the_bytes_are(pools: Pools, tmp_path: Path, device: str, stage: int) -> None:
+@on_ranks(2)
+def test_where_the_bytes_are(device: str, stage: int, tmp_path: Path) -> None:
     """16-bit training has 12 bytes an element off the device, and its gradient while it waits."""
-    world, place = 2, {"cpu": "host", "nvme": "disk"}[device]
     zero = {**offload(device, tmp_path), "sub_group_size": 5000, "stage3_param_persistence_threshold": 0}
-    kwargs = {"stage": stage, "precision": "bf16", "zero": zero, "apart": True}
-    for rank in pools(world).run(f"{CASES}:residence", kwargs):
-        part = rank["numel"] // world
-        whole = part if stage == 3 else rank["numel"]
-        after, pending = rank["after"][1], rank["pending"][1]
-        assert after["items"]["compute_parameters"] == 2 * whole
-        for item, nbytes in (("master_weights", 4 * part), ("optimizer_states", 8 * part)):
-            assert after[place][item] == nbytes
-            assert {after[other][item] for other in ("items", "host", "disk") if other != place} == {0}
-        assert pending[place]["gradients"] == 2 * part
-        assert pending["items"]["gradients"] == 0
-        # Four sub-groups of 2 (gradient) + 4 + 8 + 2 (rounded) bytes an element, in whole blocks.
-        assert 0 < after["host"]["offload_buffers"] <= 4 * (16 * 5000 + 5 * 4096)
-        assert rank["after"][0] == after
-
-
-# -------------------------------------------------------------------- disks that fail
-
-FAILURES = "tests.distributed.cases.offload_failures"
-
-
-def check_refusals(result: dict[str, Any], directory: Path) -> None:
-    """After an error nothing goes on as if there had been none, but from the checkpoint on everything does."""
-    assert result["raised"].startswith(("OSError", "UnexpectedEnd"))
-    assert "bytes at byte" in result["raised"] and str(directory) in result["raised"]
-    assert all("the swap file of rank 0" in text for text in (result["step"], result["loop"]) if text)
-    assert result["loop"], "a step was done with what the disk has lost"
-    if result["save"]:
-        assert "the swap file of rank 0" in result["save"]
-    else:
-        assert result["saved"] == [], "what the disk has lost was saved"
-    if "failed in its middle" in result["save"]:
-        assert "last checkpoint" in result["save"] and "failed in its middle" in result["export"]
-    assert result["differences"] == []
-
-
-def failures(pools: Pools, directory: Path, name: str, stage: int, points: list[int]) -> list[dict[str, Any]]:
-    (directory / "disk").mkdir()
-    zero = {**offload("nvme", directory / "disk"), "sub_group_size": 5000}
-    kwargs = {"directory": str(directory / "saved"), "name": name, "stage": stage, "zero": zero, "points": points}
-    results: list[dict[str, Any]] = pools(1).run(f"{FAILURES}:breaks", kwargs, timeout=600.0)[0]
-    return results
-
-
-@pytest.mark.slow
-def test_an_error_of_the_disk_is_not_forgotten(pools: Pools, tmp_path: Path) -> None:
-    """A gradient on its way there, something on its way to the update, and its result on the way back."""
-    for result in failures(pools, tmp_path, "sums in bf16", 2, [0, 7, 40, 80]):
-        check_refusals(result, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), [("mixture in bf16", 2), ("sums in bf16", 2), ("NAdam", 3), ("wide", 1)])
-def test_an_error_of_any_request_is_not_forgotten(pools: Pools, tmp_path: Path, name: str, stage: int) -> None:
-    results = failures(pools, tmp_path, name, stage, list(range(150)))
-    broken = [result for result in results if result["raised"]]
-    assert len(broken) > 20
-    for result in broken:
-        check_refusals(result, tmp_path)
-    for result in results[len(broken) :]:
-        assert result["requests"] <= len(broken), "one that failed was not noticed"
-        assert result["differences"] == []
-
-
-@pytest.mark.parametrize("what", ["missing", pytest.param("a file", marks=pytest.mark.slow)])
-def test_a_path_that_is_not_there_on_one_rank_is_said_on_all(pools: Pools, tmp_path: Path, what: str) -> None:
-    for rank in ("0", "1"):
-        (tmp_path / rank).mkdir()
-    (tmp_path / "0" / "swap").mkdir()
-    if what == "a file":
-        (tmp_path / "1" / "swap").touch()
-    kwargs = {"directory": str(tmp_path), "name": "mixture", "stage": 2, "zero": offload("nvme", Path("swap"))}
-    for rank, result in enumerate(pools(2).run(f"{FAILURES}:begin", {**kwargs, "steps": 1})):
-        assert result["phase"] == "initialize"
-        assert "zero_optimization.offload_optimizer.nvme_path" in result["error"]
-        assert {"missing": "swap does not exist", "a file": "swap is not a directory"}[what] in result["error"]
-        assert rank or "rank 1:" in result["error"]
-
-
-@contextlib.contextmanager
-def small_disk(directory: Path, size: str) -> Iterator[None]:
-    """A file system of its own. Skips where none can be mounted."""
-    directory.mkdir(exist_ok=True)
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], capture_output=True, text=True
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip(f"no file system can be mounted: {mounted.stderr if mounted else 'there is no mount'}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_on_one_rank_is_said_on_all(pools: Pools, tmp_path: Path) -> None:
-    for rank in ("0", "1"):
-        (tmp_path / rank / "swap").mkdir(parents=True)
-    kwargs = {"directory": str(tmp_path), "name": "wide", "stage": 2, "zero": offload("nvme", Path("swap"))}
-    with small_disk(tmp_path / "1" / "swap", "300k"):
-        for result in pools(2).run(f"{FAILURES}:begin", {**kwargs, "steps": 1}):
-            assert result["phase"] == "initialize"
-            for word in ("zero_optimization.offload_optimizer.nvme_path", "KB are free", "rank 1"):
-                assert word in result["error"]
-
-
-@pytest.mark.slow
-def test_a_full_disk_shows_at_the_start(pools: Pools, tmp_path: Path) -> None:
-    """However little there is; it was not checked before."""
-    zero, config = offload("nvme", Path("swap")), {"memory_check": "off"}
-    kwargs = {"directory": str(tmp_path), "name": "wide in bf16", "stage": 2, "zero": zero, "config": config}
-    (tmp_path / "0").mkdir()
-    phases = set()
-    for size in ("8k", "200k", "300k", "500k", "600k", "2m"):
-        with small_disk(tmp_path / "0" / "swap", size):
-            result = pools(1).run(f"{FAILURES}:begin", {**kwargs, "steps": 2})[0]
-        phases.add(result["phase"])
-        if result["error"]:
-            assert "expected room for" in result["error"] and "the swap file of rank 0 in swap" in result["error"]
-    assert phases == {"initialize", "none"}
+    place = {"cpu": "host", "nvme": "disk"}[device]
+    with two_memories():
+        engine = make_engine(
+            Recipe(lambda: models.build(models.Chain, depth=3, width=128), config=BF16), stage, zero=zero
+        )
+    after = []
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 128)).float().square().mean())
+        pending = engine.memory_report()
+        engine.step()
+        report = engine.memory_report()
+        after.append({"items": report.items, "host": report.host, "disk": report.disk})
+    numel = 3 * 128 * 128
+    part = numel // 2
+    assert after[0] == after[1]
+    assert after[1]["items"]["compute_parameters"] == 2 * (part if stage == 3 else numel)
+    for item, nbytes in (("master_weights", 4 * part), ("optimizer_states", 8 * part)):
+        assert {key: found[item] for key, found in after[1].items()} == {
+            "items": 0,
+            "host": 0,
+            "disk": 0,
+            place: nbytes,
+        }
+    assert getattr(pending, place)["gradients"] == 2 * part and pending.items["gradients"] == 0
+    # Four sub-groups of 2 (gradient) + 4 + 8 + 2 (rounded) bytes an element, in whole blocks.
+    assert 0 < after[1]["host"]["offload_buffers"] <= 4 * (16 * 5000 + 5 * 4096)

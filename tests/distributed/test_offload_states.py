@@ -1,12 +1,15 @@
-"""engine.offload_states() and reload_states(): memory goes, numbers stay."""
+"""engine.offload_states() and reload_states(); offload while tensors in use are written, freed or damaged."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,21 +18,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolite
 from tests.toolkit import models
+from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.mixed import Mixed
-from tests.toolkit.pool import Pools
+from tests.toolkit.partitioned import train
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import make_engine, raised
+from zerolite.comm import create
+from zerolite.engine import state_offload
+from zerolite.offload import swap_file
+from zerolite.offload.swap_file import SwapFile
+from zerolite.ops.async_io import AsyncIO
+from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
-def refused(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
-    """By name, the first words of what each call raises; empty for what goes through."""
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-            said[name] = ""
-        except RuntimeError as error:
-            said[name] = str(error)
-    return said
+def settings(stage: int, precision: str, accumulation: int = 2) -> dict[str, Any]:
+    zero = {"stage3_param_persistence_threshold": 50} if stage == 3 else None
+    return config(stage, precision, accumulation, optimizer=ADAMW, zero=zero)
+
+
+def mixed_engine(settings: dict[str, Any]) -> Any:
+    return zerolite.initialize(models.build(Mixed), settings)
 
 
 class Copies(TorchDispatchMode):
@@ -45,43 +54,10 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run(config: dict[str, Any], out: list[str] | None, offloads: bool, non_blocking: bool = False) -> dict[str, Any]:
-    """Four windows. offloads: states go out in the middle of the third (after its first backward), and come back."""
-    model = models.build(Mixed)
-    engine = zerolite.initialize(model, config)
-    losses, found = [], {}
-    for window in range(4):
-        for micro in range(engine.gradient_accumulation_steps):
-            loss = models.square_loss(engine, models.float_batch(window, micro, engine.rank))
-            engine.backward(loss)
-            losses.append(float(loss))
-            if offloads and window == 2 and micro == 0:
-                before = engine.memory_report().items
-                engine.offload_states(out, non_blocking=non_blocking)
-                report = engine.memory_report()
-                found["before"], found["during"], found["host"] = before, report.items, report.host
-                found["refused"] = refused(calls_of(engine))
-                engine.reload_states()
-                engine.reload_states()
-                found["after"] = engine.memory_report().items
-            with Copies() as copies:
-                engine.step()
-    found["copies"] = copies.count  # of the last step
-    state = engine.full_state_dict()
-    first = list(model.parameters())[0]
-    moment = zerolite.get_full_optimizer_state(first, "exp_avg_sq")
-    return {"losses": losses, "state": state, "moment": moment, **found}
-
-
-def calls_of(engine: Any) -> dict[str, Callable[[], Any]]:
+def calls_while_out(engine: Any) -> dict[str, Callable[[], Any]]:
     first: nn.Parameter = list(engine.module.parameters())[0]
-
-    def forward() -> None:
-        with torch.no_grad():
-            engine(models.float_batch(0, 0, engine.rank)[0])
-
     return {
-        "forward": forward,
+        "forward": lambda: torch.no_grad()(engine)(models.float_batch(0, 0, engine.rank)[0]),
         "step": engine.optimizer.step,
         "reduce": engine.reduce_gradients,
         "set gradient": lambda: zerolite.set_full_grad(first, None),
@@ -94,130 +70,177 @@ def calls_of(engine: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-def several(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {name: run(**arguments) for name, arguments in runs.items()}
+STATES = ("compute_parameters", "persistent_parameters", "gradients", "master_weights", "optimizer_states")
 
 
-def wrong_arguments(config: dict[str, Any]) -> dict[str, str]:
-    engine = zerolite.initialize(models.build(Mixed), config)
-    said = {}
-    for name, arguments in {"include": {"include": ["moments"]}, "device": {"device": "nvme"}}.items():
-        try:
-            engine.offload_states(**arguments)
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+def four_windows(settings: dict[str, Any], offload: dict[str, Any] | None) -> dict[str, Any]:
+    """offload: arguments; states go out in the middle of the third window, after its first backward, and come back."""
+    engine = mixed_engine(settings)
+    losses = []
+    for window in range(4):
+        for micro in range(2):
+            loss = models.square_loss(engine, models.float_batch(window, micro, engine.rank))
+            engine.backward(loss)
+            losses.append(float(loss))
+            if offload is not None and (window, micro) == (2, 0):
+                out_and_back(engine, offload)
+            with Copies() as copies:
+                engine.step()
+    moment = zerolite.get_full_optimizer_state(next(engine.module.parameters()), "exp_avg_sq")
+    return {"losses": losses, "copies": copies.count, "values": {**engine.full_state_dict(), "moment": moment}}
 
 
-def engine_goes(config: dict[str, Any]) -> bool:
-    """True if a model has its values back when its engine goes while they are out."""
-    model = models.build(Mixed)
-    engine = zerolite.initialize(model, config)
-    before = engine.full_state_dict()
+def out_and_back(engine: Any, offload: dict[str, Any]) -> None:
+    before = engine.memory_report().items
+    engine.offload_states(**offload)
+    during = engine.memory_report()
+    said = {name: raised(call) for name, call in calls_while_out(engine).items()}
+    if offload:  # weights stay
+        assert not during.items["optimizer_states"] and during.items["compute_parameters"]
+        assert [name for name, words in said.items() if not words] == ["forward", "read"]
+    else:
+        assert [item for item in STATES if during.items[item]] == []
+        assert all(during.host[item] == before[item] for item in ("master_weights", "optimizer_states"))
+        assert all(text.startswith("RuntimeError") for text in said.values()), said
+    engine.reload_states()
+    engine.reload_states()
+    after = engine.memory_report().items
+    for item in ("gradients", "communication_buckets"):  # a reduction that was under way has ended meanwhile
+        after[item] = before[item]
+    assert after == before
+
+
+@pytest.mark.fast("2-2-bf16", "2-3-bf16")
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16"), (3, "fp32")])
+@on_ranks(1, 2)
+def test_states_go_and_come_back(stage: int, precision: str) -> None:
+    plain = four_windows(settings(stage, precision), None)
+    for offload in ({}, {"include": ["optim_states", "hp_params"], "non_blocking": True}):
+        found = four_windows(settings(stage, precision), offload)
+        assert (found["losses"], found["copies"]) == (plain["losses"], plain["copies"])
+        assert_same_bits(plain["values"], found["values"], str(offload))
+
+
+@on_ranks(1)
+def test_wrong_arguments() -> None:
+    engine = mixed_engine(settings(0, "fp32"))
+    with pytest.raises(ValueError, match="expected include to be some of.*'moments'"):
+        engine.offload_states(include=["moments"])
+    with pytest.raises(ValueError, match='expected device to be "cpu"'):
+        engine.offload_states(device="nvme")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(1)
+def test_an_engine_that_goes_gives_back_what_is_the_models(stage: int) -> None:
+    engine = mixed_engine(settings(stage, "fp32"))
+    model, before = engine.module, engine.full_state_dict()
     engine.offload_states()
     del engine
     gc.collect()
     with zerolite.zero.GatheredParameters(model):
-        return all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in before)
-
-
-def no_memory(config: dict[str, Any]) -> dict[str, Any]:
-    """The host has no memory for the third storage: nothing has changed, and the next call works."""
-    from unittest import mock
-
-    from zerolite.engine import state_offload
-
-    engine = zerolite.initialize(models.build(Mixed), config)
-    engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
-    engine.step()
-    real, left = state_offload.host_memory, [2]
-
-    def fails(nbytes: int, pin: bool) -> torch.Tensor:
-        left[0] -= 1
-        if left[0] < 0:
-            raise MemoryError("no room")
-        return real(nbytes, pin)
-
-    said = ""
-    with mock.patch.object(state_offload, "host_memory", fails):
-        try:
-            engine.offload_states()
-        except MemoryError as error:
-            said = str(error)
-    engine.backward(models.square_loss(engine, models.float_batch(1, 0, engine.rank)))
-    engine.step()
-    trained = engine.full_state_dict()
-    engine.offload_states(["optim_states"])
-    engine.reload_states()
-    state = engine.full_state_dict()
-    return {"said": said, "kept": all(torch.equal(value, trained[name]) for name, value in state.items())}
-
-
-# -------------------------------------------------------------------- the tests
-
-
-STAGE_3 = {"stage3_param_persistence_threshold": 50}
-
-
-def settings(stage: int, precision: str) -> dict[str, Any]:
-    return config(stage, precision, accumulation=2, optimizer=ADAMW, zero=STAGE_3 if stage == 3 else None)
-
-
-def check(pools: Pools, world: int, stages: tuple[int, ...], precision: str) -> None:
-    runs: dict[str, dict[str, Any]] = {}
-    for stage in stages:
-        given = {"config": settings(stage, precision)}
-        runs[f"{stage} plain"] = {**given, "out": None, "offloads": False}
-        runs[f"{stage} all"] = {**given, "out": None, "offloads": True}
-        runs[f"{stage} some"] = {**given, "out": ["optim_states", "hp_params"], "offloads": True, "non_blocking": True}
-    for ranks in pools(world).run(several, {"runs": runs}):
-        for stage in stages:
-            plain = ranks[f"{stage} plain"]
-            for kind in ("all", "some"):
-                found = ranks[f"{stage} {kind}"]
-                assert found["losses"] == plain["losses"]
-                assert all(torch.equal(value, plain["state"][name]) for name, value in found["state"].items())
-                assert torch.equal(found["moment"], plain["moment"])
-                assert found["copies"] == plain["copies"], (stage, kind)
-                moved = ("gradients", "communication_buckets")  # a reduction that was under way has ended meanwhile
-                before, after = ({k: n for k, n in found[m].items() if k not in moved} for m in ("before", "after"))
-                assert after == before, (stage, kind)
-            during = ranks[f"{stage} all"]["during"]
-            states = ("compute_parameters", "persistent_parameters", "gradients", "master_weights", "optimizer_states")
-            assert [item for item in states if during[item]] == []
-            whole = ("master_weights", "optimizer_states")
-            assert {item: ranks[f"{stage} all"]["host"][item] for item in whole} == {i: before[i] for i in whole}
-            said = ranks[f"{stage} all"]["refused"]
-            assert all(said.values()), said
-            some = ranks[f"{stage} some"]
-            assert not some["during"]["optimizer_states"] and some["during"]["compute_parameters"]
-            assert [name for name, words in some["refused"].items() if not words] == ["forward", "read"]
-
-
-def test_states_go_and_come_back(pools: Pools) -> None:
-    check(pools, 2, (2, 3), "bf16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_stage(pools: Pools, world: int, precision: str) -> None:
-    check(pools, world, (0, 1, 2, 3), precision)
-
-
-def test_wrong_arguments(pools: Pools) -> None:
-    said = pools(1).run(wrong_arguments, {"config": settings(0, "fp32")})[0]
-    assert "expected include to be some of" in said["include"] and "'moments'" in said["include"]
-    assert 'expected device to be "cpu"' in said["device"]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_engine_that_goes_gives_back_what_is_the_models(pools: Pools, stage: int) -> None:
-    assert pools(1).run(engine_goes, {"config": settings(stage, "fp32")}) == [True]
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if name in before)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_host_without_memory_changes_nothing(pools: Pools, stage: int) -> None:
-    given = config(stage, "bf16", optimizer=ADAMW, zero=STAGE_3 if stage == 3 else None)
-    for found in pools(2).run(no_memory, {"config": given}):
-        assert found == {"said": "no room", "kept": True}
+@on_ranks(2)
+def test_a_host_without_memory_changes_nothing(stage: int) -> None:
+    """It has none for the third storage; the next call works."""
+    engine = mixed_engine(settings(stage, "bf16", 1))
+    train(engine, 1)
+    real, left = state_offload.host_memory, iter(range(2))
+
+    def fails(nbytes: int, pin: bool) -> torch.Tensor:
+        if next(left, None) is None:
+            raise MemoryError("no room")
+        return real(nbytes, pin)
+
+    with mock.patch.object(state_offload, "host_memory", fails), pytest.raises(MemoryError, match="no room"):
+        engine.offload_states()
+    train(engine, 1)
+    trained = engine.full_state_dict()
+    engine.offload_states(["optim_states"])
+    engine.reload_states()
+    assert_same_bits(trained, engine.full_state_dict(), "out and back")
+
+
+# -------------------------------------------------------------------- tensors in use
+
+
+@on_ranks(2)
+def test_states_go_out_while_a_reduction_is_under_way() -> None:
+    """Right after a backward, whose last reduction is in flight between processes."""
+    losses = []
+    for offloads in (False, True):
+        with mock.patch.object(create, "same_host", lambda group: False):
+            engine = make_engine(config(1, optimizer=ADAMW), "Chain", {"depth": 3, "width": 400})
+        for step in range(3):
+            engine.backward(engine(torch.full((2, 400), 0.1 * (step + 1))).square().mean())
+            if offloads:
+                engine.offload_states()
+                engine.reload_states()
+            engine.step()
+        losses.append(float(engine(torch.ones(2, 400)).square().mean()))
+    assert losses[0] == losses[1]
+
+
+def on_disk(directory: Path | None, **zero: Any) -> dict[str, Any]:
+    offload = {"offload_param": {"device": "nvme", "nvme_path": str(directory), "max_in_cpu": 0}} if directory else {}
+    zero = {"stage3_param_persistence_threshold": 10, **zero, **offload}
+    return config(3, optimizer=ADAMW, zero=zero, aio={"checksums": True})
+
+
+@on_ranks(2)
+def test_masters_that_are_set_are_not_hidden_by_shards_read_ahead(tmp_path: Path) -> None:
+    """A forward that no backward follows has read shards ahead; then masters are set."""
+    losses = []
+    for directory in (None, tmp_path):
+        more = {"stage3_max_live_parameters": 100, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+        engine = make_engine(on_disk(directory, **more), "PrimeMlp")
+        train(engine, 4)
+        models.square_loss(engine, models.float_batch(5, 0, engine.rank))
+        assert directory is None or engine.coordinator.group.reader._ahead
+        for parameter in engine.module.parameters():
+            zerolite.set_full_master(parameter, torch.full(tuple(parameter.ds_shape), 0.01))
+        with torch.no_grad():
+            losses.append(float(models.square_loss(engine, models.float_batch(6, 0, engine.rank))))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("position", [0.0, 1.0])
+@on_ranks(2)
+def test_damaged_shards_are_found(position: float, tmp_path: Path) -> None:
+    """One byte of a shard on disk has changed, so far in it."""
+    engine = make_engine(on_disk(tmp_path), "PrimeMlp")
+    train(engine, 2)
+    handle = handle_of(engine.module.hidden.weight)
+    assert handle is not None
+    file: Any = handle.placement.file  # type: ignore[attr-defined]
+    start, _ = file._offsets[handle.shard.untyped_storage().data_ptr()]
+    at = start + 4 * (int(handle.shard.storage_offset()) + int(position * (handle.shard.numel() - 1)))
+    os.pwrite(file._fd, bytes([os.pread(file._fd, 1, at)[0] ^ 1]), at)
+    with torch.no_grad(), pytest.raises(OSError, match="not those that were written"):
+        models.square_loss(engine, models.float_batch(9, 0, engine.rank))
+
+
+class WithoutHoles:
+    """libc on a file system whose files cannot have holes."""
+
+    def __init__(self, libc: Any) -> None:
+        self._libc = libc
+
+    def fallocate(self, *args: Any) -> int:
+        return -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._libc, name)
+
+
+def test_room_at_the_end_of_a_file_without_holes_is_zero_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with AsyncIO() as io:
+        file = SwapFile(tmp_path, io, 0, "key")
+        libc = WithoutHoles(swap_file._libc())
+        monkeypatch.setattr(swap_file, "_libc", lambda: libc)
+        first = file.zeros(8192).fill_(7)
+        del first
+        assert not file.zeros(8192).any()

@@ -1,10 +1,15 @@
-"""Memory that the CPU's allocator has given out, by phase."""
+"""Memory that the CPU's allocator has given out, by phase; and a host and a device that do not share theirs."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from zerolite.offload.placements import Placements
 
 
 def memory_profile() -> Any:
@@ -25,3 +30,16 @@ def events_in_order(profiler: Any) -> list[tuple[int, int, str]]:
 def mark(name: str) -> None:
     with record_function(f"mark {name}"):
         pass
+
+
+@contextlib.contextmanager
+def two_memories() -> Iterator[None]:
+    """Treat host and device as two memories, as where the device is not the CPU: offloaded tensors pass through
+    buffers."""
+    original = Placements.__init__
+
+    def init(self: Placements, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, "apart": True})
+
+    with mock.patch.object(Placements, "__init__", init):
+        yield

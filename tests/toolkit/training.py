@@ -113,3 +113,12 @@ def set_everywhere(model: nn.Module, value: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """Class and text of the exception that ``call`` raises; empty if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -211,6 +211,7 @@ class _Assembly:
         self.beside: list[Communicator] = []  # communicators that only the rest of the grid uses
         self.comm, self.device = comm, device = topology.data, device
         self.ties = {} if staged is None else {id(tie.parameter): tie for tie in staged.ties}
+        self.shared: dict[str, Communicator] = {}  # by the key of a tie
         self.partitioned: PartitionedModel | None = None
         self.communication = communication_dtypes(model, config, precision, topology.data.world_size)
         self.reference = EngineRef()
@@ -441,7 +442,7 @@ class _Assembly:
             return
         self.beside[:] = [topology.world, topology.tensor, topology.pipe, topology.model]
         if self.trains:
-            across, sums = spread_over(topology, self.buffer, self.ties, self.reducer, self.device)
+            across, sums = spread_over(topology, self.buffer, self.ties, self.shared, self.reducer, self.device)
             self.pipeline.spread(across, sums)
             self.beside += sums.comms
 

@@ -107,11 +107,17 @@ def spread_over(
     topology: Topology,
     buffer: ParameterBuffer,
     ties: Mapping[int, Any],
+    shared: dict[str, Communicator],
     reducer: GradReducer,
     device: torch.device,
 ) -> tuple[Across, GradientSums]:
-    """For the trained parameters of this rank. ties: by the id of a parameter that several
-    stages have, which (``Tie``). Called on all ranks."""
+    """For the trained parameters of this rank. Called on all ranks.
+
+    Args:
+        ties: by the id of a parameter that several stages have, which (``Tie``).
+        shared: by the key of a tie, the communicator of its stages. The first call makes it, which is a collective. A
+            later one, where parameters begin to train, comes on one stage while another waits for its message.
+    """
 
     def counts(index: int) -> bool:
         parameter = buffer.parameters[index]
@@ -132,8 +138,9 @@ def spread_over(
     groups = [SharedGradients(topology.tensor, partial)]
     tied = [(index, ties[id(parameter)]) for index, parameter in enumerate(trained) if id(parameter) in ties]
     for index, tie in sorted(tied, key=lambda entry: str(entry[1].key)):
-        shared = stages_communicator(topology, tuple(tie.ranks), device)
-        dtype = {f"parameter '{tie.key}', which stages share,": {"dtype": str(trained[index].dtype)}}
-        check_agreement(Description(dtype), shared, device, "zerolite.initialize: stages compute in different dtypes")
-        groups.append(SharedGradients(shared, (index,)))
+        if tie.key not in shared:
+            comm = shared[tie.key] = stages_communicator(topology, tuple(tie.ranks), device)
+            dtype = {f"parameter '{tie.key}', which stages share,": {"dtype": str(trained[index].dtype)}}
+            check_agreement(Description(dtype), comm, device, "zerolite.initialize: stages compute in different dtypes")
+        groups.append(SharedGradients(shared[tie.key], (index,)))
     return across, GradientSums(groups, reducer, topology.data.rank)

@@ -11,7 +11,7 @@ from tests.checkpoint.cases import resume
 from tests.checkpoint.cases.recipes import RECIPES
 from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds, train
 from tests.checkpoint.test_background import held_back
-from tests.distributed.cases.offload import two_memories
+from tests.toolkit.memory import two_memories
 
 
 def several(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import zerolite
-from tests.distributed.cases.drop_in import STAGES, Case, Run, _outcome
 from tests.toolkit import models
+from tests.toolkit.drop_in import STAGES, Case, Run, _outcome
 
 CLIPPED = 2e-7  # a clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double
 
@@ -27,9 +27,7 @@ def loop(
     """Register a loop. more: ``close`` and ``reordered`` of :class:`Case`."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        name = function.__name__
-        settings = {"close": 0.0, "reordered": False, "bf16": 0.0, "several": False, **more}
-        LOOPS[name] = Case(name, function, tuple(variants), ("moving",), (), (), **settings), tuple(stages)
+        LOOPS[function.__name__] = Case(function, variants, settings=("moving",), error=(), **more), tuple(stages)
         return function
 
     return register

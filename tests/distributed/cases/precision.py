@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zerolite
-from tests.distributed.cases.drop_in import rank_mean
 from tests.toolkit import models, reference
+from tests.toolkit.drop_in import rank_mean
 from tests.toolkit.training import snapshot
 
 PATTERNS = ["*.norm", "gate", "positions", "blocks.?.adapter"]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zerolite
-from tests.distributed.cases.drop_in import rank_mean
 from tests.toolkit import models
+from tests.toolkit.drop_in import rank_mean
 from tests.toolkit.training import snapshot
 from zerolite.zero import GatheredParameters
 

@@ -1,4 +1,4 @@
-"""Cases of docs/drop-in.md: schedulers, an optimizer's states and hooks."""
+"""Rows of docs/drop-in.md: schedulers, an optimizer's states and hooks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.optim import lr_scheduler as schedulers
 
 import zerolite
-from tests.distributed.cases.drop_in import STEPS, Run, case
-from tests.distributed.cases.drop_in_optimizers import KERNELS, two_group_sgd
+from tests.distributed.test_drop_in_optimizers import KERNELS, two_group_sgd
 from tests.toolkit import models
+from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.pool import Pools
 
 # ---------------------------------------------------------------- schedulers
 
@@ -29,11 +31,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 WHERE = ("own, before", "own", "engine's")
 
 
-@case(
-    "torch's schedulers, stepped by you, on your optimizer or on `engine.optimizer`",
-    [(name, where) for name in SCHEDULERS for where in WHERE],
-    close=KERNELS,
-)
+@case("torch's schedulers", [(name, where) for name in SCHEDULERS for where in WHERE], close=KERNELS)
 def torch_schedulers(run: Run, variant: tuple[str, str]) -> None:
     name, where = variant
     made: list[Any] = []
@@ -53,7 +51,7 @@ def torch_schedulers(run: Run, variant: tuple[str, str]) -> None:
         run.see([(group["lr"], group["momentum"]) for group in run.optimizer.param_groups])
 
 
-@case("a scheduler given as `lr_scheduler`, stepped by the engine", ["instance", "function"], close=KERNELS)
+@case("a scheduler given as", ["instance", "function"], close=KERNELS)
 def given_scheduler(run: Run, form: str) -> None:
     make = lambda optimizer: schedulers.StepLR(optimizer, 1, 0.5)  # noqa: E731
     if run.plain:
@@ -73,11 +71,7 @@ def given_scheduler(run: Run, form: str) -> None:
         run.see([group["lr"] for group in run.optimizer.param_groups])
 
 
-@case(
-    "`lr_scheduler=ReduceLROnPlateau(…)` given to `zerolite.initialize`",
-    words=["lr_scheduler", "step(metric)"],
-    error=ValueError,
-)
+@case("`lr_scheduler=ReduceLROnPlateau(…)`", words=["lr_scheduler", "step(metric)"], error=ValueError)
 def given_plateau(run: Run) -> None:
     if run.plain:
         run.start()
@@ -89,11 +83,7 @@ def given_plateau(run: Run) -> None:
 # ---------------------------------------------------------------- states
 
 
-@case(
-    "`optimizer.state_dict()` and `load_state_dict()` under the same stage and world size",
-    ["engine's", "own"],
-    close=KERNELS,
-)
+@case("`optimizer.state_dict()`", ["engine's", "own"], close=KERNELS)
 def optimizer_state_dict(run: Run, whose: str) -> None:
     run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     optimizer = run.own if whose == "own" else run.optimizer
@@ -104,7 +94,7 @@ def optimizer_state_dict(run: Run, whose: str) -> None:
     run.train(2, start=2)
 
 
-@case("`zerolite.get_full_optimizer_state`, `zerolite.set_full_optimizer_state`", close=KERNELS)
+@case("`zerolite.get_full_optimizer_state`", close=KERNELS)
 def full_states(run: Run) -> None:
     run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     for step in range(STEPS):
@@ -119,11 +109,7 @@ def full_states(run: Run) -> None:
             zerolite.set_full_optimizer_state(weight, "exp_avg", averages[2] * 0.5)
 
 
-@case(
-    "reading `optimizer.state`: above stage 0 this rank's shards, flat (see [optimizers](optimizers.md))",
-    ["engine's", "own"],
-    close=KERNELS,
-)
+@case("reading `optimizer.state`", ["engine's", "own"], close=KERNELS)
 def states_read(run: Run, whose: str) -> None:
     run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     optimizer = run.own if whose == "own" else run.optimizer
@@ -144,11 +130,7 @@ def states_read(run: Run, whose: str) -> None:
         run.see(sorted(counts) or [step + 1.0])
 
 
-@case(
-    "`engine.full_optimizer_state_dict()`, loaded into an optimizer of plain PyTorch",
-    ["AdamW", "SGD", "Lion"],
-    close=KERNELS,
-)
+@case("`engine.full_optimizer_state_dict()`", ["AdamW", "SGD", "Lion"], close=KERNELS)
 def whole_states(run: Run, name: str) -> None:
     arguments = {"lr": 0.01, "momentum": 0.5} if name == "SGD" else {"lr": 0.01}
     kind: Any = zerolite.ops.Lion if name == "Lion" else getattr(torch.optim, name)
@@ -166,11 +148,7 @@ def whole_states(run: Run, name: str) -> None:
     run.see([parameter.detach() for parameter in other.parameters()])
 
 
-@case(
-    "changing `optimizer.state`",
-    ["engine's", "own"],
-    words=["zerolite.set_full_optimizer_state"],
-)
+@case("changing `optimizer.state`", ["engine's", "own"], words=["zerolite.set_full_optimizer_state"])
 def states_changed(run: Run, whose: str) -> None:
     run.start(own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     run.train()
@@ -188,10 +166,7 @@ def states_changed(run: Run, whose: str) -> None:
     run.refuses(ways, RuntimeError, "zerolite.set_full_optimizer_state")
 
 
-@case(
-    "`register_step_pre_hook`, `register_step_post_hook` on either optimizer object",
-    [(w, loop) for w in ("own", "engine's") for loop in ("engine", "torch")],
-)
+@case("`register_step_pre_hook`", [(w, loop) for w in ("own", "engine's") for loop in ("engine", "torch")])
 def step_hooks(run: Run, variant: tuple[str, str]) -> None:
     whose, loop = variant
     run.start(own=lambda model: torch.optim.SGD(model.parameters(), lr=0.0625))
@@ -213,3 +188,9 @@ def step_hooks(run: Run, variant: tuple[str, str]) -> None:
             optimizer.step()
             optimizer.zero_grad()
     run.see(calls)
+
+
+@pytest.mark.slow
+@over_rows(__name__)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

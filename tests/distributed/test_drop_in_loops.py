@@ -1,26 +1,28 @@
-"""Cases of docs/drop-in.md: the shape of a loop."""
+"""Rows of docs/drop-in.md: the shape of a loop."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.distributed.cases.drop_in import ROUNDED, ROUNDING, STEPS, Run, case
 from tests.toolkit import models
+from tests.toolkit.drop_in import ROUNDED, ROUNDING, STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.pool import Pools
 
 
-@case("`engine.backward(loss)`, `engine.step()`")
+@case("`engine.backward(loss)`")
 def the_engines_loop(run: Run) -> None:
     run.start()
     run.train()
 
 
-@case("`loss.backward()`, `engine.optimizer.step()`, `engine.optimizer.zero_grad()`")
+@case("`loss.backward()`")
 def torchs_loop(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -28,7 +30,7 @@ def torchs_loop(run: Run) -> None:
         run.torch_step()
 
 
-@case("`step()` and `zero_grad()` of the optimizer object that you passed", ["step first", "zero_grad first"])
+@case("`step()` and `zero_grad()`", ["step first", "zero_grad first"])
 def own_optimizers_loop(run: Run, order: str) -> None:
     run.start(own=lambda model: torch.optim.SGD(model.parameters(), lr=0.0625))
     for step in range(STEPS):
@@ -41,7 +43,7 @@ def own_optimizers_loop(run: Run, order: str) -> None:
             run.own.zero_grad()
 
 
-@case("forward through `engine.module`; in 16 bits with inputs that you cast", ["fp32", "bf16"])
+@case("forward through `engine.module`", ["fp32", "bf16"])
 def module_called(run: Run, precision: str) -> None:
     run.start(precision=precision)
     for step in range(STEPS):
@@ -51,7 +53,7 @@ def module_called(run: Run, precision: str) -> None:
         run.torch_step()
 
 
-@case("a part of the model called by itself")
+@case("a part of the model")
 def part_called(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -60,7 +62,7 @@ def part_called(run: Run) -> None:
         run.step()
 
 
-@case("several losses, a backward each, before a step", ["engine", "loss"], reordered=True)
+@case("several losses, a backward", ["engine", "loss"], reordered=True)
 def several_backwards(run: Run, loop: str) -> None:
     run.start()
     for step in range(STEPS):
@@ -72,7 +74,7 @@ def several_backwards(run: Run, loop: str) -> None:
         run.step()
 
 
-@case("`retain_graph=True`: several backwards through one graph", ["engine", "loss"], reordered=True)
+@case("`retain_graph=True`", ["engine", "loss"], reordered=True)
 def retained(run: Run, loop: str) -> None:
     run.start()
     for step in range(STEPS):
@@ -85,7 +87,7 @@ def retained(run: Run, loop: str) -> None:
         run.step()
 
 
-@case("one loss of several forwards")
+@case("one loss of several")
 def several_forwards(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -93,11 +95,7 @@ def several_forwards(run: Run) -> None:
         run.step()
 
 
-@case(
-    "gradient accumulation: `gradient_accumulation_steps`, or a step after several backwards",
-    ["config", "by hand"],
-    reordered=True,
-)
+@case("gradient accumulation", ["config", "by hand"], reordered=True)
 def accumulated(run: Run, how: str) -> None:
     run.start(accumulation=2 if how == "config" else 1)
     for step in range(STEPS):
@@ -121,7 +119,7 @@ def not_synchronized(run: Run) -> None:
         run.torch_step()
 
 
-@case("`optimizer.step(closure)`, with either optimizer object", ["engine's", "own"])
+@case("`optimizer.step(closure)`", ["engine's", "own"])
 def closure(run: Run, whose: str) -> None:
     run.start(own=lambda model: torch.optim.SGD(model.parameters(), lr=0.0625))
     optimizer = run.own if whose == "own" else run.optimizer
@@ -169,20 +167,27 @@ def further_loss(run: Run, step: int) -> None:
     run.step()
 
 
-@case(f"{OUTSIDE}, in fp32 or bf16", ["fp32", "bf16"], bf16=ROUNDED)
+@case(
+    "a further loss, computed from the other outputs of a model that returns one, in fp32",
+    ["fp32", "bf16"],
+    bf16=ROUNDED,
+)
 def further_loss_in_bf16(run: Run, precision: str) -> None:
     run.start(Judge, precision=precision)
     for step in range(STEPS):
         further_loss(run, step)
 
 
-@case(f"{OUTSIDE}, in fp16", words=["fp16", "loss scale", '"output_dtype": "fp32"'])
+@case(
+    "a further loss, computed from the other outputs of a model that returns one, in fp16",
+    words=["fp16", "loss scale", '"output_dtype": "fp32"'],
+)
 def further_loss_in_fp16(run: Run) -> None:
     run.start(Judge, precision="fp16")
     further_loss(run, 0)
 
 
-@case("`output.backward(gradient)` of a tensor that is no scalar")
+@case("`output.backward(gradient)`")
 def vector_backward(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -192,11 +197,7 @@ def vector_backward(run: Run) -> None:
         run.step()
 
 
-@case(
-    "`engine.backward` of a tensor that is no scalar, or of no tensor",
-    words=["engine.backward", "loss with one element", ".mean()"],
-    error=ValueError,
-)
+@case("`engine.backward` of a tensor", words=["engine.backward", "loss with one element", ".mean()"], error=ValueError)
 def no_scalar(run: Run) -> None:
     run.start()
     run.train()
@@ -205,7 +206,7 @@ def no_scalar(run: Run) -> None:
         run.refuses(ways, ValueError, "engine.backward", "loss with one element")
 
 
-@case("`engine.backward` of a loss that needs no gradient", words=["needs no gradient", "no_grad"], error=ValueError)
+@case("`engine.backward` of a loss", words=["needs no gradient", "no_grad"], error=ValueError)
 def no_gradient(run: Run) -> None:
     run.start()
     run.train()
@@ -215,7 +216,7 @@ def no_gradient(run: Run) -> None:
         run.backward(loss)
 
 
-@case("forward, loss and backward under `torch.autocast`", ["all", "forward"])
+@case("forward, loss and backward", ["all", "forward"])
 def autocast(run: Run, where: str) -> None:
     run.start()
     for step in range(STEPS):
@@ -235,7 +236,7 @@ def anomalies(run: Run) -> None:
         run.train()
 
 
-@case("evaluation between steps, under `no_grad` or `inference_mode`", ["no_grad", "inference_mode"])
+@case("evaluation between", ["no_grad", "inference_mode"])
 def evaluation(run: Run, mode: str) -> None:
     run.start()
     for step in range(STEPS):
@@ -253,7 +254,7 @@ class Boom(Exception):
     pass
 
 
-@case("a batch dropped after an exception in forward or backward, with `zero_grad()`", ["forward", "backward", "loop"])
+@case("a batch dropped after", ["forward", "backward", "loop"])
 def dropped_batch(run: Run, where: str) -> None:
     run.start()
     run.train(1)
@@ -274,7 +275,7 @@ def dropped_batch(run: Run, where: str) -> None:
     run.train(2, start=2)
 
 
-@case("a dry run: forward and backward before the first step, then `zero_grad()`")
+@case("a dry run: forward")
 def dry_run(run: Run) -> None:
     run.start()
     run.backward(run.loss(9))
@@ -282,7 +283,7 @@ def dry_run(run: Run) -> None:
     run.train()
 
 
-@case("batches with different numbers of tokens: `engine.backward(loss, weight=n_tokens)`", close=ROUNDING)
+@case("batches with different", close=ROUNDING)
 def weighted(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -298,7 +299,7 @@ def weighted(run: Run) -> None:
         run.step()
 
 
-@case("ranks with different numbers of batches: `with engine.join():`, as torch's Join", several=True)
+@case("ranks with different")
 def joined(run: Run) -> None:
     run.start()
     own = STEPS + run.rank
@@ -306,3 +307,9 @@ def joined(run: Run) -> None:
         for step in range(STEPS + run.world - 1 if run.plain else own):
             run.backward(run.loss(step) * float(step < own))
             run.step()
+
+
+@pytest.mark.fast("the_engines_loop", "torchs_loop", "accumulated", "joined", "closure", "autocast")
+@over_rows(__name__)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

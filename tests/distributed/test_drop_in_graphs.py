@@ -1,10 +1,11 @@
-"""Cases of docs/drop-in.md: models whose graphs are not a plain chain."""
+"""Rows of docs/drop-in.md: models whose graphs are not a plain chain."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils.prune import l1_unstructured
 
-from tests.distributed.cases.drop_in import STEPS, Run, case
 from tests.toolkit import models
+from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.pool import Pools
 
 UNUSED = {"find_unused_parameters": True}
 
@@ -49,24 +51,21 @@ def with_experts() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), Experts())
 
 
-@case("parameters that some ranks do not use, or none: DDP(find_unused_parameters=True)")
+@case("parameters that some")
 def unused_parameters(run: Run) -> None:
     run.start(Choice, ddp=UNUSED)
     run.train(4)
 
 
 @case(
-    "modules that some ranks do not call",
-    words=["2.experts.", "zero_optimization.leaf_modules"],
-    settings=["moving"],
-    several=True,
+    "modules that some ranks do not call", words=["2.experts.", "zero_optimization.leaf_modules"], settings=["moving"]
 )
 def unused_modules(run: Run) -> None:
     run.start(with_experts, ddp=UNUSED)
     run.train(4)
 
 
-@case("modules that some ranks do not call, with `zero_optimization.leaf_modules`")
+@case("modules that some ranks do not call,")
 def unused_modules_in_a_leaf(run: Run) -> None:
     run.start(with_experts, ddp=UNUSED, zero={"leaf_modules": ["Experts"]} if run.stage == 3 else {})
     run.train(4)
@@ -77,7 +76,7 @@ class HalfUsed(models.TwoBranches):
         return super().forward(x, branch)
 
 
-@case("parameters that no rank uses: they keep their values, as without a gradient")
+@case("parameters that no")
 def unused_by_all(run: Run) -> None:
     run.start(HalfUsed, optimizer=("SGD", {"lr": 0.0625, "weight_decay": 0.5}), ddp=UNUSED)
     run.train()
@@ -87,7 +86,7 @@ def checkpointed(reentrant: bool) -> Any:
     return lambda: models.SharedCheckpointed(reentrant)
 
 
-@case("`torch.utils.checkpoint`, reentrant or not", [True, False], reordered=True)
+@case("`torch.utils.checkpoint`", [True, False], reordered=True)
 def checkpoints(run: Run, reentrant: bool) -> None:
     run.start(checkpointed(reentrant))
     run.train()
@@ -114,10 +113,7 @@ def tied(run: Run) -> None:
     run.train()
 
 
-@case(
-    "`nn.utils.parametrizations` (weight_norm, spectral_norm, orthogonal) before `zerolite.initialize`",
-    ["weight_norm", "spectral_norm", "orthogonal", "old"],
-)
+@case("`nn.utils.parametrizations` (weight_norm", ["weight_norm", "spectral_norm", "orthogonal", "old"])
 def parametrized(run: Run, kind: str) -> None:
     def build() -> nn.Module:
         model = models.Mlp()
@@ -141,16 +137,12 @@ def parametrize_late(run: Run, kind: str) -> None:
 LATE = ["'first.weight'", "before zerolite.initialize"]
 
 
-@case("`nn.utils.parametrizations` with new parameters (weight_norm) after `zerolite.initialize`", words=LATE)
+@case("`nn.utils.parametrizations` with", words=LATE)
 def parametrized_anew(run: Run) -> None:
     parametrize_late(run, "weight_norm")
 
 
-@case(
-    "`nn.utils.parametrizations` over the same parameter (spectral_norm) after `zerolite.initialize`",
-    words=LATE,
-    settings=["moving"],
-)
+@case("`nn.utils.parametrizations` over", words=LATE, settings=["moving"])
 def parametrized_late(run: Run) -> None:
     parametrize_late(run, "spectral_norm")
 
@@ -159,7 +151,7 @@ def prune(module: nn.Module) -> None:
     l1_unstructured(module, "weight", 0.5)
 
 
-@case("`torch.nn.utils.prune` before `zerolite.initialize`")
+@case("`torch.nn.utils.prune` before")
 def pruned(run: Run) -> None:
     def build() -> nn.Module:
         model = models.Mlp()
@@ -170,11 +162,7 @@ def pruned(run: Run) -> None:
     run.train()
 
 
-@case(
-    "`torch.nn.utils.prune` after `zerolite.initialize`",
-    words=["first.weight", "GatheredParameters"],
-    settings=["moving"],
-)
+@case("`torch.nn.utils.prune` after", words=["first.weight", "GatheredParameters"], settings=["moving"])
 def pruned_late(run: Run) -> None:
     run.start()
     run.train(1)
@@ -182,7 +170,7 @@ def pruned_late(run: Run) -> None:
     run.train(2, start=1)
 
 
-@case("`torch.func.functional_call(engine.module, …)` with the module's own parameters")
+@case("`torch.func.functional_call(engine.module, …)`")
 def called_functionally(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -191,7 +179,7 @@ def called_functionally(run: Run) -> None:
         run.torch_step()
 
 
-@case("fast weights: `functional_call` with `p - lr * g` (MAML)", settings=["moving", "defaults", "kept", "tight"])
+@case("fast weights: `functional_call`", settings=["moving", "defaults", "kept", "tight"])
 def fast_weights(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -212,7 +200,10 @@ def maml(run: Run, step: int) -> None:
 PER_SAMPLE = "`torch.func.grad` and `vmap` over `functional_call(engine.module, …)`: gradients of single samples"
 
 
-@case(PER_SAMPLE, words=["torch.func", "copy.deepcopy(engine.module)"])
+@case(
+    "`torch.func.grad` and `vmap` over `functional_call(engine.module, …)`",
+    words=["torch.func", "copy.deepcopy(engine.module)"],
+)
 def per_sample(run: Run) -> None:
     run.start()
     run.train(1)
@@ -221,7 +212,7 @@ def per_sample(run: Run) -> None:
     run.train(2, start=1)
 
 
-@case("`torch.func.grad` and `vmap` over a `copy.deepcopy(engine.module)`")
+@case("`torch.func.grad` and `vmap` over a")
 def per_sample_of_a_copy(run: Run) -> None:
     run.start()
     run.train(1)
@@ -237,3 +228,9 @@ def per_sample_gradients(run: Run, module: nn.Module) -> None:
         return F.mse_loss(functional_call(module, values, (x,)), y)
 
     run.see(vmap(grad(loss), (None, 0, 0))(values, x, y))
+
+
+@pytest.mark.slow
+@over_rows(__name__)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

@@ -1,4 +1,4 @@
-"""Cases of docs/drop-in.md: what a loop does with the parameters' values."""
+"""Rows of docs/drop-in.md: what a loop does with the parameters' values."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import zerolite
-from tests.distributed.cases.drop_in import ROUNDED, ROUNDING, Run, case
 from tests.toolkit import models
+from tests.toolkit.drop_in import ROUNDED, ROUNDING, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.pool import Pools
 
 GATHER = ("'first.weight'", "zerolite.zero.GatheredParameters")
 WRITE = ("'first.weight'", "zerolite.zero.GatheredParameters", "modifier_rank=0")
@@ -41,16 +43,12 @@ def ema(run: Run, gathered: bool) -> None:
     run.see(list(average.parameters()))
 
 
-@case(
-    "an EMA: `copy.deepcopy(engine.module)`, updated from `module.parameters()` in every step",
-    words=GATHER,
-    settings=["moving"],
-)
+@case("an EMA: `copy.deepcopy(engine.module)`", words=GATHER, settings=["moving"])
 def ema_of_parameters(run: Run) -> None:
     ema(run, gathered=False)
 
 
-@case("an EMA updated inside `zerolite.zero.GatheredParameters(engine.module)`")
+@case("an EMA updated inside")
 def ema_gathered(run: Run) -> None:
     ema(run, gathered=True)
 
@@ -66,17 +64,12 @@ def averaged(run: Run, kind: str, update: Callable[[Any], None]) -> Any:
     return average
 
 
-@case(
-    "`torch.optim.swa_utils.AveragedModel`: `update_parameters(engine.module)`",
-    ["mean", "ema"],
-    words=GATHER,
-    settings=["moving"],
-)
+@case("`torch.optim.swa_utils.AveragedModel`", ["mean", "ema"], words=GATHER, settings=["moving"])
 def averaged_model(run: Run, kind: str) -> None:
     averaged(run, kind, lambda average: average.update_parameters(run.module))
 
 
-@case("`AveragedModel.update_parameters` inside `GatheredParameters`; then `update_bn`", ["mean", "ema"])
+@case("`AveragedModel.update_parameters`", ["mean", "ema"])
 def averaged_model_gathered(run: Run, kind: str) -> None:
     def update(average: Any) -> None:
         with run.gathered():
@@ -116,12 +109,7 @@ def written_back_whole(run: Run, precision: str) -> None:
 # ---------------------------------------------------------------- reading
 
 
-@case(
-    "reading parameters between steps: `p.norm()`, a penalty on `module.parameters()` in the loss",
-    ["norm", "penalty"],
-    words=GATHER,
-    settings=["moving"],
-)
+@case("reading parameters between steps:", ["norm", "penalty"], words=GATHER, settings=["moving"])
 def read(run: Run, what: str) -> None:
     run.start()
     for step in range(3):
@@ -134,10 +122,7 @@ def read(run: Run, what: str) -> None:
             run.step()
 
 
-@case(
-    "reading parameters between steps inside `GatheredParameters`, and the backward of what was read",
-    ["norm", "penalty"],
-)
+@case("reading parameters between steps inside", ["norm", "penalty"])
 def read_gathered(run: Run, what: str) -> None:
     run.start()
     for step in range(3):
@@ -152,25 +137,21 @@ def read_gathered(run: Run, what: str) -> None:
             run.step()
 
 
-@case("counting parameters with `p.numel()`", words=("'first.weight'", "ds_numel"))
+@case("counting parameters", words=("'first.weight'", "ds_numel"))
 def counted(run: Run) -> None:
     run.start()
     run.train(1)
     run.see(sum(p.numel() for p in run.module.parameters()))
 
 
-@case(
-    "`module.state_dict()`, `engine.state_dict()`",
-    words=("first.weight", "engine.full_state_dict()"),
-    settings=["moving"],
-)
+@case("`module.state_dict()`", words=("first.weight", "engine.full_state_dict()"), settings=["moving"])
 def state_dict(run: Run) -> None:
     run.start()
     run.train(1)
     run.see(dict(run.module.state_dict()), dict((run.module if run.plain else run.engine).state_dict()))
 
 
-@case("`engine.full_state_dict()`, `engine.load_full_state_dict(state)`", TWICE, bf16=ROUNDED)
+@case("`engine.full_state_dict()`", TWICE, bf16=ROUNDED)
 def full_state_dict(run: Run, precision: str) -> None:
     run.start(precision=precision)
     run.train(1)
@@ -181,7 +162,7 @@ def full_state_dict(run: Run, precision: str) -> None:
     run.train(2, start=3)
 
 
-@case("`zerolite.get_full_master`, `zerolite.set_full_master`", TWICE, bf16=ROUNDED)
+@case("`zerolite.get_full_master`", TWICE, bf16=ROUNDED)
 def full_masters(run: Run, precision: str) -> None:
     run.start(precision=precision)
     run.train(1)
@@ -253,19 +234,18 @@ def written(run: Run, way: str, precision: str, gathered: bool) -> None:
 WRITTEN = "a parameter changed in place: `mul_` under `no_grad`, `p.data.clamp_`, `nn.init`, `foreach`"
 
 
-@case(WRITTEN, list(WAYS), words=WRITE, settings=["moving"])
+@case("a parameter changed in place:", list(WAYS), words=WRITE, settings=["moving"])
 def written_in_fp32(run: Run, way: str) -> None:
     written(run, way, "fp32", gathered=False)
 
 
-@case("a parameter changed in place, in bf16", list(WAYS), words=WRITE, bf16=ROUNDED, settings=["moving"])
+@case("a parameter changed in place,", list(WAYS), words=WRITE, bf16=ROUNDED, settings=["moving"])
 def written_in_bf16(run: Run, way: str) -> None:
     written(run, way, "bf16", gathered=False)
 
 
 @case(
-    "a parameter changed that stays whole (at stage 3: up to `stage3_param_persistence_threshold`): in place or by "
-    "`p.data = tensor`, in fp32 or bf16",
+    "a parameter changed that",
     [(way, precision) for way in (*WAYS, *ASSIGN) for precision in TWICE],
     bf16=ROUNDED,
     settings=["defaults"],
@@ -274,16 +254,12 @@ def written_whole(run: Run, variant: tuple[str, str]) -> None:
     written(run, *variant, gathered=False)
 
 
-@case(
-    "a parameter changed in place inside `GatheredParameters(…, modifier_rank=0)`, in fp32 or bf16",
-    [(way, precision) for way in WAYS for precision in TWICE],
-    bf16=ROUNDED,
-)
+@case("a parameter changed in place inside", [(way, precision) for way in WAYS for precision in TWICE], bf16=ROUNDED)
 def written_gathered(run: Run, variant: tuple[str, str]) -> None:
     written(run, *variant, gathered=True)
 
 
-@case("`p.data = tensor`; `torch.nn.utils.vector_to_parameters`", list(ASSIGN), words=WRITE, settings=["moving"])
+@case("`p.data = tensor`", list(ASSIGN), words=WRITE, settings=["moving"])
 def assigned(run: Run, way: str) -> None:
     run.start()
     run.train(1)
@@ -307,7 +283,7 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 
 
 @case(
-    "`module.half()`, `.to(dtype)`, `.double()` after `zerolite.initialize`",
+    "`module.half()`, `.to(dtype)`",
     list(CASTS),
     words=("parameter '", "zerolite.initialize"),
     settings=["moving", "defaults"],
@@ -321,7 +297,7 @@ def cast(run: Run, way: str) -> None:
     run.train(2, start=1)
 
 
-@case("`module.to(device)` or `.float()` where they change nothing; `.train()`, `.eval()`, `.requires_grad_()`")
+@case("`module.to(device)`")
 def nothing_moved(run: Run) -> None:
     run.start()
     run.train(1)
@@ -329,7 +305,7 @@ def nothing_moved(run: Run) -> None:
     run.train(2, start=1)
 
 
-@case("`module.to(memory_format=…)` after `zerolite.initialize`", words=WRITE, close=ROUNDING)
+@case("`module.to(memory_format=…)`", words=WRITE, close=ROUNDING)
 def other_memory_format(run: Run) -> None:
     run.start(models.ConvNet, batch=models.image_batch)
     run.train(1)
@@ -343,11 +319,7 @@ REPLACE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@case(
-    "a `Parameter` object replaced after `zerolite.initialize`",
-    list(REPLACE),
-    words=("parameter 'first.", "replaced", "zerolite.initialize"),
-)
+@case("a `Parameter` object", list(REPLACE), words=("parameter 'first.", "replaced", "zerolite.initialize"))
 def replaced(run: Run, way: str) -> None:
     run.start()
     run.train(1)
@@ -355,13 +327,15 @@ def replaced(run: Run, way: str) -> None:
     run.train(2, start=1)
 
 
-@case(
-    "`module.load_state_dict(state, assign=True)` after `zerolite.initialize`",
-    words=("first.weight", "load_"),
-    settings=["moving"],
-)
+@case("`module.load_state_dict(state, assign=True)`", words=("first.weight", "load_"), settings=["moving"])
 def assigned_state(run: Run) -> None:
     run.start()
     run.train(1)
     run.module.load_state_dict(models.build(models.Mlp, seed=9).state_dict(), assign=True)
     run.train(2, start=1)
+
+
+@pytest.mark.slow
+@over_rows(__name__)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

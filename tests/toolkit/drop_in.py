@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.configs import PARTITIONED, config
+from tests.toolkit.pool import Pools
 from tests.toolkit.training import snapshot
 from zerolite.zero import GatheredParameters
 
-THEMES = ("loops", "gradients", "hooks", "optimizers", "schedules", "weights", "modules", "graphs")
+HEADER = ["what a loop does", "0", "1", "2", "3", "instead"]
 STAGES = (0, 1, 2, 3)
 STEPS = 3
 SGD: tuple[str, dict[str, Any]] = ("SGD", {"lr": 0.0625})  # lr × gradient is exact: no rounding but that of the sum
@@ -37,60 +39,73 @@ ROUNDING = 5e-7
 ROUNDED = 2.0**-7
 
 
+def read_table() -> dict[str, list[str]]:
+    """The cells of docs/drop-in.md by row: what stages 0 to 3 do, and what to do instead."""
+    rows: dict[str, list[str]] = {}
+    for line in (models.ROOT / "docs" / "drop-in.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and not set(line) <= set("|- ") and cells != HEADER:
+            assert len(cells) == len(HEADER), line
+            assert cells[0] not in rows, f"two rows {cells[0]!r}"
+            rows[cells[0]] = cells[1:]
+    return rows
+
+
+ROWS = read_table()
+
+
 @dataclass(frozen=True)
 class Case:
-    """A case that runs for a row. variants: values of the function's second argument, all of which must come out alike.
-    settings: of stage 3 (see PARTITIONED). error, words: what a refusal is, and what it says. close: the largest
-    difference from plain PyTorch; 0.0: the same bits (on one and two ranks). reordered: several contributions to a
-    gradient are averaged over ranks one by one, so on two ranks they are added in another order than plain PyTorch's,
-    which adds them before it averages. bf16: as ``close``, for runs in bf16. several: of several ranks only."""
+    """A function that runs for a row.
 
-    row: str
+    Attributes:
+        variants: values of the function's second argument, all of which must come out alike.
+        settings: of stage 3 (see PARTITIONED).
+        error: what a refusal is.
+        words: what it says.
+        close: the largest difference from plain PyTorch; 0.0: the same bits (on one and two ranks).
+        reordered: whether several contributions to a gradient are averaged over ranks one by one, so that on two ranks
+            they are added in another order than plain PyTorch's, which adds them before it averages.
+        bf16: as ``close``, for runs in bf16.
+    """
+
     function: Callable[..., None]
-    variants: tuple[Any, ...]
-    settings: tuple[str, ...]
-    error: tuple[type[BaseException], ...]
-    words: tuple[str, ...]
-    close: float
-    reordered: bool
-    bf16: float
-    several: bool
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__
+    variants: Sequence[Any] = ()
+    words: Sequence[str] = ()
+    error: type[BaseException] | tuple[type[BaseException], ...] = RuntimeError
+    settings: Sequence[str] = ("moving", "defaults")
+    close: float = 0.0
+    reordered: bool = False
+    bf16: float = 0.0
 
 
-CASES: dict[str, Case] = {}
+CASES: dict[str, Case] = {}  # by row
 
 
-def case(
-    row: str,
-    variants: Sequence[Any] = (),
-    words: Sequence[str] = (),
-    error: type[BaseException] | tuple[type[BaseException], ...] = RuntimeError,
-    settings: Sequence[str] = ("moving", "defaults"),
-    close: float = 0.0,
-    reordered: bool = False,
-    bf16: float = 0.0,
-    several: bool = False,
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def case(row: str, variants: Sequence[Any] = (), **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function for the row that begins with ``row``. more: the other attributes of :class:`Case`."""
+
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        assert row not in CASES, f"two cases for {row!r}"
-        errors = error if isinstance(error, tuple) else (error,)
-        CASES[row] = Case(
-            row, function, tuple(variants), tuple(settings), errors, tuple(words), close, reordered, bf16, several
-        )
+        (found,) = [known for known in ROWS if known == row] or [known for known in ROWS if known.startswith(row)]
+        assert found not in CASES, f"two cases for {found!r}"
+        CASES[found] = Case(function, variants, **more)
         return function
 
     return register
 
 
-def all_cases() -> dict[str, Case]:
-    """By row, of all themes."""
-    for theme in THEMES:
-        importlib.import_module(f"tests.distributed.cases.drop_in_{theme}")
-    return CASES
+def over_rows(module: str) -> Any:
+    """Parametrize a test over the names of the cases that a module has registered so far."""
+    names = [case.function.__name__ for case in CASES.values() if case.function.__module__ == module]
+    return pytest.mark.parametrize("name", names)
+
+
+def assert_row_is_true(pools: Pools, module: str, name: str, everything: bool, world: int = 2) -> None:
+    (row,) = [r for r, c in CASES.items() if (c.function.__module__, c.function.__name__) == (module, name)]
+    wanted = ROWS[row]
+    for rank in pools(world).run(outcomes, {"module": module, "row": row, "everything": everything}, timeout=300.0):
+        for stage, found in rank.items():
+            assert set(found) == {wanted[stage]}, f"stage {stage}: {sorted(set(found))}, the table says {wanted[stage]}"
 
 
 class Run:
@@ -308,12 +323,13 @@ def copied(value: Any) -> Any:
 # ---------------------------------------------------------------- outcomes
 
 
-def outcomes(row: str, everything: bool) -> dict[int, list[str]]:
+def outcomes(module: str, row: str, everything: bool) -> dict[int, list[str]]:
     """For each stage, what has become of each variant and setting: ``works``, ``raises``, or what is wrong.
 
     everything: all variants and settings of stage 3; otherwise two or three variants and one setting.
     """
-    the_case = all_cases()[row]
+    importlib.import_module(module)
+    the_case = CASES[row]
     every = 1 if everything else len(the_case.variants) // 2 | 1  # odd: of pairs, both members change
     result: dict[int, list[str]] = {stage: [] for stage in STAGES}
     warnings.simplefilter("ignore")
@@ -357,7 +373,7 @@ def _outcome(the_case: Case, arguments: tuple[Any, ...], stage: int, setting: st
             return "raises"
         return f"{type(error).__name__}: {error} (without {missing or 'any words that the case expects'})"
     except Exception as error:
-        return f"{type(error).__name__}: {error} (expected {[kind.__name__ for kind in the_case.error]})"
+        return f"{type(error).__name__}: {error} (expected {the_case.error})"
     return "works"
 
 

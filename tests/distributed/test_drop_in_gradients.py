@@ -1,4 +1,4 @@
-"""Cases of docs/drop-in.md: what a loop does with gradients."""
+"""Rows of docs/drop-in.md: what a loop does with gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zerolite
-from tests.distributed.cases.drop_in import STEPS, Run, case
+from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.pool import Pools
 
 # A clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double.
 CLIPPED = 2e-7
@@ -31,11 +33,7 @@ def after_a_backward(run: Run, **start: Any) -> Any:
 # ---------------------------------------------------------------- clipping, scaling
 
 
-@case(
-    "`gradient_clipping` in the config; `engine.clip_gradients(max_norm)`, which returns the norm",
-    ["config", "call"],
-    close=CLIPPED,
-)
+@case("`gradient_clipping`", ["config", "call"], close=CLIPPED)
 def clipped(run: Run, how: str) -> None:
     run.start(clip=0.3 if how == "config" else 0.0)
     for step in range(STEPS):
@@ -50,7 +48,7 @@ def clipped(run: Run, how: str) -> None:
         run.see(norm if run.plain or how == "call" else run.engine.get_global_grad_norm())
 
 
-@case("`engine.get_global_grad_norm()` on one rank alone, also inside an accumulation: the last step's", close=CLIPPED)
+@case("`engine.get_global_grad_norm()`", close=CLIPPED)
 def norm_on_one_rank(run: Run) -> None:
     run.start(accumulation=2)
     last = None
@@ -89,11 +87,7 @@ def clip_by_hand(gradients: list[Any]) -> Any:
     return total
 
 
-@case(
-    "`torch.nn.utils.clip_grad_norm_`, `get_total_norm`, `clip_grads_with_norm_`, `p.grad.norm()`",
-    list(NORMS),
-    close=CLIPPED,
-)
+@case("`torch.nn.utils.clip_grad_norm_`", list(NORMS), close=CLIPPED)
 def clipped_by_torch(run: Run, how: str) -> None:
     run.start()
     for step in range(STEPS):
@@ -116,7 +110,7 @@ def clipped_by_value(run: Run, foreach: bool | None) -> None:
 SCALERS = ["step", "unscale_ and clip", "not finite", "own", "own fused"]
 
 
-@case("`torch.amp.GradScaler` around autocast", SCALERS, close=CLIPPED)
+@case("`torch.amp.GradScaler` around", SCALERS, close=CLIPPED)
 def grad_scaler(run: Run, how: str) -> None:
     own: Any = None
     if how in ("own", "own fused"):
@@ -140,12 +134,7 @@ def grad_scaler(run: Run, how: str) -> None:
         run.see(scaler.get_scale())
 
 
-@case(
-    '`torch.amp.GradScaler` with `"fp16": {"enabled": true}` in the config',
-    ["step", "own fused"],
-    words=["FP16"],
-    error=(RuntimeError, ValueError),
-)
+@case("`torch.amp.GradScaler` with", ["step", "own fused"], words=["FP16"], error=(RuntimeError, ValueError))
 def second_grad_scaler(run: Run, how: str) -> None:
     own: Any = None
     if how == "own fused":
@@ -207,12 +196,7 @@ def grad_read(run: Run, how: str) -> None:
     run.torch_step()
 
 
-@case(
-    "`p.grad` between the backwards of a step: read, clipped",
-    ["read", "clipped", "scaled"],
-    reordered=True,
-    close=CLIPPED,
-)
+@case("`p.grad` between the", ["read", "clipped", "scaled"], reordered=True, close=CLIPPED)
 def grad_read_midway(run: Run, how: str) -> None:
     run.start(accumulation=2)
     for step in range(2 * STEPS):
@@ -226,11 +210,7 @@ def grad_read_midway(run: Run, how: str) -> None:
         run.step()
 
 
-@case(
-    "the memory of `p.grad`: `data_ptr()`, `untyped_storage()`, DLPack",
-    ["torch", "dlpack"],
-    words=["'first.weight'", "zerolite.get_full_grad(p)"],
-)
+@case("the memory of `p.grad`", ["torch", "dlpack"], words=["'first.weight'", "zerolite.get_full_grad(p)"])
 def grad_memory(run: Run, how: str) -> None:
     gradient = after_a_backward(run).grad
     if how == "dlpack":
@@ -241,10 +221,7 @@ def grad_memory(run: Run, how: str) -> None:
     run.torch_step()
 
 
-@case(
-    "writing to a view of `p.grad`: `p.grad[0].mul_(2)`, `p.grad.view(-1)[:3] = 0`",
-    words=["zerolite.set_full_grad(p, value)"],
-)
+@case("writing to a view of", words=["zerolite.set_full_grad(p, value)"])
 def grad_view_written(run: Run) -> None:
     gradient = after_a_backward(run).grad
     gradient[0].mul_(2.0)
@@ -319,7 +296,7 @@ def _noise(run: Run) -> None:
         parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
 
 
-@case("changing `p.grad` in place; averaging it over ranks by hand", list(CHANGED), close=1e-7)
+@case("changing `p.grad` in", list(CHANGED), close=1e-07)
 def grad_changed(run: Run, how: str) -> None:
     run.start(
         zero={"stage3_param_persistence_threshold": 1000}
@@ -335,7 +312,7 @@ def grad_changed(run: Run, how: str) -> None:
         run.torch_step()
 
 
-@case("a tensor of your own in `p.grad`", ["after a backward", "before a backward", "without a backward", "sum", "own"])
+@case("a tensor of your own", ["after a backward", "before a backward", "without a backward", "sum", "own"])
 def grad_assigned(run: Run, when: str) -> None:
     run.start()
     run.train(1)
@@ -358,7 +335,7 @@ def grad_assigned(run: Run, when: str) -> None:
     run.train(1, start=2)
 
 
-@case("`zerolite.get_full_grad`, `zerolite.set_full_grad`")
+@case("`zerolite.get_full_grad`")
 def full_grads(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -376,7 +353,7 @@ def full_grads(run: Run) -> None:
         run.torch_step()
 
 
-@case("`p.grad is None` as a question; printing `p.grad`")
+@case("`p.grad is None` as")
 def grad_is_none(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -391,7 +368,7 @@ def grad_is_none(run: Run) -> None:
 DROPPED = ["module", "engine", "optimizer", "optimizer, zeros", "each", "before"]
 
 
-@case("`zero_grad()` of module, engine or optimizer; `p.grad = None` for all parameters", DROPPED)
+@case("`zero_grad()` of module", DROPPED)
 def all_dropped(run: Run, how: str) -> None:
     run.start()
     run.train(1)
@@ -409,7 +386,7 @@ def all_dropped(run: Run, how: str) -> None:
     run.train(2, start=1)
 
 
-@case("`p.grad = None` for some parameters", ["before", "after clipping", "midway"], close=CLIPPED)
+@case("`p.grad = None` for", ["before", "after clipping", "midway"], close=CLIPPED)
 def some_dropped(run: Run, when: str) -> None:
     run.start(accumulation=2 if when == "midway" else 1)
     for step in range(2):
@@ -427,7 +404,7 @@ def some_dropped(run: Run, when: str) -> None:
         run.step()
 
 
-@case("`module.zero_grad(set_to_none=False)` with gradients pending")
+@case("`module.zero_grad(set_to_none=False)`")
 def zeroed(run: Run) -> None:
     after_a_backward(run)
     run.module.zero_grad(set_to_none=False)
@@ -455,13 +432,7 @@ def own_update(run: Run, how: str, gathered: bool) -> None:
     run.train(1, start=STEPS)
 
 
-@case(
-    "an update of your own from `p.grad`: `p.data.add_(p.grad, alpha=-lr)`, an optimizer of torch's that the engine "
-    "does not know",
-    list(OWN_UPDATES),
-    words=["'first.weight'", "GatheredParameters"],
-    settings=["moving"],
-)
+@case("an update of your own", list(OWN_UPDATES), words=["'first.weight'", "GatheredParameters"], settings=["moving"])
 def own_updates(run: Run, how: str) -> None:
     own_update(run, how, gathered=False)
 
@@ -469,3 +440,9 @@ def own_updates(run: Run, how: str) -> None:
 @case("the same inside `GatheredParameters(…, modifier_rank=0)`", list(OWN_UPDATES))
 def own_updates_gathered(run: Run, how: str) -> None:
     own_update(run, how, gathered=True)
+
+
+@pytest.mark.fast("clipped_by_torch", "grad_read", "own_updates")
+@over_rows(__name__)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

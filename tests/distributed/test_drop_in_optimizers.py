@@ -1,4 +1,4 @@
-"""Cases of docs/drop-in.md: optimizers, param groups, learning rates."""
+"""Rows of docs/drop-in.md: optimizers, param groups, learning rates."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import zerolite
-from tests.distributed.cases.drop_in import Run, case
 from tests.toolkit import growth, models
 from tests.toolkit.configs import config
+from tests.toolkit.drop_in import Run, assert_row_is_true, case, over_rows
+from tests.toolkit.pool import Pools
 
 # The arithmetic of torch's loops over tensors and of a kernel over a flat buffer: the same operations on an element,
 # with a multiplication and an addition fused here and there. Learning rates are 0.02 at most.
@@ -51,12 +53,7 @@ def train_with(run: Run, name: str, form: str, arguments: dict[str, Any]) -> Non
 
 
 # In the fast tests each optimizer comes in one form, each form with several optimizers.
-@case(
-    "an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD), "
-    "in the config or your own: instance, class or factory",
-    ALL_FORMS,
-    close=KERNELS,
-)
+@case("an elementwise optimizer", ALL_FORMS, close=KERNELS)
 def elementwise(run: Run, variant: tuple[str, str]) -> None:
     name, form = variant
     train_with(run, name, form, ELEMENTWISE[name])
@@ -66,7 +63,7 @@ WHOLE: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.01}, "Muon": {"lr": 0.
 
 
 @case(
-    "one that is not elementwise (Adafactor, Muon)",
+    "one that is not elementwise",
     [(name, form) for name in WHOLE for form in FORMS if hasattr(torch.optim, name)],
     words=["zero_optimization.stage", "a part of every parameter", "Use stage 1 or 2"],
     error=ValueError,
@@ -116,7 +113,7 @@ class Words(nn.Sequential):
 
 
 @case(
-    '`"Muon"` by name: Muon for matrices in hidden layers, AdamW for the rest (torch 2.9 or newer)',
+    '`"Muon"` by name: Muon',
     ["names", "use_muon"],
     words=["zero_optimization.stage", "Use stage 1 or 2"],
     error=ValueError,
@@ -177,10 +174,7 @@ def unknown_class(run: Run, form: str) -> None:
     train_with_own_class(run, form, {})
 
 
-@case(
-    "an optimizer class that zerolite does not know, elementwise, with `zero_allow_untested_optimizer`",
-    ["instance", "class", "factory"],
-)
+@case("an optimizer class that zerolite does not know,", ["instance", "class", "factory"])
 def untested_class(run: Run, form: str) -> None:
     train_with_own_class(run, form, {"zero_allow_untested_optimizer": True})
 
@@ -198,12 +192,7 @@ def lbfgs(run: Run, form: str) -> None:
         run.start(optimizer=torch.optim.LBFGS if form == "class" else lambda params: torch.optim.LBFGS(params))
 
 
-@case(
-    "SparseAdam; gradients of `nn.Embedding(sparse=True)`",
-    [*FORMS, "gradient"],
-    words=["sparse", "dense"],
-    error=(ValueError, RuntimeError),
-)
+@case("SparseAdam; gradients", [*FORMS, "gradient"], words=["sparse", "dense"], error=(ValueError, RuntimeError))
 def sparse(run: Run, form: str) -> None:
     if run.plain:
         run.start()
@@ -235,11 +224,7 @@ def two_group_sgd(model: Any) -> Any:
     return torch.optim.SGD(two_groups(model), lr=0.0625, momentum=0.5)
 
 
-@case(
-    "param groups with values of their own, in an instance or as `model_parameters`",
-    ["instance", "model_parameters"],
-    close=KERNELS,
-)
+@case("param groups with values", ["instance", "model_parameters"], close=KERNELS)
 def param_groups(run: Run, how: str) -> None:
     if how == "instance" or run.plain:
         run.start(own=two_group_sgd)
@@ -267,11 +252,7 @@ class _Later:
         return iter(self._make())
 
 
-@case(
-    "learning rates and other values changed in `param_groups`, of either optimizer object",
-    ["own", "engine's"],
-    close=KERNELS,
-)
+@case("learning rates and", ["own", "engine's"], close=KERNELS)
 def changed_by_hand(run: Run, whose: str) -> None:
     run.start(own=two_group_sgd)
     optimizer = run.own if whose == "own" else run.optimizer
@@ -284,7 +265,7 @@ def changed_by_hand(run: Run, whose: str) -> None:
         run.see([group["lr"] for group in run.optimizer.param_groups])
 
 
-@case("`engine.optimizer.add_param_group` for parameters that were frozen", ["config", "own"], close=KERNELS)
+@case("`engine.optimizer.add_param_group`", ["config", "own"], close=KERNELS)
 def group_added(run: Run, how: str) -> None:
     def build() -> nn.Module:
         model = models.Mlp()
@@ -302,11 +283,7 @@ def group_added(run: Run, how: str) -> None:
     run.train(2, start=1)
 
 
-@case(
-    "a module added after `zerolite.initialize`, with `engine.optimizer.add_param_group`",
-    words=["'second.1.weight'", "before zerolite.initialize"],
-    error=ValueError,
-)
+@case("a module added after", words=["'second.1.weight'", "before zerolite.initialize"], error=ValueError)
 def module_added(run: Run) -> None:
     run.start()
     run.train(1)
@@ -316,7 +293,7 @@ def module_added(run: Run) -> None:
     run.train(2, start=1)
 
 
-@case("`add_param_group` on the optimizer object that you passed", close=KERNELS)
+@case("`add_param_group` on", close=KERNELS)
 def group_added_to_own(run: Run) -> None:
     def build() -> nn.Module:
         model = models.Mlp()
@@ -333,7 +310,7 @@ def group_added_to_own(run: Run) -> None:
 # ---------------------------------------------------------------- freezing
 
 
-@case("freezing a parameter midway; freezing and unfreezing in every step", ["midway", "every step"], close=KERNELS)
+@case("freezing a parameter", ["midway", "every step"], close=KERNELS)
 def freezing(run: Run, when: str) -> None:
     run.start(optimizer=("AdamW", {"lr": 0.01}))
     for step in range(4):
@@ -342,11 +319,7 @@ def freezing(run: Run, when: str) -> None:
         run.train(1, start=step)
 
 
-@case(
-    "unfreezing a parameter, with the config's optimizer or one that has it in a group",
-    ["config", "instance"],
-    close=KERNELS,
-)
+@case("unfreezing a parameter,", ["config", "instance"], close=KERNELS)
 def unfreezing(run: Run, how: str) -> None:
     every = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)  # noqa: E731
     trained = lambda model: torch.optim.AdamW(list(model.parameters()), lr=0.01)  # noqa: E731
@@ -362,10 +335,7 @@ def unfreezing(run: Run, how: str) -> None:
         run.train(1, start=step)
 
 
-@case(
-    "unfreezing a parameter that is in no group of your optimizer",
-    words=["'first.weight'", "engine.optimizer.add_param_group"],
-)
+@case("unfreezing a parameter that", words=["'first.weight'", "engine.optimizer.add_param_group"])
 def unfreezing_the_homeless(run: Run) -> None:
     def build() -> nn.Module:
         model = models.Mlp()
@@ -378,14 +348,16 @@ def unfreezing_the_homeless(run: Run) -> None:
     run.train(1, start=1)
 
 
-@case(
-    "an optimizer in the config and one of your own",
-    words=["optimizer", "leave one out"],
-    error=ValueError,
-)
+@case("an optimizer in the", words=["optimizer", "leave one out"], error=ValueError)
 def two_optimizers(run: Run) -> None:
     run.start()
     run.train()
     if not run.plain:
         settings = config(run.stage or 0, zero=run.zero())
         zerolite.initialize(models.build(models.Mlp), settings, optimizer=torch.optim.SGD)
+
+
+@pytest.mark.fast("muon_by_name")
+@over_rows(__name__)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

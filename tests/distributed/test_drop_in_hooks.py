@@ -1,16 +1,18 @@
-"""Cases of docs/drop-in.md: hooks, ``autograd.grad`` and double backward."""
+"""Rows of docs/drop-in.md: hooks, ``autograd.grad`` and double backward."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed.cases.drop_in import ROUNDED, STEPS, Run, case
 from tests.toolkit import models
+from tests.toolkit.drop_in import ROUNDED, STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.pool import Pools
 
 # ---------------------------------------------------------------- hooks
 
@@ -24,7 +26,7 @@ def hook_gradients(run: Run, module: nn.Module, seen: list[Any]) -> None:
     module.second.bias.register_hook(lambda gradient: seen.append(gradient.clone()))  # type: ignore[union-attr, operator]
 
 
-@case("`p.register_hook`, of a hook that reads or changes the gradient", ["before", "after"])
+@case("`p.register_hook`", ["before", "after"])
 def parameter_hooks(run: Run, when: str) -> None:
     seen: list[Any] = []
 
@@ -41,7 +43,7 @@ def parameter_hooks(run: Run, when: str) -> None:
     run.see(seen)
 
 
-@case("forward and backward hooks on modules", ["before", "after"])
+@case("forward and backward", ["before", "after"])
 def module_hooks(run: Run, when: str) -> None:
     seen: list[Any] = []
 
@@ -78,16 +80,16 @@ def clamp(parameter: Tensor) -> None:
 HOOKS = list(itertools.product(["before", "after", "both"], ["halve", "clamp", "read", "replace"]))
 
 
-@case("`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, one backward a step", HOOKS)
+@case("`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, one", HOOKS)
 def accumulate_hook(run: Run, variant: tuple[str, str]) -> None:
     hooked(run, *variant, backwards=1)
 
 
 # The engine adds what a backward has added to the hook's sum: (sum + new) - sum is rounded once more.
 @case(
-    "`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, several backwards a step",
+    "`register_post_accumulate_grad_hook` before or after `zerolite.initialize`, several",
     HOOKS,
-    close=2e-7,
+    close=2e-07,
     reordered=True,
 )
 def accumulate_hook_in_a_window(run: Run, variant: tuple[str, str]) -> None:
@@ -126,7 +128,7 @@ def hooked(run: Run, when: str, what: str, backwards: int) -> None:
 # ---------------------------------------------------------------- autograd.grad, double backward
 
 
-@case("`torch.autograd.grad` of inputs or of parameters", ["inputs", "parameters"])
+@case("`torch.autograd.grad`", ["inputs", "parameters"])
 def autograd_grad(run: Run, of: str) -> None:
     run.start()
     for step in range(STEPS):
@@ -155,7 +157,12 @@ def gradient_penalty(run: Run, step: int) -> None:
 PENALTY = "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs)"
 
 
-@case(f"{PENALTY} in fp32 or bf16", [("fp32", 1), ("fp32", 2), ("bf16", 1)], reordered=True, bf16=ROUNDED)
+@case(
+    "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs) in fp32",
+    [("fp32", 1), ("fp32", 2), ("bf16", 1)],
+    reordered=True,
+    bf16=ROUNDED,
+)
 def penalty(run: Run, variant: tuple[str, int]) -> None:
     precision, micros = variant
     run.start(precision=precision, accumulation=micros)
@@ -163,13 +170,16 @@ def penalty(run: Run, variant: tuple[str, int]) -> None:
         gradient_penalty(run, step)
 
 
-@case(f"{PENALTY} in fp16", words=["fp16", "create_graph=True", "bf16 or fp32"])
+@case(
+    "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs) in fp16",
+    words=["fp16", "create_graph=True", "bf16 or fp32"],
+)
 def penalty_in_fp16(run: Run) -> None:
     run.start(precision="fp16")
     gradient_penalty(run, 0)
 
 
-@case("a penalty on the gradient by parameters (`autograd.grad(loss, parameters, create_graph=True)`)")
+@case("a penalty on the gradient")
 def penalty_by_parameters(run: Run) -> None:
     run.start()
     for step in range(STEPS):
@@ -185,3 +195,9 @@ def graph_created(run: Run) -> None:
     for step in range(STEPS):
         run.loss(step).backward(create_graph=True)
         run.torch_step()
+
+
+@pytest.mark.fast("module_hooks")
+@over_rows(__name__)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

@@ -1,4 +1,4 @@
-"""Cases of docs/drop-in.md: modules and engines as objects."""
+"""Rows of docs/drop-in.md: modules and engines as objects."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import zerolite
-from tests.distributed.cases.drop_in import STEPS, Run, case
 from tests.toolkit import models
 from tests.toolkit.configs import config
+from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.pool import Pools
 
 
 def train_plainly(run: Run, model: nn.Module, steps: int = 2) -> None:
@@ -29,7 +31,7 @@ def train_plainly(run: Run, model: nn.Module, steps: int = 2) -> None:
     run.see(list(model.parameters()))
 
 
-@case("`copy.deepcopy(engine.module)`: an ordinary model, trained apart")
+@case("`copy.deepcopy(engine.module)`")
 def copied_module(run: Run) -> None:
     run.start()
     run.train(1)
@@ -39,7 +41,7 @@ def copied_module(run: Run) -> None:
 
 
 @case(
-    "`torch.save(engine.module)`, `pickle`",
+    "`torch.save(engine.module)`",
     ["pickle", "torch.save"],
     words=["'first.weight'", "engine.full_state_dict()"],
     settings=["moving"],
@@ -83,7 +85,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return found
 
 
-@case("`torch.save(copy.deepcopy(engine.module))`, loaded where there is no zerolite", ["plain", "watched"])
+@case("`torch.save(copy.deepcopy(engine.module))`", ["plain", "watched"])
 def pickled_copy(run: Run, how: str) -> None:
     checkpointed = {"wall_clock_breakdown": True, "activation_checkpointing": {"modules": ["Linear"], "profile": True}}
     run.start(more=checkpointed if how == "watched" else None)
@@ -95,11 +97,7 @@ def pickled_copy(run: Run, how: str) -> None:
     run.train(2, start=1)
 
 
-@case(
-    "`copy.deepcopy` or `pickle` of the engine or of `engine.optimizer`",
-    words=["full_state_dict"],
-    error=(RuntimeError, TypeError),
-)
+@case("`copy.deepcopy` or", words=["full_state_dict"], error=(RuntimeError, TypeError))
 def copied_engine(run: Run) -> None:
     run.start()
     run.train()
@@ -121,7 +119,7 @@ class Coded(models.Mlp):
         return self(x) * self.width
 
 
-@case("`engine.decode(x)`, a method of the module, and its other attributes that the engine does not have")
+@case("`engine.decode(x)`")
 def attributes_of_the_module(run: Run) -> None:
     run.start(Coded)
     for step in range(STEPS):
@@ -143,7 +141,7 @@ def noise(step: int, micro: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
 
 
-@case("two engines: a GAN whose losses go through both", ["detached", "frozen"])
+@case("two engines: a GAN", ["detached", "frozen"])
 def gan(run: Run, how: str) -> None:
     other = Run(run.stage, run.setting)
     run.start()
@@ -164,7 +162,7 @@ def gan(run: Run, how: str) -> None:
     run.see(other.parameters())
 
 
-@case("a second engine over another model, in turns")
+@case("a second engine over another")
 def second_engine(run: Run) -> None:
     other = Run(run.stage, run.setting)
     run.start()
@@ -175,7 +173,7 @@ def second_engine(run: Run) -> None:
     run.see(other.parameters())
 
 
-@case("a model without an optimizer in a second engine: a reference, reward or teacher model")
+@case("a model without an")
 def teacher(run: Run) -> None:
     torch.manual_seed(3)
     frozen: Any = models.Mlp()
@@ -193,7 +191,7 @@ def teacher(run: Run) -> None:
         run.step()
 
 
-@case("a second engine over the same model", words=["'first.weight'", "another engine", "del engine"], error=ValueError)
+@case("a second engine over the", words=["'first.weight'", "another engine", "del engine"], error=ValueError)
 def same_model_twice(run: Run) -> None:
     run.start()
     run.train()
@@ -201,11 +199,7 @@ def same_model_twice(run: Run) -> None:
         zerolite.initialize(run.module, config(run.stage or 0, zero=run.zero()))
 
 
-@case(
-    "a model wrapped in DistributedDataParallel given to `zerolite.initialize`",
-    words=["DistributedDataParallel", ".module"],
-    error=(ValueError, RuntimeError),
-)
+@case("a model wrapped in", words=["DistributedDataParallel", ".module"], error=(ValueError, RuntimeError))
 def wrapped(run: Run) -> None:
     if run.plain or run.world == 1 and not dist.is_initialized():
         run.start()
@@ -215,11 +209,7 @@ def wrapped(run: Run) -> None:
         run.train()
 
 
-@case(
-    "a model that already has gradients given to `zerolite.initialize`",
-    words=["'first.weight'", "zero_grad()"],
-    error=ValueError,
-)
+@case("a model that already", words=["'first.weight'", "zero_grad()"], error=ValueError)
 def with_gradients(run: Run) -> None:
     def build() -> nn.Module:
         model = models.Mlp()
@@ -230,10 +220,7 @@ def with_gradients(run: Run) -> None:
     run.train()
 
 
-@case(
-    "buffers changed in forward (BatchNorm): each rank's own, or rank 0's with `broadcast_buffers=True`, as DDP's",
-    [False, True],
-)
+@case("buffers changed in", [False, True])
 def batch_norm(run: Run, broadcast: bool) -> None:
     more: dict[str, Any] = {} if run.plain else {"broadcast_buffers": broadcast}
     run.start(models.ConvNet, batch=models.image_batch, ddp={"broadcast_buffers": broadcast}, **more)
@@ -249,7 +236,7 @@ def double(run: Run) -> None:
     run.train()
 
 
-@case("parameters of several dtypes")
+@case("parameters of several")
 def mixed_dtypes(run: Run) -> None:
     class Mixed(models.Mlp):
         def __init__(self) -> None:
@@ -261,3 +248,9 @@ def mixed_dtypes(run: Run) -> None:
 
     run.start(Mixed)
     run.train()
+
+
+@pytest.mark.slow
+@over_rows(__name__)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

@@ -1,0 +1,271 @@
+"""Grids of ranks used wrongly, and steps that fail: a sentence on all ranks, and no rank that waits for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerolite
+from tests.distributed.test_grid import CLIP, FP32, expected, run
+from tests.distributed.test_grid_loops import PIPE, PIPE_TENSOR, TENSOR, settings
+from tests.distributed.test_hang_processes import run as run_processes
+from tests.toolkit import models
+from tests.toolkit.configs import dynamic_fp16
+from tests.toolkit.grids import Block, Gpt, Grid, assert_ranks_agree, make_engine, micro_batches, own_batches, train
+from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
+
+
+def skipped(config: dict[str, Any], place: tuple[int, int, int], value: float, scale: float) -> None:
+    """One element of one rank's gradients is not finite in the third of six steps."""
+    engine = make_engine(config)
+    _, before = train(engine, 2)
+    name = [n for n, _ in engine.module.named_parameters() if n.endswith("proj.weight")][-1]
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = value
+        return gradient
+
+    handle = engine.module.get_parameter(name).register_hook(spoil) if engine.topology.place == place else None
+    losses, (norm,) = train(engine, 1, 2)
+    if handle is not None:
+        handle.remove()
+    assert all(torch.tensor(losses).isfinite()) and repr(norm) == repr(value)
+    _, after = train(engine, 3, 3)
+    assert torch.tensor(after).isfinite().all()
+    assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (6, 1, scale)
+    assert_ranks_agree(engine, losses, before, after)
+
+
+@pytest.mark.parametrize(
+    ("grid", "place", "stage"),
+    [
+        (PIPE, (0, 0, 0), 1),
+        pytest.param(TENSOR, (0, 0, 1), 3, marks=pytest.mark.slow),
+        pytest.param(PIPE_TENSOR, (1, 0, 1), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_skipped_on_all_ranks(pools: Pools, grid: Grid, place: Any, stage: int) -> None:
+    for value, more, scale in (("nan", {}, 1.0), ("inf", {"fp16": dynamic_fp16()}, 128.0)):
+        made = settings(grid, stage, **more)
+        run(pools, grid, skipped, config=made, place=place, value=float(value), scale=scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [PIPE, TENSOR])
+@on_ranks(2)
+def test_loss_scales_shrink_together(grid: Grid) -> None:
+    engine = make_engine(settings(grid, fp16=dynamic_fp16(initial_scale_power=32)))
+    losses, norms = train(engine, 6)
+    assert_ranks_agree(engine, losses, norms)
+    assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (6, 6, 2.0**26)
+
+
+# ---------------------------------------------------------------- what raises
+
+
+class _Deliberate(Exception):
+    pass
+
+
+@pytest.mark.fast("2-1-backward-gpipe")
+@pytest.mark.parametrize(
+    ("stage", "when", "schedule"),
+    [
+        (1, "backward", "gpipe"),
+        (0, "forward", "1f1b"),
+        (1, "forward", "1f1b"),
+        (0, "backward", "1f1b"),
+        (0, "backward", "interleaved_1f1b"),
+        (1, "forward", "zero_bubble"),
+    ],
+)
+@on_ranks(2, timeout=30)
+def test_a_stage_that_raises(stage: int, when: str, schedule: str) -> None:
+    """All ranks hear of it at once, and training goes on as if the step had not been."""
+    engine = make_engine(settings(PIPE, pipeline={"schedule": schedule, "partition_method": "uniform"}))
+    train(engine, 1)
+    calls, handle = [], None
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise _Deliberate("on purpose")
+
+    if engine.rank == stage:
+        block = [m for m in engine.module.modules() if isinstance(m, Block) and m.proj.weight is not None][-1]
+        handle = block.register_forward_hook(fail) if when == "forward" else block.proj.weight.register_hook(fail)
+    began = time.monotonic()
+    said = raised(lambda: engine.train_batch(own_batches(engine, 1)))
+    assert time.monotonic() - began < 10
+    if handle is not None:
+        handle.remove()
+    own = "_Deliberate: on purpose"
+    assert said == (own if engine.rank == stage else f"RuntimeError: engine.train_batch: rank {stage} failed: {own}")
+    losses, norms = train(engine, 2, 1)
+    assert losses == pytest.approx(expected(1).losses[1:3], rel=FP32)
+    assert (engine.global_steps, engine.skipped_steps) == (3, 0)
+    assert_ranks_agree(engine, losses, norms)
+
+
+@pytest.mark.slow
+def test_a_tensor_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
+    script = """
+import torch.nn as nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        hidden = self.up(x)
+        if rank == 1 and engine.global_steps == 2:
+            raise ValueError("bad layer")
+        return self.down(hidden).square().mean()
+
+settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+settings["tensor_parallel"] = {"size": 2, "plan": {"up": "column", "down": "row"}}
+engine = zerolite.initialize(Net(), {**settings, "desync_timeout_s": 30.0})
+for i in range(4):
+    engine.train_batch(iter([torch.ones(2, 8)]))
+"""
+    (status, said), (odd, own) = run_processes(tmp_path, script)
+    assert odd == 1 and "ValueError: bad layer" in own
+    assert status != 0 and "rank 1" in said, said
+
+
+@on_ranks(2, timeout=30)
+def test_iterators() -> None:
+    """Iterators that end, and ranks that read other data."""
+    engine = make_engine(settings(PIPE))
+    count, rank, last = 4, engine.data_parallel_rank, engine.rank == 1
+
+    def says(batches: Any, *words: str, call: Any = engine.train_batch) -> None:
+        said = raised(lambda: call(batches))
+        assert all(word in said for word in words), (words, said)
+
+    def broken() -> Iterator[Any]:
+        yield from micro_batches(0, 1, rank)
+        if last:
+            raise _Deliberate("no file")
+        yield from micro_batches(1, count - 1, rank)
+
+    short = "expected every rank to have a whole step's micro-batches, got none any more on rank 1"
+    says(micro_batches(0, count - int(last), rank), short)
+    says(micro_batches(0, count - int(last), rank), short, call=engine.eval_batch)
+    ended = "StopIteration: engine.train_batch: the iterator"
+    says(micro_batches(0, count - 1, rank), ended)
+    says(iter(()), ended)
+    says(list(micro_batches(0, count, rank)), "expected an iterator, got list; pass iter(loader)")
+    assert "expected an iterator of micro-batches, got none" in raised(engine.train_batch)
+    if last:
+        says(broken(), "_Deliberate: no file")
+    else:
+        says(broken(), "rank 1 could not read its micro-batches: _Deliberate: no file")
+    odd = (models.token_batch(0, micro, rank, length=8 - 4 * (micro == 1)) for micro in range(count))
+    says(odd, "the same shapes, got inputs", "pad them")
+    other = "the stages of one pipeline to read the same micro-batches, got other values on rank 1"
+    says(micro_batches(0, count, engine.rank), other)
+    assert engine.train_batch(micro_batches(0, count, rank)).isfinite() and engine.global_steps == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [TENSOR, PIPE])
+@on_ranks(2, timeout=30)
+def test_ranks_of_one_model_read_other_data(grid: Grid) -> None:
+    for length in (8, 4):
+        engine = make_engine(settings(grid))
+        batches = micro_batches(0, 4, engine.rank, length=length if engine.rank else 8)
+        said = raised(lambda engine=engine, batches=batches: engine.train_batch(batches))
+        assert said.startswith("RuntimeError: ") and "expected" in said and "engine.data_parallel_rank" in said
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_calls_that_a_pipeline_has_not() -> None:
+    engine = make_engine(settings(PIPE))
+    batch = models.token_batch(0, 0, 0, length=8)
+    for call in (
+        lambda: engine(*batch),
+        lambda: engine.forward(*batch),
+        lambda: engine.backward(torch.ones((), requires_grad=True)),
+        engine.step,
+        engine.optimizer.step,
+        lambda: engine.no_sync().__enter__(),
+        lambda: engine.join().__enter__(),
+        lambda: engine.set_gradient_accumulation_boundary(False),
+    ):
+        said = raised(call)
+        assert said.startswith("RuntimeError") and "engine.train_batch" in said, said
+
+
+# ---------------------------------------------------------------- what initialize says
+
+
+def plan(**styles: str) -> dict[str, Any]:
+    return {"tensor_parallel": {"size": 2, "plan": {name.replace("__", "."): style for name, style in styles.items()}}}
+
+
+def misfits() -> dict[str, dict[str, Any]]:
+    """Configs for two ranks, by what is said of them."""
+    named = {"split": ["blocks.2"]}
+    cpu = {"offload_optimizer": {"device": "cpu"}}
+    return {
+        "expected 0 or 1 with a pipeline (pipeline.stages = 2), got 2": settings(PIPE, 2),
+        "got 3: stage 3 would gather all parameters": settings(PIPE, 3),
+        "a multiple of pipeline.stages × tensor_parallel.size, got 2 processes for 1": settings((1, 1, 3)),
+        "got 2 processes for 3 × 1 = 3": settings((3, 1, 1)),
+        "got 2 processes for 2 × 2 = 4": settings(PIPE_TENSOR),
+        "got 'block.2', which the model has not; did you mean": settings(PIPE, pipeline={"split": ["block.2"]}),
+        "pipeline.split: expected 1 name": settings(PIPE, pipeline={"split": ["blocks.1", "blocks.2"]}),
+        "qkvv', which matches nothing; the nearest names are": settings(TENSOR) | plan(blocks__0__qkvv="column"),
+        "expected a row in 'blocks.0' for the column": settings(TENSOR) | plan(blocks__0__qkv="column"),
+        "expected a column in 'blocks.0' for the row": settings(TENSOR) | plan(blocks__0__proj="row"),
+        "expected an nn.Linear as 'norm'": settings(TENSOR) | plan(norm="column"),
+        "got 'colum'; known are column, row, vocab": settings(TENSOR) | plan(head="colum"),
+        "gradient_accumulation_steps: expected micro-batches that pipeline.schedule '1f1b'": settings(PIPE, count=1),
+        "at least 8 equal blocks": settings(PIPE, pipeline={"schedule": "interleaved_1f1b", "chunks": 4}),
+        'pipeline.schedule: expected "gpipe" or "1f1b"': settings(PIPE, pipeline={"schedule": "2f2b"}),
+        "expected 0 for a model that is no sequence of layers, got 2": settings(
+            PIPE, pipeline={**named, "activation_checkpoint_interval": 2}
+        ),
+        "train_batch_size: expected 2 x 4 x 1 = 8, got 16": settings(TENSOR, train_batch_size=16),
+        'expected "none" with pipeline.stages, got "cpu"': settings(PIPE, zero=cpu),
+    }
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_what_does_not_fit_is_said_on_all_ranks() -> None:
+    for words, made in misfits().items():
+        said = raised(lambda made=made: make_engine(made))
+        assert words in said, (words, said)
+
+    def init() -> None:
+        with zerolite.zero.Init(config_dict_or_path=settings(TENSOR, 3)):
+            model = models.build(Gpt)
+        zerolite.initialize(model, settings(TENSOR, 3))
+
+    said = raised(init)
+    assert "zero.Init" in said and "tensor_parallel" in said
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_configs_that_differ_are_named() -> None:
+    first = settings(PIPE, pipeline={"split": ["blocks.2"]})
+    for odd, words in (
+        (settings(PIPE, pipeline={"split": ["blocks.1"]}), "config key pipeline.split is ['blocks.2'] on rank 0"),
+        (settings(TENSOR), "config key pipeline.stages is 2 on rank 0, but 1 on rank 1"),
+        (first | {"gradient_clipping": 3.0}, f"config key gradient_clipping is {CLIP} on rank 0, but 3.0 on rank 1"),
+    ):
+        made = odd if dist.get_rank() else first
+        said = raised(lambda made=made: make_engine(made))
+        assert words in said, (words, said)

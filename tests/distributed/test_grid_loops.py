@@ -1,0 +1,417 @@
+"""Grids of ranks used in every way that there is: optimizers of one's own, loops, options, dropout, library models;
+beside plain PyTorch in the same process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zerolite
+from tests.distributed.test_grid import ADAMW, CLIP, FP32, expected, run
+from tests.toolkit import models, reference
+from tests.toolkit.configs import PARTITIONED, SGD, Optimizer, config
+from tests.toolkit.grids import (
+    Gpt,
+    Grid,
+    assert_ranks_agree,
+    make_engine,
+    micro_batches,
+    on_grid,
+    own_batches,
+    train,
+    worst,
+)
+from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
+
+pytestmark = pytest.mark.slow
+
+TENSOR, PIPE, DATA_TENSOR, PIPE_TENSOR = (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 1, 2)
+
+
+def settings(
+    grid: Grid,
+    stage: int = 1,
+    precision: str = "fp32",
+    count: int = 4,
+    sequence: bool = False,
+    optimizer: Optimizer | None = SGD,
+    pipeline: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    zero = {**(PARTITIONED["moving"] if stage == 3 else {}), **(zero or {})}
+    made = config(stage, precision, count, CLIP, optimizer or SGD, zero)
+    if optimizer is None:
+        del made["optimizer"]
+    return on_grid(made, grid, sequence, **(pipeline or {})) | more
+
+
+def assert_as_expected(engine: Any, losses: list[float], norms: list[float]) -> None:
+    """The first steps of the tied model, with four micro-batches of length 8."""
+    assert_ranks_agree(engine, losses, norms)
+    wanted = expected(engine.data_parallel_world_size)
+    assert losses == pytest.approx(wanted.losses[: len(losses)], rel=FP32)
+    assert norms == pytest.approx(wanted.norms[: len(norms)], rel=FP32)
+
+
+# ---------------------------------------------------------------- what users bring
+
+
+def decays(model: nn.Module) -> list[dict[str, Any]]:
+    """Param groups as users make them; that of the head alone is empty on other stages."""
+    own = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    body = [p for n, p in own if not n.startswith("head")]
+    return [
+        {"params": [p for p in body if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in body if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for n, p in own if n.startswith("head")], "lr": 0.02},
+    ]
+
+
+def own_optimizer(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(decays(model), lr=0.05, momentum=0.9)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
+
+
+def torch_adam(model: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.Adam(decays(model), lr=1e-2, eps=1e-2, foreach=True)}
+
+
+def some_parameters(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": [p for n, p in model.named_parameters() if "qkv" not in n and p.requires_grad]}
+
+
+def groups_for_config(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": decays(model)}
+
+
+def unfreeze(model: nn.Module, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        if name == "positions" or (step == 2 and "frozen" in name):
+            parameter.requires_grad_(step >= 2)
+
+
+def compare(
+    config: dict[str, Any],
+    made: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
+    change: Callable[[nn.Module, int], None] = lambda model, step: None,
+    sample: dict[str, int] | None = None,
+    build: Callable[..., nn.Module] = Gpt,
+    batches: Callable[..., Any] = micro_batches,
+    steps: int = 4,
+    **model: Any,
+) -> None:
+    """``train_batch`` beside plain PyTorch. made: further arguments of ``initialize``; change: the user's, before each
+    step; sample: of token_batch."""
+    whole = models.build(build, **model)
+    first = models.build(build, seed=7 + dist.get_rank(), **model)
+    for each in (whole, first):
+        change(each, 0)
+    engine = zerolite.initialize(first, dict(config), **made(first))
+    arguments = made(whole)
+    optimizer = arguments.get("optimizer") or reference.make_optimizer(
+        config["optimizer"]["type"],
+        arguments.get("model_parameters", list(whole.parameters())),
+        config["optimizer"]["params"],
+    )
+    data, count = engine.data_parallel_world_size, engine.gradient_accumulation_steps
+    losses, norms = [], []
+    for step in range(steps):
+        if step:
+            change(engine.module, step)
+            change(whole, step)
+        losses.append(engine.train_batch(batches(step, count, engine.data_parallel_rank, **(sample or {}))).item())
+        norms.append(engine.get_global_grad_norm())
+        assert engine.get_lr() == [group["lr"] for group in optimizer.param_groups] or "lr_scheduler" in arguments
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in range(data):
+            for batch in batches(step, count, rank, **(sample or {})):
+                output = whole(**batch) if isinstance(batch, dict) else whole(*batch)
+                loss = getattr(output, "loss", output) / (data * count)
+                loss.backward()
+                total += loss.item()
+        assert losses[-1] == pytest.approx(total, rel=FP32)
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        assert norms[-1] == pytest.approx(clip_gradients(trained), rel=FP32)
+        optimizer.step()
+        if "lr_scheduler" in arguments:
+            arguments["lr_scheduler"].step()
+            assert engine.get_lr() == [group["lr"] for group in optimizer.param_groups]
+    assert_ranks_agree(engine, losses, norms)
+    masters = engine.full_state_dict(rank0_only=True, dtype=torch.float32)
+    if masters:
+        assert worst(masters, dict(whole.named_parameters())) < (FP32, "")
+
+
+def clip_gradients(trained: list[nn.Parameter]) -> float:
+    gradients = [p.grad for p in trained if p.grad is not None]
+    norm = reference.global_norm(gradients)
+    for gradient in gradients if norm > CLIP else ():
+        gradient.mul_(CLIP / (norm + 1e-6))
+    return norm
+
+
+OWN: dict[str, tuple[list[Grid], dict[str, Any]]] = {
+    "an optimizer with groups, and a schedule": ([PIPE_TENSOR, TENSOR], {"made": own_optimizer}),
+    "torch's Adam": ([PIPE, DATA_TENSOR], {"made": torch_adam}),
+    "some parameters": ([PIPE_TENSOR, TENSOR], {"made": some_parameters, "optimizer": SGD}),
+    "param groups": ([PIPE, DATA_TENSOR], {"made": groups_for_config, "optimizer": ADAMW}),
+    "unfreezing": ([PIPE_TENSOR, TENSOR], {"change": unfreeze, "optimizer": SGD, "steps": 5}),
+    "one token": ([PIPE, DATA_TENSOR], {"sample": {"size": 1, "length": 1}, "optimizer": SGD}),
+    "odd sizes": ([PIPE_TENSOR, TENSOR], {"sample": {"size": 3, "length": 5}, "optimizer": SGD, "vocabulary": 13}),
+}
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_what_users_bring(pools: Pools, what: str) -> None:
+    grids, given = OWN[what]
+    kwargs = dict(given)
+    optimizer = kwargs.pop("optimizer", None)
+    for grid in grids:
+        stage = {TENSOR: 3, DATA_TENSOR: 2}.get(grid, 1)
+        sequence = grid in (TENSOR, PIPE_TENSOR) and "sample" not in given
+        made = settings(grid, stage, sequence=sequence, optimizer=optimizer)
+        run(pools, grid, compare, config=made, **kwargs)
+
+
+CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("grid", "given"),
+    [
+        (TENSOR, {"stage": 2, "zero": {"offload_optimizer": CPU}, "wall_clock_breakdown": True}),
+        (TENSOR, {"stage": 3, "zero": {"offload_optimizer": CPU, "offload_param": CPU}, "memory_check": "error"}),
+        (PIPE, {"memory_check": "error", "wall_clock_breakdown": True}),
+    ],
+)
+def test_options(pools: Pools, grid: Grid, given: dict[str, Any]) -> None:
+    run(pools, grid, compare, config=settings(grid, **given))
+
+
+# ---------------------------------------------------------------- loops
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "sequence"), [("engine", 0, False), ("plain", 1, False), ("phases", 2, True), ("engine", 3, True)]
+)
+@on_ranks(2)
+def test_loops_without_a_pipeline(kind: str, stage: int, sequence: bool) -> None:
+    engine = make_engine(settings(TENSOR, stage, sequence=sequence))
+    losses, norms = [], []
+    for step in range(4):
+        total = 0.0
+        for batch in own_batches(engine, step):
+            loss = engine(*batch)
+            total += loss.item() / 4
+            if kind == "plain":
+                (loss / 4).backward()
+                continue
+            engine.backward(loss)
+            if kind == "engine":
+                engine.step()
+        if kind == "phases":
+            engine.reduce_gradients()
+            norms.append(float(engine.clip_gradients(CLIP)))
+            engine.update()
+            engine.publish()
+            engine.zero_grad()
+        elif kind == "plain":
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        if kind != "phases":
+            norms.append(engine.get_global_grad_norm())
+        losses.append(engine.reduce(total))
+    assert_as_expected(engine, losses, norms)
+
+
+@pytest.mark.parametrize(("grid", "stage"), [(TENSOR, 3), (PIPE, 1)])
+@on_ranks(2)
+def test_evaluation(grid: Grid, stage: int) -> None:
+    engine = make_engine(settings(grid, stage), dropout=0.2)
+    with torch.no_grad():
+        whole = models.build(Gpt, dropout=0.2).eval()
+        wanted = pytest.approx(sum(whole(*batch).item() for batch in own_batches(engine, 5)) / 4, rel=FP32)
+    assert engine.eval_batch(own_batches(engine, 5)).item() == wanted
+    with torch.inference_mode():
+        assert engine.eval_batch(own_batches(engine, 5)).item() == wanted
+    assert all(m.training for m in engine.module.modules())
+    loss, logits = engine.eval_batch(own_batches(engine, 5), return_logits=True)
+    assert loss.item() == wanted
+    first_stage = grid == PIPE and engine.rank == 0
+    assert logits is None if first_stage else [tuple(x.shape) for x in logits] == [()] * 4
+    assert engine.train_batch(own_batches(engine, 0)).isfinite()
+
+
+@pytest.mark.parametrize(("grid", "stage"), [(TENSOR, 3), (PIPE, 1)])
+@on_ranks(2)
+def test_states_on_the_host(grid: Grid, stage: int) -> None:
+    engine = make_engine(settings(grid, stage))
+    first = train(engine, 2)
+    engine.offload_states()
+    assert "engine.reload_states()" in raised(lambda: engine.train_batch(own_batches(engine, 2)))
+    engine.reload_states()
+    second = train(engine, 2, 2)
+    assert_as_expected(engine, first[0] + second[0], first[1] + second[1])
+
+
+@on_ranks(2)
+def test_engines_with_different_grids_in_one_process() -> None:
+    grids: list[tuple[Grid, int, bool]] = [(PIPE, 1, False), (TENSOR, 3, True), ((1, 2, 1), 2, False)]
+    engines = [make_engine(settings(grid, stage, sequence=sequence)) for grid, stage, sequence in grids]
+    told: list[tuple[list[float], list[float]]] = [([], []) for _ in engines]
+    for step in range(3):
+        for engine, (losses, norms) in zip(engines, told, strict=True):
+            loss, norm = train(engine, 1, step)
+            losses += loss
+            norms += norm
+    for engine, (losses, norms) in zip(engines, told, strict=True):
+        assert_as_expected(engine, losses, norms)
+
+
+# ---------------------------------------------------------------- dropout, checkpointing, precision
+
+
+def with_dropout(config: dict[str, Any], steps: int = 20, how: str = "", dropout: float = 0.3) -> list[float]:
+    """The losses with dropout inside and outside of what is cut. how: "", or blocks that checkpoint themselves."""
+    engine = make_engine(config, dropout=dropout)
+    for block in engine.module.blocks if how else ():
+        block.forward = lambda x, call=block.forward: checkpoint(call, x, use_reentrant=how == "reentrant")
+    losses, norms = train(engine, steps)
+    assert_ranks_agree(engine, losses, norms)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage", "sequence"), [(TENSOR, 1, False), (TENSOR, 3, True), (PIPE, 1, False), (PIPE_TENSOR, 1, True)]
+)
+def test_dropout_draws_the_same_numbers_where_the_same_is_computed(
+    pools: Pools, grid: Grid, stage: int, sequence: bool
+) -> None:
+    """Replicated parameters stay equal to the bit for 20 steps, and blocks that are computed anew change nothing."""
+    made = settings(grid, stage, count=2, sequence=sequence)
+    blocks = {"modules": ["blocks.*"]}
+    kept = run(pools, grid, with_dropout, config=made)
+    for block in (blocks, {**blocks, "cpu_checkpointing": True}) if grid != PIPE_TENSOR else ():
+        assert run(pools, grid, with_dropout, config={**made, "activation_checkpointing": block}) == kept
+    for how in {TENSOR: ["not"], PIPE: ["not", "reentrant"]}.get(grid, []):
+        assert run(pools, grid, with_dropout, config=made, how=how) == kept
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@on_ranks(2)
+def test_a_reentrant_checkpoint_of_a_cut_block_is_refused(sequence: bool) -> None:
+    """It is an autograd function of the block's own input, whose shape is told for the rank's part."""
+    made = settings(TENSOR, sequence=sequence)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        with_dropout(made, 4, "reentrant", 0.0)
+
+
+@pytest.mark.parametrize(("grid", "stage"), [(TENSOR, 3), (PIPE, 1)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"precision": "bf16", "fp32_modules": ["*.norm", "*.second_norm", "norm"]},
+    ],
+    ids=["autocast", "fp32_modules"],
+)
+def test_mixed_precisions(pools: Pools, grid: Grid, stage: int, more: dict[str, Any]) -> None:
+    """Beside one process with the same options: twice the rounding of one value in bf16."""
+    (alone,) = run(pools, (1, 1, 1), norms_of_training, config=settings((1, 1, 1), stage, **more))
+    sequence = grid == TENSOR
+    found = run(pools, grid, norms_of_training, config=settings(grid, stage, sequence=sequence, **more))
+    assert found[0] == pytest.approx(alone, rel=2.0**-7)
+
+
+def norms_of_training(config: dict[str, Any]) -> list[float]:
+    engine = make_engine(config)
+    losses, norms = train(engine, 6)
+    assert_ranks_agree(engine, losses, norms)
+    return norms
+
+
+# ---------------------------------------------------------------- what is printed and written
+
+
+@pytest.mark.parametrize("grid", [PIPE_TENSOR, DATA_TENSOR])
+@on_ranks(4)
+def test_one_rank_writes(grid: Grid, tmp_path: Path) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    more = {"steps_per_print": 2, "wall_clock_breakdown": True, "jsonl_monitor": monitor}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        engine = make_engine(settings(grid, **more))
+        train(engine, 4)
+        rank, writes = engine.rank, engine.step_log is not None
+        del engine
+        gc.collect()
+    lines = [line.split(":")[0] for line in printed.getvalue().splitlines()]
+    assert (writes, lines) == (rank == 0, ["step 2", "step 2", "step 4", "step 4"] if rank == 0 else [])
+    dist.barrier()
+    (file,) = tmp_path.rglob("*.jsonl")
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len([event for event in events if "Train/Samples/train_loss" in event]) == 4
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+
+def hugging_face(family: str, tied: bool = True) -> nn.Module:
+    """Small, four layers; heads that two and four ranks can share."""
+    import transformers
+
+    common = {"vocab_size": 37, "tie_word_embeddings": tied, "use_cache": False}
+    if family == "GPT2":
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = transformers.GPT2Config(n_embd=16, n_layer=4, n_head=4, n_positions=16, **dropout, **common)
+        return transformers.GPT2LMHeadModel(config)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 16}
+    config = getattr(transformers, f"{family}Config")(num_attention_heads=4, num_key_value_heads=2, **sizes, **common)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def library_batches(step: int, count: int, rank: int) -> Any:
+    for micro in range(count):
+        generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * micro + rank)
+        ids = torch.randint(0, 37, (2, 8), generator=generator)
+        yield {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize(
+    ("family", "grid", "stage", "sequence"),
+    [
+        ("GPT2", PIPE_TENSOR, 1, True),
+        ("GPT2", DATA_TENSOR, 3, False),
+        ("Llama", TENSOR, 3, True),
+        ("Llama", PIPE, 1, False),
+        ("Qwen2", PIPE_TENSOR, 1, True),
+        ("Qwen3", DATA_TENSOR, 3, False),
+    ],
+)
+def test_hugging_face(pools: Pools, family: str, grid: Grid, stage: int, sequence: bool) -> None:
+    pytest.importorskip("transformers")
+    made = settings(grid, stage, count=2, sequence=sequence)
+    gpt2 = {"*.c_attn": "column", "*.c_fc": "column", "*.c_proj": "row", "lm_head": "vocab"}
+    if grid[2] > 1:
+        plan = gpt2 if family == "GPT2" else "auto"
+        made["tensor_parallel"] = {"size": 2, "plan": plan, "sequence_parallel": sequence}
+    if grid[0] > 1:
+        made["pipeline"] = {"stages": 2, "split": [f"{'transformer.h' if family == 'GPT2' else 'model.layers'}.2"]}
+    for tied in (True, False) if family == "Llama" else (True,):
+        given = {"build": hugging_face, "batches": library_batches, "family": family, "tied": tied, "steps": 3}
+        run(pools, grid, compare, config=made, **given)

@@ -1,0 +1,180 @@
+"""Offload to disks that are full, that fail, or that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.checkpoint.cases.resume import differences, facts, make_engine
+from tests.distributed.test_offload import RUNS, engine_loop, offload
+from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
+from zerolite.ops.async_io import AsyncIO, IOTask
+
+
+@contextlib.contextmanager
+def failing(at: int) -> Iterator[list[str]]:
+    """Request number ``at`` to the disk fails: a write for want of room, a read at the end of the file. Gives the kinds
+    of the requests so far."""
+    seen: list[str] = []
+    original = AsyncIO._begin
+    full, empty = os.open("/dev/full", os.O_WRONLY), os.open("/dev/null", os.O_RDONLY)
+
+    def begin(self: AsyncIO, write: bool, fd: int, *args: Any) -> IOTask:
+        seen.append("write" if write else "read")
+        return original(self, write, fd if len(seen) - 1 != at else full if write else empty, *args)
+
+    try:
+        with mock.patch.object(AsyncIO, "_begin", begin):
+            yield seen
+    finally:
+        gc.collect()  # no request is under way
+        os.close(full)
+        os.close(empty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stage", "points"),
+    [
+        ("sums in bf16", 2, [0, 7, 40, 80]),
+        ("mixture in bf16", 2, range(150)),
+        ("NAdam", 3, range(150)),
+        ("wide", 1, range(150)),
+    ],
+)
+@on_ranks(1, timeout=600)
+def test_an_error_of_any_request_is_not_forgotten(name: str, stage: int, points: Any, tmp_path: Path) -> None:
+    """After an error of the disk nothing goes on as if there had been none, but from the checkpoint on everything does:
+    of a gradient on its way there, of what is on its way to the update, and of its result on the way back."""
+    recipe, directory = RUNS[name], str(tmp_path / "saved")
+    (tmp_path / "disk").mkdir()
+    zero = {**offload("nvme", tmp_path / "disk"), "sub_group_size": 5000}
+    engine = make_engine(recipe, stage, zero=zero)
+
+    def weights_and_states() -> dict[str, Any]:
+        found = facts(engine, recipe.states)
+        return {key: found[key] for key in ("masters", "parameters", *recipe.states)}
+
+    before: dict[int, dict[str, Any]] = {}  # by step
+    for step in range(4):
+        if step == 2:
+            engine.save_checkpoint(directory, tag="good")
+        before[step] = weights_and_states()
+        list(engine_loop(engine, recipe, step))
+    wanted, noticed = facts(engine, recipe.states), 0
+    for point in points:
+        engine.load_checkpoint(directory, tag="good")
+        error = ""
+        with failing(point) as requests:
+            for step in (2, 3):
+                error = error or raised(lambda step=step: list(engine_loop(engine, recipe, step)))
+                if error:
+                    break
+        if error:
+            noticed += 1
+            assert error.startswith(("OSError", "UnexpectedEnd"))
+            assert "bytes at byte" in error and str(tmp_path) in error
+            stepped, save = raised(engine.step), raised(lambda: engine.save_checkpoint(directory, tag="broken"))
+            assert not stepped or "the swap file of rank 0" in stepped
+            loop = raised(lambda: list(engine_loop(engine, recipe, 2)))
+            assert "the swap file of rank 0" in loop, "a step was done with what the disk has lost"
+            export = raised(lambda: engine.save_16bit_model(directory))
+            if not save:
+                engine.load_checkpoint(directory, tag="broken")
+                assert not differences(before[step], weights_and_states()), "what the disk has lost was saved"
+            else:
+                assert "the swap file of rank 0" in save
+            if "failed in its middle" in save:
+                assert "last checkpoint" in save and "failed in its middle" in export
+            engine.load_checkpoint(directory, tag="good")
+            for step in (2, 3):
+                list(engine_loop(engine, recipe, step))
+        else:
+            assert len(requests) <= point, "one that failed was not noticed"
+        assert differences(wanted, facts(engine, recipe.states)) == []
+    assert noticed == len(points) or noticed > 20
+
+
+# -------------------------------------------------------------------- disks that are not there, or full
+
+
+def begin(directory: Path, name: str, steps: int, **config: Any) -> tuple[str, str]:
+    """The phase of the error, and the error, where each rank's ``nvme_path`` is relative to a directory of its own."""
+    before, phase = os.getcwd(), "initialize"
+    os.chdir(directory / str(dist.get_rank()))
+    try:
+        engine = make_engine(RUNS[name], 2, zero=offload("nvme", Path("swap")), **config)
+        for step in range(steps):
+            phase = f"step {step}"
+            list(engine_loop(engine, RUNS[name], step))
+    except Exception as error:
+        return phase, str(error)
+    finally:
+        os.chdir(before)
+    return "", ""
+
+
+@pytest.mark.fast("2-missing")
+@pytest.mark.parametrize("what", ["missing", "a file"])
+@on_ranks(2)
+def test_a_path_that_is_not_there_on_one_rank_is_said_on_all(what: str, tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    (tmp_path / str(rank)).mkdir()
+    if rank == 0:
+        (tmp_path / "0" / "swap").mkdir()
+    elif what == "a file":
+        (tmp_path / "1" / "swap").touch()
+    phase, error = begin(tmp_path, "mixture", 1)
+    assert phase == "initialize" and "zero_optimization.offload_optimizer.nvme_path" in error
+    assert {"missing": "swap does not exist", "a file": "swap is not a directory"}[what] in error
+    assert rank or "rank 1:" in error
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, size: str) -> Iterator[None]:
+    """A file system of its own. Skips where none can be mounted."""
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], capture_output=True, text=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip(f"no file system can be mounted: {mounted.stderr if mounted else 'there is no mount'}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_on_one_rank_is_said_on_all(pools: Pools, tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        (tmp_path / rank / "swap").mkdir(parents=True)
+    with small_disk(tmp_path / "1" / "swap", "300k"):
+        for phase, error in pools(2).run(begin, {"directory": tmp_path, "name": "wide", "steps": 1}):
+            assert phase == "initialize"
+            for word in ("zero_optimization.offload_optimizer.nvme_path", "KB are free", "rank 1"):
+                assert word in error
+
+
+@pytest.mark.slow
+def test_a_full_disk_shows_at_the_start(pools: Pools, tmp_path: Path) -> None:
+    """However little there is; it was not checked before."""
+    (tmp_path / "0" / "swap").mkdir(parents=True)
+    given = {"directory": tmp_path, "name": "wide in bf16", "steps": 2, "memory_check": "off"}
+    for size, failed in (("8k", True), ("300k", True), ("500k", None), ("2m", False)):
+        with small_disk(tmp_path / "0" / "swap", size):
+            ((phase, error),) = pools(1).run(begin, given)
+        assert phase in ("initialize", "") and failed in (bool(phase), None)
+        if error:
+            assert "expected room for" in error and "the swap file of rank 0 in swap" in error
