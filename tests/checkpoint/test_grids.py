@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint.cases.export import read_model
 from tests.checkpoint.cases.grids import GRIDS
-from tests.distributed.cases.grid import Grid
+from tests.toolkit.grids import Grid
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint import inspect
 from zerolite.checkpoint.errors import CheckpointError

@@ -203,11 +203,12 @@ ALL: dict[str, Architecture] = {
     "modernbert": causal("ModernBert", patterns("Wqkv Wi", "Wo", "decoder"), "ForMaskedLM"),
     "fnet": causal("FNet", patterns("intermediate.dense", "output.dense", ""), "ForMaskedLM"),
     "bart": causal("Bart", OPT, "ForConditionalGeneration"),
-    "t5": causal("T5", patterns("q k v wi", "o wo"), "ForConditionalGeneration"),
+    "t5": causal("T5", patterns("q k v wi", "o wo"), "ForConditionalGeneration", decoder_start_token_id=0),
     "t5_gated": causal(
         "T5",
         patterns("q k v wi_0 wi_1", "o wo"),
         "ForConditionalGeneration",
+        decoder_start_token_id=0,
         feed_forward_proj="gated-gelu",
         tie_word_embeddings=False,
     ),
@@ -236,7 +237,7 @@ def test_cut(name: str) -> None:
     elif name in ("mamba", "resnet"):
         assert "which brings none; write the patterns of its layers" in said
     else:
-        assert said == ""
+        assert said == "", said
 
 
 @pytest.mark.parametrize("name", "falcon falcon_new gemma_mqa gpt_bigcode_mqa llama_mqa qwen2_moe t5".split())

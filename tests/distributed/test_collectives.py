@@ -198,21 +198,6 @@ def test_the_first_collective_may_be_in_inference_mode(kind: str) -> None:
             Reduction(first, 5000, salt).check()
 
 
-@pytest.mark.parametrize("kind", ["shared memory", "native"])
-@on_ranks(3)
-def test_parameters_gathered_in_inference_mode_are_trained(kind: str) -> None:
-    with transport(kind):
-        comm = pair()[1]
-        full, shard = torch.empty(6 * comm.world_size), torch.full((6,), 2.0)
-        with torch.inference_mode():
-            comm.gather_shards([full], [shard], "parameters").wait()
-        parameter = torch.nn.Parameter(full)
-        (parameter * parameter).sum().backward()
-        with torch.no_grad():
-            parameter.add_(1.0)
-        assert parameter.grad is not None and parameter.grad.tolist() == [4.0] * 18
-
-
 @on_ranks(2)
 def test_the_second_group_is_made_once_and_outlives_its_communicators() -> None:
     comm, second = pair()
@@ -337,32 +322,3 @@ def test_ranks_that_launch_different_collectives_all_raise(
 def test_destroy_ends_the_second_group_too() -> None:
     with Pool(1, init_group=False) as pool:
         assert pool.run(lifetime) == [[(77.0, True, 0), (88.0, True, 0)]]
-
-
-def test_the_null_communicator_is_one_rank_of_many_that_hears_nothing() -> None:
-    comm = NullCommunicator(2, 4)
-    assert (comm.rank, comm.world_size, second_communicator(comm, torch.device("cpu"))) == (2, 4, comm)
-    assert comm.staging(8, torch.float32, 0) is None
-    with record() as recorder:
-        fulls = [torch.full((8,), torch.nan), torch.zeros(0), torch.full((4,), 7).bfloat16()]
-        comm.gather_shards(fulls, [torch.tensor([1.0, 2.0]), torch.zeros(0), torch.ones(1).bfloat16()], "parameters")
-        assert fulls[0].tolist() == [1.0, 2.0] * 4 and fulls[2].tolist() == [1.0] * 4
-        full = torch.arange(8.0)
-        out = comm.reduce_scatter(full, "gradients", divisor=2.0, dtype=torch.bfloat16).wait()
-        assert (out.tolist(), out.dtype) == ([8.0, 10.0], torch.bfloat16), "the sum of four copies, divided by 2"
-        same = comm.reduce_scatter(full, "gradients").wait()
-        assert same.untyped_storage().data_ptr() != full.untyped_storage().data_ptr(), "a result of its own"
-        assert comm.all_reduce(full, "stats").wait() is full
-        assert comm.all_gather(full, "parameters").wait() is full
-        comm.all_reduce_max(full, "check")
-        comm.broadcast(full, "buffers")
-    assert [(call.op, call.numel, call.tensors) for call in recorder.calls] == [
-        ("all_gather", 12, 3),
-        ("reduce_scatter", 8, 1),
-        ("reduce_scatter", 8, 1),
-        ("all_reduce", 8, 1),
-        ("all_gather", 8, 1),
-        ("all_reduce", 8, 1),
-        ("broadcast", 8, 1),
-    ]
-    comm.close()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
-from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, between, case, each_step, over_rows
 from tests.toolkit.pool import Pools
 
 # A clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double.
@@ -87,24 +87,20 @@ def clip_by_hand(gradients: list[Any]) -> Any:
     return total
 
 
-@case("`torch.nn.utils.clip_grad_norm_`", list(NORMS), close=CLIPPED)
-def clipped_by_torch(run: Run, how: str) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.backward(run.loss(step))
-        run.average()
-        run.see(NORMS[how](run.module, run.module if run.plain else run.engine))
-        run.torch_step()
+@each_step("`torch.nn.utils.clip_grad_norm_`", list(NORMS), close=CLIPPED)
+def clipped_by_torch(run: Run, step: int, how: str) -> None:
+    run.backward(run.loss(step))
+    run.average()
+    run.see(NORMS[how](run.module, run.module if run.plain else run.engine))
+    run.torch_step()
 
 
-@case("`torch.nn.utils.clip_grad_value_`", [None, True, False])
-def clipped_by_value(run: Run, foreach: bool | None) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.backward(run.loss(step))
-        run.average()
-        nn.utils.clip_grad_value_(run.module.parameters(), 0.03, foreach=foreach)
-        run.torch_step()
+@each_step("`torch.nn.utils.clip_grad_value_`", [None, True, False])
+def clipped_by_value(run: Run, step: int, foreach: bool | None) -> None:
+    run.backward(run.loss(step))
+    run.average()
+    nn.utils.clip_grad_value_(run.module.parameters(), 0.03, foreach=foreach)
+    run.torch_step()
 
 
 SCALERS = ["step", "unscale_ and clip", "not finite", "own", "own fused"]
@@ -335,43 +331,37 @@ def grad_assigned(run: Run, when: str) -> None:
     run.train(1, start=2)
 
 
-@case("`zerolite.get_full_grad`")
-def full_grads(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.backward(run.loss(step))
-        run.average()
-        weight, bias = run.module.first.weight, run.module.first.bias
-        if run.plain:
-            run.see([p.grad for p in run.module.parameters()])
-            weight.grad *= 2.0
-            bias.grad = None
-        else:
-            gradients = zerolite.get_full_grad(run.module.parameters())
-            run.see(gradients)
-            zerolite.set_full_grad([weight, bias], [gradients[0] * 2.0, None])
-        run.torch_step()
+@each_step("`zerolite.get_full_grad`")
+def full_grads(run: Run, step: int) -> None:
+    run.backward(run.loss(step))
+    run.average()
+    weight, bias = run.module.first.weight, run.module.first.bias
+    if run.plain:
+        run.see([p.grad for p in run.module.parameters()])
+        weight.grad *= 2.0
+        bias.grad = None
+    else:
+        gradients = zerolite.get_full_grad(run.module.parameters())
+        run.see(gradients)
+        zerolite.set_full_grad([weight, bias], [gradients[0] * 2.0, None])
+    run.torch_step()
 
 
-@case("`p.grad is None` as")
-def grad_is_none(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.see([p.grad is None for p in run.module.parameters()])
-        run.backward(run.loss(step))
-        run.see([p.grad is None for p in run.module.parameters()])
-        assert all(str(p.grad) for p in run.module.parameters())
-        run.torch_step()
-        run.see([p.grad is None for p in run.module.parameters()])
+@each_step("`p.grad is None` as")
+def grad_is_none(run: Run, step: int) -> None:
+    run.see([p.grad is None for p in run.module.parameters()])
+    run.backward(run.loss(step))
+    run.see([p.grad is None for p in run.module.parameters()])
+    assert all(str(p.grad) for p in run.module.parameters())
+    run.torch_step()
+    run.see([p.grad is None for p in run.module.parameters()])
 
 
 DROPPED = ["module", "engine", "optimizer", "optimizer, zeros", "each", "before"]
 
 
-@case("`zero_grad()` of module", DROPPED)
+@between("`zero_grad()` of module", DROPPED)
 def all_dropped(run: Run, how: str) -> None:
-    run.start()
-    run.train(1)
     if how != "before":
         run.backward(run.loss(7) * 1e3)
     if how == "each":
@@ -383,7 +373,6 @@ def all_dropped(run: Run, how: str) -> None:
         run.optimizer.zero_grad()
     else:
         (run.engine if how == "engine" and not run.plain else run.module).zero_grad()
-    run.train(2, start=1)
 
 
 @case("`p.grad = None` for", ["before", "after clipping", "midway"], close=CLIPPED)

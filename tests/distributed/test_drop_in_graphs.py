@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.prune import l1_unstructured
 
 from tests.toolkit import models
-from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.drop_in import Run, assert_row_is_true, between, case, each_step, over_rows
 from tests.toolkit.pool import Pools
 
 UNUSED = {"find_unused_parameters": True}
@@ -162,29 +162,22 @@ def pruned(run: Run) -> None:
     run.train()
 
 
-@case("`torch.nn.utils.prune` after", words=["first.weight", "GatheredParameters"], settings=["moving"])
+@between("`torch.nn.utils.prune` after", words=["first.weight", "GatheredParameters"], settings=["moving"])
 def pruned_late(run: Run) -> None:
-    run.start()
-    run.train(1)
     prune(run.module.first)
-    run.train(2, start=1)
 
 
-@case("`torch.func.functional_call(engine.module, …)`")
-def called_functionally(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        x, y = run.batch(step)
-        F.mse_loss(functional_call(run.module, dict(run.module.named_parameters()), (x,)), y).backward()
-        run.torch_step()
+@each_step("`torch.func.functional_call(engine.module, …)`")
+def called_functionally(run: Run, step: int) -> None:
+    x, y = run.batch(step)
+    F.mse_loss(functional_call(run.module, dict(run.module.named_parameters()), (x,)), y).backward()
+    run.torch_step()
 
 
-@case("fast weights: `functional_call`", settings=["moving", "defaults", "kept", "tight"])
-def fast_weights(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        maml(run, step)
-        run.torch_step()
+@each_step("fast weights: `functional_call`", settings=["moving", "defaults", "kept", "tight"])
+def fast_weights(run: Run, step: int) -> None:
+    maml(run, step)
+    run.torch_step()
 
 
 def maml(run: Run, step: int) -> None:
@@ -200,24 +193,18 @@ def maml(run: Run, step: int) -> None:
 PER_SAMPLE = "`torch.func.grad` and `vmap` over `functional_call(engine.module, …)`: gradients of single samples"
 
 
-@case(
+@between(
     "`torch.func.grad` and `vmap` over `functional_call(engine.module, …)`",
     words=["torch.func", "copy.deepcopy(engine.module)"],
 )
 def per_sample(run: Run) -> None:
-    run.start()
-    run.train(1)
     with run.gathered():
         per_sample_gradients(run, run.module)
-    run.train(2, start=1)
 
 
-@case("`torch.func.grad` and `vmap` over a")
+@between("`torch.func.grad` and `vmap` over a")
 def per_sample_of_a_copy(run: Run) -> None:
-    run.start()
-    run.train(1)
     per_sample_gradients(run, copy.deepcopy(run.module))
-    run.train(2, start=1)
 
 
 def per_sample_gradients(run: Run, module: nn.Module) -> None:

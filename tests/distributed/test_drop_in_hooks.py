@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.toolkit import models
-from tests.toolkit.drop_in import ROUNDED, STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.drop_in import ROUNDED, STEPS, Run, assert_row_is_true, case, each_step, over_rows
 from tests.toolkit.pool import Pools
 
 # ---------------------------------------------------------------- hooks
@@ -128,18 +128,16 @@ def hooked(run: Run, when: str, what: str, backwards: int) -> None:
 # ---------------------------------------------------------------- autograd.grad, double backward
 
 
-@case("`torch.autograd.grad`", ["inputs", "parameters"])
-def autograd_grad(run: Run, of: str) -> None:
-    run.start()
-    for step in range(STEPS):
-        x, y = run.batch(step)
-        x.requires_grad_()
-        loss = F.mse_loss(run(x), y)
-        targets = [x] if of == "inputs" else list(run.module.parameters())
-        run.see(torch.autograd.grad(loss, targets, retain_graph=True))
-        run.see([p.grad is None for p in run.module.parameters()])
-        run.backward(loss)
-        run.step()
+@each_step("`torch.autograd.grad`", ["inputs", "parameters"])
+def autograd_grad(run: Run, step: int, of: str) -> None:
+    x, y = run.batch(step)
+    x.requires_grad_()
+    loss = F.mse_loss(run(x), y)
+    targets = [x] if of == "inputs" else list(run.module.parameters())
+    run.see(torch.autograd.grad(loss, targets, retain_graph=True))
+    run.see([p.grad is None for p in run.module.parameters()])
+    run.backward(loss)
+    run.step()
 
 
 def gradient_penalty(run: Run, step: int) -> None:
@@ -179,22 +177,18 @@ def penalty_in_fp16(run: Run) -> None:
     gradient_penalty(run, 0)
 
 
-@case("a penalty on the gradient")
-def penalty_by_parameters(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        loss = run.loss(step)
-        gradients = torch.autograd.grad(loss, list(run.module.parameters()), create_graph=True)
-        run.backward(loss + 0.1 * sum(g.square().sum() for g in gradients))
-        run.step()
+@each_step("a penalty on the gradient")
+def penalty_by_parameters(run: Run, step: int) -> None:
+    loss = run.loss(step)
+    gradients = torch.autograd.grad(loss, list(run.module.parameters()), create_graph=True)
+    run.backward(loss + 0.1 * sum(g.square().sum() for g in gradients))
+    run.step()
 
 
-@case("`loss.backward(create_graph=True)`")
-def graph_created(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.loss(step).backward(create_graph=True)
-        run.torch_step()
+@each_step("`loss.backward(create_graph=True)`")
+def graph_created(run: Run, step: int) -> None:
+    run.loss(step).backward(create_graph=True)
+    run.torch_step()
 
 
 @pytest.mark.fast("module_hooks")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.toolkit import models
-from tests.toolkit.drop_in import ROUNDED, ROUNDING, STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.drop_in import ROUNDED, ROUNDING, STEPS, Run, assert_row_is_true, case, each_step, over_rows
 from tests.toolkit.pool import Pools
 
 
@@ -22,12 +22,10 @@ def the_engines_loop(run: Run) -> None:
     run.train()
 
 
-@case("`loss.backward()`")
-def torchs_loop(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.loss(step).backward()
-        run.torch_step()
+@each_step("`loss.backward()`")
+def torchs_loop(run: Run, step: int) -> None:
+    run.loss(step).backward()
+    run.torch_step()
 
 
 @case("`step()` and `zero_grad()`", ["step first", "zero_grad first"])
@@ -53,46 +51,38 @@ def module_called(run: Run, precision: str) -> None:
         run.torch_step()
 
 
-@case("a part of the model")
-def part_called(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        loss = run.loss(step) + run.module.second(torch.ones(2, 13)).square().mean()
-        run.backward(loss)
-        run.step()
+@each_step("a part of the model")
+def part_called(run: Run, step: int) -> None:
+    loss = run.loss(step) + run.module.second(torch.ones(2, 13)).square().mean()
+    run.backward(loss)
+    run.step()
 
 
-@case("several losses, a backward", ["engine", "loss"], reordered=True)
-def several_backwards(run: Run, loop: str) -> None:
-    run.start()
-    for step in range(STEPS):
-        for loss in [run.loss(step, 0), run.loss(step, 1) * 0.5]:
-            if loop == "engine":
-                run.backward(loss)
-            else:
-                loss.backward()
-        run.step()
+@each_step("several losses, a backward", ["engine", "loss"], reordered=True)
+def several_backwards(run: Run, step: int, loop: str) -> None:
+    for loss in [run.loss(step, 0), run.loss(step, 1) * 0.5]:
+        if loop == "engine":
+            run.backward(loss)
+        else:
+            loss.backward()
+    run.step()
 
 
-@case("`retain_graph=True`", ["engine", "loss"], reordered=True)
-def retained(run: Run, loop: str) -> None:
-    run.start()
-    for step in range(STEPS):
-        x, y = run.batch(step)
-        output = run(x)
-        losses = [F.mse_loss(output, y), output.abs().mean()]
-        for number, loss in enumerate(losses):
-            backward = run.backward if loop == "engine" else torch.Tensor.backward
-            backward(loss, retain_graph=number == 0)
-        run.step()
+@each_step("`retain_graph=True`", ["engine", "loss"], reordered=True)
+def retained(run: Run, step: int, loop: str) -> None:
+    x, y = run.batch(step)
+    output = run(x)
+    losses = [F.mse_loss(output, y), output.abs().mean()]
+    for number, loss in enumerate(losses):
+        backward = run.backward if loop == "engine" else torch.Tensor.backward
+        backward(loss, retain_graph=number == 0)
+    run.step()
 
 
-@case("one loss of several")
-def several_forwards(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.backward(run.loss(step, 0) + run.loss(step, 1))
-        run.step()
+@each_step("one loss of several")
+def several_forwards(run: Run, step: int) -> None:
+    run.backward(run.loss(step, 0) + run.loss(step, 1))
+    run.step()
 
 
 @case("gradient accumulation", ["config", "by hand"], reordered=True)
@@ -109,14 +99,12 @@ def accumulated(run: Run, how: str) -> None:
             run.torch_step()
 
 
-@case("`with engine.no_sync():`", reordered=True)
-def not_synchronized(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        with contextlib.nullcontext() if run.plain else run.engine.no_sync():
-            (run.loss(step, 0) / 2).backward()
-        (run.loss(step, 1) / 2).backward()
-        run.torch_step()
+@each_step("`with engine.no_sync():`", reordered=True)
+def not_synchronized(run: Run, step: int) -> None:
+    with contextlib.nullcontext() if run.plain else run.engine.no_sync():
+        (run.loss(step, 0) / 2).backward()
+    (run.loss(step, 1) / 2).backward()
+    run.torch_step()
 
 
 @case("`optimizer.step(closure)`", ["engine's", "own"])
@@ -139,14 +127,12 @@ def closure(run: Run, whose: str) -> None:
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
 
 
-@case("a loss in another dtype", DTYPES)
-def loss_of_another_dtype(run: Run, dtype: torch.dtype) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.backward(run.loss(step).to(dtype))
-        run.step()
-        run.loss(step, 1).to(dtype).backward()
-        run.step()
+@each_step("a loss in another dtype", DTYPES)
+def loss_of_another_dtype(run: Run, step: int, dtype: torch.dtype) -> None:
+    run.backward(run.loss(step).to(dtype))
+    run.step()
+    run.loss(step, 1).to(dtype).backward()
+    run.step()
 
 
 class Judge(models.Mlp):
@@ -187,14 +173,12 @@ def further_loss_in_fp16(run: Run) -> None:
     further_loss(run, 0)
 
 
-@case("`output.backward(gradient)`")
-def vector_backward(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        x, y = run.batch(step)
-        output = run(x)
-        output.backward((output - y).detach() / 4)
-        run.step()
+@each_step("`output.backward(gradient)`")
+def vector_backward(run: Run, step: int) -> None:
+    x, y = run.batch(step)
+    output = run(x)
+    output.backward((output - y).detach() / 4)
+    run.step()
 
 
 @case("`engine.backward` of a tensor", words=["engine.backward", "loss with one element", ".mean()"], error=ValueError)
@@ -216,17 +200,15 @@ def no_gradient(run: Run) -> None:
         run.backward(loss)
 
 
-@case("forward, loss and backward", ["all", "forward"])
-def autocast(run: Run, where: str) -> None:
-    run.start()
-    for step in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = run.loss(step)
-            if where == "all":
-                run.backward(loss)
-        if where == "forward":
+@each_step("forward, loss and backward", ["all", "forward"])
+def autocast(run: Run, step: int, where: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = run.loss(step)
+        if where == "all":
             run.backward(loss)
-        run.step()
+    if where == "forward":
+        run.backward(loss)
+    run.step()
 
 
 @case("`torch.autograd.set_detect_anomaly(True)`")
@@ -236,18 +218,16 @@ def anomalies(run: Run) -> None:
         run.train()
 
 
-@case("evaluation between", ["no_grad", "inference_mode"])
-def evaluation(run: Run, mode: str) -> None:
-    run.start()
-    for step in range(STEPS):
-        run.module.eval()
-        with getattr(torch, mode)():
-            run.see(run(run.batch(step, 5)[0]), run.module(run.batch(step, 6)[0]))
-        run.module.train()
-        run.backward(run.loss(step))
-        with getattr(torch, mode)():
-            run.see(run.loss(step, 7))
-        run.step()
+@each_step("evaluation between", ["no_grad", "inference_mode"])
+def evaluation(run: Run, step: int, mode: str) -> None:
+    run.module.eval()
+    with getattr(torch, mode)():
+        run.see(run(run.batch(step, 5)[0]), run.module(run.batch(step, 6)[0]))
+    run.module.train()
+    run.backward(run.loss(step))
+    with getattr(torch, mode)():
+        run.see(run.loss(step, 7))
+    run.step()
 
 
 class Boom(Exception):
@@ -283,20 +263,18 @@ def dry_run(run: Run) -> None:
     run.train()
 
 
-@case("batches with different", close=ROUNDING)
-def weighted(run: Run) -> None:
-    run.start()
-    for step in range(STEPS):
-        x, y = run.batch(step)
-        count = 1 + (step + run.rank) % 4
-        loss = F.mse_loss(run(x[:count]), y[:count])
-        if run.plain:  # the gradient of the joint batch, of which the mean over ranks is taken
-            total = torch.tensor(float(count))
-            dist.all_reduce(total)
-            run.backward(loss * (count * run.world / total))
-        else:
-            run.engine.backward(loss, weight=count)
-        run.step()
+@each_step("batches with different", close=ROUNDING)
+def weighted(run: Run, step: int) -> None:
+    x, y = run.batch(step)
+    count = 1 + (step + run.rank) % 4
+    loss = F.mse_loss(run(x[:count]), y[:count])
+    if run.plain:  # the gradient of the joint batch, of which the mean over ranks is taken
+        total = torch.tensor(float(count))
+        dist.all_reduce(total)
+        run.backward(loss * (count * run.world / total))
+    else:
+        run.engine.backward(loss, weight=count)
+    run.step()
 
 
 @case("ranks with different")

@@ -17,7 +17,7 @@ from torch import nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.configs import config
-from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, between, case, over_rows
 from tests.toolkit.pool import Pools
 
 
@@ -31,27 +31,21 @@ def train_plainly(run: Run, model: nn.Module, steps: int = 2) -> None:
     run.see(list(model.parameters()))
 
 
-@case("`copy.deepcopy(engine.module)`")
+@between("`copy.deepcopy(engine.module)`")
 def copied_module(run: Run) -> None:
-    run.start()
-    run.train(1)
     twin = copy.deepcopy(run.module)
     train_plainly(run, twin)
-    run.train(2, start=1)
 
 
-@case(
+@between(
     "`torch.save(engine.module)`",
     ["pickle", "torch.save"],
     words=["'first.weight'", "engine.full_state_dict()"],
     settings=["moving"],
 )
 def pickled_module(run: Run, how: str) -> None:
-    run.start()
-    run.train(1)
     twin = loaded_without_zerolite(run.module, pickle.dump if how == "pickle" else torch.save)
     train_plainly(run, twin)
-    run.train(2, start=1)
 
 
 class Unpickler(pickle.Unpickler):

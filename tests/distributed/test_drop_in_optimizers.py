@@ -13,7 +13,7 @@ from torch import nn
 import zerolite
 from tests.toolkit import growth, models
 from tests.toolkit.configs import config
-from tests.toolkit.drop_in import Run, assert_row_is_true, case, over_rows
+from tests.toolkit.drop_in import Run, assert_row_is_true, between, case, over_rows
 from tests.toolkit.pool import Pools
 
 # The arithmetic of torch's loops over tensors and of a kernel over a flat buffer: the same operations on an element,
@@ -283,14 +283,11 @@ def group_added(run: Run, how: str) -> None:
     run.train(2, start=1)
 
 
-@case("a module added after", words=["'second.1.weight'", "before zerolite.initialize"], error=ValueError)
+@between("a module added after", words=["'second.1.weight'", "before zerolite.initialize"], error=ValueError)
 def module_added(run: Run) -> None:
-    run.start()
-    run.train(1)
     torch.manual_seed(5)
     run.module.second = nn.Sequential(run.module.second, nn.Linear(3, 3))
     run.optimizer.add_param_group({"params": list(run.module.second[1].parameters()), "lr": 0.125})
-    run.train(2, start=1)
 
 
 @case("`add_param_group` on", close=KERNELS)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.drop_in import ROUNDED, ROUNDING, Run, assert_row_is_true, case, over_rows
+from tests.toolkit.drop_in import ROUNDED, ROUNDING, Run, assert_row_is_true, between, case, over_rows
 from tests.toolkit.pool import Pools
 
 GATHER = ("'first.weight'", "zerolite.zero.GatheredParameters")
@@ -259,12 +259,9 @@ def written_gathered(run: Run, variant: tuple[str, str]) -> None:
     written(run, *variant, gathered=True)
 
 
-@case("`p.data = tensor`", list(ASSIGN), words=WRITE, settings=["moving"])
+@between("`p.data = tensor`", list(ASSIGN), words=WRITE, settings=["moving"])
 def assigned(run: Run, way: str) -> None:
-    run.start()
-    run.train(1)
     ASSIGN[way](run.module)
-    run.train(2, start=1)
 
 
 @case("`torch.nn.utils.parameters_to_vector`", words=GATHER, settings=["moving"])
@@ -282,27 +279,21 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@case(
+@between(
     "`module.half()`, `.to(dtype)`",
     list(CASTS),
     words=("parameter '", "zerolite.initialize"),
     settings=["moving", "defaults"],
 )
 def cast(run: Run, way: str) -> None:
-    run.start()
-    run.train(1)
     if run.plain:
         return
     CASTS[way](run.module)
-    run.train(2, start=1)
 
 
-@case("`module.to(device)`")
+@between("`module.to(device)`")
 def nothing_moved(run: Run) -> None:
-    run.start()
-    run.train(1)
     run.module.to("cpu").float().cpu().train().requires_grad_(True)
-    run.train(2, start=1)
 
 
 @case("`module.to(memory_format=…)`", words=WRITE, close=ROUNDING)
@@ -319,20 +310,14 @@ REPLACE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@case("a `Parameter` object", list(REPLACE), words=("parameter 'first.", "replaced", "zerolite.initialize"))
+@between("a `Parameter` object", list(REPLACE), words=("parameter 'first.", "replaced", "zerolite.initialize"))
 def replaced(run: Run, way: str) -> None:
-    run.start()
-    run.train(1)
     REPLACE[way](run.module)
-    run.train(2, start=1)
 
 
-@case("`module.load_state_dict(state, assign=True)`", words=("first.weight", "load_"), settings=["moving"])
+@between("`module.load_state_dict(state, assign=True)`", words=("first.weight", "load_"), settings=["moving"])
 def assigned_state(run: Run) -> None:
-    run.start()
-    run.train(1)
     run.module.load_state_dict(models.build(models.Mlp, seed=9).state_dict(), assign=True)
-    run.train(2, start=1)
 
 
 @pytest.mark.slow

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ import zerolite
 from tests.toolkit.compare import assert_same_bits, everywhere_equal
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import Tower
-from zerolite.comm import host_memory
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -67,53 +63,6 @@ def test_ranks_that_take_different_branches(precision: str, taken: list[list[str
         if stage == 1:
             assert_same_bits(results[0][1], found, "stages 0 and 1")
         torch.testing.assert_close(found, results[0][1], rtol=rtol, atol=atol)
-
-
-@contextlib.contextmanager
-def limited_memory(limit: int | None) -> Iterator[None]:
-    """Limit /dev/shm to files of ``limit`` bytes; 0: the transport is off."""
-    create = host_memory._create
-    if limit is not None:
-        host_memory._create = lambda path, size: size <= limit and create(path, size)
-    os.environ["ZEROLITE_SHARED_MEMORY"] = "0" if limit == 0 else "1"
-    try:
-        yield
-    finally:
-        host_memory._create = create
-        del os.environ["ZEROLITE_SHARED_MEMORY"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "zero"), [("fp32", {}), ("bf16", {"reduce_scatter": False}), ("fp32", {"overlap_comm": True})]
-)
-@on_ranks(2, 3)
-def test_transports_give_the_same_bits(precision: str, zero: dict[str, Any]) -> None:
-    """Shared memory, messages, and shared memory that runs out when a larger bucket comes: same bits at all stages."""
-    results, kinds = [], set()
-    for stage in (0, 1, 2):
-        for limit in (None, 0, 3 * 4096, 3 * 12288):
-            config = {
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "foreach": True}},
-                "gradient_clipping": 0.5,
-                "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **zero},
-                "bf16": {"enabled": precision == "bf16"},
-            }
-            with limited_memory(limit):
-                torch.manual_seed(0)
-                engine = zerolite.initialize(Tower((16, 64, 8, 128, 16, 200, 16)), config)
-                generator = torch.Generator().manual_seed(engine.rank)
-                for _ in range(6):
-                    engine.backward(engine(torch.randn(4, 16, generator=generator)).square().mean())
-                    engine.step()
-            everywhere_equal(engine.module)
-            assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"zerolite-{os.getpid()}-")]
-            large = getattr(engine._comm, "_large", None)
-            kinds.add((type(engine._comm).__name__, None if large is None else large.memory.exhausted))
-            results.append(values_of(engine))
-            assert_same_bits(results[0], results[-1], f"stage {stage}, {limit}")
-    shared = "SharedMemoryCommunicator"
-    assert kinds == {(shared, False), (shared, True), ("GlooCommunicator", None)}
 
 
 def through_two_engines(stage: int, precision: str, loop: str) -> dict[str, Tensor]:

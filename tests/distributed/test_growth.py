@@ -130,15 +130,6 @@ def test_stages_give_the_same_bits(precision: str) -> None:
         assert result["losses"] == found["0"]["losses"]
 
 
-@pytest.mark.fast("2-1-foreach", "2-3-amsgrad")
-@pytest.mark.parametrize(("stage", "option"), [("1", "foreach"), ("3", "amsgrad")])
-@on_ranks(2)
-def test_torchs_implementations_take_them_too(stage: str, option: str) -> None:
-    optimizer = (ADAMW[0], {**ADAMW[1], option: True})
-    found = train(settings(stage, optimizer), "config", STEPS)
-    torch.testing.assert_close(found["parameters"], train_plain(optimizer, "config"), rtol=0, atol=3e-6)
-
-
 @pytest.mark.parametrize("stage", ["0", "2", "3-defaults"])
 @on_ranks(2)
 def test_what_cannot_be_is_said(stage: str) -> None:

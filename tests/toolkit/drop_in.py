@@ -8,6 +8,7 @@ that help, and a sentence otherwise. No case knows what its cell says.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import warnings
@@ -90,6 +91,37 @@ def case(row: str, variants: Sequence[Any] = (), **more: Any) -> Callable[[Calla
         assert found not in CASES, f"two cases for {found!r}"
         CASES[found] = Case(function, variants, **more)
         return function
+
+    return register
+
+
+def between(row: str, *case_arguments: Any, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function that runs after a first step; two more follow."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run_between(run: Run, *variant: Any) -> None:
+            run.start()
+            run.train(1)
+            function(run, *variant)
+            run.train(2, start=1)
+
+        return case(row, *case_arguments, **more)(run_between)
+
+    return register
+
+
+def each_step(row: str, *case_arguments: Any, **more: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function that is a step; it gets the step's number after the run."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run_steps(run: Run, *variant: Any) -> None:
+            run.start()
+            for step in range(STEPS):
+                function(run, step, *variant)
+
+        return case(row, *case_arguments, **more)(run_steps)
 
     return register
 

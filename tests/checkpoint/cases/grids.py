@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.distributed.cases.grid import Gpt, Grid, on_grid
 from tests.toolkit import models
+from tests.toolkit.grids import Gpt, Grid, on_grid
 from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
