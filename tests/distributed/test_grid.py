@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tests.toolkit import models, reference
 from tests.toolkit.configs import PARTITIONED, SGD, STATIC_SCALE, Optimizer, config
 from tests.toolkit.grids import (
-    HIDDEN,
     LAYERS,
     WIDTH,
     Block,
@@ -215,51 +214,6 @@ def test_what_stages_send(pools: Pools, schedule: str, boundaries: int) -> None:
 
 
 # ---------------------------------------------------------------- memory
-
-
-def sizes_here(grid: Grid, place: tuple[int, int, int]) -> tuple[list[int], int]:
-    """Elements of the trained parameters of a rank in the order of registration, and of all frozen ones."""
-    pipe, _, tensor = grid
-    hidden, words = HIDDEN // tensor, -(-models.VOCABULARY // tensor)
-    attention = [3 * WIDTH * WIDTH // tensor, 3 * WIDTH // tensor, WIDTH * WIDTH // tensor, WIDTH]
-    block = [1, 0, 3, *(4 * [WIDTH]), *attention, WIDTH * hidden, hidden, hidden * WIDTH, WIDTH]
-    here = LAYERS // pipe
-    first = [8 * WIDTH, words * WIDTH] if place[0] == 0 else []
-    last = [WIDTH, WIDTH, words * WIDTH, words] if place[0] == pipe - 1 else []
-    return [*first, *(here * block), *last], here * WIDTH * WIDTH
-
-
-def flat_elements(numels: list[int], data: int, most: int = 100) -> int:
-    """Return the elements of buckets with at most ``most`` elements or one parameter: see test_memory_report."""
-    ends, end = [], 0
-    for numel in reversed(numels):
-        start = -(-end // 32) * 32
-        if end and start + numel > most:
-            ends.append(end)
-            start = 0
-        end = start + numel
-    return sum(-(-end // (32 * data)) * 32 * data for end in [*ends, end])
-
-
-def memory(config: dict[str, Any]) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """This rank's place, and bytes by item behind two steps."""
-    engine = make_engine(config, tied=False)
-    train(engine, 2)
-    return engine.topology.place, {name: nbytes for name, nbytes in engine.memory_report().items.items() if nbytes}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grid", [(1, 2, 2), (2, 1, 2), (4, 1, 1)])
-def test_states_to_the_byte(pools: Pools, grid: Grid) -> None:
-    for stage, precision in ((0, "fp32"), (1, "bf16")):
-        for place, found in run(pools, grid, memory, config=on_grid(config(stage, precision, 4, CLIP), grid)):
-            numels, frozen = sizes_here(grid, place)
-            whole = flat_elements(numels, grid[1])
-            owned = whole if stage == 0 else whole // grid[1]
-            wanted = {"compute_parameters": WIDTHS[precision] * (whole + frozen), "optimizer_states": 4 * owned}
-            wanted |= {"gradients": 4 * whole} if stage == 0 else {}
-            wanted |= {} if precision == "fp32" else {"master_weights": 4 * owned}
-            assert {name: nbytes for name, nbytes in found.items() if name != "communication_buckets"} == wanted
 
 
 def in_flight(config: dict[str, Any]) -> int:

@@ -257,27 +257,12 @@ def joined_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
         yield from engine_loop(engine, recipe, step)
 
 
-def away_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
-    """Everything leaves the device between any two calls, now and then without its weights."""
-    for micro in range(recipe.micros):
-        engine.offload_states(["optim_states", "hp_params"] if micro else None)
-        engine.reload_states()
-        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
-        loss = recipe.loss(engine, batch)
-        engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
-        engine.offload_states(non_blocking=step == 1)
-        engine.reload_states(non_blocking=step == 1)
-        engine.step()
-        yield float(loss.detach())
-
-
 LOOPS: dict[str, Callable[[Any, Recipe, int], Iterator[float]]] = {
     "engine": engine_loop,
     "phases": phases_loop,
     "plain": plain_loop,
     "p.grad": p_grad_loop,
     "join": joined_loop,
-    "away": away_loop,
 }
 
 
@@ -331,7 +316,7 @@ def assert_same_offloaded(
 ) -> None:
     """A run with everything on the device, and with each of the chosen variants, has the same bits."""
     recipe, zero, config = RUNS[name], zero or {}, config or {}
-    plain = train(recipe, stage, "engine" if loop == "away" else loop, zero=zero, **config)
+    plain = train(recipe, stage, loop, zero=zero, **config)
     assert plain["counters"]["global_steps"] == STEPS
     for variant in chosen:
         block = dict(variants(directory)[variant])
@@ -384,7 +369,7 @@ SOME = ("mixture in fp16", "sums in bf16", "not a number", "added group", "clamp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loop", "stage"), [("phases", 3), ("plain", 1), ("p.grad", 3), ("join", 2), ("away", 2)])
+@pytest.mark.parametrize(("loop", "stage"), [("phases", 3), ("plain", 1), ("p.grad", 3), ("join", 2)])
 @on_ranks(2, timeout=600)
 def test_every_loop(loop: str, stage: int, tmp_path: Path) -> None:
     for name in (*SOME, "accumulation with weights", "reloaded"):

@@ -27,16 +27,13 @@ from tests.toolkit.growth import Frozen
 from tests.toolkit.partitioned import train, whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import KINDS, snapshot
-from zerolite.comm import Communicator
 from zerolite.engine import build
 from zerolite.offload.from_config import placements_of
 from zerolite.offload.placements import Transfer
-from zerolite.offload.shard_reader import Arrival, ShardReader
 from zerolite.offload.swap_file import SwapFile
 from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING, listeners
 from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
 from zerolite.zero.layout import part_numel
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 PREFETCH = "stage3_prefetch_bucket_size"
@@ -367,84 +364,3 @@ def test_what_stays_in_the_hosts_memory_with_a_disk(tmp_path: Path) -> None:
     rows = {"max_in_cpu": 4 * math.ceil(ELEMENTS / 2)}
     assert memory(placements(tmp_path, "moving", disk=rows)["disk"])["on host"] == [0, 3, 4, 5]
     assert memory(placements(tmp_path, "defaults")["disk"])["on host"] == [*range(LAYERS)]
-
-
-# -------------------------------------------------------------------- reading ahead
-
-
-@contextlib.contextmanager
-def watched(engine: Any) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    events: list[tuple[str, tuple[int, ...]]] = []
-    numbers = {id(handle): index for index, handle in enumerate(engine.coordinator.handles)}
-    fulls = {id(handle.full): index for index, handle in enumerate(engine.coordinator.handles)}
-    ahead, gather, end = ShardReader.ahead, Communicator.gather_shards, Arrival.end
-    execute = PartitionedParameterCoordinator._execute
-
-    def watched_ahead(self: ShardReader, members: Any) -> None:
-        if members:
-            events.append(("read", tuple(numbers[id(member)] for member in members)))
-        ahead(self, members)
-
-    def watched_gather(self: Communicator, members: Any, *args: Any, **kwargs: Any) -> Any:
-        events.append(("gather", tuple(fulls[id(full)] for full in members)))
-        return gather(self, members, *args, **kwargs)
-
-    def watched_end(self: Arrival) -> None:
-        events.append(("end", tuple(range(len(self.shards)))))
-        end(self)
-
-    def watched_execute(self: PartitionedParameterCoordinator, fetch: Any) -> None:
-        execute(self, fetch)
-        events.append(("use", ()))
-
-    with (
-        mock.patch.object(PartitionedParameterCoordinator, "_execute", watched_execute),
-        mock.patch.object(Arrival, "end", watched_end),
-        mock.patch.object(ShardReader, "ahead", watched_ahead),
-        mock.patch.object(Communicator, "gather_shards", watched_gather),
-    ):
-        yield events
-
-
-def of_kind(events: list[tuple[str, tuple[int, ...]]], *kinds: str) -> list[tuple[str, tuple[int, ...]]]:
-    return [event for event in events if event[0] in kinds]
-
-
-def leads(events: list[tuple[str, tuple[int, ...]]], limit: int) -> list[int]:
-    """For each gather, how many uses began since the read for it. Never more than ``limit`` are in hand."""
-    pending: list[tuple[int, int]] = []  # parameter, place in the events
-    leads = []
-    in_hand = 0
-    for place, (kind, indices) in enumerate(events):
-        if kind == "read":
-            pending += [(index, place) for index in indices]
-            in_hand += len(indices)
-            assert in_hand <= limit
-        elif kind == "end":
-            in_hand -= len(indices)
-        elif kind == "gather":
-            for index in indices:
-                expected, begun = pending.pop(0)
-                assert index == expected
-                leads.append(sum(kind == "use" for kind, _ in events[begun:place]))
-    return leads
-
-
-@pytest.mark.slow
-@on_ranks(1, 2)
-def test_what_is_on_disk_is_read_ahead_of_its_gather_within_the_limit(tmp_path: Path) -> None:
-    buffers = {"buffer_size": ELEMENTS // dist.get_world_size(), "buffer_count": 4}
-    order = [*range(LAYERS), *reversed(range(LAYERS))]
-    for prefetch in (0, 10**6):
-        engine, steps = chain(placements(tmp_path, "moving", {PREFETCH: prefetch}, buffers)["disk"]), []
-        with watched(engine) as events:
-            for step in range(4):
-                events.clear()
-                engine.backward(engine(torch.full((2, 32), float(step + 1))).square().mean())
-                steps.append(list(events))
-                engine.step()
-        on_demand = [(kind, (index,)) for index in order for kind in ("read", "gather")]
-        assert of_kind(steps[0], "read", "gather") == on_demand, "without a plan"
-        assert [index for _, indices in of_kind(steps[-1], "gather") for index in indices] == order
-        assert [index for _, indices in of_kind(steps[-1], "read") for index in indices] == order
-        assert min(leads(steps[-1], 4)[1:]) > 0, steps[-1]
