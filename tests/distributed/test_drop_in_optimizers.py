@@ -37,18 +37,18 @@ FORMS = ("instance", "class", "factory", "config")
 ALL_FORMS = [(name, form) for name in ELEMENTWISE for form in FORMS]
 
 
-def train_with(run: Run, name: str, form: str, arguments: dict[str, Any]) -> None:
+def train_with(run: Run, kind: Any, form: str, arguments: dict[str, Any], build: Any = models.Mlp, **more: Any) -> None:
     """form: how the engine gets the optimizer; a class is made with its defaults."""
-    kind = getattr(torch.optim, name)
     if form == "class":
-        arguments = {"lr": 1e-2} if name == "SGD" else {}
-    make: Any = functools.partial(kind, **arguments)
+        arguments = {"lr": 1e-2} if kind is torch.optim.SGD else {}
+    make = functools.partial(kind, **arguments)
     if form == "config" and not run.plain:
-        run.start(optimizer=(name, {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items()}))
+        params = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items()}
+        run.start(build, optimizer=(kind.__name__, params), **more)
     elif form == "instance" or run.plain:
-        run.start(own=lambda model: make(model.parameters()))
+        run.start(build, own=lambda model: make(model.parameters()), **more)
     else:
-        run.start(optimizer=kind if form == "class" and name != "SGD" else make)
+        run.start(build, optimizer=kind if form == "class" and not arguments else make, **more)
     run.train()
 
 
@@ -56,15 +56,12 @@ def train_with(run: Run, name: str, form: str, arguments: dict[str, Any]) -> Non
 @case("an elementwise optimizer", ALL_FORMS, close=KERNELS)
 def elementwise(run: Run, variant: tuple[str, str]) -> None:
     name, form = variant
-    train_with(run, name, form, ELEMENTWISE[name])
-
-
-WHOLE: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.01}, "Muon": {"lr": 0.01}}
+    train_with(run, getattr(torch.optim, name), form, ELEMENTWISE[name])
 
 
 @case(
     "one that is not elementwise",
-    [(name, form) for name in WHOLE for form in FORMS if hasattr(torch.optim, name)],
+    [(name, form) for name in ("Adafactor", "Muon") for form in FORMS if hasattr(torch.optim, name)],
     words=["zero_optimization.stage", "a part of every parameter", "Use stage 1 or 2"],
     error=ValueError,
     close=KERNELS,
@@ -75,14 +72,7 @@ def whole_parameters(run: Run, variant: tuple[str, str]) -> None:
     def build() -> nn.Module:  # Muon takes matrices only
         return nn.Sequential(nn.Linear(7, 13, bias=False), nn.Tanh(), nn.Linear(13, 3, bias=False))
 
-    kind, arguments = getattr(torch.optim, name), WHOLE[name] if form != "class" else {}
-    if form == "config" and not run.plain:
-        run.start(build, optimizer=(name, arguments))
-    elif form == "instance" or run.plain:
-        run.start(build, own=lambda model: kind(model.parameters(), **arguments))
-    else:
-        run.start(build, optimizer=kind if form == "class" else lambda params: kind(params, **arguments))
-    run.train()
+    train_with(run, getattr(torch.optim, name), form, {"lr": 0.01}, build)
 
 
 class MuonAndAdamW:
@@ -156,14 +146,6 @@ class OwnMomentum(torch.optim.Optimizer):
                     )
 
 
-def train_with_own_class(run: Run, form: str, more: dict[str, Any]) -> None:
-    if form == "instance" or run.plain:
-        run.start(own=lambda model: OwnMomentum(model.parameters()), more=more)
-    else:
-        run.start(optimizer=OwnMomentum if form == "class" else lambda params: OwnMomentum(params), more=more)
-    run.train()
-
-
 @case(
     "an optimizer class that zerolite does not know",
     ["instance", "class", "factory"],
@@ -171,43 +153,26 @@ def train_with_own_class(run: Run, form: str, more: dict[str, Any]) -> None:
     error=ValueError,
 )
 def unknown_class(run: Run, form: str) -> None:
-    train_with_own_class(run, form, {})
+    train_with(run, OwnMomentum, form, {})
 
 
 @case("an optimizer class that zerolite does not know,", ["instance", "class", "factory"])
 def untested_class(run: Run, form: str) -> None:
-    train_with_own_class(run, form, {"zero_allow_untested_optimizer": True})
+    train_with(run, OwnMomentum, form, {}, more={"zero_allow_untested_optimizer": True})
 
 
 @case("LBFGS", FORMS, words=["LBFGS", "loss", "several times a step"], error=ValueError)
 def lbfgs(run: Run, form: str) -> None:
-    if run.plain:
-        run.start()
-        run.train()
-    elif form == "config":
-        run.start(optimizer=("LBFGS", {}))
-    elif form == "instance":
-        run.start(own=lambda model: torch.optim.LBFGS(model.parameters()))
-    else:
-        run.start(optimizer=torch.optim.LBFGS if form == "class" else lambda params: torch.optim.LBFGS(params))
+    train_with(run, torch.optim.SGD if run.plain else torch.optim.LBFGS, form, {})
 
 
 @case("SparseAdam; gradients", [*FORMS, "gradient"], words=["sparse", "dense"], error=(ValueError, RuntimeError))
 def sparse(run: Run, form: str) -> None:
-    if run.plain:
-        run.start()
-        run.train()
-    elif form == "config":
-        run.start(optimizer=("SparseAdam", {}))
-    elif form == "instance":
-        run.start(own=lambda model: torch.optim.SparseAdam(model.parameters()))
-    elif form == "gradient":
+    if form == "gradient" and not run.plain:
         run.start(lambda: nn.Embedding(11, 3, sparse=True))
         run.backward(run(torch.tensor([[1, 2]])).sum())
     else:
-        run.start(
-            optimizer=torch.optim.SparseAdam if form == "class" else lambda params: torch.optim.SparseAdam(params)
-        )
+        train_with(run, torch.optim.SGD if run.plain else torch.optim.SparseAdam, form, {})
 
 
 # ---------------------------------------------------------------- param groups
