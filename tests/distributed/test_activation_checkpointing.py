@@ -175,7 +175,7 @@ def test_inputs_are_cut_over_a_group(stage: str) -> None:
         others = [
             train(made, "none", {"modules": ["blocks.*"], **cut}, alike=True),
             train(made, "zerolite", {**cut, **HOST_BLOCK}, alike=True),
-            ]
+        ]
     for run in others:
         assert run["losses"] == by_torch["losses"]
         assert_same_bits(run["parameters"], by_torch["parameters"], "torch's and inputs that are cut")
