@@ -81,7 +81,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
 
 @case("`torch.save(copy.deepcopy(engine.module))`", ["plain", "watched"])
 def pickled_copy(run: Run, how: str) -> None:
-    checkpointed = {"wall_clock_breakdown": True, "activation_checkpointing": {"modules": ["Linear"], "profile": True}}
+    checkpointed = {"wall_clock_breakdown": True, "activation_checkpointing": {"modules": ["Linear"]}}
     run.start(more=checkpointed if how == "watched" else None)
     run.train(1)
     twin = copy.deepcopy(run.module)

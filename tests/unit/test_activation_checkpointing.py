@@ -19,7 +19,6 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from zerolite import checkpointing
 from zerolite.activation_checkpointing import attach, current
-from zerolite.activation_checkpointing.clock import TO_DEVICE, TO_HOST
 from zerolite.activation_checkpointing.copies import Copies
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.utils.memory_tags import ACTIVATIONS, HOST, listeners
@@ -29,7 +28,6 @@ ROWS, WIDTH = 24, 64  # inputs of 6144 bytes
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "host": {"checkpoint_in_cpu": True},
-    "profile": {"profile": True, "synchronize": True},
 }
 over_ways = pytest.mark.parametrize("way", WAYS)
 plain_and_host = pytest.mark.parametrize("way", ["plain", "host"])
@@ -186,10 +184,10 @@ def test_the_previous_inputs_come_while_these_are_used(monkeypatch: pytest.Monke
     events: list[str] = []
     launch = Copies.launch
 
-    def noted(self: Copies, pairs: Any, phase: str) -> Any:
+    def noted(self: Copies, pairs: Any) -> Any:
         if pairs:
-            events.append(phase)
-        return launch(self, pairs, phase)
+            events.append("copy")
+        return launch(self, pairs)
 
     monkeypatch.setattr(Copies, "launch", noted)
 
@@ -202,8 +200,8 @@ def test_the_previous_inputs_come_while_these_are_used(monkeypatch: pytest.Monke
         x = checkpointing.checkpoint(follow, block, x * 1.0)
     x.sum().backward()
     forward, backward = events[:6], events[6:]
-    assert forward == [TO_HOST, "run"] * 3
-    assert backward == [TO_DEVICE, TO_DEVICE, "run", TO_DEVICE, "run", "run"]
+    assert forward == ["copy", "run"] * 3
+    assert backward == ["copy", "copy", "run", "copy", "run", "run"]
 
 
 def test_backwards_in_another_order_than_forwards() -> None:
@@ -284,8 +282,8 @@ def test_a_compiled_model_is_checkpointed(attaches: bool) -> None:
 
 def test_configure_and_reset() -> None:
     assert not checkpointing.is_configured()
-    block = {"cpu_checkpointing": True, "profile": True}
-    checkpointing.configure(None, {"activation_checkpointing": block}, profile=False)
+    block = {"cpu_checkpointing": True, "partition_activations": True}
+    checkpointing.configure(None, {"activation_checkpointing": block}, partition_activations=False)
     assert checkpointing.is_configured()
     assert current().settings == ActivationCheckpointingConfig(cpu_checkpointing=True)
     checkpointing.reset()
@@ -320,12 +318,8 @@ class Model(nn.Module):
         return self.head(self.again(x))
 
 
-def ignore(step: int, times: Any) -> None:
-    """Ignore the calls of a clock."""
-
-
 def attached_to(model: nn.Module, *patterns: str, **settings: Any) -> Any:
-    return attach(model, ActivationCheckpointingConfig(modules=patterns, **settings), torch.device("cpu"), ignore)
+    return attach(model, ActivationCheckpointingConfig(modules=patterns, **settings), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -426,10 +420,10 @@ class Streams:
 
 def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Streams(monkeypatch).log
-    copies = Copies(torch.device("cuda"), None)
+    copies = Copies(torch.device("cuda"))
     source, target = torch.ones(3), torch.zeros(3)
     known = weakref.ref(source)
-    copy = copies.launch([(source, target)], TO_HOST)
+    copy = copies.launch([(source, target)])
     assert torch.equal(target, source)
     assert log == ["copies wait for current", "event on copies"]
     del source
@@ -438,7 +432,7 @@ def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytes
     copy.wait()
     assert log[2:] == ["current waits for event"]
     assert known() is None
-    copies.launch([(torch.ones(3), target)], TO_DEVICE)  # without a reference to it
+    copies.launch([(torch.ones(3), target)])  # without a reference to it
     assert log[3:] == ["copies wait for current", "event on copies", "current waits for event"]
     copies.finish()
     assert log[6:] == ["host waits for copies"]

@@ -12,13 +12,6 @@ import torch
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zerolite.activation_checkpointing.clock import (
-    FORWARD,
-    RECOMPUTATION,
-    CheckpointClock,
-    Tell,
-    span,
-)
 from zerolite.activation_checkpointing.copies import Copies, Copy
 from zerolite.activation_checkpointing.cut import ActivationShards
 from zerolite.activation_checkpointing.kept import Keeper, KeptInput
@@ -46,37 +39,27 @@ class Checkpointing:
         settings: ActivationCheckpointingConfig,
         device: torch.device,
         group: Callable[[], Communicator | None],
-        tell: Tell,
-        counts: bool = False,
     ) -> None:
         """
         Args:
             device: the one that computes.
             group: gives the ranks over which inputs are cut, None where there are none.
-            tell: is given the times of each step if ``settings.profile``, when the clock is told of its end.
-            counts: or when a checkpoint follows a backward, as there is no call at the end of a step.
         """
         self.settings = settings
         self.used = False  # whether a checkpoint was called
         self._device = device
-        self._counts = counts
-        self._passes = 0  # backwards so far
-        self._in_backward = False
         self._latest: weakref.ref[_Call] | None = None
-        self.clock = CheckpointClock(device, tell) if settings.profile else None
         keeps = settings.cpu_checkpointing or settings.partition_activations
         self._keeper = self._make_keeper(group) if keeps else None
-        self._waits = settings.synchronize_checkpoint_boundary and device.type == "cuda"
-        self._plain = self._keeper is None and self.clock is None and not self._waits
 
     def _make_keeper(self, group: Callable[[], Communicator | None]) -> Keeper:
         settings, cuda = self.settings, self._device.type == "cuda"
-        copies = Copies(self._device, self.clock)
+        copies = Copies(self._device)
         source: MemorySource = DeviceMemory(self._device)
         if settings.cpu_checkpointing:
             source = HostBuffers(cuda, copies.finish)
         cuts = _Cuts(group if settings.partition_activations else lambda: None)
-        return Keeper(self._device, source, cuts, copies, self.clock)
+        return Keeper(self._device, source, cuts, copies)
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, computed again in backward; see :func:`zerolite.checkpointing.checkpoint`."""
@@ -90,9 +73,8 @@ class Checkpointing:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if self._plain or _nesting.depth or torch.compiler.is_compiling():
+        if self._keeper is None or _nesting.depth or torch.compiler.is_compiling():
             return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-        self._count()
         call = _Call(self, function, args, kwargs)
         try:
             return torch_checkpoint(call, *call.passed, use_reentrant=False, **options)
@@ -112,23 +94,12 @@ class Checkpointing:
 
     def bring(self, call: _Call) -> dict[int, torch.Tensor]:
         """Return the inputs that :meth:`keep` has kept, on the device, in backward."""
-        self._in_backward = True
         if self._keeper is None or not call.kept:
             return {}
         before = None if call.before is None else call.before()
         following = [] if before is None else list(before.kept.values())
         tensors = self._keeper.bring(list(call.kept.values()), following, call.name)
         return dict(zip(call.kept, tensors, strict=True))
-
-    def _count(self) -> None:
-        ended, self._in_backward = self._in_backward, False
-        if ended and self._counts and self.clock is not None:
-            self._passes += 1
-            self.clock.end_step(self._passes)
-
-    def boundary(self) -> None:
-        if self._waits:
-            torch.cuda.synchronize(self._device)
 
     def memory(self) -> list[torch.Tensor]:
         """Buffers for inputs that are not in use now."""
@@ -175,17 +146,12 @@ class _Call:
         self.passed = [leaves[i] for i in self._others] + [tensor.new_empty(0) for tensor in devices.values()]
 
     def __call__(self, *passed: torch.Tensor) -> Any:
-        owner = self._owner
-        owner.boundary()
-        phase = RECOMPUTATION if self._first is None else FORWARD
         args, kwargs = self._again(passed) if self._first is None else self._first
         _nesting.depth += 1
         try:
-            with span(owner.clock, phase):
-                return self._function(*args, **kwargs)
+            return self._function(*args, **kwargs)
         finally:
             _nesting.depth -= 1
-            owner.boundary()
 
     def _again(self, passed: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments once more, in containers of their own."""

@@ -8,10 +8,9 @@ an engine's config, or :func:`configure`, says where the inputs are kept until t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from zerolite.activation_checkpointing.clock import describe
 from zerolite.activation_checkpointing.current import configured, current, replace_configured
 from zerolite.comm import Communicator, create_communicator, local_rank
 from zerolite.config import ActivationCheckpointingConfig, load_config
@@ -22,8 +21,6 @@ __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 _KEYS = {
     "partition_activations": "partition_activations",
     "checkpoint_in_cpu": "cpu_checkpointing",
-    "synchronize": "synchronize_checkpoint_boundary",
-    "profile": "profile",
 }
 
 
@@ -65,9 +62,9 @@ def configure(
             ``get_tensor_model_parallel_group()``.
         group: that process group itself, in which activations are equal on all ranks.
         deepspeed_config: a config (path, dict or object), whose block ``activation_checkpointing`` counts.
-        partition_activations, checkpoint_in_cpu, synchronize, profile: instead of what the block says; see its keys in
-            the configuration.
-        contiguous_checkpointing, num_checkpoints: DeepSpeed's, without effect: memory is kept and used again anyway.
+        partition_activations, checkpoint_in_cpu: instead of what the block says; see its keys in the configuration.
+        contiguous_checkpointing, num_checkpoints, synchronize, profile: DeepSpeed's, without effect: memory is kept and
+            used again anyway, and torch.profiler shows where time goes.
 
     Raises:
         ValueError: for an ``mpu_`` without groups.
@@ -81,11 +78,9 @@ def configure(
     given = {
         "partition_activations": partition_activations,
         "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
     }
     settings = settings.model_copy(update={_KEYS[name]: value for name, value in given.items() if value is not None})
-    replace_configured(settings, _communicator(mpu_, group), _tell)
+    replace_configured(settings, _communicator(mpu_, group))
 
 
 def is_configured() -> bool:
@@ -95,7 +90,7 @@ def is_configured() -> bool:
 
 def reset() -> None:
     """Forget what :func:`configure` has said, and let go of its memory."""
-    replace_configured(None, None, _tell)
+    replace_configured(None, None)
 
 
 def _communicator(mpu: Any, group: Any) -> Communicator | None:
@@ -111,8 +106,3 @@ def _communicator(mpu: Any, group: Any) -> Communicator | None:
     if group is None:
         return None
     return create_communicator(default_device(local_rank()), group)
-
-
-def _tell(step: int, times: Mapping[str, float]) -> None:
-    if local_rank() == 0:
-        print(describe(step, times), flush=True)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from zerolite.activation_checkpointing.clock import CheckpointClock, span
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Source and target, of one length and dtype."""
 
@@ -36,23 +34,20 @@ class Copies:
     """One stream for both directions: forward only sends, backward only brings, and what is launched later overwrites
     nothing that an earlier copy still reads. Without CUDA a copy is done at once."""
 
-    def __init__(self, device: torch.device, clock: CheckpointClock | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._clock = clock
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def launch(self, pairs: Sequence[Pair], phase: str) -> Copy:
-        """phase: of the clock."""
+    def launch(self, pairs: Sequence[Pair]) -> Copy:
+        """Begin these copies."""
         if self._stream is None:
-            with span(self._clock, phase):
-                for source, target in pairs:
-                    target.copy_(source)
+            for source, target in pairs:
+                target.copy_(source)
             return Copy((), None, self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what makes the sources, or used the targets
         with torch.cuda.stream(self._stream):
-            with span(self._clock, phase):
-                for source, target in pairs:
-                    target.copy_(source, non_blocking=True)
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
         return Copy(pairs, event, self._device)

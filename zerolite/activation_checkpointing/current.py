@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import torch
 
 from zerolite.activation_checkpointing.checkpoint import Checkpointing
-from zerolite.activation_checkpointing.clock import Tell
 from zerolite.comm import Communicator, local_rank
 from zerolite.config import ActivationCheckpointingConfig
 from zerolite.utils.accelerator import default_device
@@ -41,13 +40,13 @@ def configured() -> Checkpointing | None:
     return _configured
 
 
-def replace_configured(settings: ActivationCheckpointingConfig | None, group: Communicator | None, tell: Tell) -> None:
+def replace_configured(settings: ActivationCheckpointingConfig | None, group: Communicator | None) -> None:
     """Another way from now on, for calls outside of engines that have one; None: torch's. group: for those of engines
     too."""
     global _configured, _group
     _group = group
     device = default_device(local_rank())
-    _configured = None if settings is None else Checkpointing(settings, device, group_of_parts, tell, counts=True)
+    _configured = None if settings is None else Checkpointing(settings, device, group_of_parts)
 
 
 @contextlib.contextmanager
@@ -55,7 +54,7 @@ def apart() -> Iterator[None]:
     """Inside, calls outside of engines keep inputs in memory of their own, whole and untold: those of a dry run."""
     global _configured, _group
     before = _configured, _group
-    replace_configured(None if _configured is None else _configured.settings, None, lambda step, times: None)
+    replace_configured(None if _configured is None else _configured.settings, None)
     try:
         yield
     finally:
@@ -68,5 +67,5 @@ def group_of_parts() -> Communicator | None:
 
 
 _PLAIN = Checkpointing(
-    ActivationCheckpointingConfig(), torch.device("cpu"), group_of_parts, lambda step, times: None
+    ActivationCheckpointingConfig(), torch.device("cpu"), group_of_parts
 )  # keeps nothing, so that the device does not matter

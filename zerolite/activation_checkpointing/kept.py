@@ -10,7 +10,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerolite.activation_checkpointing.clock import GATHER, TO_DEVICE, TO_HOST, CheckpointClock, span
 from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
 from zerolite.activation_checkpointing.cut import ActivationShards, checksum
 from zerolite.activation_checkpointing.memory import BorrowedMemory, MemorySource
@@ -71,14 +70,12 @@ class Keeper:
         source: MemorySource,
         cut: Callable[[], ActivationShards | None],
         copies: Copies,
-        clock: CheckpointClock | None,
     ) -> None:
         """cut: asked at each checkpoint."""
         self._device = device
         self._source = source
         self._cut = cut
         self._copies = copies
-        self._clock = clock
         self._known = WeakTensorKeyDictionary()  # inputs that are there -> weak references to what is kept of them
         self._ahead: _Ahead | None = None
 
@@ -142,7 +139,7 @@ class Keeper:
                 part, _ = cut.part(part)
             pairs.append((part, entry.offloaded[: part.numel()]))
         if self._source.place == HOST:
-            return self._copies.launch(pairs, TO_HOST)
+            return self._copies.launch(pairs)
         for part, offloaded in pairs:
             offloaded.copy_(part)
         return Copy((), None, self._device)
@@ -185,7 +182,7 @@ class Keeper:
                 pairs.append((entry.offloaded, arrived[entry]))
             else:
                 arrived[entry] = entry.offloaded
-        copy = self._copies.launch(pairs, TO_DEVICE) if pairs else Copy((), None, self._device)
+        copy = self._copies.launch(pairs) if pairs else Copy((), None, self._device)
         return _Ahead(entries, arrived, copy)
 
     def _gather(
@@ -195,9 +192,8 @@ class Keeper:
         cut = self._cut()
         if not parted or cut is None:
             return arrived
-        with span(self._clock, GATHER):
-            sums = [entry.checksum for entry in parted if entry.checksum is not None]
-            wholes = cut.gather([arrived[entry] for entry in parted], sums, what)
+        sums = [entry.checksum for entry in parted if entry.checksum is not None]
+        wholes = cut.gather([arrived[entry] for entry in parted], sums, what)
         return {**arrived, **dict(zip(parted, wholes, strict=True))}
 
     def _forget_ahead(self) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from zerolite.activation_checkpointing.checkpoint import Checkpointing
-from zerolite.activation_checkpointing.clock import Tell
 from zerolite.activation_checkpointing.current import current, group_of_parts, running
 from zerolite.comm import Communicator
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
@@ -31,11 +30,6 @@ class Attached:
 
     checkpointing: Checkpointing | None  # None: what the user has configured
     handles: list[Any] = field(default_factory=list)
-
-    def end_step(self, step: int) -> None:
-        """Step number ``step`` has ended: its times are told, if they are measured."""
-        if self.checkpointing is not None and self.checkpointing.clock is not None:
-            self.checkpointing.clock.end_step(step)
 
     def check_used(self) -> None:
         """After the first step: say so if no checkpoint was called for which the settings are."""
@@ -55,7 +49,6 @@ def attach(
     model: torch.nn.Module,
     settings: ActivationCheckpointingConfig,
     device: torch.device,
-    tell: Tell,
     group: Communicator | None = None,
 ) -> Attached:
     """Let calls of ``zerolite.checkpointing.checkpoint`` inside ``model``'s forward do as ``settings`` say, and
@@ -63,7 +56,6 @@ def attach(
 
     Args:
         device: the one that computes.
-        tell: is given the times of each step.
         group: of the ranks on which activations are equal, where ``zerolite.checkpointing.configure`` names none.
 
     Before other hooks are put on the modules, which then see what they see where the model itself calls the checkpoint:
@@ -72,7 +64,7 @@ def attach(
     chosen = list(_chosen(model, settings.modules))
     attached = Attached(None)
     if settings.model_copy(update={"modules": ()}) != type(settings)():
-        attached.checkpointing = Checkpointing(settings, device, lambda: group_of_parts() or group, tell)
+        attached.checkpointing = Checkpointing(settings, device, lambda: group_of_parts() or group)
         enter = _Enter(attached.checkpointing)
         attached.handles.append(enter.install(model.register_forward_pre_hook, prepend=True))
         attached.handles.append(_Leave().install(model.register_forward_hook, always_call=True))

@@ -106,6 +106,11 @@ UNSUPPORTED: dict[str, Key] = {
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": FREE,
     "activation_checkpointing.contiguous_memory_optimization": Key(ignored="memory is kept and used again anyway"),
     "activation_checkpointing.number_checkpoints": FREE,
+    **_keys(
+        Key(ignored="torch.profiler shows where time goes"),
+        "synchronize_checkpoint_boundary profile",
+        "activation_checkpointing.",
+    ),
     "aio.use_gds": Key(note="GPUDirect Storage; what is on disk passes through the host"),
     "checkpoint.tag_validation": Key(
         tuple(spell(word) for word in ("Ignore", "Warn", "Fail") for spell in (str, str.lower, str.upper)),

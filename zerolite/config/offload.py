@@ -100,10 +100,6 @@ class ActivationCheckpointingConfig(Block):
     `zerolite.checkpointing.configure`; without one there is nothing to cut."""
     cpu_checkpointing: Bool = False
     """Keep them in the host's memory; they come back ahead of their use in backward."""
-    synchronize_checkpoint_boundary: Bool = False
-    """Wait for the device at each boundary of a checkpoint; for measurements."""
-    profile: Bool = False
-    """Measure forward, recomputation, copies and gathers of checkpoints: a line after each step, on rank 0."""
     modules: Texts = ()
     """Modules whose forward is checkpointed, without a change to the model, such as `["blocks.*"]` or `["*Block"]`:
     patterns (`*`, `?`, `[...]`; upper and lower case differ) of qualified names in the model or of class names. What is

@@ -69,7 +69,7 @@ from zerolite.engine.growth import Growth, Parameters, Ways
 from zerolite.engine.local_runner import LocalRunner
 from zerolite.engine.model_values import fill_buckets, synchronize_rest
 from zerolite.engine.monitoring import Monitoring, open_monitoring
-from zerolite.engine.notices import LearningRateSchedule, PipelineLoss, Progress, print_checkpointing
+from zerolite.engine.notices import LearningRateSchedule, PipelineLoss, Progress
 from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine
 from zerolite.engine.spread import spread_over
 from zerolite.engine.state_offload import StateOffload
@@ -486,11 +486,7 @@ class _Assembly:
     def _checkpoint_activations(self) -> Attached:
         """Before other hooks of forward, which then see what they see where the model itself calls the checkpoint."""
         settings, tensor = self.config.activation_checkpointing, self.topology.tensor
-        say = functools.partial(print_checkpointing, self.topology.world.rank)
-        attached = attach(self.model, settings, self.device, say, tensor if tensor.world_size > 1 else None)
-        if settings.profile:
-            self.observers.on_step_end.append(attached.end_step)
-        return attached
+        return attach(self.model, settings, self.device, tensor if tensor.world_size > 1 else None)
 
     def _let_grow(self, adopts: bool, loaders: Loaders) -> Checkpointer:
         """Connect the objects that must know of parameters that are trained from some step on: all that there is by

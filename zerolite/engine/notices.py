@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from zerolite.activation_checkpointing.clock import describe
 from zerolite.engine.components import EngineRef
 from zerolite.zero.observers import StepObserver
 
@@ -59,9 +57,3 @@ class PipelineLoss:
         engine = self._engine()
         if engine is not None and engine.step_log is not None:
             engine.step_log.add_loss(loss, 1.0, engine.global_steps, first=True)
-
-
-def print_checkpointing(rank: int, step: int, times: Mapping[str, float]) -> None:
-    """Say where the time of checkpoints of activations has gone, on rank 0."""
-    if rank == 0:
-        print(describe(step, times), flush=True)
