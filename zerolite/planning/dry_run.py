@@ -7,7 +7,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +20,12 @@ from zerolite.engine.build import Arguments, build_engine, check_model
 from zerolite.engine.engine import Engine
 from zerolite.engine.parts import part_of_model
 from zerolite.engine.pipeline_engine import PipelineEngine
-from zerolite.monitor.flop_count import count_flops
 from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import DryMachine, WithoutMemory, on_the_cpu, without_memory
-from zerolite.planning.flops import Flops, StepFlops
 from zerolite.planning.places import Grid
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step
-from zerolite.planning.tracker import MADE, Fullest, MemoryTracker
+from zerolite.planning.tracker import MADE, Flops, Fullest, MemoryTracker
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import collector_off, is_fake, machine, use_machine
@@ -60,7 +58,6 @@ class Job:
         loss: of the outputs, or of outputs and targets.
         make_arguments: called when the model has been made.
         divided: whether the model is this rank's part already.
-        counted: FLOPs of a step by pipeline stage, for all jobs that differ in settings of ZeRO alone.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -73,7 +70,6 @@ class Job:
     loss: Callable[..., torch.Tensor] | None = None
     make_arguments: Callable[[], Arguments] = Arguments
     divided: bool = False
-    counted: dict[int, Flops] = field(default_factory=dict)
 
     @property
     def warm_up(self) -> int:
@@ -131,7 +127,7 @@ class Outcome:
     most_in_host_memory: int  # with the device's, where that is the CPU
     of_peers: int  # in the communicators' memory: what the other ranks of this host have made, and this one maps
     recurrent: bool  # whether the model has layers whose kernels are fused over time
-    flops: Flops | None = None
+    flops: Flops | None
 
 
 def run(job: Job, points: int = 1000) -> Outcome:
@@ -245,7 +241,7 @@ class _Run:
         with record() as recorder:
             self._step(engine)
         counts = self._counts(engine, model)
-        outcome = Outcome(
+        return Outcome(
             model_name=type(model).__name__,
             classes={name: type(module).__name__ for name, module in model.named_modules()},
             **counts,
@@ -262,13 +258,8 @@ class _Run:
             most_in_host_memory=tracker.most_in_host_memory,
             of_peers=_of_peers(engine),
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
+            flops=None if self._job.batch is None else tracker.flops,
         )
-        if self._job.batch is not None:
-            counted, stage = self._job.counted, self._job.stage
-            if stage not in counted:
-                counted[stage] = self._count_flops(engine, model)
-            outcome.flops = counted[stage]
-        return outcome
 
     def _counts(self, engine: Engine, model: torch.nn.Module) -> dict[str, Any]:
         trained = engine.parts.reducer.parameters
@@ -279,16 +270,6 @@ class _Run:
             "tied_parameters": sum(_whole_numel(tie.parameter) for tie in later),
             "rank_parameters": sum(map(whole_numel, model.parameters())),
         }
-
-    def _count_flops(self, engine: Engine, model: torch.nn.Module) -> Flops:
-        """Count one more step, and not one that is measured: counting may keep tensors alive."""
-        if isinstance(engine, PipelineEngine):
-            with StepFlops() as step:
-                self._step(engine)
-            return Flops(step.model, step.recomputed, frozenset(step.operators.unknown))
-        with count_flops(engine.call, model) as count:
-            self._step(engine)
-        return Flops(count.total.model, count.total.recomputed, frozenset(count.operators.unknown))
 
     def make_model(self) -> torch.nn.Module:
         tracker = self._tracker

@@ -13,7 +13,6 @@ from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.bubble import bubble
 from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run, run_stages
 from zerolite.planning.errors import RefusedError
-from zerolite.planning.flops import Flops
 from zerolite.planning.make import (
     ConfigLike,
     check_places,
@@ -121,11 +120,9 @@ class _Search:
     ) -> None:
         self._config, self._world_size, self._nodes = config, world_size, nodes
         self._memory, self._speeds = memory, speeds
-        counted: dict[tuple[int, int], dict[int, Flops]] = {}  # by pipeline stages and tensor ranks
 
         def job(config: ZeroliteConfig) -> Job:
-            flops = counted.setdefault((config.pipeline.stages, config.tensor_parallel.ranks), {})
-            return job_of(model_fn, config, world_size, nodes, 0, device, batch, loss, flops)
+            return job_of(model_fn, config, world_size, nodes, 0, device, batch, loss)
 
         self._job = job
         self._rows: list[tuple[str, Plan]] = []

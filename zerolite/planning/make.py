@@ -14,7 +14,6 @@ from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.planning.bubble import ASSUMED, ActionLike, bubble
 from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run, run_stages
 from zerolite.planning.errors import PlanError, RefusedError
-from zerolite.planning.flops import Flops
 from zerolite.planning.grid_config import grid_of
 from zerolite.planning.host_room import offloads
 from zerolite.planning.result import Comparison, Items, Peak, Plan, Stage, TimePoint
@@ -91,29 +90,9 @@ def plan(
 
     Needs no process group and starts none; may be called anywhere.
     """
-    options: dict[str, Any] = {"nodes": nodes, "rank": rank, "device": device, "batch": batch, "loss": loss}
-    memory: dict[str, Any] = {"device_memory": device_memory, "host_memory": host_memory}
-    return plan_setting(model_fn, load_config(config), world_size, {}, **options, **memory)
-
-
-def plan_setting(
-    model_fn: Callable[[], torch.nn.Module],
-    config: ZeroliteConfig,
-    world_size: int,
-    counted: dict[int, Flops],
-    *,
-    nodes: int | None = None,
-    rank: int | None = None,
-    device: str = "cuda",
-    device_memory: int | str | None = None,
-    host_memory: int | str | None = None,
-    batch: Callable[..., Any] | None = None,
-    loss: Callable[..., torch.Tensor] | None = None,
-) -> Plan:
-    """One of several plans of a job with different settings. counted: see :class:`Job`. Otherwise as :func:`plan`."""
     check_places(world_size, nodes, rank, device)
     memory = parsed("device_memory", device_memory), parsed("host_memory", host_memory)
-    job = job_of(model_fn, config, world_size, nodes, rank or 0, device, batch, loss, counted)
+    job = job_of(model_fn, load_config(config), world_size, nodes, rank or 0, device, batch, loss)
     outcomes = {0: run(job)} if job.grid.pipe == 1 else run_stages(job, range(job.grid.pipe))
     return plan_of_stages(job, outcomes, nodes, *memory, at_rank=rank is not None)
 
@@ -127,7 +106,6 @@ def job_of(
     device: str,
     batch: Callable[..., Any] | None,
     loss: Callable[..., torch.Tensor] | None,
-    counted: dict[int, Flops],
 ) -> Job:
     """See :func:`plan`."""
     grid = grid_of(config, world_size)
@@ -145,7 +123,6 @@ def job_of(
         shared_memory=nodes in (None, 1),
         batch=of_micro_batch(batch, resolved.train_micro_batch_size_per_gpu),
         loss=loss,
-        counted=counted,
     )
 
 
@@ -171,12 +148,11 @@ def compare(
     loaded = load_config(config)
     rows: list[tuple[str, Plan]] = []
     refused: list[tuple[Setting, RefusedError | ConfigError]] = []
-    counted: dict[int, Flops] = {}
 
     def add(setting: Setting, options: dict[str, Any]) -> None:
         try:
             config = with_zero(loaded, **setting.keys)
-            rows.append((setting.name, plan_setting(model_fn, config, world_size, counted, **options)))
+            rows.append((setting.name, plan(model_fn, config, world_size, **options)))
         except (RefusedError, ConfigError) as error:  # an optimizer that works at stage 0 only, for one
             refused.append((setting, error))
 

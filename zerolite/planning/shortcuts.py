@@ -50,15 +50,6 @@ def _operators(names: str) -> set[Any]:
 _VIEWS = _operators(
     "view _unsafe_view as_strided detach alias permute expand unsqueeze t transpose.int select.int slice.Tensor"
 )
-_MAKERS = _operators(
-    "empty.memory_format empty_strided empty_like zeros new_empty new_empty_strided _to_copy"  # they take a device
-)
-_SIMPLE = _MAKERS | _operators(
-    "add.Tensor sub.Tensor mul.Tensor mul.out div.Tensor add_.Tensor mul_.Tensor div_.Tensor zero_ copy_ sum "
-    "sum.dim_IntList mm bmm addmm gelu gelu_backward"
-)
-"""Operators with one result that is their kernel's for the meta device: torch's way to it, through FakeTensorMode,
-takes several times as long."""
 _NUMBERED = _operators("linspace arange arange.start arange.start_step lift_fresh")  # their values may be known
 
 
@@ -68,30 +59,21 @@ def call(mode: WithoutMemory, func: Any, args: Any, kwargs: dict[str, Any], othe
     if not (_describe(mode, args, key) and _describe(mode, kwargs.values(), key)):
         return otherwise()
     if func in _VIEWS:
-        return _run_kernel(mode, func, args, kwargs)
+        with in_kernel_invocation_manager(mode):  # of the meta device, several times as fast as torch's way to it
+            out = func(*args, **kwargs)
+        return out if type(out) is FakeTensor else mode.wrapped(out)
     returns = _returns(func)
     if returns is None:
         return otherwise()
     whole = tuple(key)
     known = _known.get(whole, _known)
     if known is _known:
-        if func in _SIMPLE and not kwargs.get("pin_memory"):
-            return _ask(mode, returns, args, kwargs, lambda: _run_kernel(mode, func, args, kwargs), whole)
         return _ask(mode, returns, args, kwargs, otherwise, whole)
     if returns.name:
         return args[returns.place] if returns.place < len(args) else kwargs[returns.name]
     if isinstance(known, list):
         return tuple(None if one is None else _make(mode, one) for one in known)
     return None if known is None else _make(mode, known)
-
-
-def _run_kernel(mode: WithoutMemory, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run the kernel for the meta device."""
-    if func in _MAKERS:
-        kwargs = {**kwargs, "device": _META}
-    with in_kernel_invocation_manager(mode):
-        out = func(*args, **kwargs)
-    return out if type(out) is FakeTensor else mode.wrapped(out)  # in place, or a result
 
 
 @functools.cache

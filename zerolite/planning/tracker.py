@@ -1,4 +1,4 @@
-"""Memory tracker of a dry run: bytes by item and over time."""
+"""Tracker of a dry run: bytes by item and over time, and operations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch.autograd import _get_sequence_nr
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from zerolite.monitor.flop_formulas import OperatorFlops
 from zerolite.planning import shortcuts
 from zerolite.planning.fakes import WithoutMemory
+from zerolite.planning.steps import STEP
 from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import find_tensors
@@ -37,6 +39,20 @@ class Fullest(NamedTuple):
     nbytes: int
     items: dict[str, int]
     place: TracePoint
+
+
+class Flops(NamedTuple):
+    """FLOPs of one rank's step.
+
+    Attributes:
+        model: of one forward and backward of each micro-batch.
+        recomputed: of forwards that activation checkpointing runs again inside backward.
+        unknown: names of operators that ran and have no formula.
+    """
+
+    model: int
+    recomputed: int
+    unknown: frozenset[str]
 
 
 _NOWHERE = TracePoint("", "", "")
@@ -145,6 +161,8 @@ class MemoryTracker(TorchDispatchMode):
         self._op = ""
         self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
         self._before: dict[str, int] = {}
+        self._operators = OperatorFlops()
+        self._flops: list[int] | None = None  # the model's, and recomputed ones
 
     # ---------------------------------------------------------------- running
 
@@ -171,6 +189,9 @@ class MemoryTracker(TorchDispatchMode):
             out = shortcuts.call(mode, func, args, kwargs or {}, lambda: func(*args, **(kwargs or {})))
         else:
             out = func(*args, **(kwargs or {}))
+        if self._flops is not None and self.phase != STEP:
+            again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+            self._flops[again] += self._operators.of_call(func, args, kwargs or {}, out)
         before = self.place
         if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and (kwargs or {}).get("device") is None:
             self.place = self._place_of_result(args)
@@ -222,9 +243,16 @@ class MemoryTracker(TorchDispatchMode):
         self._most = self._in_host_memory()
 
     def record(self) -> None:
-        """Begin to keep every change, for :meth:`course`."""
+        """Begin to keep every change, for :meth:`course`, and to count FLOPs of forwards and backwards."""
         self._settle()
         self._events, self._before = [], self._on_device()
+        self._flops = [0, 0]
+
+    @property
+    def flops(self) -> Flops:
+        """Since :meth:`record`."""
+        model, recomputed = self._flops or (0, 0)
+        return Flops(model, recomputed, frozenset(self._operators.unknown))
 
     def course(self, points: int) -> list[tuple[dict[str, int], str, str]]:
         """(bytes by item, phase, module) at no more than ``points`` moments since :meth:`record`: of equal numbers of

@@ -18,6 +18,8 @@ MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Placement], None]
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of ``tensor`` if it fills its memory without holes (channels_last too), contiguous ones otherwise."""
+    if tensor.is_contiguous():
+        return tensor.stride()
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 

@@ -146,7 +146,7 @@ class FlatUpdate:
         step = self._steps_of(piece)
         if self._states is None or step == 0:
             return {}
-        state: State = {"step": torch.tensor(float(step), device="cpu")} if self._rule.counts_steps else {}
+        state: State = {"step": torch.full((), float(step), device="cpu")} if self._rule.counts_steps else {}
         bucket = piece.fragment.slot.bucket
         for name, flats in zip(self._rule.states, self._states, strict=False):
             state[name] = self._buffer.piece(piece.fragment, flats[bucket])
