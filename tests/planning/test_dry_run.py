@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import zerolite
 from zerolite.config import ConfigError
 from zerolite.planning.errors import PlanError
-from zerolite.planning.make import cheapest, compare, plan
+from zerolite.planning.make import plan
+from zerolite.planning.settings import cheapest, compare
 from zerolite.planning.places import Grid
 from zerolite.planning.result import Plan
 from zerolite.planning.traffic import summarize

@@ -9,9 +9,9 @@ import pytest
 from tests.planning.jobs import KINDS, settings
 from zerolite.config import load_config
 from zerolite.planning import dry_run, shortcuts
-from zerolite.planning.make import compare, plan
+from zerolite.planning.make import plan
 from zerolite.planning.result import Plan
-from zerolite.planning.settings import plain_settings, with_zero
+from zerolite.planning.settings import compare, plain_settings, with_zero
 
 JOBS: list[Any] = [
     pytest.param("odd", {"stage": 2}, id="tied, frozen and unused weights"),

@@ -14,8 +14,9 @@ from zerolite.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from zerolite.planning.errors import PlanError
-    from zerolite.planning.make import compare, plan
+    from zerolite.planning.make import plan
     from zerolite.planning.result import Comparison, Peak, Plan, TimePoint, Traffic
+    from zerolite.planning.settings import compare
     from zerolite.planning.sources import load_batch, load_model_fn
 
 __all__ = [
@@ -33,7 +34,8 @@ __all__ = [
 
 _HOMES = {
     "errors": ("PlanError",),
-    "make": ("compare", "plan"),
+    "make": ("plan",),
+    "settings": ("compare",),
     "result": ("Comparison", "Peak", "Plan", "TimePoint", "Traffic"),
     "sources": ("load_batch", "load_model_fn"),
 }

@@ -257,7 +257,8 @@ def _offloads(config: ZeroliteConfig) -> bool:
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
     """The plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
-    from zerolite.planning.make import compare, plan
+    from zerolite.planning.make import plan
+    from zerolite.planning.settings import compare
     from zerolite.planning.sources import load_batch, load_function, load_model_fn, parse_input_spec
 
     if options.check:
@@ -309,8 +310,8 @@ def run(options: argparse.Namespace) -> int:
     if options.check:
         from zerolite.planning.check import run_check
 
-        given = {"batch": options.batch or options.input_spec, "loss": options.loss, "device": options.device}
-        status = run_check(options.model, options.config, options.world_size, **given, plan=made) or status
+        request = {name: getattr(options, name) for name in ("model", "config", "loss")}
+        status = run_check(request | {"batch": options.batch or options.input_spec}, options.device, made) or status
     return status
 
 

@@ -90,9 +90,6 @@ class Job:
         _, data, tensor = self.grid.place(self.rank)
         return replace(self, rank=self.grid.rank(stage, data, tensor))
 
-    def with_config(self, config: ZeroliteConfig) -> Job:
-        return replace(self, config=config)
-
     @property
     def communicator(self) -> str:
         if self.device == "cuda":
@@ -140,7 +137,9 @@ def run(job: Job, points: int = 1000) -> Outcome:
 
 
 def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int, Outcome]:
-    """:func:`run` for some stages of a pipeline, by number."""
+    """:func:`run` for some stages of a pipeline, by number; without a pipeline there is one."""
+    if job.grid.pipe == 1:
+        return {stage: run(job, points) for stage in stages}
     from zerolite.pipe.dry import Rehearsal  # only where there is a pipeline
 
     wanted = sorted(stages)
@@ -313,7 +312,7 @@ class _Run:
         """Prepare the pipeline's parts for the shapes of the micro-batches, which takes no memory in a real job."""
         if not isinstance(engine, PipelineEngine):
             return
-        with explained("the model's forward"):
+        with explained("the model's forward"), self._tracker.unnoticed():
             first = MicroBatch.of(next(self.batches(engine)), engine.loss_fn, engine.device)
             for chunk in self._staged.chunks:
                 chunk.prepare(first)

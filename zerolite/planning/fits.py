@@ -22,10 +22,10 @@ from zerolite.planning.host_room import (
     is_ample,
     offloads,
 )
-from zerolite.planning.make import cheapest, plan_of, silent
+from zerolite.planning.make import plan_of, silent
 from zerolite.planning.places import Grid
 from zerolite.planning.result import Peak, Plan
-from zerolite.planning.settings import with_zero
+from zerolite.planning.settings import cheapest, with_zero
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS, COMPUTE, ITEMS, MASTERS, STATES
 from zerolite.utils.sizes import format_size

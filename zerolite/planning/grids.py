@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -11,20 +11,11 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.bubble import bubble
-from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run, run_stages
-from zerolite.planning.errors import RefusedError
-from zerolite.planning.make import (
-    ConfigLike,
-    check_places,
-    job_of,
-    left_out_lines,
-    orders_of,
-    parsed,
-    plan_of_stages,
-)
-from zerolite.planning.places import Grid, ring_between_nodes
+from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run_stages
+from zerolite.planning.make import ConfigLike, check_places, job_of, orders_of, parsed, plan_of_stages
+from zerolite.planning.places import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.result import Comparison, Plan, Stage, Traffic
-from zerolite.planning.settings import with_blocks
+from zerolite.planning.settings import Trials, with_blocks
 
 _ONCE = "stats", "loss", "shared_gradients", "initial_sync"
 """Purposes of what is sent once a step, however many micro-batches there are."""
@@ -38,11 +29,14 @@ class Speeds(NamedTuple):
     within: float = 150e9
     between: float = 12.5e9
 
-    def seconds(self, flops: float, waiting: float, traffic: Sequence[Traffic]) -> float:
-        """Return the time of a step, where nothing overlaps. waiting: the share of the bubble."""
-        across = sum(entry.inter_node or 0 for entry in traffic)
-        inside = sum(entry.sent for entry in traffic) - across
-        return flops / self.flops / (1 - waiting) + inside / self.within + across / self.between
+    def seconds(self, flops: float, waiting: float, sent: float, across: float) -> float:
+        """Return the time of a step, where nothing overlaps.
+
+        Args:
+            waiting: the share of the bubble.
+            across: of the bytes that are sent, those to other nodes.
+        """
+        return flops / self.flops / (1 - waiting) + (sent - across) / self.within + across / self.between
 
 
 @dataclass(frozen=True)
@@ -89,18 +83,12 @@ def compare_grids(
     :func:`~zerolite.planning.make.plan`, raises what it does.
     """
     check_places(world_size, nodes, None, device)
-    search = _Search(
-        model_fn,
-        load_config(config),
-        world_size,
-        nodes,
-        device,
-        (parsed("device_memory", device_memory), parsed("host_memory", host_memory)),
-        batch,
-        loss,
-        speeds or Speeds(),
-    )
-    return search.result()
+    memory = parsed("device_memory", device_memory), parsed("host_memory", host_memory)
+
+    def job(config: ZeroliteConfig) -> Job:
+        return job_of(model_fn, config, world_size, nodes, 0, device, batch, loss)
+
+    return _Search(job, load_config(config), world_size, nodes, memory, speeds or Speeds()).result()
 
 
 class _Search:
@@ -108,116 +96,73 @@ class _Search:
 
     def __init__(
         self,
-        model_fn: Callable[[], torch.nn.Module],
+        job: Callable[[ZeroliteConfig], Job],
         config: ZeroliteConfig,
         world_size: int,
         nodes: int,
-        device: str,
         memory: tuple[int | None, int | None],
-        batch: Callable[..., Any],
-        loss: Callable[..., torch.Tensor] | None,
         speeds: Speeds,
     ) -> None:
-        self._config, self._world_size, self._nodes = config, world_size, nodes
+        self._job, self._config, self._world_size, self._nodes = job, config, world_size, nodes
         self._memory, self._speeds = memory, speeds
-
-        def job(config: ZeroliteConfig) -> Job:
-            return job_of(model_fn, config, world_size, nodes, 0, device, batch, loss)
-
-        self._job = job
-        self._rows: list[tuple[str, Plan]] = []
-        self._refused: list[tuple[str, Exception]] = []
-        self._of_tensor: dict[int, float] = {}  # seconds, by the number of tensor ranks
+        self._trials = Trials()
+        self._hopeless: set[Grid] = set()  # refused by the engine
+        self._of_tensor: dict[int, float] = {}  # seconds of sending, by the number of tensor ranks
+        self._of_boundary: float | None = None  # bytes that a pipeline's stage sends the next one for a micro-batch
         self._outcomes: dict[tuple[Grid, int], dict[int, Outcome]] = {}  # by grid and stage of ZeRO; pipeline stages
-        self._base = self._plan_base()
+        if config.zero_optimization.stage == "auto":
+            config = with_blocks(config, zero_optimization={"stage": 1})
+        made = job(config)  # at the config's own grid: for what each parameter takes, and the operations
+        self._base = self._planned(made, range(made.grid.pipe))
 
     def result(self) -> Comparison:
-        limit = self._memory[0] or 0
+        limit, rows = self._memory[0] or 0, self._trials.rows
         candidates = list(self._candidates())
-        too_large = [one for one in candidates if one.states > limit]
+        too_large = [one.name for one in candidates if one.states > limit]
         waiting = [one for one in candidates if one.states <= limit]
         while True:
             waiting = self._try_all(waiting)
             if self._settle(candidates):
                 break
-        chosen = 0 if self._rows and self._rows[0][1].fits else None
-        if not self._rows and self._refused and not too_large:
-            raise self._refused[0][1]
-        notes = [*left_out_lines(self._refused), *_counted(too_large, len(waiting))]
-        return Comparison(rows=self._rows, chosen=chosen, left_out=notes, speeds=self._speeds)
-
-    def _try_all(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Try all, and return those that cannot be faster than the best."""
-        waiting, slower = list(candidates), []
-        while waiting:
-            one = min(waiting, key=lambda one: (self._bound(one), one.stage))
-            waiting.remove(one)
-            fitting = [(name, plan) for name, plan in self._rows if plan.fits]
-            if any(name == str(one.grid) for name, _ in fitting) or self._is_hopeless(one):
-                continue  # a higher stage of ZeRO sends more
-            if any((plan.seconds or 0.0) <= self._bound(one) for _, plan in fitting):
-                slower.append(one)
-            else:
-                self._try(one)
-        return slower
-
-    def _bound(self, one: Candidate) -> float:
-        """With what tensor parallelism is known to send by now: of each rank the same on all grids with as many tensor
-        ranks, which have as many samples for as many layers."""
-        return one.bound + self._of_tensor.get(one.grid.tensor, 0.0)
-
-    def _note_tensor(self, plan: Plan) -> None:
-        ranks = [stage.traffic for stage in plan.stages] or [plan.traffic]
-        over = [[row for row in traffic if row.dimension == "tensor"] for traffic in ranks]
-        least = min(self._speeds.seconds(0.0, 0.0, rows) for rows in over)
-        size = plan.tensor_parallel
-        self._of_tensor[size] = min(least, self._of_tensor.get(size, least))
-
-    def _plan_base(self) -> Plan:
-        """At the config's own grid: for the number of parameters, what each of them takes, and the operations."""
-        config = self._config
-        if config.zero_optimization.stage == "auto":
-            config = with_blocks(config, zero_optimization={"stage": 1})
-        job = self._job(config)
-        return self._planned(job, range(job.grid.pipe))
+        if not rows and self._trials.refused and not too_large:
+            raise self._trials.refused[0][1]
+        notes = []
+        if too_large:
+            notes.append(f"Not planned, as their model states alone do not fit: {'; '.join(too_large)}.")
+        if waiting:
+            number = f"{len(waiting)} more {'is' if len(waiting) == 1 else 'are'} not planned"
+            notes.append(f"{number}: computing, waiting and sending gradients alone take longer there.")
+        return self._trials.comparison(0 if rows and rows[0][1].fits else None, notes, speeds=self._speeds)
 
     # ---------------------------------------------------------------- what there is
 
     def _candidates(self) -> Iterator[Candidate]:
-        here = self._world_size // self._nodes
-        for tensor in _divisors(here):
+        for tensor in _divisors(self._world_size // self._nodes):
             for pipe in _divisors(self._world_size // tensor):
                 grid = Grid(pipe, self._world_size // (tensor * pipe), tensor)
-                for stage in _stages(grid):
+                # Stage 0 sends as much as stage 1 and holds more.
+                for stage in (0,) if grid.data == 1 else (1,) if pipe > 1 else (1, 2, 3):
                     try:
                         yield self._candidate(grid, stage)
                     except (ConfigError, ValueError) as error:  # a batch or a schedule that this grid cannot have
-                        self._refused.append((f"{grid}, stage {stage}", error))
+                        self._trials.refused.append((f"{grid}, stage {stage}", error))
 
     def _candidate(self, grid: Grid, stage: int) -> Candidate:
-        base = self._base
-        sizes = {"train_batch_size": self._samples, "gradient_accumulation_steps": None}
+        base, speeds = self._base, self._speeds
+        samples = self._config.resolve(base.data_parallel).train_batch_size
         blocks = {"tensor_parallel": {"size": grid.tensor, "autotp_size": 0}, "pipeline": {"stages": grid.pipe}}
-        config = with_blocks(self._config, zero_optimization={"stage": stage}, **blocks).model_copy(update=sizes)
-        resolved = config.resolve(grid.data)
+        config = with_blocks(self._config, zero_optimization={"stage": stage}, **blocks)
+        sizes = {"train_batch_size": samples, "gradient_accumulation_steps": None}
+        resolved = config.model_copy(update=sizes).resolve(grid.data)
         waiting = bubble(orders_of(resolved, grid.pipe)) if grid.pipe > 1 else 0.0
         numel = base.parameters / (grid.pipe * grid.tensor)
         whole, parted = self._bytes_of_states
         share = {0: whole + parted, 3: (whole + parted) / grid.data}.get(stage, whole + parted / grid.data)
         gradients = 2 * whole * numel * (grid.data - 1) / grid.data  # a ring that reduces and gathers
-        across = gradients * ring_between_nodes(grid, self._nodes, "data")
-        seconds = self._flops / self._speeds.flops / (1 - waiting) + float(across) / self._speeds.between
-        return Candidate(grid, stage, resolved, waiting, seconds, int(share * numel))
-
-    @property
-    def _samples(self) -> int | None:
-        return self._config.resolve(self._base.data_parallel).train_batch_size
-
-    @property
-    def _flops(self) -> float:
-        """Operations of each rank in a step, on average; all grids have as many."""
-        counts = [_flops(stage) for stage in self._base.stages] or [_flops(self._base)]
-        return sum(counts) / len(counts)
+        across = float(gradients * ring_between_nodes(grid, self._nodes, "data"))
+        counts = [_flops(one) for one in base.stages or [base]]  # of each rank; on average all grids have as many
+        computing = sum(counts) / len(counts) / speeds.flops / (1 - waiting)
+        return Candidate(grid, stage, resolved, waiting, computing + across / speeds.between, int(share * numel))
 
     @property
     def _bytes_of_states(self) -> tuple[float, float]:
@@ -228,65 +173,78 @@ class _Search:
         parted = base.states["master_weights"] + base.states["optimizer_states"]
         return whole, parted * (data if base.stage else 1) / numel
 
+    def _bound(self, one: Candidate) -> float:
+        """With what tensor parallelism is known to send by now, of each rank the same on all grids with as many tensor
+        ranks, which have as many samples for as many layers; and what a pipeline's first stage sends the second."""
+        seconds = one.bound + self._of_tensor.get(one.grid.tensor, 0.0)
+        if one.grid.pipe > 1 and self._of_boundary is not None:
+            nbytes = self._of_boundary * (one.config.gradient_accumulation_steps or 1)
+            across = nbytes * float(messages_between_nodes(one.grid, self._nodes, 0))
+            seconds += self._speeds.seconds(0.0, 0.0, nbytes, across)
+        return seconds
+
     # ---------------------------------------------------------------- what is tried
 
-    def _is_hopeless(self, one: Candidate) -> bool:
+    def _try_all(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Try all, and return those that cannot be faster than the best."""
+        waiting, slower = list(candidates), []
+        while waiting:
+            one = min(waiting, key=lambda one: (self._bound(one), one.stage))
+            waiting.remove(one)
+            fitting = [(name, plan) for name, plan in self._trials.rows if plan.fits]
+            if any(name == str(one.grid) for name, _ in fitting) or self._is_hopeless(one.grid):
+                continue  # a higher stage of ZeRO sends more
+            if any((plan.seconds or 0.0) <= self._bound(one) for _, plan in fitting):
+                slower.append(one)
+            elif not self._trials.attempt(str(one.grid), one.name, self._row, one, few=True):
+                self._hopeless.add(one.grid)
+        return slower
+
+    def _is_hopeless(self, grid: Grid) -> bool:
         """True if the engine has refused it with another stage of ZeRO, or the tensor size without a pipeline."""
-        return any(
-            one.name.startswith(f"{grid},") or (grid.tensor == one.grid.tensor and grid.pipe == 1)
-            for grid in self._refused_grids
-        )
-
-    @property
-    def _refused_grids(self) -> set[Grid]:
-        return {error.grid for _, error in self._refused if isinstance(error, _GridRefusedError)}
-
-    def _try(self, one: Candidate) -> None:
-        try:
-            self._rows.append(self._row(one, few=True))
-        except (RefusedError, ConfigError) as error:
-            self._refused.append((one.name, _GridRefusedError(one.grid, error)))
+        return any(other == grid or (other.tensor == grid.tensor and other.pipe == 1) for other in self._hopeless)
 
     def _settle(self, candidates: Sequence[Candidate]) -> bool:
         """Sort the rows, and plan all stages of the first, until it stays the first. False if one of them has turned
         out not to fit: then others may be the fastest."""
-        known = {(str(one.grid), one.stage): one for one in candidates}
+        known, rows = {(str(one.grid), one.stage): one for one in candidates}, self._trials.rows
         while True:
-            self._rows.sort(key=lambda row: (not row[1].fits, row[1].seconds or 0.0))
-            name, plan = self._rows[0] if self._rows else ("", None)
+            rows.sort(key=lambda row: (not row[1].fits, row[1].seconds or 0.0))
+            name, plan = rows[0] if rows else ("", None)
             if plan is None or not plan.fits or len(plan.stages) in (0, plan.pipeline_stages):
                 return True
-            self._rows[0] = self._row(known[name, plan.stage], few=False)
-            if not self._rows[0][1].fits:
+            rows[0] = name, self._row(known[name, plan.stage], few=False)
+            if not rows[0][1].fits:
                 return False
 
-    def _row(self, one: Candidate, few: bool) -> tuple[str, Plan]:
-        made = self._plan(one, few)
-        self._note_tensor(made)
-        ranks: Sequence[Plan | Stage] = made.stages or [made]
-        times = [self._speeds.seconds(_flops(rank), one.waiting, rank.traffic) for rank in ranks]
-        return str(one.grid), made.model_copy(update={"seconds": max(one.bound, *times)})
-
-    def _plan(self, one: Candidate, few: bool) -> Plan:
+    def _row(self, one: Candidate, few: bool) -> Plan:
         """few: of the first stage, which has the most micro-batches, of the last, which has the head, and of one
         between them, which all others are like."""
         pipe = one.grid.pipe
         made = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if few else range(pipe))
+        ranks: Sequence[Plan | Stage] = made.stages or [made]
+        sums = [_sums([row for row in rank.traffic if row.dimension == "tensor"]) for rank in ranks]
+        least = min(self._speeds.seconds(0.0, 0.0, *each) for each in sums)
+        self._of_tensor[one.grid.tensor] = min(least, self._of_tensor.get(one.grid.tensor, least))
+        if pipe > 1:
+            sent = sum(row.sent for row in ranks[0].traffic if row.op == "send")
+            self._of_boundary = min(sent / made.accumulation, self._of_boundary or float("inf"))
         update = {
             "parameters": self._base.parameters,
             "trained_parameters": self._base.trained_parameters,
             "bubble": one.waiting if pipe > 1 else None,
+            "seconds": max(
+                one.bound, *(self._speeds.seconds(_flops(r), one.waiting, *_sums(r.traffic)) for r in ranks)
+            ),
         }
         return made.model_copy(update=update)
 
     def _planned(self, job: Job, stages: Sequence[int]) -> Plan:
         """Plan ``stages`` of a pipeline, or all where there is none, from a step that may be shorter."""
-        short, times = self._shortened(job)
+        short, times = _shortened(job)
         zero = job.config.zero_optimization.chosen_stage
         known = self._outcomes.setdefault((job.grid, zero), {})
-        missing = [stage for stage in stages if stage not in known]
-        if missing:
-            known |= run_stages(short, missing, 1) if job.grid.pipe > 1 else {0: run(short, 1)}
+        known |= run_stages(short, [stage for stage in stages if stage not in known], 1)
         made = plan_of_stages(short, {stage: known[stage] for stage in stages}, self._nodes, *self._memory)
         update = {
             "accumulation": job.config.gradient_accumulation_steps or 1,
@@ -295,25 +253,18 @@ class _Search:
         }
         return made.model_copy(update=update)
 
-    def _shortened(self, job: Job) -> tuple[Job, Fraction]:
-        """``job`` with as few micro-batches as give the same peak, and how many times as many there are: from then on a
-        schedule repeats itself, but for one that keeps all of them."""
-        steps, size = job.config.gradient_accumulation_steps or 1, job.config.train_micro_batch_size_per_gpu
-        block, pipe = job.config.pipeline, job.grid.pipe
-        few = {"gpipe": steps, "1f1b": pipe + 2}.get(block.schedule, 2 * pipe * block.chunks_per_rank)
-        few = few if pipe > 1 else 2
-        if steps <= few or size is None:
-            return job, Fraction(1)
-        sizes = {"gradient_accumulation_steps": few, "train_batch_size": size * few * job.grid.data}
-        return job.with_config(job.config.model_copy(update=sizes)), Fraction(steps, few)
 
-
-class _GridRefusedError(Exception):
-    """The engine refuses ``grid``, with the sentence of ``error``."""
-
-    def __init__(self, grid: Grid, error: Exception) -> None:
-        super().__init__(str(error))
-        self.grid = grid
+def _shortened(job: Job) -> tuple[Job, Fraction]:
+    """``job`` with as few micro-batches as give the same peak, and how many times as many there are: from then on a
+    schedule repeats itself, but for one that keeps all of them."""
+    steps, size = job.config.gradient_accumulation_steps or 1, job.config.train_micro_batch_size_per_gpu
+    block, pipe = job.config.pipeline, job.grid.pipe
+    few = {"gpipe": steps, "1f1b": pipe + 2}.get(block.schedule, 2 * pipe * block.chunks_per_rank)
+    few = few if pipe > 1 else 2
+    if steps <= few or size is None:
+        return job, Fraction(1)
+    sizes = {"gradient_accumulation_steps": few, "train_batch_size": size * few * job.grid.data}
+    return replace(job, config=job.config.model_copy(update=sizes)), Fraction(steps, few)
 
 
 def _longer(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
@@ -323,17 +274,10 @@ def _longer(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
     return {"flops": flops, "recomputed_flops": int(made.recomputed_flops * times), "traffic": traffic}
 
 
-def _flops(made: Plan | Stage) -> int:
-    """All that the rank computes in a step."""
-    return (made.flops or 0) + made.recomputed_flops
-
-
 def _is_once(row: Traffic, stage: int) -> bool:
     if row.tag in _ONCE:
         return True
-    if row.dimension != "data":
-        return False
-    return stage < 2 or (stage == 2 and row.op == "all_gather")
+    return row.dimension == "data" and (stage < 2 or (stage == 2 and row.op == "all_gather"))
 
 
 def _several(row: Traffic, times: Fraction) -> Traffic:
@@ -342,22 +286,15 @@ def _several(row: Traffic, times: Fraction) -> Traffic:
     return row.model_copy(update={**amounts, "inter_node": across})
 
 
+def _flops(made: Plan | Stage) -> int:
+    """All that the rank computes in a step."""
+    return (made.flops or 0) + made.recomputed_flops
+
+
+def _sums(traffic: Sequence[Traffic]) -> tuple[int, int]:
+    """Bytes sent, and those of them that leave the node."""
+    return sum(row.sent for row in traffic), sum(row.inter_node or 0 for row in traffic)
+
+
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _stages(grid: Grid) -> tuple[int, ...]:
-    """Return the ZeRO stages to try. Stage 0 sends as much as stage 1 and holds more."""
-    if grid.data == 1:
-        return (0,)
-    return (1,) if grid.pipe > 1 else (1, 2, 3)
-
-
-def _counted(too_large: Sequence[Candidate], slower: int) -> Iterator[str]:
-    if too_large:
-        yield f"Not planned, as their model states alone do not fit: {'; '.join(one.name for one in too_large)}."
-    if slower:
-        yield (
-            f"{slower} more {'is' if slower == 1 else 'are'} not planned: computing, waiting and sending gradients "
-            "alone take longer there."
-        )

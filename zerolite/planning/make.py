@@ -1,26 +1,24 @@
-"""`plan` and `compare`: from a model, a config and a number of ranks to a `Plan`."""
+"""`plan`: from a model, a config and a number of ranks to a `Plan`."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zerolite.config import ConfigError, ZeroliteConfig, load_config
+from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.planning.bubble import ASSUMED, ActionLike, bubble
-from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run, run_stages
-from zerolite.planning.errors import PlanError, RefusedError
+from zerolite.planning.dry_run import Job, Outcome, run_stages
+from zerolite.planning.errors import PlanError
 from zerolite.planning.grid_config import grid_of
-from zerolite.planning.host_room import offloads
-from zerolite.planning.result import Comparison, Items, Peak, Plan, Stage, TimePoint
-from zerolite.planning.settings import Setting, offload_settings, plain_settings, with_zero
+from zerolite.planning.result import Items, Peak, Plan, Stage, TimePoint
 from zerolite.planning.tracker import Fullest
 from zerolite.planning.traffic import summarize
-from zerolite.utils.memory_tags import BUCKETS, BUFFERS, DEVICE, DISK, GATHERED, HOST, ITEMS, MODEL_STATES, OTHER
+from zerolite.utils.memory_tags import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size, parse_size
 
 ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]
@@ -39,15 +37,6 @@ _SILENT = (
     "check_collectives",
 )
 """Keys that print, write or measure, and change nothing that is planned."""
-
-_SAME = 1.001
-"""Amounts up to so many times another one are the same: they differ by padding."""
-
-_SIZED = (BUCKETS, GATHERED, OTHER)
-"""What the sizes that :func:`compare` tries decide, in part at least."""
-
-_UNSIZED = "Other sizes of buckets and of the prefetch are not planned for stages that no size makes small enough."
-_UNPLANNED = "Settings that offload are not planned, because others fit. With offload_optimizer in the config they are."
 
 
 def plan(
@@ -93,8 +82,7 @@ def plan(
     check_places(world_size, nodes, rank, device)
     memory = parsed("device_memory", device_memory), parsed("host_memory", host_memory)
     job = job_of(model_fn, load_config(config), world_size, nodes, rank or 0, device, batch, loss)
-    outcomes = {0: run(job)} if job.grid.pipe == 1 else run_stages(job, range(job.grid.pipe))
-    return plan_of_stages(job, outcomes, nodes, *memory, at_rank=rank is not None)
+    return plan_of_stages(job, run_stages(job, range(job.grid.pipe)), nodes, *memory, at_rank=rank is not None)
 
 
 def job_of(
@@ -124,87 +112,6 @@ def job_of(
         batch=of_micro_batch(batch, resolved.train_micro_batch_size_per_gpu),
         loss=loss,
     )
-
-
-@older_objects_kept()
-def compare(
-    model_fn: Callable[[], torch.nn.Module],
-    config: ConfigLike,
-    world_size: int,
-    *,
-    offload_host_memory: int | str | None = None,
-    **options: Any,
-) -> Comparison:
-    """Plans of stages 0 to 3, of a few bucket sizes and of what may rest off the device, and which of them is the
-    cheapest that fits.
-
-    Args:
-        options: those of :func:`plan`.
-        offload_host_memory: ``host_memory`` of settings that offload, where that is not given.
-
-    Where a setting that offloads nothing fits, those that do are planned only if ``config`` offloads. Settings that the
-    engine refuses are left out; if that is all of them, raises what :func:`plan` does.
-    """
-    loaded = load_config(config)
-    rows: list[tuple[str, Plan]] = []
-    refused: list[tuple[Setting, RefusedError | ConfigError]] = []
-
-    def add(setting: Setting, options: dict[str, Any]) -> None:
-        try:
-            config = with_zero(loaded, **setting.keys)
-            rows.append((setting.name, plan(model_fn, config, world_size, **options)))
-        except (RefusedError, ConfigError) as error:  # an optimizer that works at stage 0 only, for one
-            refused.append((setting, error))
-
-    left_out = []
-    for setting in plain_settings(loaded):
-        if setting.resized and any(made.stage == setting.stage and _too_large(made) for _, made in rows):
-            left_out.append(_UNSIZED)
-        elif setting.stage not in {entry.stage for entry, _ in refused}:
-            add(setting, options)
-    stages = {made.stage for _, made in rows}
-    with_host = {**options, "host_memory": options.get("host_memory") or offload_host_memory}
-    all_of_them = offloads(loaded) or cheapest([made for _, made in rows]) is None
-    for setting in offload_settings(loaded, options.get("device", "cuda")):
-        if all_of_them and setting.stage in stages:
-            add(setting, with_host)
-        elif setting.stage in stages:
-            left_out.append(_UNPLANNED)
-    if not rows:
-        raise refused[0][1]
-    rows.sort(key=lambda row: row[1].stage)
-    told = [*left_out_lines((setting.name, error) for setting, error in refused), *dict.fromkeys(left_out)]
-    return Comparison(rows=rows, chosen=cheapest([made for _, made in rows]), left_out=told)
-
-
-def cheapest(plans: list[Plan]) -> int | None:
-    """The index of the plan that fits, offloads nothing if there is such a one, and sends the least; of those, the one
-    that keeps the fewest bytes off the device (a thousandth more of both is the same: padding), then nothing on disk,
-    the lowest stage, the lowest peak."""
-    fitting = [index for index, entry in enumerate(plans) if entry.fits]
-    if not fitting:
-        return None
-    fitting = [index for index in fitting if not plans[index].offloaded] or fitting
-    for amount in (lambda made: made.sent, lambda made: made.offloaded):
-        enough = _SAME * min(amount(plans[index]) for index in fitting)
-        fitting = [index for index in fitting if amount(plans[index]) <= enough]
-    return min(fitting, key=lambda index: (bool(plans[index].disk), plans[index].stage, plans[index].peak.bytes))
-
-
-def _too_large(made: Plan) -> bool:
-    """True if it would not fit either with the smallest buckets and prefetch."""
-    return made.spare is not None and made.spare + sum(made.peak.items[item] for item in _SIZED) < 0
-
-
-def left_out_lines(refused: Iterable[tuple[str, Exception]]) -> Iterator[str]:
-    """One line for each reason. refused: (name, why)."""
-    names: dict[str, list[str]] = {}
-    for name, error in refused:
-        errors = error.errors if isinstance(error, ConfigError) else [("", str(error))]
-        reason = "; ".join(f"{path}: {sentence}" if path else sentence for path, sentence in errors)
-        names.setdefault(" ".join(reason.split()), []).append(name)
-    for reason, settings in names.items():
-        yield f"{'; '.join(settings)} {'is' if len(settings) == 1 else 'are'} left out: {reason}"
 
 
 def silent(config: ZeroliteConfig) -> ZeroliteConfig:

@@ -6,15 +6,14 @@ import contextlib
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zerolite.comm import Recorder, local_rank, record
+from zerolite.comm import local_rank, record
 from zerolite.comm.topology import DIMENSIONS
 from zerolite.config import load_config
 from zerolite.engine.engine import Engine
@@ -24,25 +23,16 @@ from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.initialize import initialize
 from zerolite.planning.make import ConfigLike, of_micro_batch, silent
 from zerolite.planning.places import Grid
-from zerolite.planning.result import Items, Traffic
-from zerolite.planning.steps import STEP, Batch, loss_fn_of, train_one_step
+from zerolite.planning.result import AT_REST, Items, Traffic
+from zerolite.planning.steps import STEP, loss_fn_of, train_one_step
 from zerolite.planning.traffic import summarize
 from zerolite.planning.walk import walk_through_parameters
 from zerolite.utils.accelerator import collector_off, default_device, is_fake
-from zerolite.utils.memory_tags import (
-    BUFFERS,
-    DEVICE,
-    DISK,
-    HOST,
-    ITEMS,
-    MODEL_STATES,
-    OTHER,
-    PLACES,
-    listeners,
-)
+from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import map_tensors
 
 _MOST_STEPS = 50
+_BEGIN, _END = "zerolite.planning.measure begins", "zerolite.planning.measure ends"
 
 
 class Measurement(BaseModel):
@@ -87,62 +77,49 @@ def measure(
         model = make_model()
         settings = silent(load_config(config))
         engine = initialize(model, settings, loss_fn=loss_fn_of(model, settings.pipeline.stages, loss))
-        if batch is None:
+        made = of_micro_batch(batch, engine.train_micro_batch_size_per_gpu)
+        if made is None:
             walk_through_parameters(model)
-        made = _made_on(engine.device, of_micro_batch(batch, engine.train_micro_batch_size_per_gpu))
-        _warm_up(engine, made, loss)
+
+        def micro_batch() -> Any:
+            return map_tensors(lambda tensor: tensor.to(engine.device), torch.zeros(()) if made is None else made())
+
+        for step in range(_MOST_STEPS):  # as many as a plan takes, and until a loss scale has found its size
+            skipped = engine.skipped_steps
+            train_one_step(engine, micro_batch, loss)
+            if step + 1 >= WARM_UP and engine.skipped_steps == skipped:
+                break
         gc.collect()
-        asked = _Asked(engine)
+        most = _Most(engine)
         account.begin_step()
-        with collector_off(), record() as recorder, asked.asking():
-            train_one_step(engine, made, loss, asked.around)
+        with collector_off(), record() as recorder, most.asking():
+            train_one_step(engine, micro_batch, loss, most.around)
         account.end_step()
-        asked.ask()
+        most.ask()
         held = engine.memory_report().items
-    at_rest = {**held, OTHER: account.at_rest - sum(held.values())}
-    most = asked.most
+    grid = Grid(**{name: getattr(engine.topology, name).world_size for name in DIMENSIONS})
+    items = most.items
     return Measurement(
         rank=engine.rank,
         world_size=engine.world_size,
         device=engine.device.type,
-        states=dict.fromkeys(ITEMS, 0) | {item: most[DEVICE][item] for item in (*MODEL_STATES, BUFFERS)},
-        host=most[HOST],
-        disk=most[DISK],
-        at_rest=at_rest,
+        states=dict.fromkeys(ITEMS, 0) | {item: items[DEVICE][item] for item in AT_REST},
+        host=items[HOST],
+        disk=items[DISK],
+        at_rest={**held, OTHER: account.at_rest - sum(held.values())},
         step_peak=account.peak,
         inside_operators=account.inside_operators,
-        traffic=_traffic(engine, recorder),
+        traffic=summarize(recorder.calls, grid),
     )
 
 
-def _traffic(engine: Engine, recorder: Recorder) -> list[Traffic]:
-    sizes = {name: getattr(engine.topology, name).world_size for name in DIMENSIONS}
-    return summarize(recorder.calls, Grid(**sizes))
-
-
-def _warm_up(engine: Engine, batch: Batch, loss: Callable[..., torch.Tensor] | None) -> None:
-    """Run as many steps as a plan takes, and on until one is not skipped: a loss scale finds its size."""
-    for step in range(_MOST_STEPS):
-        skipped = engine.skipped_steps
-        train_one_step(engine, batch, loss)
-        if step + 1 >= WARM_UP and engine.skipped_steps == skipped:
-            return
-
-
-def _made_on(device: torch.device, batch: Batch | None) -> Batch:
-    """``batch``, its tensors on ``device``; without one, what :func:`walk_through_parameters` takes."""
-    if batch is None:
-        return lambda: torch.zeros((), device=device)
-    return lambda: map_tensors(lambda tensor: tensor.to(device), batch())
-
-
-class _Asked:
+class _Most:
     """The most of each item in each place that the engine held when it was asked: whenever a part of it says that it
     allocates, and before every update, when all gradients have been reduced."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.most = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
+        self.items = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -154,32 +131,29 @@ class _Asked:
 
     def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         there = HOST if place == DEVICE and storage.device.type != self._engine.device.type else place
-        self.ask({storage._cdata: Holding(item, storage.nbytes(), there)})
+        self.ask({storage._cdata: Holding(item, storage.nbytes(), there)})  # which has no owner yet
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         self.ask()
 
     @contextlib.contextmanager
     def around(self, phase: str) -> Iterator[None]:
-        if phase == STEP and (
-            isinstance(self._engine, PipelineEngine) or self._engine.is_gradient_accumulation_boundary()
-        ):
-            self._engine.reduce_gradients()
+        engine = self._engine
+        if phase == STEP and (isinstance(engine, PipelineEngine) or engine.is_gradient_accumulation_boundary()):
+            engine.reduce_gradients()
             self.ask()
         yield
 
-    def ask(self, allocated: Mapping[int, Holding] = MappingProxyType({})) -> None:
-        """allocated: what has no owner yet."""
+    def ask(self, allocated: dict[int, Holding] | None = None) -> None:
         now = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
-        for item, nbytes, place in (holdings(self._engine.memory_parts) | dict(allocated)).values():
+        for item, nbytes, place in (holdings(self._engine.memory_parts) | (allocated or {})).values():
             now[place][item] += nbytes
-        for place, items in self.most.items():
+        for place, items in self.items.items():
             items.update({item: max(nbytes, now[place][item]) for item, nbytes in items.items()})
 
 
 class _DeviceAccount:
-    """CUDA's caching allocator keeps its own. at_rest, peak: bytes after the step, and at most within it, beyond those
-    before."""
+    """Bytes beyond those before, after the step and at most within it, by CUDA's caching allocator."""
 
     at_rest = peak = inside_operators = 0
 
@@ -202,47 +176,45 @@ class _DeviceAccount:
 
 
 class _HostAccount:
-    """The CPU's allocator tells torch's profiler of every allocation and release, with addresses. It does not tell of
-    what threads of gloo's release: blocks from before the step that no tensor has when it ends are such."""
+    """The same of the CPU's allocator, which tells torch's profiler of every allocation and release, with addresses. It
+    does not tell of what threads of gloo's release: blocks from before the step that no tensor has when it ends are
+    such."""
 
     at_rest = peak = inside_operators = 0
-    _BEGIN, _END = "zerolite.planning.measure begins", "zerolite.planning.measure ends"
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             yield
-        events = sorted(_all_events(profiler), key=lambda event: event.start_time_ns)
-        times = {event.name: event.start_time_ns for event in events if event.name in (self._BEGIN, self._END)}
-        begin, end = times[self._BEGIN], times[self._END]
-        blocks = _blocks([event for event in events if event.name == "[memory]"])
-        blocks = [block for block in blocks if block.start >= begin or block.released or self._is_alive(block, end)]
+        inner: Any = profiler.profiler
+        events, waiting = [], list(inner.kineto_results.experimental_event_tree())
+        while waiting:
+            events.append(waiting.pop())
+            waiting.extend(events[-1].children)
+        times = {event.name: event.start_time_ns for event in events if event.name in (_BEGIN, _END)}
+        begin, end = times[_BEGIN], times[_END]
+        memory = sorted((event for event in events if event.name == "[memory]"), key=lambda event: event.start_time_ns)
+        blocks = [
+            block
+            for block in _blocks(memory)
+            if block.start >= begin or block.released or (block.end > end and block.address in self._addresses)
+        ]
         self.at_rest = sum(block.nbytes for block in blocks if block.start < end <= block.end)
         self.peak = _most(blocks, begin, end)
         self.inside_operators = self.peak - _most([block for block in blocks if not block.inside], begin, end)
 
     def begin_step(self) -> None:
-        with record_function(self._BEGIN):
+        with record_function(_BEGIN):
             pass
 
     def end_step(self) -> None:
-        with record_function(self._END):
+        with record_function(_END):
             pass
-        self._addresses = _addresses()
-
-    def _is_alive(self, block: _Block, end: int) -> bool:
-        """True if a block whose release has not been seen was there when the step ended."""
-        return block.end > end and block.address in self._addresses
-
-
-def _addresses() -> set[int]:
-    """Return the addresses of every tensor's memory that Python knows."""
-    found = set()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not is_fake(thing):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without a storage
-                found.add(thing.untyped_storage().data_ptr())
-    return found
+        self._addresses = set()  # of every tensor's memory that Python knows
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and not is_fake(thing):
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without a storage
+                    self._addresses.add(thing.untyped_storage().data_ptr())
 
 
 class _Block(NamedTuple):
@@ -259,14 +231,6 @@ class _Block(NamedTuple):
     nbytes: int
     released: bool
     inside: bool
-
-
-def _all_events(profiler: Any) -> Iterator[Any]:
-    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
-    while waiting:
-        event = waiting.pop()
-        yield event
-        waiting.extend(event.children)
 
 
 def _blocks(events: list[Any]) -> list[_Block]:

@@ -1,19 +1,35 @@
-"""Settings that a comparison plans: stages, bucket sizes, prefetch sizes and offload."""
+"""Comparison of settings of ZeRO: stages, sizes of buckets and of the prefetch, and what rests off the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from zerolite.config import ConfigError, ZeroliteConfig
+import torch
+
+from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.contradictions import find_contradictions
 from zerolite.config.without_effect import find_lost
+from zerolite.planning.dry_run import older_objects_kept
+from zerolite.planning.errors import RefusedError
 from zerolite.planning.host_room import offloads
+from zerolite.planning.make import ConfigLike, plan
+from zerolite.planning.result import Comparison, Plan
+from zerolite.utils.memory_tags import BUCKETS, GATHERED, OTHER
 
 _LARGE, _SMALL = 500_000_000, 50_000_000
 """Sizes of buckets in elements that are tried: DeepSpeed's default, and a tenth of it."""
 
 _PLACES = {"cpu": "on the host", "nvme": "on disk"}
+
+_SAME = 1.001
+"""Amounts up to so many times another one are the same: they differ by padding."""
+
+_SIZED = (BUCKETS, GATHERED, OTHER)
+"""What the sizes that are tried decide, in part at least."""
+
+_UNSIZED = "Other sizes of buckets and of the prefetch are not planned for stages that no size makes small enough."
+_UNPLANNED = "Settings that offload are not planned, because others fit. With offload_optimizer in the config they are."
 
 
 class Setting(NamedTuple):
@@ -30,11 +46,103 @@ class Setting(NamedTuple):
     resized: bool = False
 
 
-class OffloadDevices(NamedTuple):
-    """The devices of ``offload_optimizer`` and ``offload_param``."""
+class Trials:
+    """Plans of one job with several configs, and why the engine refuses others."""
 
-    optimizer: str
-    parameters: str
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, Plan]] = []
+        self.refused: list[tuple[str, Exception]] = []
+
+    def attempt(self, row: str, setting: str, make: Callable[..., Plan], *args: Any, **given: Any) -> bool:
+        """Add the plan that ``make(*args, **given)`` returns as ``row``. False if it is refused: ``setting`` is."""
+        try:
+            self.rows.append((row, make(*args, **given)))
+        except (RefusedError, ConfigError) as error:  # an optimizer that works at stage 0 only, for one
+            self.refused.append((setting, error))
+            return False
+        return True
+
+    def comparison(self, chosen: int | None, notes: Iterable[str] = (), **more: Any) -> Comparison:
+        told = [*_left_out(self.refused), *dict.fromkeys(notes)]
+        return Comparison(rows=self.rows, chosen=chosen, left_out=told, **more)
+
+
+def _left_out(refused: Iterable[tuple[str, Exception]]) -> Iterator[str]:
+    """One line for each reason. refused: (name, why)."""
+    names: dict[str, list[str]] = {}
+    for name, error in refused:
+        errors = error.errors if isinstance(error, ConfigError) else [("", str(error))]
+        reason = "; ".join(f"{path}: {sentence}" if path else sentence for path, sentence in errors)
+        names.setdefault(" ".join(reason.split()), []).append(name)
+    for reason, settings in names.items():
+        yield f"{'; '.join(settings)} {'is' if len(settings) == 1 else 'are'} left out: {reason}"
+
+
+@older_objects_kept()
+def compare(
+    model_fn: Callable[[], torch.nn.Module],
+    config: ConfigLike,
+    world_size: int,
+    *,
+    offload_host_memory: int | str | None = None,
+    **options: Any,
+) -> Comparison:
+    """Plans of stages 0 to 3, of a few bucket sizes and of what may rest off the device, and which of them is the
+    cheapest that fits.
+
+    Args:
+        options: those of :func:`~zerolite.planning.make.plan`.
+        offload_host_memory: ``host_memory`` of settings that offload, where that is not given.
+
+    Where a setting that offloads nothing fits, those that do are planned only if ``config`` offloads. Settings that the
+    engine refuses are left out; if that is all of them, raises what :func:`~zerolite.planning.make.plan` does.
+    """
+    loaded, trials = load_config(config), Trials()
+    notes: list[str] = []
+
+    def planned(setting: Setting, **more: Any) -> Plan:
+        return plan(model_fn, with_zero(loaded, **setting.keys), world_size, **{**options, **more})
+
+    refused: set[int] = set()
+    for setting in plain_settings(loaded):
+        if setting.resized and any(made.stage == setting.stage and _too_large(made) for _, made in trials.rows):
+            notes.append(_UNSIZED)
+        elif setting.stage not in refused and not trials.attempt(setting.name, setting.name, planned, setting):
+            refused.add(setting.stage)
+    stages = {made.stage for _, made in trials.rows}
+    all_of_them = offloads(loaded) or cheapest([made for _, made in trials.rows]) is None
+    for setting in offload_settings(loaded, options.get("device", "cuda")):
+        if setting.stage in stages and not all_of_them:
+            notes.append(_UNPLANNED)
+        elif setting.stage in stages:
+            host_memory = options.get("host_memory") or offload_host_memory
+            trials.attempt(setting.name, setting.name, planned, setting, host_memory=host_memory)
+    if not trials.rows:
+        raise trials.refused[0][1]
+    trials.rows.sort(key=lambda row: row[1].stage)
+    return trials.comparison(cheapest([made for _, made in trials.rows]), notes)
+
+
+def cheapest(plans: list[Plan]) -> int | None:
+    """The index of the plan that fits, offloads nothing if there is such a one, and sends the least; of those, the one
+    that keeps the fewest bytes off the device (a thousandth more of both is the same: padding), then nothing on disk,
+    the lowest stage, the lowest peak."""
+    fitting = [index for index, entry in enumerate(plans) if entry.fits]
+    if not fitting:
+        return None
+    fitting = [index for index in fitting if not plans[index].offloaded] or fitting
+    for amount in (lambda made: made.sent, lambda made: made.offloaded):
+        enough = _SAME * min(amount(plans[index]) for index in fitting)
+        fitting = [index for index in fitting if amount(plans[index]) <= enough]
+    return min(fitting, key=lambda index: (bool(plans[index].disk), plans[index].stage, plans[index].peak.bytes))
+
+
+def _too_large(made: Plan) -> bool:
+    """True if it would not fit either with the smallest buckets and prefetch."""
+    return made.spare is not None and made.spare + sum(made.peak.items[item] for item in _SIZED) < 0
+
+
+# -------------------------------------------------------------------- settings
 
 
 def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
@@ -56,46 +164,41 @@ def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteCon
 
 def plain_settings(config: ZeroliteConfig) -> list[Setting]:
     """Stages 0 to 3 with everything on the device, each followed by a few sizes, unless ``config`` offloads: then where
-    things rest is what is compared."""
-    on_device = _offload_keys(config, OffloadDevices("none", "none"))
-    found = [setting for setting in _stages(config) if not (setting.resized and offloads(config))]
-    return [setting._replace(keys=setting.keys | on_device) for setting in found]
+    things rest is what is compared. Buckets that the config leaves to zerolite are about as large as the small ones, or
+    whole models."""
+    zero = config.zero_optimization
+    on_device = _devices(config, "none", "none")
+    of_buckets = (_LARGE,) if zero.reduce_bucket_size is None else (_SMALL, _LARGE)
+    found = []
+    for stage, numels in enumerate(((), of_buckets, of_buckets, (_SMALL, _LARGE))):
+        found.append(Setting(f"stage {stage}", stage, {"stage": stage, **on_device}))
+        for numel in numels if not offloads(config) else ():
+            millions, twice = numel // 10**6, 2 * numel // 10**6
+            if stage < 3:
+                name = f"buckets of {millions}M"
+                keys = {"reduce_bucket_size": numel, "allgather_bucket_size": numel}
+            else:
+                name = f"prefetch {millions}M, live {twice}M"
+                keys = {"stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 2 * numel}
+            found.append(Setting(f"stage {stage}, {name}", stage, {"stage": stage, **keys, **on_device}, resized=True))
+    return found
 
 
 def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
     """Each stage with what it may have elsewhere, the fewest bytes first: on the host, unless ``device`` is "cpu",
     whose memory that is; on disk where ``config`` names a folder for it; and as ``config`` says."""
     zero = config.zero_optimization
-    own = OffloadDevices(zero.offload_optimizer.device, zero.offload_param.device)
+    own = (zero.offload_optimizer.device, zero.offload_param.device)
     places = [*(["cpu"] if device != "cpu" else []), *(["nvme"] if _disk(config) else [])]
-    tried = [OffloadDevices(place, "none") for place in places] + [OffloadDevices(place, place) for place in places]
+    tried = [(place, "none") for place in places] + [(place, place) for place in places]
     if offloads(config) and own not in tried:
         tried.append(own)
     return [
-        Setting(
-            f"stage {stage}, {_name(placements, config)}", stage, {"stage": stage, **_offload_keys(config, placements)}
-        )
+        Setting(f"stage {stage}, {_name(config, *devices)}", stage, {"stage": stage, **_devices(config, *devices)})
         for stage in (1, 2, 3)
-        for placements in tried
-        if stage == 3 or placements.parameters == "none"
+        for devices in tried
+        if stage == 3 or devices[1] == "none"
     ]
-
-
-def _stages(config: ZeroliteConfig) -> Iterator[Setting]:
-    """Buckets that the config leaves to zerolite are about as large as the small ones, or whole models."""
-    both = (_SMALL, _LARGE)
-    of_buckets = both if config.zero_optimization.reduce_bucket_size is not None else (_LARGE,)
-    for stage, numels in enumerate(((), of_buckets, of_buckets, both)):
-        yield Setting(f"stage {stage}", stage, {"stage": stage})
-        for numel in numels:
-            millions = f"{numel / 1e6:.0f}M"
-            if stage < 3:
-                name = f"buckets of {millions}"
-                keys = {"reduce_bucket_size": numel, "allgather_bucket_size": numel}
-            else:
-                name = f"prefetch {millions}, live {2 * numel / 1e6:.0f}M"
-                keys = {"stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 2 * numel}
-            yield Setting(f"stage {stage}, {name}", stage, {"stage": stage, **keys}, resized=True)
 
 
 def _disk(config: ZeroliteConfig) -> str | None:
@@ -104,26 +207,24 @@ def _disk(config: ZeroliteConfig) -> str | None:
     return zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
 
 
-def _offload_keys(config: ZeroliteConfig, placements: OffloadDevices) -> dict[str, Any]:
-    """Both blocks as ``config`` has them, for other devices."""
-    optimizer, parameters = config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param
-    disk = _disk(config)
-    update: dict[str, Any] = {"device": placements.optimizer, "nvme_path": optimizer.nvme_path or disk}
-    if placements.optimizer == "nvme":
-        update["ratio"] = 1.0  # a part is for the host alone
+def _devices(config: ZeroliteConfig, optimizer: str, parameters: str) -> dict[str, Any]:
+    """Both blocks of offload as ``config`` has them, for other devices."""
+    zero = config.zero_optimization
+    whole = {"ratio": 1.0} if optimizer == "nvme" else {}  # a part is for the host alone
+    blocks = {"offload_optimizer": {"device": optimizer, **whole}, "offload_param": {"device": parameters}}
     return {
-        "offload_optimizer": optimizer.model_copy(update=update),
-        "offload_param": parameters.model_copy(
-            update={"device": placements.parameters, "nvme_path": parameters.nvme_path or disk}
-        ),
+        name: (block := getattr(zero, name)).model_copy(
+            update={**update, "nvme_path": block.nvme_path or _disk(config)}
+        )
+        for name, update in blocks.items()
     }
 
 
-def _name(placements: OffloadDevices, config: ZeroliteConfig) -> str:
-    """Name the placements, as in "optimizer and parameters on the host"."""
-    ratio = config.zero_optimization.offload_optimizer.ratio if placements.optimizer == "cpu" else 1.0
-    optimizer = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"
-    if placements.optimizer == placements.parameters:
-        return f"{optimizer} and parameters {_PLACES[placements.optimizer]}"
-    held = ((optimizer, placements.optimizer), ("parameters", placements.parameters))
+def _name(config: ZeroliteConfig, optimizer: str, parameters: str) -> str:
+    """Name the devices, as in "optimizer and parameters on the host"."""
+    ratio = config.zero_optimization.offload_optimizer.ratio if optimizer == "cpu" else 1.0
+    whose = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"
+    if optimizer == parameters:
+        return f"{whose} and parameters {_PLACES[optimizer]}"
+    held = ((whose, optimizer), ("parameters", parameters))
     return ", ".join(f"{what} {_PLACES[where]}" for what, where in held if where != "none")

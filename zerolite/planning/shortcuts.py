@@ -118,7 +118,8 @@ def _describe(mode: WithoutMemory, values: Iterable[Any], key: list[Any]) -> boo
 
 
 def _is_plain(tensor: Any, mode: WithoutMemory) -> bool:
-    plain = tensor.fake_mode is mode and tensor.constant is None and tensor.fake_device == _CPU
+    known = tensor.constant is not None and tensor.numel()  # values
+    plain = tensor.fake_mode is mode and not known and tensor.fake_device == _CPU
     return plain and tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 

@@ -242,6 +242,15 @@ class MemoryTracker(TorchDispatchMode):
         self._settle()
         self._most = self._in_host_memory()
 
+    @contextlib.contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Inside, nothing is the most: memory that a real job does not take."""
+        self._settle()
+        before = self._fullest, {place: dict(items) for place, items in self._largest.items()}, self._most
+        yield
+        self._settle()
+        self._fullest, self._largest, self._most = before
+
     def record(self) -> None:
         """Begin to keep every change, for :meth:`course`, and to count FLOPs of forwards and backwards."""
         self._settle()
