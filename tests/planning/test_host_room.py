@@ -15,7 +15,8 @@ from zerolite.comm import dry_communicator
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning import command, host_room, make, sources
 from zerolite.planning.host_room import OPTIMIZER, PARAMETERS, Room, find_room, find_shortage, is_ample, offloads
-from zerolite.planning.make import compare, plan
+from zerolite.planning.make import plan
+from zerolite.planning.settings import compare
 from zerolite.zero import Init
 
 

@@ -46,9 +46,7 @@ def assert_right(
     assert {item: (made.disk or nothing)[item] for item in HELD} == {item: measured.disk[item] for item in HELD}
     assert {item: made.at_rest[item] for item in HELD} == {item: measured.at_rest[item] for item in HELD}
     assert [row.model_copy(update={"inter_node": None}) for row in made.traffic] == measured.traffic
-    if made.host is None:  # otherwise the device holds little beside what matrix products take inside themselves
-        assert made.step_peak.bytes == pytest.approx(measured.step_peak, rel=peak)
-    assert made.step_peak.bytes == pytest.approx(measured.step_peak - measured.inside_operators, rel=visible)
+    assert made.step_peak.bytes == pytest.approx(measured.step_peak, rel=visible)
     assert sum(made.at_rest.values()) == pytest.approx(sum(measured.at_rest.values()), rel=rest)
 
 

@@ -24,7 +24,7 @@ from zerolite.utils.resources import count_cuda_devices, find_nproc_problem
 from zerolite.utils.sizes import format_size
 
 TOLERANCE = {"cpu": 0.02, "cuda": 0.05}
-"""By how much of the measured peak the planned one may differ. Memory inside an operator is not seen by a plan."""
+"""By how much of the measured peak the planned one may differ."""
 
 _REQUEST, _RANK, _LOG = "request.json", "rank{}.json", "log.txt"
 _PEAK = "peak of a step"
@@ -58,16 +58,16 @@ def run_check(request: Mapping[str, str | None], device: str, plan: Plan) -> int
         request: the options "model", "config", "batch" and "loss" of the command line.
         device: "cuda" or "cpu".
 
-    Returns 0 if model states and traffic are equal and the peak of a step is within :data:`TOLERANCE`, if need be
-    without what operators took inside themselves, otherwise 1. Raises PlanError if the job cannot run here.
+    Returns 0 if model states and traffic are equal and the peak of a step is within :data:`TOLERANCE`, otherwise 1.
+    Raises PlanError if the job cannot run here.
     """
     problem = find_problem(plan.world_size, device)
     if problem is not None:
         raise PlanError(f"--check: {problem}")
     measured = run_job(request, plan.world_size, device)
     lines = list(compare(plan, measured, TOLERANCE[device]))
-    print("", *render(lines, measured.inside_operators, Screen.of_terminal()), sep="\n", flush=True)
-    return 0 if all(line.agrees for line in _outside(lines, measured.inside_operators)) else 1
+    print("", *render(lines, Screen.of_terminal()), sep="\n", flush=True)
+    return 0 if all(line.agrees for line in lines) else 1
 
 
 def find_problem(world_size: int, device: str) -> str | None:
@@ -149,35 +149,16 @@ def compare(plan: Plan, measured: Measurement, tolerance: float) -> Iterator[Lin
         yield Line(f"{name}, number", *(row.count if row else 0 for row in both), calls=True)
 
 
-def _outside(lines: list[Line], inside_operators: int) -> list[Line]:
-    """``lines``, with a peak that differs without what operators took inside themselves."""
-    return [
-        line if line.agrees or line.name != _PEAK else line._replace(measured=line.measured - inside_operators)
-        for line in lines
-    ]
-
-
-def render(lines: list[Line], inside_operators: int, screen: Screen) -> list[str]:
-    """A table, and in a sentence what it shows. inside_operators: see :class:`Measurement`."""
+def render(lines: list[Line], screen: Screen) -> list[str]:
+    """A table, and in a sentence what it shows."""
     rows = [["check", "planned", "measured", "difference"]]
     for line in lines:
         sizes = [str(n) if line.calls else format_size(n) for n in (line.planned, line.measured)]
         rows.append([line.name, *sizes, f"{line.difference:+.2%}" if line.planned != line.measured else "equal"])
-    peak, outside = (
-        next(one for one in some if one.name == _PEAK) for some in (lines, _outside(lines, inside_operators))
-    )
     bad = [line.name for line in lines if not line.agrees]
-    if not bad:
-        verdict = f"The plan is right: states and traffic are equal, the peak is within {peak.tolerance:.0%}."
-    elif bad == [_PEAK] and outside.agrees:
-        verdict = "The plan is right but for the scratch memory of kernels: states and traffic are equal."
-    else:
-        verdict = f"The plan is off: {', '.join(bad)}."
-    if not peak.agrees and inside_operators:
-        verdict += (
-            f" {format_size(inside_operators)} of the measured peak were inside single operators, such as the scratch "
-            f"memory of a kernel, which no plan sees; without them the peak differs by {outside.difference:+.2%}."
-        )
+    tolerance = max(line.tolerance for line in lines)
+    right = f"The plan is right: states and traffic are equal, the peak is within {tolerance:.0%}."
+    verdict = f"The plan is off: {', '.join(bad)}." if bad else right
     return [*screen.table(rows), "", *screen.paragraph(verdict)]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -60,6 +61,49 @@ class Candidate:
         return f"{self.grid}, stage {self.stage}"
 
 
+class Blocks(NamedTuple):
+    """Repeated blocks of a model. block, rest: what one of them computes of all that the model does, and what the
+    largest other module does."""
+
+    number: int = 0
+    block: float = 0.0
+    rest: float = 0.0
+
+    def largest_stage(self, pipe: int) -> float:
+        """The least part of all that the largest of ``pipe`` stages computes, each of which has whole blocks, the last
+        one with the largest other module, or the first."""
+        ends = range(1, self.number - pipe + 2) if pipe > 1 else ()
+        others = {end: -(-(self.number - end) // (pipe - 1)) for end in ends}
+        return min((max(n * self.block, end * self.block + self.rest) for end, n in others.items()), default=0.0)
+
+
+_MANY = 8
+"""Blocks from which on they decide how even stages can be."""
+
+
+def _blocks(outcomes: Iterable[Outcome]) -> Blocks:
+    """Find the longest ModuleList of modules of one class that ran."""
+    flops: Counter[str] = Counter()
+    classes: dict[str, str] = {}
+    for outcome in outcomes:
+        flops.update(outcome.flops.of_modules if outcome.flops is not None else {})
+        classes |= outcome.classes
+    lists = [name for name, kind in classes.items() if kind == "ModuleList"]
+    children = {path: [name for name in classes if name.rpartition(".")[0] == path] for path in lists}
+    alike = [path for path, names in children.items() if names and len({classes[name] for name in names}) == 1]
+    path = max(alike, key=lambda path: len(children[path]), default="")
+    whole, inside = sum(flops.values()), sum(n for name, n in flops.items() if name.startswith(f"{path}."))
+    if not path or len(children[path]) < _MANY or not whole:
+        return Blocks()
+    rest = max((n for name, n in flops.items() if not name.startswith(f"{path}.")), default=0)
+    return Blocks(len(children[path]), inside / len(children[path]) / whole, rest / whole)
+
+
+def _is_divided(config: ZeroliteConfig) -> bool:
+    """True if the blocks are divided among the stages in one part for each."""
+    return config.pipeline.split == "auto" and config.pipeline.chunks_per_rank == 1
+
+
 @older_objects_kept()
 def compare_grids(
     model_fn: Callable[[], torch.nn.Module],
@@ -114,6 +158,7 @@ class _Search:
             config = with_blocks(config, zero_optimization={"stage": 1})
         made = job(config)  # at the config's own grid: for what each parameter takes, and the operations
         self._base = self._planned(made, range(made.grid.pipe))
+        self._blocks = _blocks(self._outcomes[made.grid, made.config.zero_optimization.chosen_stage].values())
 
     def result(self) -> Comparison:
         limit, rows = self._memory[0] or 0, self._trials.rows
@@ -161,7 +206,8 @@ class _Search:
         gradients = 2 * whole * numel * (grid.data - 1) / grid.data  # a ring that reduces and gathers
         across = float(gradients * ring_between_nodes(grid, self._nodes, "data"))
         counts = [_flops(one) for one in base.stages or [base]]  # of each rank; on average all grids have as many
-        computing = sum(counts) / len(counts) / speeds.flops / (1 - waiting)
+        largest = max(1.0, grid.pipe * self._blocks.largest_stage(grid.pipe)) if _is_divided(resolved) else 1.0
+        computing = largest * sum(counts) / len(counts) / speeds.flops / (1 - waiting)
         return Candidate(grid, stage, resolved, waiting, computing + across / speeds.between, int(share * numel))
 
     @property

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from zerolite.comm import local_rank, record
 from zerolite.comm.topology import DIMENSIONS
@@ -25,14 +22,14 @@ from zerolite.planning.make import ConfigLike, of_micro_batch, silent
 from zerolite.planning.places import Grid
 from zerolite.planning.result import AT_REST, Items, Traffic
 from zerolite.planning.steps import STEP, loss_fn_of, train_one_step
+from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import summarize
 from zerolite.planning.walk import walk_through_parameters
-from zerolite.utils.accelerator import collector_off, default_device, is_fake
+from zerolite.utils.accelerator import collector_off, default_device
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import map_tensors
 
 _MOST_STEPS = 50
-_BEGIN, _END = "zerolite.planning.measure begins", "zerolite.planning.measure ends"
 
 
 class Measurement(BaseModel):
@@ -47,12 +44,8 @@ class Measurement(BaseModel):
     states: Items = Field(description="model states and buffers, each item at its largest within the step")
     host: Items = Field(description="what rests on the host or passes through it, each item at its largest")
     disk: Items = Field(description="the same of the disk")
-    at_rest: Items = Field(description='held after the step; "other" is what the allocator counts beyond the items')
-    step_peak: int = Field(description="the most that the allocator had given out at once")
-    inside_operators: int = Field(
-        description="by how much that is more than the peak without what single operators take and give back inside "
-        "themselves, which no plan sees; 0 on CUDA, where it is not known"
-    )
+    at_rest: Items = Field(description='held after the step; "other" is what is counted beyond the items')
+    step_peak: int = Field(description="the most at once; on the CPU without what operators take inside themselves")
     traffic: list[Traffic]
 
 
@@ -108,7 +101,6 @@ def measure(
         disk=items[DISK],
         at_rest={**held, OTHER: account.at_rest - sum(held.values())},
         step_peak=account.peak,
-        inside_operators=account.inside_operators,
         traffic=summarize(recorder.calls, grid),
     )
 
@@ -155,7 +147,7 @@ class _Most:
 class _DeviceAccount:
     """Bytes beyond those before, after the step and at most within it, by CUDA's caching allocator."""
 
-    at_rest = peak = inside_operators = 0
+    at_rest = peak = 0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -176,107 +168,18 @@ class _DeviceAccount:
 
 
 class _HostAccount:
-    """The same of the CPU's allocator, which tells torch's profiler of every allocation and release, with addresses. It
-    does not tell of what threads of gloo's release: blocks from before the step that no tensor has when it ends are
-    such."""
+    """The same of the tensors that operators make on the CPU, whose allocator keeps no account."""
 
-    at_rest = peak = inside_operators = 0
+    at_rest = peak = 0
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-            yield
-        inner: Any = profiler.profiler
-        events, waiting = [], list(inner.kineto_results.experimental_event_tree())
-        while waiting:
-            events.append(waiting.pop())
-            waiting.extend(events[-1].children)
-        times = {event.name: event.start_time_ns for event in events if event.name in (_BEGIN, _END)}
-        begin, end = times[_BEGIN], times[_END]
-        memory = sorted((event for event in events if event.name == "[memory]"), key=lambda event: event.start_time_ns)
-        blocks = [
-            block
-            for block in _blocks(memory)
-            if block.start >= begin or block.released or (block.end > end and block.address in self._addresses)
-        ]
-        self.at_rest = sum(block.nbytes for block in blocks if block.start < end <= block.end)
-        self.peak = _most(blocks, begin, end)
-        self.inside_operators = self.peak - _most([block for block in blocks if not block.inside], begin, end)
+    def __init__(self) -> None:
+        self._tracker = MemoryTracker(apart=False)
+
+    def counting(self) -> MemoryTracker:
+        return self._tracker
 
     def begin_step(self) -> None:
-        with record_function(_BEGIN):
-            pass
+        self._tracker.measure_from_here()
 
     def end_step(self) -> None:
-        with record_function(_END):
-            pass
-        self._addresses = set()  # of every tensor's memory that Python knows
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and not is_fake(thing):
-                with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without a storage
-                    self._addresses.add(thing.untyped_storage().data_ptr())
-
-
-class _Block(NamedTuple):
-    """Memory that was given out from ``start`` to ``end``, in nanoseconds.
-
-    Attributes:
-        released: that end has been seen, and is not just when the address was given out again, if ever.
-        inside: one operator took it and gave it back.
-    """
-
-    address: int
-    start: int
-    end: float
-    nbytes: int
-    released: bool
-    inside: bool
-
-
-def _blocks(events: list[Any]) -> list[_Block]:
-    """The blocks behind the events of the allocator, which are in order of time."""
-    taken: dict[int, Any] = {}  # by address
-    blocks = []
-    for event in events:
-        address, nbytes = event.extra_fields.ptr, event.extra_fields.alloc_size
-        if address in taken:
-            blocks.append(_block(taken.pop(address), event.start_time_ns, released=nbytes < 0))
-        if nbytes > 0:
-            taken[address] = event
-    return blocks + [_block(event, math.inf, released=False) for event in taken.values()]
-
-
-def _block(event: Any, end: float, released: bool) -> _Block:
-    chain: list[Any] = []  # the innermost first
-    above = event.parent
-    while above is not None:
-        chain.append(above)
-        above = above.parent
-    operator = next((entry for entry in reversed(chain) if _is_one_step(entry.name)), None)
-    inside = operator is not None and end <= operator.end_time_ns
-    allocation = event.extra_fields
-    return _Block(allocation.ptr, event.start_time_ns, end, allocation.alloc_size, released, inside)
-
-
-@functools.cache
-def _is_one_step(name: str) -> bool:
-    """True if the profiler's event ``name`` is an operator that a plan sees as one: not a part of Python or autograd,
-    and not an operator that is visibly made of others."""
-    namespace, _, operator = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), operator, None) if operator.isidentifier() else None
-    if packet is None:
-        return False
-    overloads = [f"{name}.{overload}".removesuffix(".default") for overload in packet.overloads()]
-    known = [n for n in overloads if torch._C._dispatch_has_kernel(n)]  # the others are TorchScript's
-    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(n, "CompositeImplicitAutograd") for n in known)
-
-
-def _most(blocks: list[_Block], begin: int, end: int) -> int:
-    """The most bytes that were given out at once between ``begin`` and ``end``."""
-    changes = [(block.start, block.nbytes) for block in blocks] + [(block.end, -block.nbytes) for block in blocks]
-    held = most = sum(nbytes for time, nbytes in changes if time <= begin)
-    for time, nbytes in sorted(changes):
-        if begin < time < end:
-            held += nbytes
-            most = max(most, held)
-    return most
+        self.at_rest, self.peak = self._tracker.nbytes[DEVICE], self._tracker.fullest.nbytes

@@ -42,21 +42,24 @@ class Screen(NamedTuple):
     def table(self, rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> list[str]:
         """Aligned lines; the first row are the heads. optional: heads of columns that are left out, in this order,
         while the lines are too long; then the first column is cut."""
-        shown, leave_out = list(range(len(rows[0]))), [head for head in optional if head in rows[0]]
+        columns = list(zip(*rows, strict=True))
         while True:
-            widths = {column: max(len(row[column]) for row in rows) for column in shown}
-            excess = sum(widths.values()) + 2 * (len(shown) - 1) - self.width
-            if excess <= 0 or not leave_out:
+            widths = [max(map(len, column)) for column in columns]
+            excess = sum(widths) + 2 * (len(widths) - 1) - self.width
+            left_out = [head for head in optional if any(column[0] == head for column in columns)]
+            if excess <= 0 or not left_out:
                 break
-            shown.remove(rows[0].index(leave_out.pop(0)))
+            columns = [column for column in columns if column[0] != left_out[0]]
         widths[0] = max(widths[0] - max(excess, 0), 4)
-        left = {column for column in shown if rows[0][column] in _LEFT}
         lines = []
-        for row in rows:
-            cut = [row[c] if len(row[c]) <= widths[c] else row[c][: widths[c] - 2] + ".." for c in shown]
-            cells = [f"{cell:{'<' if c in left else '>'}{widths[c]}}" for c, cell in zip(shown, cut, strict=True)]
-            lines.append("  ".join(cells).rstrip())
-        return lines
+        for row in zip(*columns, strict=True):
+            cut = [
+                cell if len(cell) <= width else cell[: width - 2] + ".."
+                for cell, width in zip(row, widths, strict=True)
+            ]
+            cells = zip(cut, widths, columns, strict=True)
+            lines.append("  ".join(f"{cell:{'<' if head[0] in _LEFT else '>'}{width}}" for cell, width, head in cells))
+        return [line.rstrip() for line in lines]
 
     def beside(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
         """``lines`` of a table with a bar behind each after the first, where there is room.
@@ -75,8 +78,8 @@ class Screen(NamedTuple):
         if limit is not None:
             at = round(room * limit / largest)
             drawn = [f"{bar[:at]:<{at}}|{bar[at:]}" for bar in drawn]
-        padded = [*drawn, *[""] * (len(lines) - 1 - len(drawn))]
-        return [lines[0], *(f"{line:<{column}}{bar}".rstrip() for line, bar in zip(lines[1:], padded, strict=True))]
+        pairs = itertools.zip_longest(lines[1:], drawn, fillvalue="")
+        return [lines[0], *(f"{line:<{column}}{bar}".rstrip() for line, bar in pairs)]
 
 
 def render(shown: Plan | Comparison, screen: Screen) -> str:
@@ -87,18 +90,17 @@ def render(shown: Plan | Comparison, screen: Screen) -> str:
 
 def _of_one(plan: Plan, screen: Screen) -> Iterator[list[str]]:
     trained = "" if plan.trained_parameters == plan.parameters else f", {plan.trained_parameters:,} of them trained"
+    stage = f"{'ZeRO ' if plan.is_grid else ''}stage {plan.stage}, rank {plan.rank} of {plan.world_size:,}"
     grid = [plan.grid] if plan.is_grid else []
-    stage = f"{'ZeRO ' if grid else ''}stage {plan.stage}"
-    ranks = f"rank {plan.rank} of {plan.world_size:,}{_on_nodes(plan)}"
     yield [
         *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters{trained}"),
-        *screen.paragraph(", ".join([stage, ranks, *grid, plan.precision, plan.device])),
+        *screen.paragraph(", ".join([stage + _on_nodes(plan), *grid, plan.precision, plan.device])),
         *screen.paragraph(_batch(plan)),
     ]
     if plan.stages:
         yield from _stages(plan, screen)
     yield _memory(plan, screen)
-    yield _peaks(plan, screen)
+    yield [line for sentence in _peaks(plan) for line in screen.paragraph(sentence)]
     yield [
         *screen.paragraph(_of_device(plan)),
         *screen.paragraph(_of_host(plan)),
@@ -135,30 +137,27 @@ def _memory(plan: Plan, screen: Screen) -> list[str]:
     """The items, with bars of what they are at the peak."""
     held = {"at rest": plan.at_rest, "in a step": plan.states, "at the peak": plan.peak.items}
     held |= {name: items for name, items in (("host", plan.host), ("disk", plan.disk)) if items is not None}
-    items = [item for item in ITEMS if any(column[item] for column in held.values())]
-    rows = [["memory", *held, "share"]]
-    for item in items:
-        sizes = [_size(column[item]) for column in held.values()]
-        rows.append([spoken(item), *sizes, _share(plan.peak.items[item], plan.peak.bytes)])
+    rows, bars = [["memory", *held, "share"]], []
+    for item in ITEMS:
+        if any(column[item] for column in held.values()):
+            at_peak = plan.peak.items[item]
+            rows.append([spoken(item), *(_size(column[item]) for column in held.values()), _share(at_peak, plan)])
+            bars.append((at_peak if item in AT_REST else 0, at_peak))
     states = [total(column, MODEL_STATES) for column in held.values()]
-    rows.append(["  model states", *map(_size, states), _share(states[2], plan.peak.bytes)])
+    rows.append(["  model states", *map(_size, states), _share(states[2], plan)])
     whole = [_size(sum(column.values())) for column in held.values()]
-    rows.append(["  all", whole[0], "", *whole[2:], _share(plan.peak.bytes, plan.peak.bytes)])
-    sizes_at_peak = [plan.peak.items[item] for item in items]
-    bars = [(size if item in AT_REST else 0, size) for item, size in zip(items, sizes_at_peak, strict=True)]
+    rows.append(["  all", whole[0], "", *whole[2:], _share(plan.peak.bytes, plan)])
     return screen.beside(screen.table(rows, ("share", "in a step", "at rest")), bars)
 
 
-def _peaks(plan: Plan, screen: Screen) -> list[str]:
+def _peaks(plan: Plan) -> Iterator[str]:
     step, start = plan.step_peak, plan.peak.phase == "initialize"
     first = not start and plan.peak != step
-    when = "in one of the first steps, " if first else ""
-    text = [f"The peak is {format_size(plan.peak.bytes)}, {when}{_where(plan.peak)}."]
+    yield f"The peak is {format_size(plan.peak.bytes)}, {'in one of the first steps, ' * first}{_where(plan.peak)}."
     if plan.peak != step:
-        text.append(f"{'A later step' if first else 'A step'} takes {format_size(step.bytes)} at most, {_where(step)}.")
+        yield f"{'A later step' if first else 'A step'} takes {format_size(step.bytes)} at most, {_where(step)}."
     if not start:
-        text.append(f"Making the engine takes {format_size(plan.initialize_peak.bytes)} at most.")
-    return list(itertools.chain(*map(screen.paragraph, text)))
+        yield f"Making the engine takes {format_size(plan.initialize_peak.bytes)} at most."
 
 
 def _where(peak: Peak) -> str:
@@ -271,38 +270,43 @@ _OPTIONAL = ("collectives", "micro-batches", "states", "at rest", "sent", "host"
 
 def _of_several(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
     """One line with a bar for each plan, which of them is the best that fits, and what was left out."""
-    if comparison.rows:
-        plan = comparison.rows[0][1]
-        grid = [plan.grid] if plan.is_grid and not comparison.speeds else []
-        ranks = f"{_counted(plan.world_size, 'rank')}{_on_nodes(plan)}"
-        samples = (plan.micro_batch or 0) * plan.accumulation * plan.data_parallel
-        batch = f"{samples:,} samples in a step, micro-batches of {plan.micro_batch}: {plan.batch}"
-        yield [
-            *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters"),
-            *screen.paragraph(", ".join([ranks, *grid, plan.precision, plan.device])),
-            *screen.paragraph(batch if comparison.speeds else _batch(plan)),
-        ]
-        yield _side_by_side(comparison, screen)
-    yield _choice(comparison, screen)
+    if not comparison.rows:
+        yield screen.paragraph("No grid is left to plan.")
+        yield screen.listed(comparison.left_out)
+        return
+    plan = comparison.rows[0][1]
+    ranks = f"{_counted(plan.world_size, 'rank')}{_on_nodes(plan)}"
+    grid = [plan.grid] if plan.is_grid and not comparison.speeds else []
+    samples = (plan.micro_batch or 0) * plan.accumulation * plan.data_parallel
+    batch = f"{samples:,} samples in a step, micro-batches of {plan.micro_batch}: {plan.batch}"
+    yield [
+        *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters"),
+        *screen.paragraph(", ".join([ranks, *grid, plan.precision, plan.device])),
+        *screen.paragraph(batch if comparison.speeds else _batch(plan)),
+    ]
+    yield from _side_by_side(comparison, screen)
+    smallest = min((plan for _, plan in comparison.rows), key=lambda plan: plan.peak.bytes)
+    chosen = comparison.chosen is not None or comparison.speeds  # other stages and grids are in the table
+    yield [*screen.paragraph(_choice(comparison)), *screen.listed([] if chosen else advise(smallest, stages=False))]
     notes = [*comparison.left_out, *(note for _, plan in comparison.rows for note in plan.notes)]
     yield screen.listed(list(dict.fromkeys(notes)))
 
 
-def _side_by_side(comparison: Comparison, screen: Screen) -> list[str]:
+def _side_by_side(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
     plans = [plan for _, plan in comparison.rows]
-    away = {"host": any(plan.host for plan in plans), "disk": any(plan.disk for plan in plans)}
-    heads = [head for head in (_GRIDS if comparison.speeds else _SETTINGS) if away.get(head, True)]
-    rows = [["grid" if comparison.speeds else "setting", *heads, ""]]
+    kind, heads, mark = ("grid", _GRIDS, "<- fastest") if comparison.speeds else ("setting", _SETTINGS, "<- cheapest")
+    empty = [name for name in ("host", "disk") if not any(getattr(plan, name) for plan in plans)]
+    heads = [head for head in heads if head not in empty]
+    rows = [[kind, *heads, ""]]
     for index, (name, plan) in enumerate(comparison.rows):
         cells = _cells(plan)
-        mark = "<- fastest" if comparison.speeds else "<- cheapest"
         rows.append([name, *(cells[head] for head in heads), mark if index == comparison.chosen else ""])
+    yield screen.table(rows, _OPTIONAL)
     head = f"at the peak: {_MARKS}"
     head += "" if plans[0].device_memory is None else "; the device's memory ends at |"
     names = [line[: screen.width // 2] for line in ("", *(name for name, _ in comparison.rows))]
     bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
-    drawn = screen.beside(names, bars, plans[0].device_memory)[1:]
-    return [*screen.table(rows, _OPTIONAL), "", *screen.paragraph(head), *drawn]
+    yield [*screen.paragraph(head), *screen.beside(names, bars, plans[0].device_memory)[1:]]
 
 
 def _cells(plan: Plan) -> dict[str, str]:
@@ -324,21 +328,18 @@ def _cells(plan: Plan) -> dict[str, str]:
     }
 
 
-def _choice(comparison: Comparison, screen: Screen) -> list[str]:
-    if not comparison.rows:
-        return screen.paragraph("No grid is left to plan.")
+def _choice(comparison: Comparison) -> str:
     memory = comparison.rows[0][1].device_memory
     if memory is None:
-        return screen.paragraph("Which of them fit depends on the memory of the device: --device-memory 80GB.")
+        return "Which of them fit depends on the memory of the device: --device-memory 80GB."
     if comparison.chosen is None:
-        name, plan = min(comparison.rows, key=lambda row: row[1].peak.bytes)
+        smallest, _ = min(comparison.rows, key=lambda row: row[1].peak.bytes)
         host = max((row.host_memory for _, row in comparison.rows if row.host_memory is not None), default=None)
         both = "" if host is None else f" and a host's {format_size(host)}"
-        lines = screen.paragraph(f"None of them fits in {format_size(memory)}{both}. The smallest is {name}.")
-        return [*lines, *screen.listed([] if comparison.speeds else advise(plan, stages=False))]  # others are above
+        return f"None of them fits in {format_size(memory)}{both}. The smallest is {smallest}."
     name, plan = comparison.rows[comparison.chosen]
     if comparison.speeds:
-        return screen.paragraph(_fastest(name, plan, memory, comparison.speeds))
+        return _fastest(name, plan, memory, comparison.speeds)
     text = (
         f"The cheapest that fits in {format_size(memory)} is {name}: of those that fit, it sends the least in a step, "
         f"{format_size(plan.sent)} per rank."
@@ -347,7 +348,7 @@ def _choice(comparison: Comparison, screen: Screen) -> list[str]:
         text += f" It keeps {format_size(plan.offloaded)} of each rank's model states off the device."
         if plan.host_spare is None:
             text += " Whether a host has room for that depends on --nodes and --host-memory."
-    return screen.paragraph(text)
+    return text
 
 
 def _fastest(name: str, plan: Plan, memory: int, speeds: tuple[float, float, float]) -> str:
@@ -386,8 +387,8 @@ def _size(nbytes: int) -> str:
     return format_size(nbytes) if nbytes else "-"
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / max(whole, 1):.1f} %" if part else ""
+def _share(part: int, plan: Plan) -> str:
+    return f"{100 * part / max(plan.peak.bytes, 1):.1f} %" if part else ""
 
 
 def _time(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -48,11 +49,13 @@ class Flops(NamedTuple):
         model: of one forward and backward of each micro-batch.
         recomputed: of forwards that activation checkpointing runs again inside backward.
         unknown: names of operators that ran and have no formula.
+        of_modules: all of them by the innermost module.
     """
 
     model: int
     recomputed: int
     unknown: frozenset[str]
+    of_modules: dict[str, int]
 
 
 _NOWHERE = TracePoint("", "", "")
@@ -163,6 +166,7 @@ class MemoryTracker(TorchDispatchMode):
         self._before: dict[str, int] = {}
         self._operators = OperatorFlops()
         self._flops: list[int] | None = None  # the model's, and recomputed ones
+        self._flops_of: Counter[str] = Counter()
 
     # ---------------------------------------------------------------- running
 
@@ -191,7 +195,10 @@ class MemoryTracker(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         if self._flops is not None and self.phase != STEP:
             again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
-            self._flops[again] += self._operators.of_call(func, args, kwargs or {}, out)
+            flops = self._operators.of_call(func, args, kwargs or {}, out)
+            if flops:
+                self._flops[again] += flops
+                self._flops_of[self.modules.now()] += flops
         before = self.place
         if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and (kwargs or {}).get("device") is None:
             self.place = self._place_of_result(args)
@@ -261,7 +268,7 @@ class MemoryTracker(TorchDispatchMode):
     def flops(self) -> Flops:
         """Since :meth:`record`."""
         model, recomputed = self._flops or (0, 0)
-        return Flops(model, recomputed, frozenset(self._operators.unknown))
+        return Flops(model, recomputed, frozenset(self._operators.unknown), dict(self._flops_of))
 
     def course(self, points: int) -> list[tuple[dict[str, int], str, str]]:
         """(bytes by item, phase, module) at no more than ``points`` moments since :meth:`record`: of equal numbers of
