@@ -134,11 +134,11 @@ def test_an_output_without_unicode(ask: Ask, made: list[Any], monkeypatch: pytes
 def test_check_is_asked_for(ask: Ask, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     check = ModuleType("zerolite.planning.check")
-    check.run_check = lambda *args, **given: asked.append((args, given)) or 1  # type: ignore[attr-defined]
+    check.run_check = lambda *args: asked.append(args) or 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "zerolite.planning.check", check)
     assert ask("--check", "--input-spec", "float32[2]", "--device", "cpu")[0] == 1
-    given = {"batch": "float32[2]", "loss": None, "device": "cpu", "plan": made[0]}
-    assert asked == [(("plan_models:build", "zero2.json", 8), given)]
+    request = {"model": "plan_models:build", "config": "zero2.json", "loss": None, "batch": "float32[2]"}
+    assert asked == [(request, "cpu", made[0])]
 
 
 # -------------------------------------------------------------------- mistakes

@@ -173,8 +173,8 @@ def test_what_rests_elsewhere_leaves_nothing_on_the_device() -> None:
     [
         (["--host-memory", "3GB"], {"device": "none"}, 3 * GB),
         (["--host-memory", "3GB"], {"device": "cpu"}, 3 * GB),
-        ([], {"device": "cpu"}, command.find_host_memory()),
-        (["--host-memory", "auto"], {"device": "none"}, command.find_host_memory()),
+        ([], {"device": "cpu"}, command.find_memory("cpu")),
+        (["--host-memory", "auto"], {"device": "none"}, command.find_memory("cpu")),
         ([], {"device": "none"}, None),
     ],
 )
@@ -193,9 +193,9 @@ def test_the_memory_of_the_host_on_the_command_line(
 @pytest.mark.parametrize(
     ("given", "more", "meant"),
     [
-        ([], {}, {"offload_host_memory": command.find_host_memory()}),
+        ([], {}, {"offload_host_memory": command.find_memory("cpu")}),
         (["--host-memory", "3GB"], {}, {"host_memory": 3 * GB}),
-        ([], {"activation_checkpointing": {"cpu_checkpointing": True}}, {"host_memory": command.find_host_memory()}),
+        ([], {"activation_checkpointing": {"cpu_checkpointing": True}}, {"host_memory": command.find_memory("cpu")}),
     ],
 )
 def test_the_memory_of_the_host_in_a_comparison(

@@ -9,11 +9,10 @@ import pytest
 
 from tests.unit.plan_examples import GB, make_items, make_peak, make_plan
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.planning import make
+from zerolite.planning import settings as module
 from zerolite.planning.errors import RefusedError
-from zerolite.planning.make import cheapest, compare
 from zerolite.planning.result import Comparison, Plan
-from zerolite.planning.settings import Setting, offload_settings, plain_settings, with_zero
+from zerolite.planning.settings import Setting, cheapest, compare, offload_settings, plain_settings, with_zero
 
 DISK = {"device": "nvme", "nvme_path": "/fast"}
 PLAIN = ["stage 0", "stage 1", "stage 2", "stage 3"]
@@ -118,7 +117,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
     it if it offloads; None: it is refused."""
 
     def compared(config: ZeroliteConfig, peaks: list[int | None], **options: Any) -> Comparison:
-        def plan(model_fn: Any, config: ZeroliteConfig, world_size: int, counted: Any, **options: Any) -> Plan:
+        def plan(model_fn: Any, config: ZeroliteConfig, world_size: int, **options: Any) -> Plan:
             zero = config.zero_optimization
             peak = peaks[zero.chosen_stage]
             if peak is None:
@@ -129,7 +128,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compare:
             offloads = zero.offload_optimizer.enabled or zero.offload_param.enabled
             return row(zero.chosen_stage, peak // (2 if offloads else 1), host=5 * offloads, **options)
 
-        monkeypatch.setattr(make, "plan_setting", plan)
+        monkeypatch.setattr(module, "plan", plan)
         return compare(lambda: None, config, 8, **({"device_memory": 80 * GB} | options))  # type: ignore[arg-type,return-value]
 
     return compared

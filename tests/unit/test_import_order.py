@@ -42,7 +42,7 @@ THIRD_PARTY = {
     "zerolite.offload.from_config": {"psutil"},
     "zerolite.planning.available": {"psutil"},
     "zerolite.planning.result": {"pydantic"},
-    "zerolite.planning.measure": {"pydantic", "psutil"},
+    "zerolite.planning.measure": {"pydantic"},
     "zerolite.planning.picture": {"matplotlib"},
     "zerolite.planning.sources": {"transformers"},
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerolite.pipe.order import Action
 
 DURATIONS = {"forward": 1, "backward": 2, "backward of inputs": 1, "backward of weights": 1}
 """Of one micro-batch in one part of the model: all parts take as long, a backward twice as long as a forward, and its
@@ -15,56 +18,39 @@ ASSUMED = (
 )
 
 
-class ActionLike(Protocol):
-    """See :class:`zerolite.pipe.order.Action`."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def part(self) -> int: ...
-
-    @property
-    def micro_batch(self) -> int: ...
-
-
-def bubble(orders: Sequence[Sequence[ActionLike]], durations: Mapping[str, int] = DURATIONS) -> float:
+def bubble(orders: Sequence[Sequence[Action]], durations: Mapping[str, int] = DURATIONS) -> float:
     """The share of a step in which ranks wait, on average: 1 - work / (ranks × time), of what each rank computes in its
     own order. Raises ValueError if the orders never come to an end."""
-    ends: dict[tuple[str, int, int], int] = {}
-    clocks, places = [0] * len(orders), [0] * len(orders)
+    ends: dict[tuple[str, int, int], int] = {}  # of forwards (F) and gradients of inputs (I), by part and micro-batch
+    clocks, waiting = [0] * len(orders), [list(reversed(order)) for order in orders]
     parts = 1 + max((action.part for order in orders for action in order), default=0)
     moved = True
     while moved:
         moved = False
-        for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                action = order[places[rank]]
+        for rank, order in enumerate(waiting):
+            while order:
+                action = order[-1]
                 needed = [ends.get(one) for one in _before(action, parts)]
                 if None in needed:
                     break
                 clocks[rank] = max([clocks[rank], *(end for end in needed if end is not None)])
                 clocks[rank] += durations[action.kind]
-                for name in _gives(action):
-                    ends[name] = clocks[rank]
-                places[rank] += 1
+                if action.kind != "backward of weights":
+                    name = "F" if action.kind == "forward" else "I"
+                    ends[name, action.part, action.micro_batch] = clocks[rank]
+                order.pop()
                 moved = True
-    if any(place < len(order) for place, order in zip(places, orders, strict=True)):
+    if any(waiting):
         raise ValueError("expected orders of computations in which every one can begin, got ranks that wait for ever")
     work = sum(durations[action.kind] for order in orders for action in order)
     return 1 - work / (len(orders) * max(clocks)) if work else 0.0
 
 
-def _before(action: ActionLike, parts: int) -> list[tuple[str, int, int]]:
-    """Return the actions that must have ended when this one begins: forwards (F), gradients of inputs (I)."""
+def _before(action: Action, parts: int) -> list[tuple[str, int, int]]:
+    """Return the computations that must have ended when this one begins."""
     part, index = action.part, action.micro_batch
     if action.kind == "forward":
         return [("F", part - 1, index)] if part else []
     if action.kind == "backward of weights":
         return [("I", part, index)]
     return [("F", part, index), *([("I", part + 1, index)] if part + 1 < parts else [])]
-
-
-def _gives(action: ActionLike) -> list[tuple[str, int, int]]:
-    letter = {"forward": "F", "backward": "I", "backward of inputs": "I"}.get(action.kind)
-    return [] if letter is None else [(letter, action.part, action.micro_batch)]

@@ -144,9 +144,9 @@ def compare(plan: Plan, measured: Measurement, tolerance: float) -> Iterator[Lin
     yield Line(_PEAK, plan.step_peak.bytes, measured.step_peak, tolerance)
     ours, theirs = ({(row.op, row.tag): row for row in rows} for rows in (plan.traffic, measured.traffic))
     for op, tag in {**ours, **theirs}:
-        name, both = f"{op.replace('_', '-')} of {spoken(tag)}", (ours.get((op, tag)), theirs.get((op, tag)))
-        yield Line(name, *(row.nbytes if row else 0 for row in both))
-        yield Line(f"{name}, number", *(row.count if row else 0 for row in both), calls=True)
+        name, one, other = f"{op.replace('_', '-')} of {spoken(tag)}", ours.get((op, tag)), theirs.get((op, tag))
+        yield Line(name, one.nbytes if one else 0, other.nbytes if other else 0)
+        yield Line(f"{name}, number", one.count if one else 0, other.count if other else 0, calls=True)
 
 
 def render(lines: list[Line], screen: Screen) -> list[str]:

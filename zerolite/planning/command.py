@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.errors import PlanError
-from zerolite.planning.grid_config import grid_of
+from zerolite.planning.places import grid_of
 from zerolite.utils.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -56,16 +56,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def _rank(text: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more, got {text!r}")
+    return int(text)
+
+
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text!r}")
-    return int(text)
-
-
-def _rank(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {text!r}")
-    return int(text)
+    return _rank(text, 1)
 
 
 def _size(text: str) -> int | str:
@@ -89,99 +87,56 @@ def _speeds(text: str) -> tuple[float, float, float]:
 
 
 def build_parser(prog: str) -> _Parser:
-    parser = _Parser(
-        prog=prog,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
+    job = parser.add_argument_group("the job").add_argument
+    what = "package.module:function that makes the model, or a Hugging Face config.json or its directory"
+    job("--model", required=True, metavar="MODEL", help=what)
+    job("--config", required=True, metavar="CONFIG", help="the engine's config: a file, or JSON")
+    ranks = "how many ranks the job has; the config says the grid that they form (tensor_parallel, pipeline)"
+    job("--world-size", required=True, type=_count, metavar="N", help=ranks)
+    job("--nodes", type=_count, metavar="N", help="on how many nodes they are: tells the traffic between nodes")
+    whose = "whose needs to tell (default: 0, or with a pipeline the first one of the stage that needs the most)"
+    job("--rank", type=_rank, metavar="N", help=whose)
+    job("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks run on (default: cuda)")
+    device = "of each rank's device, as in 80GB or 80GiB, or auto for this machine's: tells whether the job fits"
+    job("--device-memory", type=_size, metavar="SIZE", help=device)
+    host = (
+        "of each host, which its ranks share (--nodes): tells whether what is offloaded fits (default, if something "
+        "is: auto, this machine's)"
     )
-    _add_job(parser)
-    _add_step(parser)
-    _add_output(parser)
+    job("--host-memory", type=_size, metavar="SIZE", help=host)
+    step = parser.add_argument_group("a step", "Without a batch no forward is run, and activations are not counted.")
+    batch = step.add_mutually_exclusive_group().add_argument
+    makes = (
+        "package.module:function that makes the arguments of forward, a tuple or a dict; it may take the micro-batch "
+        "size"
+    )
+    batch("--batch", metavar="FUNCTION", help=makes)
+    batch("--input-spec", metavar="SPEC", help='the tensors of a batch, as in "input_ids:int64[B,1024]"')
+    loss = (
+        "package.module:function from what forward returns to the loss (default: that itself, its .loss, or the mean "
+        "of its first floating tensor)"
+    )
+    step.add_argument("--loss", metavar="FUNCTION", help=loss)
+    do = parser.add_argument_group("what to do").add_argument
+    compare = "plan stages 0 to 3, a few sizes and what can be offloaded, and mark the cheapest that fits"
+    do("--compare", action="store_true", help=compare)
+    grids = (
+        "plan grids of pipeline stages, data and tensor parallel ranks, and mark the one with the shortest step of "
+        "those that fit; needs --device-memory and a batch"
+    )
+    do("--grids", action="store_true", help=grids)
+    speeds = (
+        "what --grids assumes of a device: operations a second, and bytes a second to others of its node and to other "
+        "nodes (default: 150e12,150GB,12.5GB)"
+    )
+    do("--speeds", type=_speeds, metavar="FLOPS,WITHIN,BETWEEN", help=speeds)
+    check = "also run a real job of that many ranks here, and print both side by side"
+    do("--check", action="store_true", help=check)
+    do("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
+    do("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
     return parser
-
-
-def _add_job(parser: _Parser) -> None:
-    add = parser.add_argument_group("the job").add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="package.module:function that makes the model, or a Hugging Face config.json or its directory",
-    )
-    add("--config", required=True, metavar="CONFIG", help="the engine's config: a file, or JSON")
-    add(
-        "--world-size",
-        required=True,
-        type=_count,
-        metavar="N",
-        help="how many ranks the job has; the config says the grid that they form (tensor_parallel, pipeline)",
-    )
-    add("--nodes", type=_count, metavar="N", help="on how many nodes they are: tells the traffic between nodes")
-    add(
-        "--rank",
-        type=_rank,
-        metavar="N",
-        help="whose needs to tell (default: 0, or with a pipeline the first one of the stage that needs the most)",
-    )
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks run on (default: cuda)")
-    add(
-        "--device-memory",
-        type=_size,
-        metavar="SIZE",
-        help="of each rank's device, as in 80GB or 80GiB, or auto for this machine's: tells whether the job fits",
-    )
-    add(
-        "--host-memory",
-        type=_size,
-        metavar="SIZE",
-        help="of each host, which its ranks share (--nodes): tells whether what is offloaded fits (default, if "
-        "something is: auto, this machine's)",
-    )
-
-
-def _add_step(parser: _Parser) -> None:
-    group = parser.add_argument_group("a step", "Without a batch no forward is run, and activations are not counted.")
-    batch = group.add_mutually_exclusive_group()
-    batch.add_argument(
-        "--batch",
-        metavar="FUNCTION",
-        help="package.module:function that makes the arguments of forward, a tuple or a dict; it may take the "
-        "micro-batch size",
-    )
-    batch.add_argument("--input-spec", metavar="SPEC", help='the tensors of a batch, as in "input_ids:int64[B,1024]"')
-    group.add_argument(
-        "--loss",
-        metavar="FUNCTION",
-        help="package.module:function from what forward returns to the loss (default: that itself, its .loss, or the "
-        "mean of its first floating tensor)",
-    )
-
-
-def _add_output(parser: _Parser) -> None:
-    add = parser.add_argument_group("what to do").add_argument
-    add(
-        "--compare",
-        action="store_true",
-        help="plan stages 0 to 3, a few sizes and what can be offloaded, and mark the cheapest that fits",
-    )
-    add(
-        "--grids",
-        action="store_true",
-        help="plan grids of pipeline stages, data and tensor parallel ranks, and mark the one with the shortest step "
-        "of those that fit; needs --device-memory and a batch",
-    )
-    add(
-        "--speeds",
-        type=_speeds,
-        metavar="FLOPS,WITHIN,BETWEEN",
-        help="what --grids assumes of a device: operations a second, and bytes a second to others of its node and to "
-        "other nodes (default: 150e12,150GB,12.5GB)",
-    )
-    add("--check", action="store_true", help="also run a real job of that many ranks here, and print both side by side")
-    add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
-    add("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
 
 
 def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
@@ -208,28 +163,23 @@ def find_problem(options: argparse.Namespace) -> str | None:
             return "--check needs --batch or --input-spec: the real job trains on it"
         if options.compare or options.rank or nodes not in (None, 1):
             return "--check measures one setting on one machine, as rank 0: leave out --compare, --nodes and --rank"
-    if problem := _find_grids_problem(options):
-        return problem
+    if options.speeds and not options.grids:
+        return "--speeds is for --grids"
+    if options.grids:
+        if options.device_memory is None or not (options.batch or options.input_spec):
+            return "--grids needs --device-memory, and --batch or --input-spec: it looks for the fastest grid that fits"
+        others = [name for name in ("compare", "check", "png", "rank") if getattr(options, name) not in (None, False)]
+        if others:
+            return f"--grids plans several grids: leave out --{others[0]}"
     if options.png and importlib.util.find_spec("matplotlib") is None:
         return "--png needs matplotlib: pip install 'zerolite[plot]'"
     return None
 
 
-def _find_grids_problem(options: argparse.Namespace) -> str | None:
-    if not options.grids:
-        return "--speeds is for --grids" if options.speeds else None
-    if options.device_memory is None or not (options.batch or options.input_spec):
-        return "--grids needs --device-memory, and --batch or --input-spec: it looks for the fastest grid that fits"
-    others = [name for name in ("compare", "check", "png") if getattr(options, name)]
-    if others or options.rank is not None:
-        return f"--grids plans several grids: leave out --{[*others, 'rank'][0]}"
-    return None
-
-
-def find_device_memory(device: str) -> int:
+def find_memory(device: str) -> int:
     """Bytes of this machine's first CUDA device, or of its memory for "cpu". Raises PlanError where there is none."""
     if device == "cpu":
-        return find_host_memory()
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     import torch
 
     if not torch.cuda.is_available():
@@ -238,25 +188,12 @@ def find_device_memory(device: str) -> int:
     return nbytes
 
 
-def find_host_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _offloads(config: ZeroliteConfig) -> bool:
-    zero = config.zero_optimization
-    return (
-        zero.offload_optimizer.enabled
-        or zero.offload_param.enabled
-        or config.activation_checkpointing.cpu_checkpointing
-    )
-
-
 # -------------------------------------------------------------------- what it does
 
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
     """The plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
+    from zerolite.planning.host_room import offloads
     from zerolite.planning.make import plan
     from zerolite.planning.settings import compare
     from zerolite.planning.sources import load_batch, load_function, load_model_fn, parse_input_spec
@@ -273,13 +210,14 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
         given["rank"] = 0 if options.check else options.rank
     if options.device_memory is not None:
         auto = options.device_memory == AUTO
-        given["device_memory"] = find_device_memory(options.device) if auto else options.device_memory
-    if options.host_memory is not None:
-        given["host_memory"] = find_host_memory() if options.host_memory == AUTO else options.host_memory
-    elif options.compare and not config.activation_checkpointing.cpu_checkpointing:
-        given["offload_host_memory"] = find_host_memory()
-    elif _offloads(config):
-        given["host_memory"] = find_host_memory()
+        given["device_memory"] = find_memory(options.device) if auto else options.device_memory
+    checkpoints = config.activation_checkpointing.cpu_checkpointing
+    if options.host_memory not in (None, AUTO):
+        given["host_memory"] = options.host_memory
+    elif options.compare and options.host_memory is None and not checkpoints:
+        given["offload_host_memory"] = find_memory("cpu")
+    elif options.host_memory == AUTO or checkpoints or offloads(config):
+        given["host_memory"] = find_memory("cpu")
     if options.batch or options.input_spec:
         given["batch"] = load_batch(options.batch) if options.batch else parse_input_spec(options.input_spec)
     if options.loss:

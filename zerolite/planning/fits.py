@@ -22,7 +22,7 @@ from zerolite.planning.host_room import (
     is_ample,
     offloads,
 )
-from zerolite.planning.make import plan_of, silent
+from zerolite.planning.make import plan_of, silent, with_defaults
 from zerolite.planning.places import Grid
 from zerolite.planning.result import Peak, Plan
 from zerolite.planning.settings import cheapest, with_zero
@@ -204,10 +204,7 @@ def _dry_run(
 
 def _of_one_part(config: ZeroliteConfig) -> ZeroliteConfig:
     """``config`` without the grid: the model has been divided."""
-    blocks = ("tensor_parallel", "pipeline")
-    fields = type(config).model_fields
-    alone = {name: fields[name].get_default(call_default_factory=True) for name in blocks}
-    return silent(config).model_copy(update=alone)
+    return with_defaults(silent(config), ("tensor_parallel", "pipeline"))
 
 
 def _own_share(made: Plan, of_peers: int) -> Plan:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.planning.bubble import bubble
 from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run_stages
-from zerolite.planning.make import ConfigLike, check_places, job_of, orders_of, parsed, plan_of_stages
+from zerolite.planning.make import ConfigLike, bubble_of, check_places, job_of, parsed, plan_of_stages
 from zerolite.planning.places import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.result import Comparison, Plan, Stage, Traffic
 from zerolite.planning.settings import Trials, with_blocks
@@ -199,13 +198,14 @@ class _Search:
         config = with_blocks(self._config, zero_optimization={"stage": stage}, **blocks)
         sizes = {"train_batch_size": samples, "gradient_accumulation_steps": None}
         resolved = config.model_copy(update=sizes).resolve(grid.data)
-        waiting = bubble(orders_of(resolved, grid.pipe)) if grid.pipe > 1 else 0.0
+        waiting = bubble_of(resolved, grid.pipe) if grid.pipe > 1 else 0.0
         numel = base.parameters / (grid.pipe * grid.tensor)
         whole, parted = self._bytes_of_states
         share = {0: whole + parted, 3: (whole + parted) / grid.data}.get(stage, whole + parted / grid.data)
         gradients = 2 * whole * numel * (grid.data - 1) / grid.data  # a ring that reduces and gathers
         across = float(gradients * ring_between_nodes(grid, self._nodes, "data"))
-        counts = [_flops(one) for one in base.stages or [base]]  # of each rank; on average all grids have as many
+        ranks: Sequence[Plan | Stage] = base.stages or [base]
+        counts = [_flops(rank) for rank in ranks]  # on average all grids have as many
         largest = max(1.0, grid.pipe * self._blocks.largest_stage(grid.pipe)) if _is_divided(resolved) else 1.0
         computing = largest * sum(counts) / len(counts) / speeds.flops / (1 - waiting)
         return Candidate(grid, stage, resolved, waiting, computing + across / speeds.between, int(share * numel))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
-from zerolite.planning.bubble import ASSUMED, ActionLike, bubble
+from zerolite.planning.bubble import ASSUMED, bubble
 from zerolite.planning.dry_run import Job, Outcome, run_stages
 from zerolite.planning.errors import PlanError
-from zerolite.planning.grid_config import grid_of
+from zerolite.planning.places import grid_of
 from zerolite.planning.result import Items, Peak, Plan, Stage, TimePoint
+from zerolite.planning.steps import required_parameters
 from zerolite.planning.tracker import Fullest
 from zerolite.planning.traffic import summarize
 from zerolite.utils.memory_tags import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
@@ -24,17 +24,8 @@ from zerolite.utils.sizes import format_size, parse_size
 ConfigLike = ZeroliteConfig | dict[str, Any] | str | os.PathLike[str]
 
 _SILENT = (
-    "csv_monitor",
-    "jsonl_monitor",
-    "tensorboard",
-    "wandb",
-    "comms_logger",
-    "flops_profiler",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "check_collectives",
+    *("csv_monitor", "jsonl_monitor", "tensorboard", "wandb", "comms_logger", "flops_profiler", "steps_per_print"),
+    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "check_collectives"),
 )
 """Keys that print, write or measure, and change nothing that is planned."""
 
@@ -116,10 +107,13 @@ def job_of(
 
 def silent(config: ZeroliteConfig) -> ZeroliteConfig:
     """``config`` without what prints, writes and measures."""
+    return with_defaults(config, _SILENT)
+
+
+def with_defaults(config: ZeroliteConfig, keys: Iterable[str]) -> ZeroliteConfig:
+    """``config`` without the user's values for ``keys``."""
     fields = type(config).model_fields
-    return config.model_copy(
-        update={name: fields[name].get_default(call_default_factory=True) for name in _SILENT if name in fields}
-    )
+    return config.model_copy(update={name: fields[name].get_default(call_default_factory=True) for name in keys})
 
 
 def check_places(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
@@ -147,13 +141,7 @@ def of_micro_batch(batch: Callable[..., Any] | None, size: int | None) -> Callab
     """``batch`` as a function without arguments; it may ask for the micro-batch size."""
     if batch is None:
         return None
-    asks = [
-        parameter
-        for parameter in inspect.signature(batch).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if not asks:
+    if not required_parameters(batch):
         return batch
     if size is None:
         raise PlanError(
@@ -162,14 +150,12 @@ def of_micro_batch(batch: Callable[..., Any] | None, size: int | None) -> Callab
     return lambda: batch(size)
 
 
-# -------------------------------------------------------------------- what is told
-
-
 def plan_of(
     job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None, host_memory: int | None = None
 ) -> Plan:
     """Make the plan of ``job`` from its ``outcome``; nodes, device_memory and host_memory as in :func:`plan`."""
     config = job.config
+    looped = config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS  # parts in turn
     peaks = [_peak(fullest, outcome) for fullest in (outcome.initialize, outcome.warm_up, outcome.step)]
     on_device = outcome.largest[DEVICE]
     states = dict.fromkeys(ITEMS, 0) | {item: on_device[item] for item in (*MODEL_STATES, BUFFERS)}
@@ -198,17 +184,17 @@ def plan_of(
         initialize_peak=peaks[0],
         step_peak=peaks[2],
         timeline=[TimePoint(items=items, phase=phase, module=module) for items, phase, module in outcome.course],
-        traffic=summarize(outcome.recorder.calls, job.grid, nodes, job.stage, is_looped(config)),
+        traffic=summarize(outcome.recorder.calls, job.grid, nodes, job.stage, looped),
         host_waits=outcome.host_waits if job.device == "cuda" else 0,
-        host=_any(_items(outcome.largest[HOST])),
-        disk=_any(_items(outcome.largest[DISK])),
+        host=_any(outcome.largest[HOST]),
+        disk=_any(outcome.largest[DISK]),
         host_peak=outcome.most_in_host_memory,
         checkpoint=outcome.checkpoint,
         flops=None if outcome.flops is None else outcome.flops.model,
         recomputed_flops=0 if outcome.flops is None else outcome.flops.recomputed,
         device_memory=device_memory,
         host_memory=host_memory,
-        notes=_notes(job, outcome),
+        notes=list(_notes(job, outcome)),
     )
 
 
@@ -231,37 +217,35 @@ def plan_of_stages(
     told = made[job.stage] if at_rank else max(made.values(), key=lambda one: one.peak.bytes)
     owned = [outcome.parameters - outcome.tied_parameters for outcome in outcomes.values()]
     trained = [outcome.trained_parameters - outcome.tied_parameters for outcome in outcomes.values()]
-    waits = bubble(orders_of(job.config, job.grid.pipe))
     update = {
         "parameters": sum(owned),
         "trained_parameters": sum(trained),
-        "bubble": waits,
+        "bubble": bubble_of(job.config, job.grid.pipe),
         "stages": [_stage(one) for one in made.values()],
         "notes": [*told.notes, ASSUMED],
     }
     return told.model_copy(update=update)
 
 
-def orders_of(config: ZeroliteConfig, stages: int) -> Sequence[Sequence[ActionLike]]:
-    """Return the actions of each rank of the pipeline in a step."""
+def bubble_of(config: ZeroliteConfig, stages: int) -> float:
+    """Return the share of a step in which the ranks of the pipeline wait."""
     from zerolite.pipe.order import orders  # only where there is a pipeline
 
     block, micro_batches = config.pipeline, config.gradient_accumulation_steps or 1
-    return orders(block.schedule, stages, block.chunks_per_rank, micro_batches)
+    return bubble(orders(block.schedule, stages, block.chunks_per_rank, micro_batches))
 
 
 def _stage(made: Plan) -> Stage:
-    return Stage(
-        stage=made.pipeline_stage, **{name: getattr(made, name) for name in Stage.model_fields if name != "stage"}
-    )
+    fields = {name: getattr(made, name) for name in Stage.model_fields if name != "stage"}
+    return Stage(stage=made.pipeline_stage, **fields)
 
 
 def _items(items: dict[str, int]) -> Items:
     return {item: items[item] for item in ITEMS}
 
 
-def _any(items: Items) -> Items | None:
-    return items if any(items.values()) else None
+def _any(items: dict[str, int]) -> Items | None:
+    return _items(items) if any(items[item] for item in ITEMS) else None
 
 
 def _peak(fullest: Fullest, outcome: Outcome) -> Peak:
@@ -286,11 +270,6 @@ def _precision(config: ZeroliteConfig) -> str:
     return "fp32"
 
 
-def is_looped(config: ZeroliteConfig) -> bool:
-    """True if the last rank of the pipeline sends to the first one: their parts of the model are dealt out in turn."""
-    return config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS
-
-
 def _describe_batch(job: Job) -> str | None:
     if job.batch is None:
         return None
@@ -306,31 +285,27 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-def _notes(job: Job, outcome: Outcome) -> list[str]:
-    notes = []
+def _notes(job: Job, outcome: Outcome) -> Iterator[str]:
     if job.batch is None:
-        notes.append("No batch was given: activations are not in the numbers.")
-    if outcome.recurrent and job.batch is not None:
-        notes.append(
+        yield "No batch was given: activations are not in the numbers."
+    elif outcome.recurrent:
+        yield (
             "Recurrent layers were run step by step; their fused kernels keep something else for backward, which may "
             "be half as much again."
         )
     if outcome.flops is not None and outcome.flops.unknown:
-        notes.append(
+        yield (
             f"The FLOPs leave out {', '.join(sorted(outcome.flops.unknown))}, of which no formula is known. "
             "torch.utils.flop_counter.register_flop_formula takes one."
         )
     if job.device == "cuda":
-        notes.append(
+        yield (
             "What the driver's context, NCCL's own buffers, cuBLAS' workspaces and fragmentation take is not in the "
             "numbers: 1 to 2 GB on most devices."
         )
-        notes.append(
-            "Tensors of the plan are on the CPU, so attention and the like allocate what their CPU kernels do."
-        )
+        yield "Tensors of the plan are on the CPU, so attention and the like allocate what their CPU kernels do."
         if outcome.made:
-            notes.append(
+            yield (
                 f"Before the engine has it, the model takes {format_size(outcome.made)} of host memory in every "
                 "process; zerolite.zero.Init partitions it while it is made."
             )
-    return notes

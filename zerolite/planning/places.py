@@ -1,10 +1,12 @@
-"""Placement of a grid's ranks on nodes. Standard library only."""
+"""Grid of ranks that a config requests, and its placement on nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
+
+from zerolite.config import ConfigError, ZeroliteConfig
 
 
 class Grid(NamedTuple):
@@ -34,20 +36,28 @@ class Grid(NamedTuple):
 
     def groups(self, dimension: str) -> Iterator[list[int]]:
         """All groups of a dimension, each in the order of its ranks."""
-        pipe, data, tensor = (range(size) for size in self)
-        if dimension == "tensor":
-            yield from ([self.rank(p, d, t) for t in tensor] for p in pipe for d in data)
-        elif dimension == "data":
-            yield from ([self.rank(p, d, t) for d in data] for p in pipe for t in tensor)
-        elif dimension == "pipe":
-            yield from ([self.rank(p, d, t) for p in pipe] for d in data for t in tensor)
-        elif dimension == "model":
-            yield from ([self.rank(p, d, t) for p in pipe for t in tensor] for d in data)
-        else:
-            yield list(range(self.world_size))
+        inside = {"model": ("pipe", "tensor"), "world": self._fields}.get(dimension, (dimension,))
+        found: dict[tuple[int, ...], list[int]] = {}  # by the places in the other dimensions
+        for rank in range(self.world_size):
+            places = zip(self._fields, self.place(rank), strict=True)
+            found.setdefault(tuple(place for name, place in places if name not in inside), []).append(rank)
+        yield from found.values()
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in self._asdict().items())
+
+
+def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
+    """Return the grid of ``config``. Raises ConfigError if so many ranks do not form it."""
+    pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
+    if world_size % (pipe * tensor):
+        path = "pipeline.stages" if pipe > 1 else "tensor_parallel.size"
+        sentence = (
+            f"expected the number of ranks to be a multiple of pipeline.stages × tensor_parallel.size = {pipe} × "
+            f"{tensor} = {pipe * tensor}, got {world_size} ranks"
+        )
+        raise ConfigError([(path, sentence)])
+    return Grid(pipe, world_size // (pipe * tensor), tensor)
 
 
 def ring_between_nodes(grid: Grid, nodes: int, dimension: str) -> Fraction:

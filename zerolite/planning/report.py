@@ -294,9 +294,11 @@ def _of_several(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
 
 def _side_by_side(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
     plans = [plan for _, plan in comparison.rows]
-    kind, heads, mark = ("grid", _GRIDS, "<- fastest") if comparison.speeds else ("setting", _SETTINGS, "<- cheapest")
+    kind, all_heads, mark = (
+        ("grid", _GRIDS, "<- fastest") if comparison.speeds else ("setting", _SETTINGS, "<- cheapest")
+    )
     empty = [name for name in ("host", "disk") if not any(getattr(plan, name) for plan in plans)]
-    heads = [head for head in heads if head not in empty]
+    heads = [head for head in all_heads if head not in empty]
     rows = [[kind, *heads, ""]]
     for index, (name, plan) in enumerate(comparison.rows):
         cells = _cells(plan)

@@ -209,15 +209,13 @@ def _disk(config: ZeroliteConfig) -> str | None:
 
 def _devices(config: ZeroliteConfig, optimizer: str, parameters: str) -> dict[str, Any]:
     """Both blocks of offload as ``config`` has them, for other devices."""
-    zero = config.zero_optimization
-    whole = {"ratio": 1.0} if optimizer == "nvme" else {}  # a part is for the host alone
-    blocks = {"offload_optimizer": {"device": optimizer, **whole}, "offload_param": {"device": parameters}}
-    return {
-        name: (block := getattr(zero, name)).model_copy(
-            update={**update, "nvme_path": block.nvme_path or _disk(config)}
-        )
-        for name, update in blocks.items()
-    }
+    blocks: dict[str, Any] = {"offload_optimizer": {"device": optimizer}, "offload_param": {"device": parameters}}
+    if optimizer == "nvme":
+        blocks["offload_optimizer"]["ratio"] = 1.0  # a part is for the host alone
+    for name, update in blocks.items():
+        block = getattr(config.zero_optimization, name)
+        blocks[name] = block.model_copy(update={**update, "nvme_path": block.nvme_path or _disk(config)})
+    return blocks
 
 
 def _name(config: ZeroliteConfig, optimizer: str, parameters: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 
 from zerolite.planning.errors import PlanError
 from zerolite.planning.imports import import_object
+from zerolite.planning.steps import required_parameters
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 """The arguments of one forward, by name or in order."""
@@ -72,7 +72,7 @@ def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
         raise PlanError(
             f"--model {spec}: expected a function that makes the model, and it is of type {type(found).__name__}"
         )
-    needed = _required_parameters(found)
+    needed = required_parameters(found)
     if needed:
         raise PlanError(
             f"--model {spec}: expected a function without arguments, and it needs {', '.join(needed)}; write one that "
@@ -80,15 +80,6 @@ def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
         )
     make_model: Callable[[], torch.nn.Module] = found
     return make_model
-
-
-def _required_parameters(function: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins have none
-        return []
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in optional]
 
 
 # -------------------------------------------------------------------- Hugging Face

@@ -44,20 +44,21 @@ class Unpaired:
 def loss_fn_of(model: torch.nn.Module, stages: int, loss: Callable[..., torch.Tensor] | None) -> LossFunction | None:
     """Return the loss_fn that ``zerolite.initialize`` takes for a pipeline of ``stages``. loss: of the outputs, or of
     outputs and targets; then, as with a PipelineModule that has a loss function, batches are (inputs, targets)."""
-    if loss is not None and _is_of_targets(loss):
+    if loss is not None and len(required_parameters(loss)) == 2:
         return loss
     if stages == 1 or getattr(model, "loss_fn", None) is not None:
         return None
     return Unpaired(loss or loss_of)
 
 
-def _is_of_targets(loss: Callable[..., Any]) -> bool:
+def required_parameters(function: Callable[..., Any]) -> list[str]:
+    """The parameters of ``function`` that have no default, but for *args and **kwargs."""
     try:
-        parameters = inspect.signature(loss).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have none
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(entry.kind in positional and entry.default is entry.empty for entry in parameters) == 2
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in optional]
 
 
 def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase: Phase = _unseen) -> None:

@@ -1,42 +1,22 @@
-"""Bytes sent in a step by kind and dimension, within nodes and between them. Standard library only."""
+"""Bytes sent in a step by kind and dimension, within nodes and between them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fractions import Fraction
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from zerolite.planning.places import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.result import Traffic
+
+if TYPE_CHECKING:
+    from zerolite.comm import CollectiveCall
 
 MESSAGES = ("send", "receive")
 ON_HOST = "control"  # the tag of the few numbers that hosts tell each other beside all collectives
 
 
-class CollectiveLike(Protocol):
-    """See :class:`zerolite.comm.CollectiveCall`."""
-
-    @property
-    def op(self) -> str: ...
-
-    @property
-    def tag(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def dimension(self) -> str: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def unaligned(self) -> int: ...
-
-
 def summarize(
-    calls: Iterable[CollectiveLike], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
+    calls: Iterable[CollectiveCall], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
 ) -> list[Traffic]:
     """One row for each operation, purpose and dimension, in the order of the bytes sent.
 
@@ -47,28 +27,21 @@ def summarize(
     Rings in the order of ranks, which fill one node after the other: the part of them that leaves a node is that of
     their links. What hosts tell each other is left out. NCCL may choose trees for small tensors, which send as much.
     """
-    counts: dict[tuple[str, str, str, int], list[int]] = {}
+    kinds: dict[tuple[str, str, str, int], list[CollectiveCall]] = {}
     for call in calls:
-        if call.tag == ON_HOST:
-            continue
-        entry = counts.setdefault((call.op, call.tag, call.dimension, call.ranks), [0, 0, 0])
-        entry[0] += 1
-        entry[1] += call.nbytes
-        entry[2] += call.unaligned
+        if call.tag != ON_HOST:
+            kinds.setdefault((call.op, call.tag, call.dimension, call.ranks), []).append(call)
     rows = []
-    for (op, tag, dimension, ranks), (count, nbytes, unaligned) in counts.items():
+    for (op, tag, dimension, ranks), same in kinds.items():
+        nbytes = sum(call.nbytes for call in same)
         sent, across = _sent(op, nbytes, ranks), None
         if nodes is not None:
-            across = int(sent * _part_between(op, dimension, grid, nodes, stage, looped))
-        amounts = {"count": count, "nbytes": nbytes, "sent": sent, "unaligned": unaligned}
-        rows.append(Traffic(op=op, tag=tag, dimension=dimension, ranks=ranks, inter_node=across, **amounts))
+            messages = op in MESSAGES or dimension == "pipe"
+            part = messages_between_nodes(grid, nodes, stage, looped) if messages else None
+            across = int(sent * (ring_between_nodes(grid, nodes, dimension) if part is None else part))
+        amounts = {"count": len(same), "nbytes": nbytes, "unaligned": sum(call.unaligned for call in same)}
+        rows.append(Traffic(op=op, tag=tag, dimension=dimension, ranks=ranks, sent=sent, inter_node=across, **amounts))
     return sorted(rows, key=lambda row: (-row.sent, row.dimension, row.op, row.tag))
-
-
-def _part_between(op: str, dimension: str, grid: Grid, nodes: int, stage: int, looped: bool) -> Fraction:
-    if op in MESSAGES or dimension == "pipe":
-        return messages_between_nodes(grid, nodes, stage, looped)
-    return ring_between_nodes(grid, nodes, dimension)
 
 
 def _sent(op: str, nbytes: int, ranks: int) -> int:
