@@ -14,9 +14,9 @@ import zerolite
 from zerolite.config import ConfigError
 from zerolite.planning.errors import PlanError
 from zerolite.planning.make import plan
-from zerolite.planning.settings import cheapest, compare
 from zerolite.planning.places import Grid
 from zerolite.planning.result import Plan
+from zerolite.planning.settings import cheapest, compare
 from zerolite.planning.traffic import summarize
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 

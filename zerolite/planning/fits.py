@@ -17,17 +17,20 @@ from zerolite.planning.host_room import (
     Room,
     Shortage,
     bytes_of_parameters,
+    counted,
+    describe,
     find_room,
     find_shortage,
     is_ample,
+    itemised,
     offloads,
 )
 from zerolite.planning.make import plan_of, silent, with_defaults
 from zerolite.planning.places import Grid
-from zerolite.planning.result import Peak, Plan
+from zerolite.planning.result import Plan, spoken
 from zerolite.planning.settings import cheapest, with_zero
 from zerolite.planning.skeleton import DrySkeleton
-from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS, COMPUTE, ITEMS, MASTERS, STATES
+from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS, COMPUTE, MASTERS, STATES
 from zerolite.utils.sizes import format_size
 
 logger = logging.getLogger("zerolite")
@@ -210,40 +213,29 @@ def _of_one_part(config: ZeroliteConfig) -> ZeroliteConfig:
 def _own_share(made: Plan, of_peers: int) -> Plan:
     """``made`` without what the other ranks of the host have made of the memory that all of them map: each rank has an
     equal share of what the host has free, and counts its own."""
-    peaks = [_without(of_peers, peak) for peak in (made.peak, made.initialize_peak, made.step_peak)]
+    peaks = []
+    for peak in (made.peak, made.initialize_peak, made.step_peak):
+        less = min(of_peers, peak.items[BUCKETS])
+        items = {**peak.items, BUCKETS: peak.items[BUCKETS] - less}
+        peaks.append(peak.model_copy(update={"bytes": peak.bytes - less, "items": items}))
     peak = max(peaks, key=lambda peak: peak.bytes)
     return made.model_copy(update={"peak": peak, "host_peak": made.host_peak - min(of_peers, made.host_peak)})
 
 
-def _without(of_peers: int, peak: Peak) -> Peak:
-    less = min(of_peers, peak.items[BUCKETS])
-    items = {**peak.items, BUCKETS: peak.items[BUCKETS] - less}
-    return peak.model_copy(update={"bytes": peak.bytes - less, "items": items})
-
-
 def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Topology) -> Shortage | None:
     """Find the shortage on the device, or else on the host."""
-    if not made.fits:
-        piped = topology.pipe.world_size > 1
-        higher = "" if piped else 'a higher zero_optimization.stage ("auto" chooses), '
-        offload = "more stages" if piped else "zero_optimization.offload_optimizer"
-        return Shortage(
-            _reason(made, device, topology), f"Use more ranks, {higher}{offload}, or a device with more memory"
-        )
-    return None if room is None else find_shortage(made, room)
-
-
-def _reason(made: Plan, device: torch.device, topology: Topology) -> str:
-    free = made.device_memory or 0
-    items = sorted(made.peak.items.items(), key=lambda entry: -entry[1])
-    named = {item: item.replace("_", " ") for item in ITEMS} | {ACTIVATIONS: "gradients not yet in their buckets"}
-    itemised = ", ".join(f"{named[item]} {format_size(nbytes)}" for item, nbytes in items if nbytes)
-    ranks = f"{topology.world.world_size} rank{'s' if topology.world.world_size > 1 else ''}"
+    if made.fits:
+        return None if room is None else find_shortage(made, room)
     grid, here = ("", "") if topology.trivial else (f" ({topology.grid})", " here")
-    return (
-        f"training {made.model} ({made.parameters:,} parameters{here}) at ZeRO stage {made.stage} on {ranks}{grid} "
-        f"needs {format_size(made.peak.bytes)} on {device} without activations, and {format_size(free)} are free: "
-        f"{itemised}"
+    named = {spoken(item): nbytes for item, nbytes in made.peak.items.items()}
+    named["gradients not yet in their buckets"] = named.pop(ACTIVATIONS)
+    piped = topology.pipe.world_size > 1
+    higher = "" if piped else 'a higher zero_optimization.stage ("auto" chooses), '
+    offload = "more stages" if piped else "zero_optimization.offload_optimizer"
+    return Shortage(
+        f"{describe(made, counted(topology.world.world_size) + grid, here)} {format_size(made.peak.bytes)} on {device} "
+        f"without activations, and {format_size(made.device_memory or 0)} are free: {itemised(named)}",
+        f"Use more ranks, {higher}{offload}, or a device with more memory",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from zerolite.comm import Communicator, HostGroup
 from zerolite.config import ZeroliteConfig
 from zerolite.planning.available import local_ranks, share_of_host
-from zerolite.planning.result import Items, Plan, spoken
+from zerolite.planning.result import Plan, spoken
 from zerolite.utils.memory_tags import COMPUTE
 from zerolite.utils.sizes import format_size
 from zerolite.zero.stage3.partitioned_parameter import handle_of
@@ -63,10 +62,9 @@ def find_room(model: torch.nn.Module, config: ZeroliteConfig, comm: Communicator
     blocks = ((OPTIMIZER, zero.offload_optimizer), (PARAMETERS, zero.offload_param))
     paths = {name: block.nvme_path for name, block in blocks if block.device == "nvme" and block.nvme_path}
     free = {name: _free(path) for name, path in paths.items()}
-    together = len(paths) == 2 and len({_device_of(path) for path in paths.values()}) == 1
-    disks = {name: None if nbytes is None else nbytes // ranks for name, nbytes in free.items()}
-    if together:  # what one of them takes the other has no more
-        disks = {name: None if nbytes is None else nbytes // 2 for name, nbytes in disks.items()}
+    devices = {os.stat(path).st_dev for path in paths.values() if os.path.exists(path)}
+    shares = ranks * (2 if len(paths) == 2 and len(devices) == 1 else 1)  # what one block takes the other has no more
+    disks = {name: None if nbytes is None else nbytes // shares for name, nbytes in free.items()}
     return Room(ranks, share_of_host(ranks) + bytes_of_parameters(model, "cpu"), disks)
 
 
@@ -93,43 +91,40 @@ def is_ample(room: Room, config: ZeroliteConfig, numel: int) -> bool:
 
 def find_shortage(plan: Plan, room: Room) -> Shortage | None:
     """Find the memory that ``plan``'s rank lacks, if any."""
+    who, each = describe(plan, counted(plan.world_size)), f"each of {counted(room.ranks)} of a host"
     if plan.host_peak > room.memory:
+        items, rest = plan.host or {}, "what the device would hold, or the model before the engine has it"
+        named = {spoken(item): nbytes for item, nbytes in items.items()} | {rest: plan.host_peak - sum(items.values())}
         return Shortage(
-            f"{_who(plan)} {format_size(plan.host_peak)} of host memory on each of {_ranks(room.ranks)} of a host, and "
-            f"{format_size(room.memory)} are left for each there: {_itemised(plan.host or {}, plan.host_peak)}",
+            f"{who} {format_size(plan.host_peak)} of host memory on {each}, and {format_size(room.memory)} are left "
+            f"for each there: {itemised(named)}",
             'Use fewer ranks on a host or more hosts, a higher zero_optimization.stage, or "nvme" as the device of '
             "offload_optimizer and offload_param",
         )
-    for name, needed in _by_block(plan).items():
+    disk = plan.disk or {}
+    parameters = disk.get(COMPUTE, 0)
+    for name, needed in ((OPTIMIZER, sum(disk.values()) - parameters), (PARAMETERS, parameters)):
         free = room.disks.get(name)
         if free is not None and needed > free:
             return Shortage(
-                f"{_who(plan)} {format_size(needed)} at zero_optimization.{name}.nvme_path for each of "
-                f"{_ranks(room.ranks)} of a host, and {format_size(free)} are free for each there",
+                f"{who} {format_size(needed)} at zero_optimization.{name}.nvme_path for {each}, and "
+                f"{format_size(free)} are free for each there",
                 f"Make room on that disk, write a larger one as zero_optimization.{name}.nvme_path, or use more hosts",
             )
     return None
 
 
-def _by_block(plan: Plan) -> dict[str, int]:
-    """Bytes on disk, by the block that puts them there."""
-    disk = plan.disk or {}
-    parameters = disk.get(COMPUTE, 0)
-    return {OPTIMIZER: sum(disk.values()) - parameters, PARAMETERS: parameters}
+def describe(plan: Plan, ranks: str, here: str = "") -> str:
+    """The beginning of a sentence about what a job needs. here: words behind the number of parameters."""
+    return f"training {plan.model} ({plan.parameters:,} parameters{here}) at ZeRO stage {plan.stage} on {ranks} needs"
 
 
-def _who(plan: Plan) -> str:
-    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    return f"training {plan.model} ({plan.parameters:,} parameters) at ZeRO stage {plan.stage} on {ranks} needs"
+def counted(ranks: int) -> str:
+    return f"{ranks} rank{'' if ranks == 1 else 's'}"
 
 
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
-
-
-def _itemised(items: Items, whole: int) -> str:
-    named = {spoken(item): nbytes for item, nbytes in items.items()}
-    named["what the device would hold, or the model before the engine has it"] = whole - sum(items.values())
+def itemised(named: dict[str, int]) -> str:
+    """Names with their bytes, the most first."""
     largest = sorted(named.items(), key=lambda entry: -entry[1])
     return ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in largest if nbytes > 0)
 
@@ -145,14 +140,4 @@ def _ranks_here(comm: Communicator) -> int:
 
 def _free(path: str) -> int | None:
     """Bytes at ``path``; None if there is no such folder, which the engine says when it makes its file there."""
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
-def _device_of(path: str) -> int | None:
-    try:
-        return Path(path).stat().st_dev
-    except OSError:
-        return None
+    return shutil.disk_usage(path).free if os.path.exists(path) else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,27 +22,10 @@ MICRO_BATCH = "B"
 """In the shape of an input: the micro-batch size of the config."""
 
 _INPUT = re.compile(r"(?:(?P<name>[^\s:\[\],]+):)?(?P<dtype>[^\s:\[\],]+)\[(?P<shape>[^\[\]]*)\]")
+_FLOATING = ("float32", "float16", "bfloat16", "float64", "complex64")
 _DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("float32", "float16", "bfloat16", "float64", "complex64"),
-        *("int64", "int32", "int16", "int8", "uint8", "bool"),
-    )
+    name: getattr(torch, name) for name in (*_FLOATING, "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-
-
-class Input(NamedTuple):
-    """One tensor of a batch; dims are sizes or :data:`MICRO_BATCH`."""
-
-    name: str | None
-    dtype: torch.dtype
-    shape: tuple[int | str, ...]
-
-    def make(self, micro_batch: int) -> torch.Tensor:
-        """A tensor that any model takes: integers are 0, which every table has a row for; all else is 1."""
-        shape = [micro_batch if isinstance(size, str) else size for size in self.shape]
-        integers = not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
-        return torch.full(shape, 0 if integers else 1, dtype=self.dtype)
 
 
 # -------------------------------------------------------------------- functions
@@ -130,62 +113,45 @@ def parse_input_spec(text: str) -> Callable[..., Batch]:
 
     It returns a dict by name, or a tuple where no tensor has a name. Raises PlanError.
     """
-    inputs = _read_inputs(text)
-    named = [entry for entry in inputs if entry.name is not None]
-    if named and len(named) < len(inputs):
+    inputs, rest = [], text.strip()
+    while rest:
+        found = _INPUT.match(rest)
+        if found is None:
+            raise _expected(text, "name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]'", rest)
+        shape = [size.strip() for size in found["shape"].split(",")] if found["shape"].strip() else []
+        for size in shape:
+            if size != MICRO_BATCH and not (size.isascii() and size.isdecimal()):
+                sizes = f"sizes that are whole numbers, or {MICRO_BATCH} for the micro-batch size"
+                raise _expected(text, sizes, size)
+        if found["dtype"] not in _DTYPES:
+            raise _expected(text, f"a dtype, one of {', '.join(_DTYPES)}", found["dtype"], _DTYPES)
+        inputs.append((found["name"], _DTYPES[found["dtype"]], shape))
+        rest = rest[found.end() :].lstrip(" \t\n,;")
+    names = [name for name, _, _ in inputs if name is not None]
+    if not inputs:
+        raise PlanError("--input-spec: expected at least one tensor, as in 'input_ids:int64[4,1024]', got none")
+    if names and len(names) < len(inputs):
         raise PlanError(
             f"--input-spec {text!r}: expected a name for every tensor or for none, got some with and some without"
         )
-    twice = {entry.name for entry in named if [other.name for other in named].count(entry.name) > 1}
+    twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise PlanError(f"--input-spec {text!r}: expected every name once, got {sorted(map(str, twice))[0]!r} twice")
+        raise PlanError(f"--input-spec {text!r}: expected every name once, got {twice[0]!r} twice")
 
     def make(micro_batch: int = 1) -> Batch:
-        tensors = [entry.make(micro_batch) for entry in inputs]
-        return (
-            {str(entry.name): tensor for entry, tensor in zip(inputs, tensors, strict=True)}
-            if named
-            else tuple(tensors)
-        )
+        tensors = []
+        for _, dtype, shape in inputs:  # integers are 0, which every table has a row for; all else is 1
+            floating = dtype.is_floating_point or dtype.is_complex or dtype is torch.bool
+            sizes = [micro_batch if size == MICRO_BATCH else int(size) for size in shape]
+            tensors.append(torch.full(sizes, 1 if floating else 0, dtype=dtype))
+        return dict(zip(names, tensors, strict=True)) if names else tuple(tensors)
 
-    if any(MICRO_BATCH in entry.shape for entry in inputs):
+    if any(MICRO_BATCH in shape for _, _, shape in inputs):
         return lambda micro_batch: make(micro_batch)
     return lambda: make()
 
 
-def _read_inputs(text: str) -> list[Input]:
-    rest = text.strip()
-    inputs = []
-    while rest:
-        found = _INPUT.match(rest)
-        if found is None:
-            raise PlanError(
-                f"--input-spec {text!r}: expected name:dtype[sizes] for each tensor, as in 'input_ids:int64[4,1024]', "
-                f"got {rest!r}"
-            )
-        inputs.append(Input(found["name"], _read_dtype(found["dtype"], text), _read_shape(found["shape"], text)))
-        rest = rest[found.end() :].lstrip(" \t\n,;")
-    if not inputs:
-        raise PlanError("--input-spec: expected at least one tensor, as in 'input_ids:int64[4,1024]', got none")
-    return inputs
-
-
-def _read_dtype(name: str, text: str) -> torch.dtype:
-    if name not in _DTYPES:
-        near = difflib.get_close_matches(name, _DTYPES, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise PlanError(f"--input-spec {text!r}: expected a dtype, one of {', '.join(_DTYPES)}, got {name!r}{meant}")
-    return _DTYPES[name]
-
-
-def _read_shape(text: str, spec: str) -> tuple[int | str, ...]:
-    sizes: list[int | str] = []
-    for size in text.split(",") if text.strip() else ():
-        size = size.strip()
-        if size != MICRO_BATCH and not (size.isascii() and size.isdecimal()):
-            raise PlanError(
-                f"--input-spec {spec!r}: expected sizes that are whole numbers, or {MICRO_BATCH} for the micro-batch "
-                f"size, got {size!r}"
-            )
-        sizes.append(size if size == MICRO_BATCH else int(size))
-    return tuple(sizes)
+def _expected(text: str, what: str, got: str, known: Iterable[str] = ()) -> PlanError:
+    near = difflib.get_close_matches(got, known, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return PlanError(f"--input-spec {text!r}: expected {what}, got {got!r}{meant}")
