@@ -22,10 +22,9 @@ from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, run_command, sta
 from tests.unit.plan_examples import GB, make_comparison, make_plan
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning import command
-from zerolite.planning.imports import import_object
 from zerolite.planning.report import Screen, render
 from zerolite.planning.result import Comparison, Plan
-from zerolite.planning.sources import parse_input_spec
+from zerolite.planning.sources import import_object, parse_input_spec
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -50,7 +50,7 @@ THIRD_PARTY = {
 WITHOUT_TORCH = (
     "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.sizes", "zerolite.utils.dtype_names",
     "zerolite.utils.memory_tags",
-    *(f"zerolite.planning.{name}" for name in ("errors", "imports", "result", "traffic", "advice", "report")),
+    *(f"zerolite.planning.{name}" for name in ("errors", "result", "traffic", "advice", "report")),
     "zerolite.planning.picture",
     "op_builder",
 )  # fmt: skip

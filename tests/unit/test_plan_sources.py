@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from zerolite.planning.errors import PlanError
-from zerolite.planning.imports import import_object
-from zerolite.planning.sources import load_batch, load_function, load_model_fn, parse_input_spec
+from zerolite.planning.sources import import_object, load_batch, load_function, load_model_fn, parse_input_spec
 
 
 @pytest.fixture

@@ -151,14 +151,10 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int,
 
 def _run(job: Job, points: int, rehearsal: Rehearsal | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
-    with contextlib.ExitStack() as stack:
-        mode = stack.enter_context(_without_ranks(job, rehearsal))
-        stack.enter_context(tracker)
-        stack.enter_context(tracker.modules.followed())
-        stack.enter_context(older_objects_kept())
+    with _without_ranks(job, rehearsal) as mode, tracker, tracker.modules.followed(), older_objects_kept():
         gc.collect()  # before and not inside, so that the same run gives the same numbers
-        stack.enter_context(collector_off())
-        return _Run(job, tracker, mode, rehearsal).outcome(points)
+        with collector_off():
+            return _Run(job, tracker, mode, rehearsal).outcome(points)
 
 
 @contextlib.contextmanager
@@ -177,20 +173,23 @@ def older_objects_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_ranks(job: Job, rehearsal: Rehearsal | None) -> Iterator[WithoutMemory]:
-    """Inside, this process plays ``job.rank``."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_one_at_a_time)
-        stack.enter_context(_without_warnings())
-        stack.enter_context(_as_in_a_loop())
-        stack.enter_context(use_machine(DryMachine()))
-        stack.enter_context(apart())
-        stack.enter_context(unrecorded())
-        if rehearsal is not None:
-            stack.enter_context(rehearsal.running())
-        stack.enter_context(
-            use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size))
-        )
-        yield stack.enter_context(WithoutMemory())
+    """Inside, this process plays ``job.rank``. A loop that trains records gradients, whatever is set where a plan is
+    asked for, and no value is looked at."""
+    with (
+        _one_at_a_time,
+        warnings.catch_warnings(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),
+        use_machine(DryMachine()),
+        apart(),
+        unrecorded(),
+        contextlib.nullcontext() if rehearsal is None else rehearsal.running(),
+        use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size)),
+        WithoutMemory() as mode,
+    ):
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)  # by torch's code
+        yield mode
 
 
 def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
@@ -203,7 +202,7 @@ def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
         for stage in range(job.grid.pipe):
             run = _Run(job.at_stage(stage), MemoryTracker(), mode, rehearsal)
             engine = run.make_engine(run.make_model())
-            batches = run.batches(engine)
+            batches = micro_batches(engine, run.batch)
             assert isinstance(engine, PipelineEngine)
             runners.append(engine.runner)
         with explained("the model's forward"):
@@ -239,11 +238,14 @@ class _Run:
         self._machine.waits = 0
         with record() as recorder:
             self._step(engine)
-        counts = self._counts(engine, model)
+        later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
         return Outcome(
             model_name=type(model).__name__,
             classes={name: type(module).__name__ for name, module in model.named_modules()},
-            **counts,
+            parameters=sum(map(_whole_numel, model.parameters())),
+            trained_parameters=sum(map(_whole_numel, engine.parts.reducer.parameters)),
+            tied_parameters=sum(_whole_numel(tie.parameter) for tie in later),
+            rank_parameters=sum(map(whole_numel, model.parameters())),
             initialize=initialize,
             warm_up=warm_up,
             step=tracker.fullest,
@@ -259,16 +261,6 @@ class _Run:
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
             flops=None if self._job.batch is None else tracker.flops,
         )
-
-    def _counts(self, engine: Engine, model: torch.nn.Module) -> dict[str, Any]:
-        trained = engine.parts.reducer.parameters
-        later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
-        return {
-            "parameters": sum(map(_whole_numel, model.parameters())),
-            "trained_parameters": sum(map(_whole_numel, trained)),
-            "tied_parameters": sum(_whole_numel(tie.parameter) for tie in later),
-            "rank_parameters": sum(map(whole_numel, model.parameters())),
-        }
 
     def make_model(self) -> torch.nn.Module:
         tracker = self._tracker
@@ -294,8 +286,9 @@ class _Run:
                     self._staged, loss_fn = part_of_model(model, job.config, topology, device, loss_fn)
             staged = self._staged
             if job.batch is None:
-                if staged is not None:
-                    _unhook(model)  # what refuses that a stage is called
+                for module in () if staged is None else model.modules():  # they refuse that a stage is called
+                    module._forward_pre_hooks.clear()
+                    module._forward_hooks.clear()
                 walk_through_parameters(model)
                 staged, loss_fn = staged and _Unscheduled(staged), None
             tracker.item, tracker.place = OTHER, DEVICE
@@ -313,22 +306,18 @@ class _Run:
         if not isinstance(engine, PipelineEngine):
             return
         with explained("the model's forward"), self._tracker.unnoticed():
-            first = MicroBatch.of(next(self.batches(engine)), engine.loss_fn, engine.device)
+            first = MicroBatch.of(next(micro_batches(engine, self.batch)), engine.loss_fn, engine.device)
             for chunk in self._staged.chunks:
                 chunk.prepare(first)
-
-    def batches(self, engine: Engine) -> Iterator[Any]:
-        """Micro-batches for a pipeline."""
-        return micro_batches(engine, self._batch)
 
     def _step(self, engine: Engine) -> None:
         """One accumulation of micro-batches."""
         with explained("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
-            train_one_step(engine, self._batch, self._job.loss, self._phase)
+            train_one_step(engine, self.batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
         self._machine.step += 1
 
-    def _batch(self) -> Any:
+    def batch(self) -> Any:
         if self._job.batch is None:
             return torch.zeros(())
         return map_tensors(without_memory, self._job.batch())
@@ -344,12 +333,6 @@ class _Run:
                 yield
         finally:
             self._mode.stepping = False
-
-
-def _unhook(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hooks.clear()
 
 
 class _Unscheduled:
@@ -375,18 +358,3 @@ def _whole_numel(parameter: torch.nn.Parameter) -> int:
     """Return the number of elements of the tensor before tensor parallelism has sharded it."""
     cut = shard_spec_of(parameter)
     return whole_numel(parameter) if cut is None else cut.full_numel
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Hide warnings of torch's own code about tensors without memory, which a user cannot do anything about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        yield
-
-
-@contextlib.contextmanager
-def _as_in_a_loop() -> Iterator[None]:
-    """A loop that trains records gradients, whatever is set where a plan is asked for; and no value is looked at."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
-        yield

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ from typing import Any
 import torch
 
 from zerolite.planning.errors import PlanError
-from zerolite.planning.imports import import_object
 from zerolite.planning.steps import required_parameters
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
@@ -63,6 +64,42 @@ def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
         )
     make_model: Callable[[], torch.nn.Module] = found
     return make_model
+
+
+def import_object(spec: str, option: str) -> Any:
+    """Import the object of ``spec``, as in "package.module:name" or "package.module:Class.method".
+
+    option: where the user gave it, as in "--model". Raises PlanError, which says which part is missing, or what failed
+    while it was imported.
+    """
+    module, colon, name = spec.partition(":")
+    if not colon or not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
+        raise PlanError(f"{option} expects a function as in 'package.module:name', and got {spec!r}")
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        says = getattr(error, "msg", error)  # of a SyntaxError without its place
+        told = f"{type(error).__name__}: {says}{_place_of(error)}"
+        raise PlanError(f"{option}: importing {module!r} failed with {told}") from error
+    place = f"module {module!r}"
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, [known for known in dir(found) if not known.startswith("_")], n=1)
+            raise PlanError(f"{option} {spec}: {place} has no {part!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+        found, place = getattr(found, part), repr(part)
+    return found
+
+
+def _place_of(error: BaseException) -> str:
+    """File and line of what was at work, empty if that was the import system itself."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}, line {error.lineno})"
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__"))
+        if name != __name__ and name.partition(".")[0] != "importlib":
+            place = f" ({frame.f_code.co_filename}, line {line})"
+    return place
 
 
 # -------------------------------------------------------------------- Hugging Face
