@@ -13,7 +13,7 @@ from tests.unit.plan_examples import GB, REST, STATES, make_comparison, make_ite
 from zerolite.planning.advice import advise
 from zerolite.planning.picture import draw
 from zerolite.planning.report import Screen, render
-from zerolite.planning.result import Comparison, Plan, TimePoint
+from zerolite.planning.result import Comparison, Plan
 from zerolite.utils.memory_tags import ITEMS
 from zerolite.utils.sizes import format_size
 
@@ -88,35 +88,11 @@ def test_a_host_that_is_too_small() -> None:
     assert making.startswith("Only making the model needs that much host memory")
 
 
-def test_what_is_told_about_the_job() -> None:
-    text = render(make_plan(trained_parameters=100, rank=3), WIDE)
-    assert text.startswith("models.gpt:build_model: 7,500,000,000 parameters, 100 of them trained\n")
-    assert "\nstage 2, rank 3 of 64 on 8 nodes, bf16, cuda\n" in text
-    assert "\n2 micro-batches of 4 in a step: input_ids int64[4,1024]\n" in text
-    assert "\nThe peak is 27.64 GB, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
-    assert "\nMaking the engine takes 16.41 GB at most.\n" in text
-    assert "\nThis rank writes 1.41 GB of a checkpoint.\n" in text
-    assert (
-        "\nForward and backward of a step take 368.64 TFLOP on each rank. Counted are matrix products (experts: "
-        in text
-    )
-    assert text.endswith(
-        "- The memory of a CUDA context, of NCCL and fragmentation of the allocator are not in these numbers."
-    )
-
-
 def test_a_peak_in_one_of_the_first_steps() -> None:
     text = render(make_plan(peak=make_peak(make_items(activations=30 * GB), module="layers.0")), WIDE)
     assert "\nThe peak is 30.00 GB, in one of the first steps, in backward, in layers.0 (FeedForward)" in text
     assert "\nA later step takes 27.64 GB at most, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
     assert "\nMaking the engine takes 16.41 GB at most.\n" in text
-
-
-def test_a_peak_before_the_first_step_and_one_in_the_model_itself() -> None:
-    peak = make_peak(make_items(other=3 * GB), "initialize", module="", module_class="GPT", op="")
-    text = render(make_plan(peak=peak), WIDE)
-    assert "\nThe peak is 3.00 GB, in initialize, in the model itself (GPT).\n" in text
-    assert "\nA step takes 27.64 GB at most, in backward, in layers.3.mlp (FeedForward), by aten.mm.\n" in text
 
 
 def test_traffic_with_and_without_nodes() -> None:
@@ -137,19 +113,7 @@ def test_traffic_with_and_without_nodes() -> None:
     assert "\ntraffic of a step: none\n" in render(make_plan(traffic=[]), WIDE)
 
 
-def test_flops() -> None:
-    text = " ".join(render(make_plan(recomputed_flops=10**12), WIDE).split())
-    assert "take 368.64 TFLOP on each rank, and what activation checkpointing recomputes 1.00 TFLOP more. " in text
-    for flops, told in ((999, "999 FLOP"), (2 * 10**6, "2.00 MFLOP"), (3 * 10**18, "3000.00 PFLOP")):
-        assert f"take {told} on each rank" in " ".join(render(make_plan(flops=flops), WIDE).split())
-
-
 # -------------------------------------------------------------------- fits or not
-
-
-def test_it_fits() -> None:
-    text = render(make_plan(), WIDE)
-    assert "\nIt fits: 52.36 GB of 80.00 GB are free at the peak.\n" in text
 
 
 def test_it_does_not_fit() -> None:
@@ -159,27 +123,13 @@ def test_it_does_not_fit() -> None:
     assert "What takes the most is compute parameters, 15.00 GB." in " ".join(text.split())
 
 
-def test_without_device_memory_nothing_is_said() -> None:
-    text = render(make_plan(device_memory=None), WIDE)
-    assert "--device-memory 80GB" in text and "fits:" not in text
-
-
-def test_advice_is_none_where_it_fits() -> None:
-    assert advise(make_plan()) == advise(make_plan(device_memory=None)) == []
-
-
 def test_advice_follows_from_the_numbers() -> None:
-    assert advise(make_plan(device_memory=20 * GB)) == [
-        "Stage 3 (zero_optimization.stage) spreads compute parameters over 64 ranks, and gathers what is at work: at "
-        "most 14.77 GB less.",
-        "Activation checkpointing (torch.utils.checkpoint) keeps the inputs of layers and no more of them: at most "
-        "10.00 GB less.",
-        "A micro-batch of 1 instead of 4 (train_micro_batch_size_per_gpu), 8 of them in a step, needs smaller "
-        "activations: about 7.50 GB less, not enough by itself.",
-        "zero_optimization.offload_optimizer on the host keeps master weights, optimizer states and gradients there: "
-        "at most 1.64 GB less, not enough by itself.",
-        "Smaller buckets (zero_optimization.reduce_bucket_size): at most 1.00 GB less, not enough by itself.",
-    ]
+    told = advise(make_plan(device_memory=20 * GB))
+    saved = ["at most 14.77 GB", "at most 10.00 GB", "about 7.50 GB", "at most 1.64 GB", "at most 1.00 GB"]
+    assert [bytes_saved in sentence for bytes_saved, sentence in zip(saved, told, strict=True)] == [True] * 5
+    assert "zero_optimization.stage" in told[0] and "train_micro_batch_size_per_gpu" in told[2]
+    assert advise(make_plan()) == advise(make_plan(device_memory=None)) == []
+    assert not any("ranks" in sentence for sentence in advise(make_plan(world_size=1, device_memory=20 * GB)))
 
 
 def test_advice_takes_the_lowest_stage_that_is_enough_and_the_largest_micro_batch() -> None:
@@ -195,17 +145,9 @@ def test_advice_takes_the_lowest_stage_that_is_enough_and_the_largest_micro_batc
 
 def test_advice_of_more_ranks_where_the_shards_are_what_is_large() -> None:
     items = make_items(compute_parameters=10 * GB, gradients=10 * GB, master_weights=20 * GB, optimizer_states=40 * GB)
-    plan = make_plan(stage=3, world_size=8, peak=make_peak(items), device_memory=24 * GB)
-    assert advise(plan) == [
-        "zero_optimization.offload_optimizer on the host keeps master weights, optimizer states and gradients there: "
-        "at most 70.00 GB less.",
-        "32 ranks instead of 8 spread master weights, optimizer states, gradients and compute parameters further: "
-        "about 60.00 GB less, enough.",
-        "zero_optimization.offload_param on the host keeps compute parameters there: at most 10.00 GB less, not enough "
-        "by itself.",
-    ]
-    # 80 times as many ranks are no advice.
-    far = make_plan(stage=3, peak=make_peak(items), device_memory=GB)
+    told = advise(make_plan(stage=3, world_size=8, peak=make_peak(items), device_memory=24 * GB))
+    assert told[1].startswith("32 ranks instead of 8") and told[1].endswith("about 60.00 GB less, enough.")
+    far = make_plan(stage=3, peak=make_peak(items), device_memory=GB)  # 80 times as many ranks are no advice
     assert not any("ranks instead" in sentence for sentence in advise(far))
 
 
@@ -213,10 +155,6 @@ def test_advice_where_only_the_start_is_too_large() -> None:
     peak = make_peak(make_items(compute_parameters=30 * GB), "initialize")
     (sentence,) = advise(make_plan(peak=peak, device_memory=28 * GB))
     assert sentence.startswith("Only making the engine needs that much: a step needs 27.64 GB, which fits.")
-
-
-def test_one_rank_has_nobody_to_share_with() -> None:
-    assert not any("ranks" in sentence for sentence in advise(make_plan(world_size=1, device_memory=20 * GB)))
 
 
 # -------------------------------------------------------------------- side by side
@@ -262,20 +200,6 @@ def test_a_choice_that_offloads_says_so_and_whether_the_host_is_known() -> None:
     assert "off the device" not in " ".join(render(make_comparison(), WIDE).split())
 
 
-def test_none_of_the_settings_fits() -> None:
-    rows = make_comparison(device_memory=20 * GB).rows
-    text = render(Comparison(rows=rows, chosen=None), WIDE)
-    assert "None of them fits in 20.00 GB. The smallest is stage 2.\n- Activation checkpointing" in text
-    assert "<- cheapest" not in text and "Stage 3" not in text
-
-
-def test_settings_without_device_memory() -> None:
-    rows = make_comparison(device_memory=None).rows
-    text = render(Comparison(rows=rows, chosen=None), WIDE)
-    assert "--device-memory 80GB" in text and "|" not in text
-    assert rows_of(text, "setting")["stage 0"][5] == "?"
-
-
 # -------------------------------------------------------------------- where it is shown
 
 
@@ -302,35 +226,6 @@ def test_the_time_line_shows_the_peak_and_the_phases() -> None:
     assert phases.index("|backward") <= peak <= phases.index("|backward") + 5  # backward begins with the peak
     assert phases.split() == ["|forward", "|backward", "|step"]
     assert set(lines[-2][10:]) == {"█"}  # model states are there all along
-
-
-def test_bars_have_two_parts_and_a_limit() -> None:
-    lines = ["head", "a", "b", "sum"]
-    assert Screen(40).beside(lines, [(10, 20), (5, 5)]) == [
-        "head",
-        "a     " + "█" * 16 + "▒" * 17,
-        "b     " + "█" * 8,
-        "sum",
-    ]
-    assert Screen(40).beside(lines, [(5, 5)], 20)[1] == "a     " + "█" * 8 + " " * 25 + "|"
-    assert Screen(40).beside(["x" * 30, "y"], [(1, 1)]) == ["x" * 30, "y"]  # no room
-
-
-def test_phases_without_room() -> None:
-    timeline = [TimePoint(items=REST, phase=phase, module="") for phase in ("forward", "backward") * 10]
-    text = render(make_plan(timeline=timeline), Screen(100))
-    assert text.count("|for") == text.count("|bac") == 10
-    assert "memory in the course" not in render(make_plan(timeline=[]), Screen(100))
-
-
-def test_a_plan_of_nothing_is_shown() -> None:
-    none = make_items()
-    peak = make_peak(none)
-    timeline = [TimePoint(items=none, phase="step", module="")]
-    changes = {"states": none, "at_rest": none, "peak": peak, "step_peak": peak, "initialize_peak": peak, "traffic": []}
-    plan = make_plan(**changes, timeline=timeline, checkpoint=0, flops=None, parameters=0)
-    assert "The peak is 0 B" in render(plan, WIDE)
-    assert "stage 2" in render(Comparison(rows=[("stage 2", plan)], chosen=0), WIDE)
 
 
 @pytest.mark.parametrize(("columns", "width"), [("90", 90), ("9", 40), ("500", 120)])
@@ -366,9 +261,3 @@ def test_pictures(shown: Plan | Comparison, tmp_path: Path) -> None:
     head = (tmp_path / "plan.png").read_bytes()[:24]
     width, height = struct.unpack(">II", head[16:])
     assert head[:8] == b"\x89PNG\r\n\x1a\n" and width > 1000 and height == 600
-
-
-def test_plans_survive_json() -> None:
-    plan, comparison = offloaded(host_memory=GB), make_comparison()
-    assert Plan.model_validate_json(plan.model_dump_json()) == plan
-    assert Comparison.model_validate_json(comparison.model_dump_json()) == comparison
