@@ -90,8 +90,8 @@ def render(shown: Plan | Comparison, screen: Screen) -> str:
 
 def _of_one(plan: Plan, screen: Screen) -> Iterator[list[str]]:
     trained = "" if plan.trained_parameters == plan.parameters else f", {plan.trained_parameters:,} of them trained"
-    stage = f"{'ZeRO ' if plan.is_grid else ''}stage {plan.stage}, rank {plan.rank} of {plan.world_size:,}"
-    grid = [plan.grid] if plan.is_grid else []
+    stage = f"{'ZeRO ' * bool(plan.grid)}stage {plan.stage}, rank {plan.rank} of {plan.world_size:,}"
+    grid = [plan.grid] if plan.grid else []
     yield [
         *screen.paragraph(f"{plan.model}: {plan.parameters:,} parameters{trained}"),
         *screen.paragraph(", ".join([stage + _on_nodes(plan), *grid, plan.precision, plan.device])),
@@ -276,7 +276,7 @@ def _of_several(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
         return
     plan = comparison.rows[0][1]
     ranks = f"{_counted(plan.world_size, 'rank')}{_on_nodes(plan)}"
-    grid = [plan.grid] if plan.is_grid and not comparison.speeds else []
+    grid = [plan.grid] if plan.grid and not comparison.speeds else []
     samples = (plan.micro_batch or 0) * plan.accumulation * plan.data_parallel
     batch = f"{samples:,} samples in a step, micro-batches of {plan.micro_batch}: {plan.batch}"
     yield [
@@ -326,7 +326,7 @@ def _cells(plan: Plan) -> dict[str, str]:
         "disk": _size(sum((plan.disk or {}).values())),
         "bubble": "-" if plan.bubble is None else f"{100 * plan.bubble:.1f} %",
         "a step": _time(plan.seconds or 0.0),
-        "fits": "no: host" if plan.is_host_short else {None: "?", True: "yes", False: "no"}[plan.fits],
+        "fits": {None: "?", True: "yes", False: "no" if (plan.spare or 0) < 0 else "no: host"}[plan.fits],
     }
 
 

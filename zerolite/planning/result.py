@@ -201,11 +201,6 @@ class Plan(_Frozen):
         return None if self.spare is None else self.spare >= 0
 
     @property
-    def is_host_short(self) -> bool:
-        """True if only the host is too small."""
-        return self.fits is False and (self.spare is None or self.spare >= 0)
-
-    @property
     def sent(self) -> int:
         """Bytes that this rank sends in one step."""
         return sum(entry.sent for entry in self.traffic)
@@ -226,15 +221,11 @@ class Plan(_Frozen):
         return None if self.nodes is None else sum(entry.inter_node or 0 for entry in self.traffic)
 
     @property
-    def is_grid(self) -> bool:
-        """True if ranks have parts of the model."""
-        return self.pipeline_stages * self.tensor_parallel > 1
-
-    @property
     def grid(self) -> str:
-        """The sizes of more than one rank, as in "pipe 2 × data 4"."""
+        """The sizes of more than one rank, as in "pipe 2 × data 4"; empty if every rank has the whole model."""
         sizes = (("pipe", self.pipeline_stages), ("data", self.data_parallel), ("tensor", self.tensor_parallel))
-        return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "data 1"
+        parts = self.pipeline_stages * self.tensor_parallel > 1
+        return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) if parts else ""
 
 
 def total(items: Items, names: Iterable[str]) -> int:
