@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -36,16 +35,10 @@ def local_ranks(environ: Mapping[str, str]) -> int | None:
     return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), 0) or None
 
 
-class _Version(NamedTuple):
-    """Names of files of a version of control groups."""
-
-    limit: str
-    used: str
-    droppable: str  # a line of memory.stat: pages of files
-
-
-_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version("memory.max", "memory.current", "inactive_file")
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+_V2 = "memory.max", "memory.current", "inactive_file"
+"""Files with the limit and the use of a version of control groups, and the line of memory.stat about pages of files,
+which could be dropped."""
 _NO_LIMIT = 2**60  # version 1 writes a number above this one
 
 
@@ -57,28 +50,22 @@ def control_group_left(root: Path = _ROOT, membership: Path = Path("/proc/self/c
     except OSError:
         return None
     lefts: list[int | None] = []
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            lefts += _lefts(root, path, _V2)
-        elif "memory" in controllers.split(","):
-            lefts += _lefts(root / "memory", path, _V1)
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        if (number == "0" and not controllers) or "memory" in controllers.split(","):
+            base, version = (root / "memory", _V1) if controllers else (root, _V2)
+            own = base / path.strip("/")
+            around = (group for group in (own, *own.parents) if group == base or base in group.parents)
+            lefts += [_left(group, *version) for group in around]
     return min((left for left in lefts if left is not None), default=None)
 
 
-def _lefts(root: Path, path: str, version: _Version) -> list[int | None]:
-    """Return the memory left in the group ``path`` and in those around it."""
-    own = root / path.strip("/")
-    return [_left(group, version) for group in (own, *own.parents) if group == root or root in group.parents]
-
-
-def _left(group: Path, version: _Version) -> int | None:
+def _left(group: Path, limit_file: str, used_file: str, droppable: str) -> int | None:
     try:
-        limit = (group / version.limit).read_text().strip()
-        used = int((group / version.used).read_text())
+        limit = (group / limit_file).read_text().strip()
+        used = int((group / used_file).read_text())
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
     if limit == "max" or int(limit) >= _NO_LIMIT:
         return None
-    return max(0, int(limit) - used + int(stats.get(version.droppable, 0)))
+    return max(0, int(limit) - used + int(stats.get(droppable, 0)))

@@ -132,13 +132,6 @@ class _Known(NamedTuple):
     place: str
 
 
-class _Fresh(NamedTuple):
-    """The storage that was made last, whose owner may be unknown yet."""
-
-    key: int
-    where: TracePoint
-
-
 class MemoryTracker(TorchDispatchMode):
     """Tracker of every storage that operators make, until it dies.
 
@@ -157,7 +150,7 @@ class MemoryTracker(TorchDispatchMode):
         self.nbytes = dict.fromkeys(PLACES, 0)  # the sums of these
         self._apart = apart
         self._known: dict[int, _Known] = {}
-        self._fresh: _Fresh | None = None
+        self._fresh: tuple[int, TracePoint] | None = None  # the storage made last, whose owner may be unknown yet
         self._fullest = Fullest(0, self._on_device(), _NOWHERE)
         self._largest = self._now()
         self._most = 0
@@ -187,20 +180,20 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and is_fake(args[0]) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # asked as often as anything is computed
-        self._op = func
-        mode = fake_mode()
+        given = kwargs or {}
+        self._op, mode = func, fake_mode()
         if type(mode) is WithoutMemory:
-            out = shortcuts.call(mode, func, args, kwargs or {}, lambda: func(*args, **(kwargs or {})))
+            out = shortcuts.call(mode, func, args, given, lambda: func(*args, **given))
         else:
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **given)
         if self._flops is not None and self.phase != STEP:
             again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
-            flops = self._operators.of_call(func, args, kwargs or {}, out)
+            flops = self._operators.of_call(func, args, given, out)
             if flops:
                 self._flops[again] += flops
                 self._flops_of[self.modules.now()] += flops
         before = self.place
-        if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and (kwargs or {}).get("device") is None:
+        if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and given.get("device") is None:
             self.place = self._place_of_result(args)
         if is_fake(out):
             self._see(out)
@@ -296,7 +289,7 @@ class MemoryTracker(TorchDispatchMode):
         if known is None:
             self._count(storage, item, place)
         elif (known.item, known.place) != (item, place):
-            fresh = self._fresh is not None and self._fresh.key == key
+            fresh = self._fresh is not None and self._fresh[0] == key
             if not fresh:
                 self._settle()
             self._known[key] = known._replace(item=item, place=place)
@@ -307,6 +300,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._tell(item, place, known.nbytes, self._here())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` is there, and may have another length than before."""
         known = self._known.get(storage._cdata)
         if known is None:
             self._count(storage, self.item, self.place)
@@ -319,26 +313,18 @@ class MemoryTracker(TorchDispatchMode):
 
     def claim(self, tensors: Iterable[torch.Tensor], item: str) -> None:
         """These are memory of ``item`` on the device."""
-        for tensor in tensors:
-            for inner in _plain(tensor):
-                self.tag_memory(inner.untyped_storage(), item, DEVICE)
+        for inner in (inner for tensor in tensors for inner in _plain(tensor)):
+            self.tag_memory(inner.untyped_storage(), item, DEVICE)
 
     # ---------------------------------------------------------------- inside
 
     def _see(self, tensor: Any) -> None:
         if is_fake(tensor):
             if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
-                self._see_storage(tensor.untyped_storage())
+                self.resized(tensor.untyped_storage())
         elif not tensor.is_meta:  # of a model's structure alone, which has no memory in a real run either
             for inner in _plain(tensor):
-                self._see_storage(inner.untyped_storage())
-
-    def _see_storage(self, storage: torch.UntypedStorage) -> None:
-        known = self._known.get(storage._cdata)
-        if known is None:
-            self._count(storage, self.item, self.place)
-        elif known.nbytes != storage.nbytes():
-            self.resized(storage)
+                self.resized(inner.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         """It is told when the next change comes: until then it may be said that it is somewhere else."""
@@ -346,13 +332,13 @@ class MemoryTracker(TorchDispatchMode):
         key, nbytes = storage._cdata, storage.nbytes()
         self._known[key] = _Known(weakref.ref(storage, lambda _: self._gone(key)), nbytes, item, place)
         self._change(item, place, nbytes)
-        self._fresh = _Fresh(key, self._here())
+        self._fresh = key, self._here()
 
     def _settle(self) -> None:
         fresh, self._fresh = self._fresh, None
         if fresh is not None:
-            _, nbytes, item, place = self._known[fresh.key]
-            self._tell(item, place, nbytes, fresh.where)
+            _, nbytes, item, place = self._known[fresh[0]]
+            self._tell(item, place, nbytes, fresh[1])
 
     def _gone(self, key: int) -> None:
         self._settle()
