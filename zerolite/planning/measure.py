@@ -64,8 +64,7 @@ def measure(
     Counts from before the model is made; what the process holds already does not count. A pipeline needs a batch.
     Called on all ranks, with equal arguments.
     """
-    device = default_device(local_rank())
-    account = _DeviceAccount(device) if device.type == "cuda" else _HostAccount()
+    account = _Account(default_device(local_rank()))
     with account.counting():
         model = make_model()
         settings = silent(load_config(config))
@@ -87,7 +86,7 @@ def measure(
         account.begin_step()
         with collector_off(), record() as recorder, most.asking():
             train_one_step(engine, micro_batch, loss, most.around)
-        account.end_step()
+        rest, peak = account.end_step()
         most.ask()
         held = engine.memory_report().items
     grid = Grid(**{name: getattr(engine.topology, name).world_size for name in DIMENSIONS})
@@ -99,8 +98,8 @@ def measure(
         states=dict.fromkeys(ITEMS, 0) | {item: items[DEVICE][item] for item in AT_REST},
         host=items[HOST],
         disk=items[DISK],
-        at_rest={**held, OTHER: account.at_rest - sum(held.values())},
-        step_peak=account.peak,
+        at_rest={**held, OTHER: rest - sum(held.values())},
+        step_peak=peak,
         traffic=summarize(recorder.calls, grid),
     )
 
@@ -144,42 +143,29 @@ class _Most:
             items.update({item: max(nbytes, now[place][item]) for item, nbytes in items.items()})
 
 
-class _DeviceAccount:
-    """Bytes beyond those before, after the step and at most within it, by CUDA's caching allocator."""
-
-    at_rest = peak = 0
+class _Account:
+    """Bytes beyond those before: by CUDA's caching allocator, or of the tensors that operators make on the CPU, whose
+    allocator keeps no account."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        self._before = torch.cuda.memory_allocated(self._device)
-        yield
-
-    def begin_step(self) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def end_step(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self.at_rest = torch.cuda.memory_allocated(self._device) - self._before
-        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
-
-
-class _HostAccount:
-    """The same of the tensors that operators make on the CPU, whose allocator keeps no account."""
-
-    at_rest = peak = 0
-
-    def __init__(self) -> None:
+        self._device, self._on_cuda = device, device.type == "cuda"
+        self._before = torch.cuda.memory_allocated(device) if self._on_cuda else 0
         self._tracker = MemoryTracker(apart=False)
 
-    def counting(self) -> MemoryTracker:
-        return self._tracker
+    def counting(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._on_cuda else self._tracker
 
     def begin_step(self) -> None:
-        self._tracker.measure_from_here()
+        if self._on_cuda:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._tracker.measure_from_here()
 
-    def end_step(self) -> None:
-        self.at_rest, self.peak = self._tracker.nbytes[DEVICE], self._tracker.fullest.nbytes
+    def end_step(self) -> tuple[int, int]:
+        """Bytes at rest after the step, and at most within it."""
+        if not self._on_cuda:
+            return self._tracker.nbytes[DEVICE], self._tracker.fullest.nbytes
+        torch.cuda.synchronize(self._device)
+        held = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        return held[0] - self._before, held[1] - self._before
