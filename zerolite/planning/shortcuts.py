@@ -50,13 +50,14 @@ def _operators(names: str) -> set[Any]:
 _VIEWS = _operators(
     "view _unsafe_view as_strided detach alias permute expand unsqueeze t transpose.int select.int slice.Tensor"
 )
+_LIFT = torch.ops.aten.lift_fresh.default  # torch.tensor's last operator
 _NUMBERED = _operators("linspace arange arange.start arange.start_step lift_fresh")  # their values may be known
 
 
 def call(mode: WithoutMemory, func: Any, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any]) -> Any:
     """Return the result of ``func``, which ``otherwise()`` returns, without asking it twice for the same sizes."""
-    if func is torch.ops.aten.lift_fresh.default and type(args[0]) is torch.Tensor and not args[0].numel():
-        return _make(mode, _Tensor(args[0].shape, args[0].stride(), args[0].dtype))  # torch.tensor([]): no values
+    if func is _LIFT and type(args[0]) is torch.Tensor and args[0].device == _CPU and not args[0].numel():
+        return _make(mode, _Tensor(args[0].shape, args[0].stride(), args[0].dtype))  # it has no values
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if not (_describe(mode, args, key) and _describe(mode, kwargs.values(), key)):
         return otherwise()
