@@ -13,7 +13,7 @@ from tests.toolkit.pool import Pools
 from tests.unit.plan_examples import GB, make_items, make_plan
 from zerolite.comm import dry_communicator
 from zerolite.config import ZeroliteConfig, load_config
-from zerolite.planning import command, host_room, make, sources
+from zerolite.planning import command, host_room, make, settings, sources
 from zerolite.planning.host_room import OPTIMIZER, PARAMETERS, Room, find_room, find_shortage, is_ample, offloads
 from zerolite.planning.make import plan
 from zerolite.planning.settings import compare
@@ -203,7 +203,7 @@ def test_the_memory_of_the_host_in_a_comparison(
 ) -> None:
     """Memory that only some of the settings take is this machine's where it is not given; memory that all take, too."""
     told: list[Any] = []
-    monkeypatch.setattr(make, "compare", lambda *args, **options: told.append(options))
+    monkeypatch.setattr(settings, "compare", lambda *args, **options: told.append(options))
     monkeypatch.setattr(sources, "load_model_fn", lambda name: None)
     job = ["--model", "m:f", "--config", "c.json", "--world-size", "2", "--compare", *given]
     command.make(command.parse_command_line(job), load_config(more))

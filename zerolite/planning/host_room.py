@@ -62,7 +62,7 @@ def find_room(model: torch.nn.Module, config: ZeroliteConfig, comm: Communicator
     blocks = ((OPTIMIZER, zero.offload_optimizer), (PARAMETERS, zero.offload_param))
     paths = {name: block.nvme_path for name, block in blocks if block.device == "nvme" and block.nvme_path}
     free = {name: _free(path) for name, path in paths.items()}
-    devices = {os.stat(path).st_dev for path in paths.values() if os.path.exists(path)}
+    devices = {os.stat(path).st_dev if os.path.exists(path) else None for path in paths.values()}
     shares = ranks * (2 if len(paths) == 2 and len(devices) == 1 else 1)  # what one block takes the other has no more
     disks = {name: None if nbytes is None else nbytes // shares for name, nbytes in free.items()}
     return Room(ranks, share_of_host(ranks) + bytes_of_parameters(model, "cpu"), disks)
