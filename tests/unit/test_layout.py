@@ -66,15 +66,6 @@ def check_buckets(sizes, world, bucket_numel, alignment, kinds):
     assert [slot.index for slot in layout.slots] == list(range(len(sizes)))
 
 
-def test_whole_parameters_are_balanced_over_the_ranks():
-    rng = random.Random(1)
-    for world in (2, 3, 8, 64):
-        sizes = [rng.choice([100, 1000, 10_000]) for _ in range(40 * world)]
-        layout = build(sizes, world, 20_000, kinds=["whole"] * len(sizes))
-        assert len(layout.buckets) > 1
-        assert layout.numel <= 1.3 * sum(sizes)  # aligned to 32 elements
-
-
 def test_buckets_run_in_reverse_registration_order():
     layout = build([100] * 10, world_size=2, bucket_numel=256)
     order = [slot.index for bucket in layout.buckets for slot in bucket.slots]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 import weakref
@@ -76,21 +75,6 @@ def test_what_users_take_from_a_gathered_parameter_keeps_its_memory() -> None:
         values = alias.clone()
     assert has_no_values(parameter) and torch.equal(alias, values)
     assert handle.full.untyped_storage().nbytes() == 0
-
-
-def test_a_deep_copy_is_an_ordinary_whole_parameter() -> None:
-    value = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    parameter, _ = cut(value)
-    parameter.label = ["mine"]
-    one, two = copy.deepcopy([parameter, parameter])
-    assert one is two and type(one) is nn.Parameter
-    assert torch.equal(one.data, value) and one.stride() == value.stride()
-    assert one.label == ["mine"] and not any(hasattr(one, name) for name in (*NAMES, "_zero_handle"))
-    assert has_no_values(parameter)
-    with torch.no_grad():
-        one.zero_()
-    parameter.all_gather()
-    assert torch.equal(parameter.data, value)
 
 
 def test_nothing_keeps_a_parameter_alive() -> None:
