@@ -155,7 +155,11 @@ class CheckpointReader:
         by_file: dict[str, list[tuple[StoredBox, Box, Target]]] = {}
         boxes: dict[str, BoxIndex] = {}
         for target in targets:
-            stored = self.tensors[target.key]
+            stored = self.tensors.get(target.key)
+            if stored is None:
+                raise CheckpointError(
+                    f"'{self.path / INDEX}' is damaged: it has no tensor '{target.key}'. {self._others()}"
+                )
             if target.key not in boxes:
                 boxes[target.key] = BoxIndex([box.box for box in stored.boxes])
             found = 0

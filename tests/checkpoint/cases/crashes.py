@@ -309,17 +309,19 @@ def damaged(directory: Path, stage: int) -> list[dict[str, Any]]:
 
 
 def shrunk(directory: Path) -> dict[str, str]:
-    """Loads checkpoints in which a tensor, as the index has it, is smaller or larger than the parameter. Gives what is
-    said."""
+    """Loads checkpoints in which a tensor, as the index has it, is smaller or larger than the parameter, or there is
+    none. Gives what is said."""
     engine = _begun(directory, 1)
     path = directory / "global_step1"
     kept = {name: (path / name).read_bytes() for name in (INDEX, MANIFEST)}
     said = {}
     for key in ("parameters/up.weight", "optimizer/exp_avg/up.weight"):
-        for rows in (8, 10):
+        for rows in (8, 10, 0) if key.startswith("parameters") else (8, 10):
             body = json.loads(kept[INDEX])
             file, start, offsets, sizes = body["tensors"][key]["boxes"][0]
             body["tensors"][key] |= {"shape": [rows, 5], "boxes": [[file, start, offsets, [rows, 5]]]}
+            if not rows:
+                del body["tensors"][key]
             crafted.craft(path, INDEX, body)
             try:
                 engine.load_checkpoint(directory)
