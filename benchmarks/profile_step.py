@@ -30,14 +30,14 @@ from benchmarks.competitors import Setting, make_zerolite_engine, optimizer_for
 from benchmarks.model import ModelSize, build_model, make_batches
 from benchmarks.workers import join_group
 from zerolite.zero.gradient_bucket import GradientBucket
-from zerolite.zero.step_update import UpdateSweep
+from zerolite.zero.step_update import StepUpdate
 
 # (class, method) -> the phase it belongs to. These are many objects, which keep methods of each other.
 CLASSES = {
     (GradientBucket, "accept"): "gradients into buckets",
     (GradientBucket, "put_run"): "gradients into buckets",
     (GradientBucket, "put_held"): "gradients into buckets",
-    (UpdateSweep, "run"): "update",
+    (StepUpdate, "_update"): "update",
 }
 # (attribute of the engine, method) -> the phase it belongs to. The methods are wrapped on the instance.
 PHASES = {

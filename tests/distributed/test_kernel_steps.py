@@ -77,7 +77,7 @@ def test_states_make_a_round_trip(name: str, precision: str) -> None:
 @on_ranks(2)
 def test_states_travel_between_kernels_and_torchs_implementation(name: str) -> None:
     foreach = (ALL[name][0], {**ALL[name][1], "foreach": True})
-    methods = {"FlatUpdate": ALL[name], "PiecewiseUpdate": foreach}
+    methods = {"FlatUpdate": ALL[name], "TorchUpdate": foreach}
     for stage in (0, 2):
         for first, second in (list(methods), list(methods)[::-1]):
             result = save_and_load(*(config(stage, optimizer=methods[one]) for one in (first, second)))
@@ -121,7 +121,7 @@ def test_without_kernels_on_a_rank_all_use_torchs(name: str, ranks: list[int], s
         with Warnings() as warnings, without_kernels(ranks, reason), counted() as calls:
             result, again = train(setting), train(setting)
         assert calls["update"] == []
-        assert (result["method"], result["fused"]) == ("PiecewiseUpdate", True if name == "AdamW" else None)
+        assert (result["method"], result["fused"]) == ("TorchUpdate", True if name == "AdamW" else None)
         if dist.get_rank() == max(ranks):  # which tells for all, once for both engines
             (told,) = warnings.messages
             for word in (f"rank {max(ranks)}", "CPU kernels are not available", reason, "torch's optimizers"):
@@ -145,7 +145,7 @@ def test_kernels_switched_off() -> None:
     finally:
         del os.environ["ZEROLITE_KERNELS"]
         library._load.cache_clear()
-    assert (calls["update"], result["method"], warnings.messages) == ([], "PiecewiseUpdate", [])
+    assert (calls["update"], result["method"], warnings.messages) == ([], "TorchUpdate", [])
     assert_close(result["parameters"], plain(ALL["AdamW"])[0], ALL["AdamW"])
     assert train(setting)["method"] == "FlatUpdate"
 

@@ -109,7 +109,7 @@ def test_kernels_give_the_bits_of_torchs_foreach_with_clipping_and_accumulation(
     for stage in STAGES:
         for precision, micros in (("fp32", 1), ("bf16", 3)):
             ours, theirs = (train(config(stage, precision, micros, CLIP, one)) for one in (ALL[name], foreach))
-            assert (ours["method"], theirs["method"]) == ("FlatUpdate", "PiecewiseUpdate")
+            assert (ours["method"], theirs["method"]) == ("FlatUpdate", "TorchUpdate")
             assert_same_facts(ours, theirs, f"stage {stage}, {precision}")
 
 
@@ -122,7 +122,7 @@ def test_an_implementation_of_torchs_that_the_user_names_runs(option: str) -> No
     for precision in ("fp32", "bf16"):
         found = {stage: train(config(stage, precision, optimizer=optimizer)) for stage in STAGES}
         for stage, result in found.items():
-            assert result["method"] == "PiecewiseUpdate"
+            assert result["method"] == "TorchUpdate"
             if precision == "fp32":
                 assert_close(result["parameters"], module, optimizer, f"stage {stage}")
             if option != "fused":  # whose bits depend on where an element lies

@@ -57,15 +57,15 @@ def test_no_sync_defers_reduction_but_not_the_step():
 
 def test_forced_boundary_rules_until_taken_back():
     window = GradAccumulation(4)
-    window.forced_boundary = True
+    window.force_boundary(True)
     window.on_backward(True)
     assert window.is_boundary() and window.next_backward_closes() and window.on_engine_step()
     window.reset()
-    window.forced_boundary = False
+    window.force_boundary(False)
     for _ in range(9):
         window.on_backward(True)
         assert not window.on_engine_step()
-    window.forced_boundary = None
+    window.force_boundary(None)
     assert window.is_boundary()
 
 

@@ -10,8 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, plan_step
-from zerolite.zero.stage3.trace_agreement import TraceAgreement
+from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, TraceAgreement, plan_step
 
 INFINITE = 10**9
 NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)

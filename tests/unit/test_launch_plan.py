@@ -17,7 +17,7 @@ class Passes:
     def run(self, events: list[tuple[int, list[int]]], number: int = 0, length: int = 0) -> list[list[int]]:
         """Return what is launched at each end. number, length: of the schedule's plan that the events follow."""
         self.number, self.length, self.ends = number, length, 0
-        self.plan.begin_pass()
+        self.plan.begin_backward()
         launched = []
         for unit, buckets in events:
             for bucket in buckets:

@@ -22,7 +22,7 @@ import torch
 from zerolite.comm import Communicator, data_topology
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
-from zerolite.engine.monitoring import open_monitoring
+from zerolite.engine.monitoring import Monitoring
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.append_file import AppendFile
 from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock
@@ -401,7 +401,7 @@ def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine
     observers = Observers()
     outcomes: Any = LateOutcomes(observers)
     optimizer: Any = Optimizer(0.5)
-    started = open_monitoring(config, data_topology(Communicator()), CPU, outcomes, observers, optimizer, None)
+    started = Monitoring(config, data_topology(Communicator()), CPU, outcomes, observers, optimizer, None)
     started.end_with(engine)
     assert started.comms_logger is None and started.watch_module(torch.nn.Linear(1, 1), None) == []  # type: ignore[arg-type]
     path = tmp_path / "job" / "events.jsonl"

@@ -19,7 +19,7 @@ from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.layout import Slot
-from zerolite.zero.pieces import Piece
+from zerolite.zero.optim_shards import OptimParamShard
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, whole_shape
 from zerolite.zero.step import StepPipeline
@@ -41,7 +41,7 @@ def get_full_grad(parameters: Parameters) -> Any:
     return _for_all(parameters, lambda access, indices: access.gradients(indices))
 
 
-def set_full_grad(parameters: Parameters, value: Any) -> None:
+def set_full_grad(parameters: Parameters, value: object) -> None:
     """Let the next step use ``value`` (whole, unscaled, the same on all ranks) instead of the pending gradient; None
     leaves the parameter out of the step. For several parameters, as many values. Clipping and the norm see it.
 
@@ -59,7 +59,7 @@ def get_full_master(parameters: Parameters) -> Any:
     return _for_all(parameters, lambda access, indices: access.masters(indices))
 
 
-def set_full_master(parameters: Parameters, value: Any) -> None:
+def set_full_master(parameters: Parameters, value: object) -> None:
     """Make ``value`` (whole, the same on all ranks) the master weights; the module's parameter follows at once.
 
     Raises ValueError for a wrong shape or None. Called on all ranks, between steps.
@@ -76,7 +76,7 @@ def get_full_optimizer_state(parameters: Parameters, name: str) -> Any:
     return _for_all(parameters, lambda access, indices: access.states(indices, name))
 
 
-def set_full_optimizer_state(parameters: Parameters, name: str, value: Any) -> None:
+def set_full_optimizer_state(parameters: Parameters, name: str, value: object) -> None:
     """Make ``value`` (whole, the same on all ranks) the state ``name``; ``step`` takes a number.
 
     Raises ValueError for a wrong shape, and before the parameter's first update. Called on all ranks, between steps.
@@ -167,9 +167,9 @@ class ParameterAccess:
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
         parts = {
-            index: self._buffer.piece(piece.fragment, self._reducer.reduced(piece.fragment.slot.bucket)).float()
+            index: self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.fragment.slot.bucket)).float()
             * factor
-            for index, piece in self._pieces(wanted).items()
+            for index, shard in self._shards(wanted).items()
         }
         found = dict(zip(wanted, self._full(wanted, self.whole(wanted, parts, torch.float32)), strict=True))
         return [found.get(index) for index in indices]
@@ -182,13 +182,13 @@ class ParameterAccess:
             )
         values = self._flat(index, value) if value is not None else None
         self._pipeline.reduce()
-        piece = self._pieces([index]).get(index)
-        if piece is not None:
-            place = self._buffer.piece(piece.fragment, self._reducer.reduced(piece.fragment.slot.bucket))
+        shard = self._shards([index]).get(index)
+        if shard is not None:
+            place = self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.fragment.slot.bucket))
             if values is None:
                 place.zero_()
             else:
-                self._copy(piece, place, values * self._pipeline.divisor())
+                self._copy(shard, place, values * self._pipeline.divisor())
             self._buffer.placements.written_in_place()
         self._pipeline.changes.set_by_call(index, given=values is not None)
 
@@ -200,7 +200,7 @@ class ParameterAccess:
     def parts_of_masters(self, indices: list[int]) -> list[torch.Tensor]:
         """Return the masters that the data-parallel ranks have together: of sharded parameters this rank's part."""
         self._pipeline.written.take_all()
-        parts = {index: self._master(piece) for index, piece in self._pieces(indices).items()}
+        parts = {index: self._master(shard) for index, shard in self._shards(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
         if len(set(dtypes)) == 1:
             return self.whole(indices, parts, dtypes[0])
@@ -209,11 +209,11 @@ class ParameterAccess:
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
         self._pipeline.written.take_all()
-        piece = self._pieces([index]).get(index)
-        if piece is not None:
-            self._copy(piece, self._master(piece), values)
-            bucket = piece.fragment.slot.bucket
-            self._copy(piece, self._buffer.piece(piece.fragment, self._buffer.owned[bucket]), values)
+        shard = self._shards([index]).get(index)
+        if shard is not None:
+            self._copy(shard, self._master(shard), values)
+            bucket = shard.fragment.slot.bucket
+            self._copy(shard, self._buffer.view_of(shard.fragment, self._buffer.owned[bucket]), values)
             self._buffer.placements.written_in_place()
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
@@ -224,15 +224,15 @@ class ParameterAccess:
             parameter.data.copy_(values.as_strided(shape, self._reducer.strides[index]))
             torch.autograd.graph.increment_version([parameter])
 
-    def _master(self, piece: Piece) -> torch.Tensor:
-        return self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
+    def _master(self, shard: OptimParamShard) -> torch.Tensor:
+        return self._buffer.view_of(shard.fragment, self._buffer.master[shard.fragment.slot.bucket])
 
     # ---------------------------------------------------------------- states
 
     def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
         self._pipeline.check_here()
         self._pipeline.outcomes.settle()
-        own = {index: self._optimizer.method.state_of(piece) for index, piece in self._pieces(indices).items()}
+        own = {index: self._optimizer.method.state_of(shard) for index, shard in self._shards(indices).items()}
         kinds = self._agree([_kind(own.get(index), name) for index in indices])
         for index, kind in zip(indices, kinds, strict=True):
             if kind == _OTHER:
@@ -260,19 +260,19 @@ class ParameterAccess:
         self._pipeline.check_here()
         self._pipeline.outcomes.settle()
         method = self._optimizer.method
-        piece = self._pieces([index]).get(index)
-        own = method.state_of(piece) if piece is not None else None
+        shard = self._shards([index]).get(index)
+        own = method.state_of(shard) if shard is not None else None
         (kind,) = self._agree([_kind(own, name)])
         if kind in (_NOTHING, _OTHER):
             self._refuse_name(index, name, {index: own or {}})
         new = torch.tensor(float(value)) if name == "step" else self._flat(index, value)
-        if piece is None or own is None:
+        if shard is None or own is None:
             return
         if name != "step":
             place = own[name].clone()
-            self._copy(piece, place, new)
+            self._copy(shard, place, new)
             new = place
-        method.load_state(piece, {**own, name: new})
+        method.load_state(shard, {**own, name: new})
         self._buffer.placements.written_in_place()
 
     def _refuse_name(self, index: int, name: str, own: dict[int, Any]) -> None:
@@ -281,16 +281,16 @@ class ParameterAccess:
             + (f"expected one of {sorted(own[index])}" if own.get(index) else "states are made by the first update")
         )
 
-    # ---------------------------------------------------------------- pieces and wholes
+    # ---------------------------------------------------------------- shards and wholes
 
     def _slot(self, index: int) -> Slot:
         return self._buffer.layout.slots[index]
 
-    def _pieces(self, indices: Iterable[int]) -> dict[int, Piece]:
+    def _shards(self, indices: Iterable[int]) -> dict[int, OptimParamShard]:
         wanted = set(indices)
-        return {p.fragment.slot.index: p for p in self._optimizer.pieces() if p.fragment.slot.index in wanted}
+        return {p.fragment.slot.index: p for p in self._optimizer.shards() if p.fragment.slot.index in wanted}
 
-    def _flat(self, index: int, value: Any) -> torch.Tensor:
+    def _flat(self, index: int, value: object) -> torch.Tensor:
         """Return the part of ``value`` that this rank's data-parallel ranks have, in the order in which memory holds
         the parameter."""
         parameter = self._buffer.parameters[index]
@@ -303,8 +303,8 @@ class ParameterAccess:
         part = value.detach() if cut is None else cut.of(value.detach())
         return flattened(part.to(device), self._reducer.strides[index])
 
-    def _copy(self, piece: Piece, place: torch.Tensor, flat: torch.Tensor) -> None:
-        fragment = piece.fragment
+    def _copy(self, shard: OptimParamShard, place: torch.Tensor, flat: torch.Tensor) -> None:
+        fragment = shard.fragment
         part = flat.narrow(0, fragment.param_start, fragment.numel)
         if place.shape == part.shape:
             place.copy_(part)

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from zerolite.access.gradient_source import Place
 from zerolite.comm import Communicator
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.shown_gradients import Factor
+from zerolite.zero.shown_gradients import Factor, Place
 from zerolite.zero.step import StepPipeline
 
 Gather = Callable[[list[int], dict[int, torch.Tensor], torch.dtype], list[torch.Tensor]]
 
 
 class PendingGradients:
-    """The :class:`~zerolite.access.gradient_source.GradientSource` of one engine."""
+    """One engine's gradients, by index of the parameter. All methods are called on all ranks. Reductions that are under
+    way end first, which may be a collective."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class PendingGradients:
 
     @torch.no_grad()
     def read(self, index: int) -> torch.Tensor:
-        """Return this rank's part, on the device and in the parameter's dtype."""
+        """Return this rank's part as ``p.grad`` shows it, on the device and in the parameter's dtype: its own memory
+        where possible."""
         self._finish([index])
         part, dtype = self._part(index), self._reducer.parameters[index].dtype
         scale = self._scale(index)
@@ -71,7 +72,7 @@ class PendingGradients:
 
     @torch.no_grad()
     def open(self, index: int) -> torch.Tensor:
-        """Return this rank's part to be written to, until :meth:`close`."""
+        """Return this rank's part to be written to, until :meth:`close`: its own memory, or a copy in fp32 or more."""
         self._change([index])
         if index in self._reducer.shown.factors:
             self._pipeline.changes.apply_factors()
@@ -87,7 +88,8 @@ class PendingGradients:
         self._pipeline.changes.note_written(index)
 
     def whole(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the memory in which a gradient is kept, if that is all of it, as ``p.grad`` shows it."""
+        """Return the memory in which a gradient is kept, if that is all of it, as ``p.grad`` shows it. gradient: the
+        tensor through which the user is given it."""
         if self._reducer.keeps_shards:
             return None
         self._finish([index])

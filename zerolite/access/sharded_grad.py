@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 from torch.optim.optimizer import _foreach_supported_types as _torch_optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _torch_clip_types
 
-from zerolite.access.gradient_source import GradientSource, read_only
+from zerolite.access.gathered_gradient import read_only
+from zerolite.access.pending_gradients import PendingGradients
 from zerolite.comm import wait_for_result
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors, written_arguments
 from zerolite.zero.shown_gradients import GradientPlaceholder, Place
@@ -44,23 +45,25 @@ class ShardedGradient(GradientPlaceholder):
     origin: ShardedGradient | None = None
 
     @staticmethod
-    def of(place: Place, like: torch.Tensor, part: torch.Tensor | None = None) -> ShardedGradient:
+    def of(
+        place: Place, like: torch.Tensor, part: torch.Tensor | None = None, origin: ShardedGradient | None = None
+    ) -> ShardedGradient:
         """like: gives dtype and device."""
         gradient: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             ShardedGradient, place.shape, place.strides, dtype=like.dtype, device=like.device
         )
-        gradient.place, gradient.part, gradient.arrived = place, part, None
+        gradient.place, gradient.part, gradient.arrived, gradient.origin = place, part, None, origin
         return gradient
 
     @property
-    def source(self) -> GradientSource:
+    def source(self) -> PendingGradients:
         """The source of the values. Raises RuntimeError for the gradient of an earlier step."""
         if self.part is None and self.place.used:
             raise RuntimeError(
                 f"the gradient of parameter '{self.place.name}' cannot be used here: a step has used it, or it was "
                 "dropped; take p.grad after the next backward, and clone what is to outlive the step"
             )
-        source: GradientSource | None = self.place.known()
+        source: PendingGradients | None = self.place.known()
         if source is None:
             raise RuntimeError(f"the gradient of parameter '{self.place.name}' has gone with its engine")
         return source
@@ -253,9 +256,8 @@ def _accumulate(function: OpOverload, held: object, gradient: torch.Tensor, **ig
 
 
 def _alias(function: OpOverload, gradient: ShardedGradient, *ignored: object) -> ShardedGradient:
-    alias = ShardedGradient.of(gradient.place, gradient, gradient.part)
-    alias.origin = gradient if gradient.origin is None else gradient.origin
-    return alias
+    origin = gradient if gradient.origin is None else gradient.origin
+    return ShardedGradient.of(gradient.place, gradient, gradient.part, origin)
 
 
 def _like(function: OpOverload, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
@@ -301,9 +303,9 @@ def _are_pending(gradients: Tensors) -> TypeGuard[Sequence[ShardedGradient]]:
     return len(ours) == len(gradients) and len({id(g.source) for g in ours}) == 1
 
 
-def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[GradientSource, list[ShardedGradient]]]:
+def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[PendingGradients, list[ShardedGradient]]]:
     """Return the gradients of each engine."""
-    found: dict[GradientSource, list[ShardedGradient]] = {}
+    found: dict[PendingGradients, list[ShardedGradient]] = {}
     for gradient in gradients:
         found.setdefault(gradient.source, []).append(gradient)
     return list(found.items())
@@ -357,7 +359,7 @@ def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]
     return [found[id(gradient)] for gradient in gradients]
 
 
-def _norms_of_one(source: GradientSource, gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
+def _norms_of_one(source: PendingGradients, gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
     if order == 2 and all(g.part is None for g in gradients):
         return source.norms([g.place.index for g in gradients])
     parts = [g.read() for g in gradients]

@@ -20,7 +20,7 @@ class EngineParts:
     """Components of one engine.
 
     Attributes:
-        wake: Trains parameters from now on that have been unfrozen since the last backward.
+        register_unfrozen_params: Trains parameters from now on that have been unfrozen since the last backward.
     """
 
     model: ModelState
@@ -28,7 +28,7 @@ class EngineParts:
     config: ZeroliteConfig
     device: torch.device
     host: HostGroup
-    wake: Callable[[], None]
+    register_unfrozen_params: Callable[[], None]
 
     def meet(self, call: str) -> RaiseTogether:
         """Wait until all ranks are here. Returns what raises the error of one rank on all of them, as CheckpointError.

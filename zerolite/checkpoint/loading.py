@@ -97,7 +97,7 @@ class Loader:
         if path is None:
             return None, {}
         there = complete_checkpoints(path.parent) if self._host.rank == 0 else []
-        self._parts.wake()
+        self._parts.register_unfrozen_params()
         stages = self._stages(ranks)
         plan = ranks.run(lambda: self._plan(path, request, stages, scheduler, loaders))
         self._read(plan, ranks)

@@ -27,7 +27,7 @@ from zerolite.checkpoint.state import ModelFacts, ParameterFacts, TensorFacts
 from zerolite.comm import Communicator, Topology
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.buffer import ParameterBuffer, flattened
-from zerolite.zero.pieces import Piece
+from zerolite.zero.optim_shards import OptimParamShard
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.param_group import refresh
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, whole_numel, whole_shape
@@ -163,9 +163,9 @@ class ModelState:
         handle = handle_of(parameter)
         return handle.strides if handle is not None else parameter.data.stride()
 
-    def states(self, names: Sequence[str]) -> Iterator[tuple[Piece, str, dict[str, Any]]]:
+    def states(self, names: Sequence[str]) -> Iterator[tuple[OptimParamShard, str, dict[str, Any]]]:
         """The pieces that have states, with their parameter's name."""
-        for piece in self.optimizer.pieces():
+        for piece in self.optimizer.shards():
             if piece.fragment.numel:
                 state = self.optimizer.method.state_of(piece)
                 if state:
@@ -214,23 +214,23 @@ class ModelState:
                 shards.append(empty_shard(PARAMETERS + name, _full_shape(parameter), parameter.dtype))
         return shards, scalars
 
-    def _writes_scalars(self, piece: Piece) -> bool:
+    def _writes_scalars(self, piece: OptimParamShard) -> bool:
         first = piece.fragment.param_start == 0 and (self.buffer.shard or self.comm.rank == 0)
         return first and self.topology.tensor.rank == 0
 
-    def shape_of(self, piece: Piece) -> torch.Size:
+    def shape_of(self, piece: OptimParamShard) -> torch.Size:
         """Return the shape of the states that have a value for each element."""
         if not self.buffer.keeps_shape(piece.fragment.slot):
             return torch.Size((piece.fragment.numel,))
         return whole_shape(self.buffer.parameters[piece.fragment.slot.index])
 
-    def is_scalar(self, kind: str, value: Any, piece: Piece) -> bool:
+    def is_scalar(self, kind: str, value: Any, piece: OptimParamShard) -> bool:
         """True if a state is one number for a whole parameter."""
         if not isinstance(value, torch.Tensor):
             return value is None or isinstance(value, (bool, int, float))
         return value.dim() == 0 and (bool(self.shape_of(piece)) or kind in _COUNTS)
 
-    def _state_range(self, piece: Piece, name: str, kind: str, value: Any) -> FlatRange:
+    def _state_range(self, piece: OptimParamShard, name: str, kind: str, value: Any) -> FlatRange:
         key = f"{OPTIMIZER}{kind}/{name}"
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
@@ -296,7 +296,7 @@ class ModelState:
         """Make the optimizer's states of all parameters, and say where what is stored goes. Parameters without stored
         ones are as if never updated."""
         names = self.names_by_index()
-        for piece in self.optimizer.pieces():
+        for piece in self.optimizer.shards():
             if not piece.fragment.numel:
                 continue
             index = piece.fragment.slot.index

@@ -90,7 +90,7 @@ class Saver:
         batches. Returns the checkpoint's directory."""
         self.wait_for_all()
         ranks = self._parts.meet(_CALL)
-        self._parts.wake()
+        self._parts.register_unfrozen_params()
         own: list[UserState] = []
 
         def offer() -> _Offer:

@@ -31,7 +31,7 @@ _ACTIVE, _FINISHED, _FAILED = 0, 1, 2
 _HEAD, _ROOM = 3, 13  # status, command and how many numbers; the numbers
 ROW = _HEAD + _ROOM
 _STEPS = (Command.ENGINE_STEP, Command.STEP, Command.UPDATE)  # what uses the optimizer's hyperparameters
-_STAGE3 = (Command.USE_END, Command.PASS_END, Command.EXTERNAL)  # within a forward or backward that was announced
+_STAGE3 = (Command.USE_END, Command.BACKWARD_END, Command.EXTERNAL)  # within a forward or backward that was announced
 
 
 class _Owner(Protocol):
@@ -283,7 +283,7 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.FORWARD: Join._forward,
     Command.BACKWARD: lambda join, *numbers: join._pipeline.follow_backward(*map(bool, numbers)),
     Command.USE_END: Join._use_end,
-    Command.PASS_END: lambda join: join._reducer.end_pass(complete=False),
+    Command.BACKWARD_END: lambda join: join._reducer.end_backward(complete=False),
     Command.GATHER: Join._gather,
     Command.EXTERNAL: Join._external,
     Command.ENGINE_STEP: lambda join, flush, forced: join._owner.follow_step(bool(flush), forced),

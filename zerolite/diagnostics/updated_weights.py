@@ -9,7 +9,7 @@ import torch
 from zerolite.diagnostics.consistency import UpdateNumbers
 from zerolite.zero.checks import Update
 from zerolite.zero.grad_stats import SquaresPlan
-from zerolite.zero.pieces import Hand, Piece
+from zerolite.zero.optim_shards import Hand, OptimParamShard
 
 Sums = dict[torch.device, torch.Tensor]  # of the squares of masters by param group, float64, where the masters are
 
@@ -22,11 +22,14 @@ class UpdatedWeights:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, pieces: Callable[[], Sequence[Sequence[Piece]]], most_groups: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        shards: Callable[[], Sequence[Sequence[OptimParamShard]]],
+        most_groups: int,
     ) -> None:
         """
         Args:
-            pieces: of each bucket.
+            shards: of each bucket.
             most_groups: param groups of any rank of the model now, which are as many on all ranks that share its
                 statistics: stages of a pipeline may have other groups.
         """
@@ -40,7 +43,7 @@ class UpdatedWeights:
         self._announced: UpdateNumbers | None = None
         self.numbers: UpdateNumbers | None = None  # of the last update
         self._plan = SquaresPlan(
-            lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in pieces()[bucket]]
+            lambda bucket: [(p.fragment.shard_start, p.fragment.numel, p.group) for p in shards()[bucket]]
         )
 
     def replan(self) -> None:

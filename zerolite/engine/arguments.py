@@ -32,15 +32,13 @@ def param_groups_of(
     if isinstance(optimizer, Optimizer):
         if model_parameters is not None:
             raise ValueError(
-                "zerolite.initialize: got an optimizer instance and model_parameters; the instance has its "
-                "parameters already, so leave "
-                "model_parameters out, or pass the optimizer's class"
+                "zerolite.initialize: got an optimizer instance and model_parameters; the instance has its parameters "
+                "already, so leave model_parameters out, or pass the optimizer's class"
             )
         groups = optimizer.param_groups
     else:
-        source: list[Any] = (
-            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
-        )
+        given = (p for p in model.parameters() if p.requires_grad) if model_parameters is None else model_parameters
+        source: list[Any] = list(given)
         if source and not isinstance(source[0], dict):
             source = [{"params": source}]
         groups = [{**group, "params": _plain_parameters(group["params"])} for group in source]
@@ -53,9 +51,9 @@ def param_groups_of(
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise ValueError(
-                    f"zerolite.initialize: param group {number} holds a tensor of shape {tuple(parameter.shape)} "
-                    "that is no parameter of the "
-                    "model; build the optimizer from model.parameters() of the very model that is passed"
+                    f"zerolite.initialize: param group {number} holds a tensor of shape {tuple(parameter.shape)} that "
+                    "is no parameter of the model; build the optimizer from model.parameters() of the very model that "
+                    "is passed"
                 )
             if id(parameter) in seen:
                 raise ValueError(
@@ -65,25 +63,19 @@ def param_groups_of(
     return groups
 
 
-def freeze(model: torch.nn.Module, config: ZeroliteConfig, model_parameters: Any, lr_scheduler: Any) -> Groups:
+def freeze(model: torch.nn.Module, config: ZeroliteConfig, model_parameters: object, lr_scheduler: object) -> Groups:
     """Let no parameter require a gradient, and return the param groups of an engine without an optimizer: an empty one.
     Raises ConfigError where something else asks for training."""
-    for name, given in (
-        ("model_parameters", model_parameters),
-        ("lr_scheduler", lr_scheduler),
-        ('the config\'s block "scheduler"', config.scheduler),
-    ):
+    block = 'the config\'s block "scheduler"'
+    asked = {"model_parameters": model_parameters, "lr_scheduler": lr_scheduler, block: config.scheduler}
+    for name, given in asked.items():
         if given is not None:
-            raise ConfigError(
-                [
-                    (
-                        "optimizer",
-                        'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or '
-                        f"zerolite.initialize(optimizer=…), beside {name}, got neither; without an optimizer an engine "
-                        "only evaluates its model, and takes neither parameters to train nor a schedule",
-                    )
-                ]
+            sentence = (
+                'expected a block such as {"type": "AdamW", "params": {"lr": 1e-3}}, or '
+                f"zerolite.initialize(optimizer=…), beside {name}, got neither; without an optimizer an engine "
+                "only evaluates its model, and takes neither parameters to train nor a schedule"
             )
+            raise ConfigError([("optimizer", sentence)])
     model.requires_grad_(False)
     return [{"params": []}]
 
@@ -115,9 +107,8 @@ def check_parameters(parameters: list[torch.nn.Parameter], names: dict[int, str]
         name = names[id(parameter)]
         if parameter.is_meta and not meta_allowed:
             raise ValueError(
-                f"zerolite.initialize: parameter '{name}' is on the meta device and has no values; materialise "
-                "the model first, e.g. "
-                "with model.to_empty(device='cpu') and its own initialisation"
+                f"zerolite.initialize: parameter '{name}' is on the meta device and has no values; materialise the "
+                "model first, e.g. with model.to_empty(device='cpu') and its own initialisation"
             )
         if parameter.is_complex():
             raise ValueError(
@@ -166,15 +157,8 @@ def choose_optimizer(
     """The optimizer, and what of each parameter a rank updates. cut: ranks have parts of layers. Raises ConfigError or
     ValueError where it cannot work."""
     if optimizer is not None and config.optimizer is not None:
-        raise ConfigError(
-            [
-                (
-                    "optimizer",
-                    "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave "
-                    "one out",
-                )
-            ]
-        )
+        sentence = "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave one out"
+        raise ConfigError([("optimizer", sentence)])
     if optimizer is None and config.optimizer is None:
         return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
     make, kind = _maker(optimizer, config, groups)
@@ -225,29 +209,23 @@ def _maker(
 
 def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer) -> Any:
     if given is not None and config.scheduler is not None:
-        raise ConfigError(
-            [
-                (
-                    "scheduler",
-                    "expected a schedule in the config or in zerolite.initialize(lr_scheduler=…), got both; "
-                    "leave one out",
-                )
-            ]
+        sentence = (
+            "expected a schedule in the config or in zerolite.initialize(lr_scheduler=…), got both; leave one out"
         )
+        raise ConfigError([("scheduler", sentence)])
     if given is not None:
         made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
         if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ValueError(
-                "zerolite.initialize: lr_scheduler is a ReduceLROnPlateau, whose step() needs a metric that the "
-                "engine does not have; leave it "
-                "out and call its step(metric) yourself"
+                "zerolite.initialize: lr_scheduler is a ReduceLROnPlateau, whose step() needs a metric that the engine "
+                "does not have; leave it out and call its step(metric) yourself"
             )
         bound_to = getattr(made, "optimizer", optimizer)
         if bound_to is not optimizer and bound_to is not optimizer.inner:
             raise ValueError(
-                "zerolite.initialize: lr_scheduler is bound to another optimizer than the engine's, so it would "
-                "change nothing; bind it to "
-                "the optimizer that is passed, or pass a function such as lambda optimizer: StepLR(optimizer, 10)"
+                "zerolite.initialize: lr_scheduler is bound to another optimizer than the engine's, so it would change "
+                "nothing; bind it to the optimizer that is passed, or pass a function such as lambda optimizer: "
+                "StepLR(optimizer, 10)"
             )
         return made
     if config.scheduler is None:
@@ -255,7 +233,7 @@ def scheduler_of(given: Any, config: ZeroliteConfig, optimizer: ShardedOptimizer
     return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: object) -> None:
     """Raise ValueError for a loss that ``Engine.backward`` cannot take."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ from zerolite.engine.build_stage3 import (
     start_stage3,
 )
 from zerolite.engine.components import Components, EngineRef, ModuleCall
-from zerolite.engine.connections import Phases, check_collectives, connect_backward, remove_hooks, watch_loading
+from zerolite.engine.connections import check_collectives, connect_backward, remove_hooks, watch_loading
 from zerolite.engine.decisions import (
     SKIPS_ON_DEVICE,
     communication_dtypes,
@@ -65,14 +65,14 @@ from zerolite.engine.decisions import (
 from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine, EvaluationPipeline, check_frozen
 from zerolite.engine.full_state import FullState
-from zerolite.engine.growth import Growth, Parameters, Ways
 from zerolite.engine.local_runner import LocalRunner
 from zerolite.engine.model_values import fill_buckets, synchronize_rest
-from zerolite.engine.monitoring import Monitoring, open_monitoring
+from zerolite.engine.monitoring import Monitoring
 from zerolite.engine.notices import LearningRateSchedule, PipelineLoss, Progress
-from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine
+from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine, refuse
 from zerolite.engine.spread import spread_over
 from zerolite.engine.state_offload import StateOffload
+from zerolite.engine.unfrozen_params import Parameters, UnfrozenParams
 from zerolite.monitor.memory_report import MemoryParts
 from zerolite.offload.from_config import check_optimizer, placements_of, warn_of_few_threads
 from zerolite.offload.offloaded_gradients import OffloadedGradients
@@ -81,8 +81,8 @@ from zerolite.optim.kernels import kernel_chooser
 from zerolite.optim.muon import muon_groups
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.precision.fp32_modules import Fp32Modules
-from zerolite.updates.piecewise_update import PiecewiseUpdate
 from zerolite.updates.staged_update import StagedSpans
+from zerolite.updates.torch_update import TorchUpdate
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
@@ -106,7 +106,7 @@ _PADDED = 1.5  # times the elements of the model, from which on buckets of whole
 logger = logging.getLogger("zerolite")
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Raise ValueError for what is no model that an engine can be made of."""
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -171,7 +171,7 @@ def build_engine(
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
     kind = kind or device.type
     whole = chosen.whole
-    assembly = _Assembly(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains, whole)
+    assembly = Assembly(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains, whole)
     assembly.make_parts(chosen.make, groups)
     scheduler = scheduler_of(arguments.lr_scheduler, resolved, assembly.sharded)
     return assembly.make_engine(adopts, arguments.broadcast_buffers, loss_fn, scheduler)
@@ -186,7 +186,7 @@ _NOT_IN_P_GRAD = (
 # -------------------------------------------------------------------- the parts
 
 
-class _Assembly:
+class Assembly:
     """Builds an engine part by part: each method needs what those before it have made. All of it is called on all ranks
     in the same order."""
 
@@ -221,7 +221,7 @@ class _Assembly:
         if comm.main:
             warn_of_few_threads(self.placements, os.environ)
 
-    def make_parts(self, make_inner: Any, groups: Groups) -> None:
+    def make_parts(self, make_inner: object, groups: Groups) -> None:
         """Make what a step needs. make_inner, groups: of the optimizer."""
         trained = self._trained(groups)
         self._make_buffer(trained)
@@ -231,7 +231,7 @@ class _Assembly:
         self._check_steps()
 
     def make_engine(
-        self, adopts: bool, broadcast_buffers: bool, loss_fn: LossFunction | None, scheduler: Any
+        self, adopts: bool, broadcast_buffers: bool, loss_fn: LossFunction | None, scheduler: object
     ) -> Engine:
         """Install the hooks and make the engine, complete. adopts: whether parameters that are unfrozen later join the
         param group that there is."""
@@ -240,7 +240,7 @@ class _Assembly:
             pipeline, self.reducer, self.param_gatherer, self.scaler, self.precision, self.model, observers
         )
         call = ModuleCall(self.model)
-        schedule = LearningRateSchedule(scheduler)
+        schedule = LearningRateSchedule(scheduler, pipeline.outcomes)
         attached, monitoring, hooks = self._watch_model(call, schedule)
         coordinator = None
         if self.partitioned is not None:
@@ -252,7 +252,7 @@ class _Assembly:
         monitoring.watch_memory(memory)
         access = ParameterAccess(pipeline, self.reducer, self.buffer, self.sharded, topology)
         loaders = self._loaders()
-        checkpointer = self._let_grow(adopts, loaders)
+        checkpointer = self._make_checkpointer(adopts, loaders, schedule)
         refusal = "" if topology.trivial else _NOT_IN_P_GRAD
         components = Components(
             module=self.model,
@@ -286,7 +286,11 @@ class _Assembly:
             loss_fn=loss_fn,
             schedule=schedule,
         )
-        engine = _engine_class(self.trains, self.staged is not None)(components)
+        engine: Engine
+        if self.staged is not None:
+            engine = (PipelineEngine if self.trains else PipelineEvaluationEngine)(components)
+        else:
+            engine = (Engine if self.trains else EvaluationEngine)(components)
         monitoring.end_with(engine)
         self._end_with(engine, offload, hooks)
         if check_is_wanted(self.config.check_collectives):
@@ -302,7 +306,7 @@ class _Assembly:
         hooks += attached.handles
         if self.topology.world.rank == 0:
             observers.add(Progress(self.reference))
-        monitoring = open_monitoring(
+        monitoring = Monitoring(
             config, self.topology, self.device, self.pipeline.outcomes, observers, self.sharded, self.scaler
         )
         hooks += monitoring.watch_module(self.model, call)
@@ -357,16 +361,16 @@ class _Assembly:
         return trained
 
     def _specs_of(self, trained: Parameters, names: dict[int, str], groups: Groups) -> list[ParameterSpec]:
-        specs = _parameter_specs(trained, names, self.precision, self.communication)
         # What Muon leaves to an elementwise optimizer can be divided.
         whole = {id(p) for group in groups for p in group["params"] if self.whole and group.get("use_muon", True)}
-        for place, parameter in enumerate(trained):
-            if id(parameter) in whole:
-                specs[place] = dataclasses.replace(specs[place], kind=f"{specs[place].kind}, whole", whole=True)
-        for place, parameter in enumerate(trained):
-            if id(parameter) in self.ties:  # in a bucket of its own: the other stages cut theirs in the same parts
-                kind = f"{specs[place].kind}, shared as {self.ties[id(parameter)].key}"
-                specs[place] = dataclasses.replace(specs[place], kind=kind)
+        specs = []
+        for p in trained:
+            kind = f"{self.precision.compute_dtype(p)} sent as {self.communication(p)}"
+            if id(p) in whole:
+                kind += ", whole"
+            if id(p) in self.ties:  # in a bucket of its own: the other stages cut theirs in the same parts
+                kind += f", shared as {self.ties[id(p)].key}"
+            specs.append(ParameterSpec(names[id(p)], whole_numel(p), kind, id(p) in whole))
         return specs
 
     def _make_buffer(self, trained: list[torch.nn.Parameter]) -> None:
@@ -402,9 +406,7 @@ class _Assembly:
             buffer.layout, trained, comm, reduction, strides, offloaded, self.observers, ShardedGradient.of
         )
         choose = kernel_chooser(self.topology.world, self.device, self.placements.update_devices())
-        self.sharded = ShardedOptimizer(
-            make_inner, groups, buffer, self.precision.update_dtype, choose, PiecewiseUpdate
-        )
+        self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose, TorchUpdate)
         check_optimizer(self.placements, self.kind, self.sharded.inner)
         self.param_gatherer = ParamGatherer(
             buffer,
@@ -460,7 +462,7 @@ class _Assembly:
                 counts = torch.tensor([most], device=self.device)
                 self.topology.model.all_reduce_max(counts, tag="initial_sync")
                 most = max(most, int(host_value(counts)))  # a dry run reads nothing
-            updated = UpdatedWeights(sharded.inner, lambda: sharded.pieces_by_bucket, most)
+            updated = UpdatedWeights(sharded.inner, lambda: sharded.shards_by_bucket, most)
         if consistency is not None or updated is not None:
             self.pipeline.check_with(StepChecks(sharded.inner, world, self.device, consistency, updated), updated)
 
@@ -488,27 +490,23 @@ class _Assembly:
         settings, tensor = self.config.activation_checkpointing, self.topology.tensor
         return attach(self.model, settings, self.device, tensor if tensor.world_size > 1 else None)
 
-    def _let_grow(self, adopts: bool, loaders: Loaders) -> Checkpointer:
+    def _make_checkpointer(self, adopts: bool, loaders: Loaders, schedule: LearningRateSchedule) -> Checkpointer:
         """Connect the objects that must know of parameters that are trained from some step on: all that there is by
         now."""
-        model, buffer, pipeline, comm, device = self.model, self.buffer, self.pipeline, self.comm, self.device
-        fill = functools.partial(fill_buckets, buffer, self.precision, comm, device)
-        ways = Ways(self._layout_of, fill, self._tell)
-        observers = self.observers
+        pipeline, observers = self.pipeline, self.observers
         event = observers.before_backward if self.partitioned is None else observers.before_forward
-        reducer, sharded, param_gatherer = self.reducer, self.sharded, self.param_gatherer
-        due = event if self.trains else []
-        growth = Growth(model, comm, device, buffer, reducer, sharded, param_gatherer, pipeline, ways, adopts, due)
-        wake = growth.wake
+        unfrozen = UnfrozenParams(self, adopts, event if self.trains else [])
+        register = unfrozen.register_unfrozen_params
         if not self.trains:
-            wake = functools.partial(check_frozen, model)
-            event.append(wake)
-        self.sharded.connect(Phases(pipeline, growth, self.reference, self.staged is not None))
-        tensors = ModelState(model, buffer, self.sharded, comm, self.topology)
+            register = functools.partial(check_frozen, self.model)
+            event.append(register)
+        step = None if self.staged is None else functools.partial(refuse, "engine.optimizer.step")
+        self.sharded.connect(pipeline, unfrozen.add_group, schedule.settle, step)
+        tensors = ModelState(self.model, self.buffer, self.sharded, self.comm, self.topology)
         host = HostGroup(self.topology.world, "checkpoint")
-        return Checkpointer(EngineParts(tensors, pipeline, self.config, device, host, wake), loaders)
+        return Checkpointer(EngineParts(tensors, pipeline, self.config, self.device, host, register), loaders)
 
-    def _layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
+    def layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
         """Make the layout of parameters that are trained from now on."""
         self.fp32.attach()
         added = self._specs_of(parameters, names, self.sharded.inner.param_groups)
@@ -517,31 +515,13 @@ class _Assembly:
         numel = bucket_numel(self.specs, self.config, self.comm.world_size)
         return PartitionLayout.build(added, self.comm.world_size, numel)
 
-    def _tell(self, parameters: Parameters) -> None:
+    def tell(self, parameters: Parameters) -> None:
         """They have a place."""
         self._spread()
         for parameter in parameters:
             OWNERS[parameter] = self.reference
         if self.partitioned is not None:
             follow_units(self.partitioned, self.reducer)
-
-
-def _engine_class(trains: bool, staged: bool) -> type[Engine]:
-    if staged:
-        return PipelineEngine if trains else PipelineEvaluationEngine
-    return Engine if trains else EvaluationEngine
-
-
-def _parameter_specs(
-    trained: Parameters,
-    names: dict[int, str],
-    precision: Precision,
-    communication: Callable[[torch.nn.Parameter], torch.dtype | None],
-) -> list[ParameterSpec]:
-    return [
-        ParameterSpec(names[id(p)], whole_numel(p), f"{precision.compute_dtype(p)} sent as {communication(p)}")
-        for p in trained
-    ]
 
 
 def _warn_of_padding(layout: PartitionLayout) -> None:

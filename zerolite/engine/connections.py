@@ -9,8 +9,6 @@ import torch
 from zerolite.comm import CollectiveCheck, Topology
 from zerolite.diagnostics.position import Names
 from zerolite.engine.components import EngineRef
-from zerolite.engine.growth import Growth
-from zerolite.engine.pipeline_engine import refuse
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.module_hook import WeakHook
@@ -45,38 +43,6 @@ def connect_backward(
     return boundary
 
 
-class Phases:
-    """An engine's phases behind its optimizer's methods (:class:`~zerolite.zero.sharded_optimizer.OptimizerPhases`)."""
-
-    def __init__(self, pipeline: StepPipeline, growth: Growth, engine: EngineRef, staged: bool) -> None:
-        self._pipeline, self._growth, self._engine, self._staged = pipeline, growth, engine, staged
-
-    def step(self) -> None:
-        if self._staged:
-            refuse("engine.optimizer.step")
-        self._pipeline.step()
-
-    def zero_grad(self) -> None:
-        self._pipeline.zero_grad()
-
-    def before_groups_are_read(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.settle_schedule()
-
-    def settle(self) -> None:
-        self._pipeline.outcomes.settle()
-
-    def follow_writes(self) -> None:
-        self._pipeline.written.take_all()
-
-    def on_masters_loaded(self) -> None:
-        self._pipeline.on_masters_loaded()
-
-    def add_group(self, group: dict[str, Any]) -> None:
-        self._growth.add_group(group)
-
-
 def check_collectives(
     known: EngineRef, topology: Topology, coordinator: PartitionedParameterCoordinator | None
 ) -> None:
@@ -108,7 +74,7 @@ def watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
 
 
 class _AfterLoading(WeakHook[StepPipeline]):
-    def __call__(self, module: torch.nn.Module, keys: Any) -> None:
+    def __call__(self, module: torch.nn.Module, keys: object) -> None:
         pipeline = self.owner()
         if pipeline is not None:
             pipeline.written.note_loaded_parameters(module.parameters())

@@ -12,7 +12,7 @@ from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.precision.dtypes import Precision
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.utils.dtypes import DTYPES
-from zerolite.zero.bucket_state import ReductionOptions
+from zerolite.zero.bucket_memory import ReductionOptions
 from zerolite.zero.stages import StagePolicy
 from zerolite.zero.step import StepOptions
 
@@ -94,16 +94,11 @@ def communication_dtypes(
                 found |= matches
                 low |= {id(parameter) for parameter in module.parameters(recurse=False)}
     if safe - found:
-        raise ConfigError(
-            [
-                (
-                    "torch_autocast.lower_precision_safe_modules",
-                    f"expected classes of modules in the model, got {', '.join(sorted(safe - found))}, which none "
-                    "of its modules is; write "
-                    "the class as in torch.nn.Linear",
-                )
-            ]
+        sentence = (
+            f"expected classes of modules in the model, got {', '.join(sorted(safe - found))}, which none of its "
+            "modules is; write the class as in torch.nn.Linear"
         )
+        raise ConfigError([("torch_autocast.lower_precision_safe_modules", sentence)])
     dtype = DTYPES[autocast.dtype]
 
     def by_module(parameter: torch.nn.Parameter) -> torch.dtype | None:
@@ -140,7 +135,7 @@ def reduction_options(
     # move into their buckets. Not in fp16, whose small numbers it would push below the smallest.
     free = predivide == 1.0 and comm.world_size & (comm.world_size - 1) == 0 and precision.compute != torch.float16
     return ReductionOptions(
-        reduce_each_pass=policy.shard_gradients,
+        reduce_each_backward=policy.shard_gradients,
         shard=policy.shard_optimizer,
         use_reduce_scatter=zero.reduce_scatter,
         accumulate_dtype=accumulate,

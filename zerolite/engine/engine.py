@@ -167,7 +167,7 @@ class Engine:
 
     def follow_step(self, flush: bool, forced: int) -> None:
         """A :meth:`step` of the ranks that go on, with their boundary. Called by :class:`Join`."""
-        self._accumulation.forced_boundary = _FORCED[forced]
+        self._accumulation.force_boundary(_FORCED[forced])
         self.step(flush)
 
     def _step(self, flush: bool) -> bool:
@@ -266,7 +266,7 @@ class Engine:
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say by hand whether the micro-batch in hand closes its accumulation, until said otherwise; None returns to
         counting."""
-        self._accumulation.forced_boundary = is_boundary
+        self._accumulation.force_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True if the next (or pending) ``engine.step()`` will update."""
@@ -296,7 +296,7 @@ class Engine:
     def offload_states(
         self,
         include: Iterable[Any] | None = None,
-        device: Any = "cpu",
+        device: object = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
@@ -345,7 +345,7 @@ class Engine:
 
     def deepspeed_io(
         self,
-        dataset: Any,
+        dataset: object,
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
@@ -369,13 +369,13 @@ class Engine:
         """
         return self.loaders.make(dataset, batch_size, route, pin_memory, collate_fn, num_local_io_workers)
 
-    def prepare_loader(self, loader: Any) -> Any:
+    def prepare_loader(self, loader: object) -> Any:
         """``loader``, a torch DataLoader with a ``DistributedSampler`` (or without, on one process), so that
         :meth:`gather_for_metrics` knows its samples: iterate over what this returns. Raises ValueError for other
         loaders, which work as they are but without that."""
         return self.loaders.prepare(loader)
 
-    def reduce(self, value: Any, op: str = "mean") -> Any:
+    def reduce(self, value: object, op: str = "mean") -> Any:
         """``value`` over all ranks, the same on all of them.
 
         Args:
@@ -395,14 +395,14 @@ class Engine:
         with self._pipeline.commands(Command.METRIC):
             return metrics.reduce(value, op, self._comm, self.device)
 
-    def gather(self, tensors: Any) -> Any:
+    def gather(self, tensors: object) -> Any:
         """The rows of all ranks, in rank order, on all of them: tensors ``[rows, ...]``, any dtype, or nested dicts,
         lists and tuples of them. Rows may differ from rank to rank, and be 0; a 0-dim tensor or number is one row.
         Raises as :meth:`reduce` does. Called on all ranks."""
         with self._pipeline.commands(Command.METRIC):
             return metrics.gather(tensors, self._comm, self.device)
 
-    def gather_for_metrics(self, tensors: Any, loader: Any = None) -> Any:
+    def gather_for_metrics(self, tensors: object, loader: object = None) -> Any:
         """Gather as :meth:`gather` does; inside a pass over a loader of :meth:`deepspeed_io` or :meth:`prepare_loader`,
         for values with one row for each sample of the batch in hand: in the order of the data set (or of its shuffle),
         without the samples that were repeated to make ranks even.
@@ -558,14 +558,8 @@ class Engine:
         return self._schedule.scheduler
 
     @lr_scheduler.setter
-    def lr_scheduler(self, scheduler: Any) -> None:
+    def lr_scheduler(self, scheduler: object) -> None:
         self._schedule.use(scheduler)
-
-    def settle_schedule(self) -> None:
-        """Bring the param groups up to date, which the engine's schedule changes when the outcome of a step is read.
-        Nothing without one: a loop that steps a schedule of its own need not wait for the device."""
-        if self._schedule.scheduler is not None:
-            self._pipeline.outcomes.settle()
 
     @property
     def global_steps(self) -> int:

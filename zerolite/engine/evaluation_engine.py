@@ -56,7 +56,7 @@ def check_frozen(model: torch.nn.Module) -> None:
 
 
 def _refuses(call: str) -> Callable[..., NoReturn]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             f"engine.{call}: expected an engine with an optimizer, got one without, which only evaluates its model. "
             f"{_REMEDY}"

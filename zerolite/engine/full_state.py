@@ -18,11 +18,11 @@ from zerolite.checkpoint.checkpointer import directory_of
 from zerolite.checkpoint.engine_parts import EngineParts
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
+from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
-from zerolite.engine.full_optimizer_state import full_optimizer_state_dict
 from zerolite.engine.whole_model import Known, WholeModel, first_names, union
 from zerolite.engine.whole_model import known as known_as
 from zerolite.precision.dtypes import Precision
@@ -72,7 +72,7 @@ def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         )
 
 
-def _before_load(module: torch.nn.Module, state: Any, prefix: str, *rest: Any) -> None:
+def _before_load(module: torch.nn.Module, state: object, prefix: str, *rest: Any) -> None:
     found = [] if _allowed else _cut(module, prefix)
     if found:
         raise RuntimeError(
@@ -136,14 +136,41 @@ class FullState:
             state[name] = copies[entry.owner] if isinstance(entry, Known) else entry
         return state if not rank0_only or self._topology.world.rank == 0 else {}
 
+    @torch.no_grad()
     def load(self, state: Mapping[str, Any] | None, strict: bool) -> None:
-        """See ``Engine.load_full_state_dict``."""
+        """See ``Engine.load_full_state_dict``. Rank 0's whole values go into parameters and buffers, one by one, and
+        modules get their extra state. Raises RuntimeError on all ranks, before anything is written."""
         self._pipeline.check_here()
         self._param_gatherer.wait_all()
-        model = self._states.model
-        loaded = set(load_full_state_dict(model, state, self._topology, self._device, strict))
-        named = model.named_parameters(remove_duplicate=False)
-        self._pipeline.written.note_loaded_parameters(p for name, p in named if name in loaded)
+        model, topology, device = self._states.model, self._topology, self._device
+        own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        transient = {
+            f"{prefix}.{key}" if prefix else key
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for key in module._non_persistent_buffers_set
+        }
+        own.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)
+        first = first_names(own)
+        known = {name: known_as(first[id(tensor)], tensor, tensor, trained=False) for name, tensor in own.items()}
+        extra = _with_extra_state(model)
+        targets = union({**known, **dict.fromkeys(extra)}, topology)
+        here = {known[name].owner: tensor for name, tensor in own.items()}
+        given = dict(state or {}) if topology.world.rank == 0 else {}
+        present = _agree(targets, given, topology.world, device, strict)
+        done: set[str] = set()
+        for name, target in targets.items():
+            if name in present and isinstance(target, Known) and target.owner not in done:
+                done.add(target.owner)
+                _spread(given.get(name), target, here.get(target.owner), topology, device)
+        others = sorted(name for name in present if targets[name] is None)
+        if others:
+            host = HostGroup(topology.world, "whole model")
+            values = host.broadcast({name: given.get(name) for name in others}, 0)
+            for name, module in extra.items():
+                if name in values:
+                    module.set_extra_state(values[name])
+        loaded = (tensor for name, tensor in own.items() if known[name].owner in done)
+        self._pipeline.written.note_loaded_parameters(t for t in loaded if isinstance(t, torch.nn.Parameter))
 
     def of_optimizer(self, rank0_only: bool) -> dict[str, Any]:
         """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""
@@ -154,14 +181,37 @@ class FullState:
     @torch.no_grad()
     def save_16bit(self, save_dir: Any, max_shard_size: str | int, exclude_frozen: bool) -> None:
         """See ``Engine.save_16bit_model``: rank 0 writes (:class:`ModelWriter`), while all ranks gather one parameter
-        after the other."""
+        after the other. exclude_frozen: only trained parameters, and the buffers of the modules that have some. Raises
+        ValueError for a size that is none, CheckpointError on all ranks if rank 0 cannot write."""
         computes = self._precision.compute or self._precision.autocast
         dtype = computes if computes in HALF else torch.bfloat16
         assert dtype is not None
         directory = Path(directory_of(save_dir, "save_dir"))
-        save_16bit_model(
-            self._whole_model(), self._topology, self._device, directory, dtype, max_shard_size, exclude_frozen
-        )
+        whole, world, device = self._whole_model(), self._topology.world, self._device
+        tensors = dict(whole.tensors())
+        left_out = sorted(whole.entries.keys() - tensors.keys())
+        if left_out and world.rank == 0:
+            logger.warning("save_16bit_model: left out what is no tensor: %s", _listed(left_out))
+        if exclude_frozen:
+            tensors = _training(tensors)
+        first: dict[str, str] = {}  # name of a tensor
+        for name, known in tensors.items():
+            first.setdefault(known.owner, name)
+        written = {clean(name): tensors[name] for name in first.values()}
+        entries = [ToStore(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
+        aliases = {clean(name): clean(first[k.owner]) for name, k in tensors.items() if name != first[k.owner]}
+        plan = plan_files(entries, max_shard_size, aliases)
+        writer = ModelWriter(directory, plan)
+
+        def get(entry: ToStore) -> torch.Tensor | None:
+            return whole.get(written[entry.name], dtype, rank0_only=True)
+
+        with contextlib.ExitStack() as stack:
+            _on_rank0(functools.partial(stack.enter_context, writer), world, device)
+            for file in plan:
+                values = _Gathered(file, get)
+                _on_rank0(functools.partial(writer.write, file, values), world, device, values)
+            _on_rank0(writer.commit, world, device)
 
     def _whole_model(self) -> WholeModel:
         self._check_readable()
@@ -186,47 +236,6 @@ def _unguarded_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- a model in files
-
-
-def save_16bit_model(
-    whole: WholeModel,
-    topology: Topology,
-    device: torch.device,
-    save_dir: Path,
-    dtype: torch.dtype,
-    max_shard_size: str | int,
-    exclude_frozen: bool,
-) -> None:
-    """Let rank 0 write the model. All floating tensors are in ``dtype``. exclude_frozen: only what trains, that is
-    trained parameters and the buffers of the modules that have some.
-
-    Raises ValueError for a size that is none, CheckpointError on all ranks if rank 0 cannot write.
-    """
-    world = topology.world
-    tensors = dict(whole.tensors())
-    left_out = sorted(whole.entries.keys() - tensors.keys())
-    if left_out and world.rank == 0:
-        logger.warning("save_16bit_model: left out what is no tensor: %s", _listed(left_out))
-    if exclude_frozen:
-        tensors = _training(tensors)
-    first: dict[str, str] = {}  # name of a tensor
-    for name, known in tensors.items():
-        first.setdefault(known.owner, name)
-    written = {clean(name): tensors[name] for name in first.values()}
-    entries = [ToStore(name, exported_dtype(known.dtype, dtype), known.shape) for name, known in written.items()]
-    aliases = {clean(name): clean(first[known.owner]) for name, known in tensors.items() if name != first[known.owner]}
-    plan = plan_files(entries, max_shard_size, aliases)
-    writer = ModelWriter(save_dir, plan)
-
-    def get(entry: ToStore) -> torch.Tensor | None:
-        return whole.get(written[entry.name], dtype, rank0_only=True)
-
-    with contextlib.ExitStack() as stack:
-        _on_rank0(functools.partial(stack.enter_context, writer), world, device)
-        for file in plan:
-            values = _Gathered(file, get)
-            _on_rank0(functools.partial(writer.write, file, values), world, device, values)
-        _on_rank0(writer.commit, world, device)
 
 
 def _training(tensors: Mapping[str, Known]) -> dict[str, Known]:
@@ -274,46 +283,6 @@ def _on_rank0(
     if values is not None:
         deque(values, maxlen=0)  # also what rank 0 has not asked for
     raise_together(comm, device, "checkpoint", failure, "engine.save_16bit_model", CheckpointError)
-
-
-@torch.no_grad()
-def load_full_state_dict(
-    model: torch.nn.Module,
-    state: Mapping[str, Any] | None,
-    topology: Topology,
-    device: torch.device,
-    strict: bool,
-) -> list[str]:
-    """Write rank 0's whole values into parameters and buffers, one by one, and give modules their extra state; what
-    other ranks pass is ignored. Returns the names of the tensors written here. ``strict``: names must be exactly the
-    whole model's. Raises RuntimeError on all ranks, before anything is written. Called on all ranks."""
-    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    transient = {
-        f"{prefix}.{key}" if prefix else key
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for key in module._non_persistent_buffers_set
-    }
-    own.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)
-    first = first_names(own)
-    known = {name: known_as(first[id(tensor)], tensor, tensor, trained=False) for name, tensor in own.items()}
-    extra = _with_extra_state(model)
-    targets = union({**known, **dict.fromkeys(extra)}, topology)
-    here = {known[name].owner: tensor for name, tensor in own.items()}
-    given = dict(state or {}) if topology.world.rank == 0 else {}
-    present = _agree(targets, given, topology.world, device, strict)
-    done: set[str] = set()
-    for name, target in targets.items():
-        if name in present and isinstance(target, Known) and target.owner not in done:
-            done.add(target.owner)
-            _spread(given.get(name), target, here.get(target.owner), topology, device)
-    others = sorted(name for name in present if targets[name] is None)
-    if others:
-        host = HostGroup(topology.world, "whole model")
-        values = host.broadcast({name: given.get(name) for name in others}, 0)
-        for name, module in extra.items():
-            if name in values:
-                module.set_extra_state(values[name])
-    return [name for name in own if known[name].owner in done]
 
 
 def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -388,7 +357,7 @@ def _agree(
     return {name for name, code in zip(names, codes, strict=False) if code == 1}
 
 
-def _fits(given: Any, known: Known | None) -> bool:
+def _fits(given: object, known: Known | None) -> bool:
     return known is None or (isinstance(given, torch.Tensor) and tuple(given.shape) == known.shape)
 
 
@@ -399,3 +368,61 @@ def _expected(name: str, known: Known | None) -> str:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+# -------------------------------------------------------------------- an optimizer's states
+
+_NUMBER, _ELEMENTS, _OTHER = "number", "elements", "other"
+
+
+@torch.no_grad()
+def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0_only: bool) -> dict[str, Any]:
+    """See :meth:`zerolite.Engine.full_optimizer_state_dict`. Called on all ranks."""
+    if states.topology.pipe.world_size > 1:
+        raise RuntimeError(
+            "full_optimizer_state_dict: expected all layers on every rank, got a pipeline, whose stages each have the "
+            "states of their own layers; save_checkpoint() writes all of them"
+        )
+    here = states.topology.world.rank == 0 or not rank0_only
+    own = {p.fragment.slot.index: (p, states.optimizer.method.state_of(p)) for p in states.optimizer.shards()}
+    described = {
+        index: {name: _describe(states, shard, name, value) for name, value in state.items()}
+        for index, (shard, state) in own.items()
+    }
+    # All ranks walk through the same parameters and states: what any of them has, from the first that has it.
+    known: dict[int, dict[str, tuple[Any, int]]] = {}
+    host = HostGroup(states.topology.world, "whole model")  # not that of checkpoints: a save may be under way
+    for row, source in host.gather((described, states.comm.rank)):
+        for index, kinds in row.items():
+            for name, kind in kinds.items():
+                known.setdefault(index, {}).setdefault(name, (kind, source))
+    whole: dict[int, dict[str, Any]] = {}
+    positions = states.optimizer.positions()
+    for index in sorted(known):
+        state = own[index][1] if index in own else {}
+        for name, ((kind, *details), source) in known[index].items():
+            value = details[0] if kind == _NUMBER else None
+            if kind == _ELEMENTS:
+                value = access.whole_state(index, state.get(name), details[0])
+            elif kind == _OTHER:
+                value = _sent(states, state.get(name), details[0], details[1], source)
+            if here:
+                whole.setdefault(positions[index], {})[name] = value.cpu() if torch.is_tensor(value) else value
+    return {"state": whole, "param_groups": states.optimizer.numbered_groups()} if here else {}
+
+
+def _describe(states: ModelState, shard: Any, name: str, value: Any) -> tuple[Any, ...]:
+    """A state's kind; its value if it is one number, otherwise its dtype, and its shape if that is not the shard's."""
+    if not torch.is_tensor(value) or states.is_scalar(name, value, shard):
+        return _NUMBER, value.cpu() if torch.is_tensor(value) else value
+    if value.shape == states.shape_of(shard):
+        return _ELEMENTS, value.dtype
+    return _OTHER, value.dtype, value.shape
+
+
+def _sent(states: ModelState, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
+    """A state that one data-parallel rank has whole, or all of them."""
+    device = states.buffer.placements.device
+    value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
+    states.comm.broadcast(value, "access", source)
+    return value

@@ -28,24 +28,9 @@ if TYPE_CHECKING:
 _OF_THE_ALLOCATOR = ("allocated", "allocated_peak", "reserved", "reserved_peak", "resident", "resident_peak")
 
 
-def open_monitoring(
-    config: ZeroliteConfig,
-    topology: Topology,
-    device: torch.device,
-    outcomes: Outcomes,
-    observers: Observers,
-    optimizer: ShardedOptimizer,
-    scaler: LossScaler | None,
-) -> Monitoring:
-    """Open the config's monitors. Called on all ranks."""
-    settle = weakref.WeakMethod(outcomes.settle)
-    monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
-    log = StepLog(monitor, config.train_batch_size, optimizer, scaler)
-    return Monitoring(config, topology, device, outcomes, observers, monitor, log)
-
-
 class Monitoring:
-    """Observers of one engine, in the order in which its parts are made. All of it is called on all ranks."""
+    """The config's monitors as observers of one engine, in the order in which its parts are made. All of it is called
+    on all ranks."""
 
     def __init__(
         self,
@@ -54,17 +39,19 @@ class Monitoring:
         device: torch.device,
         outcomes: Outcomes,
         observers: Observers,
-        monitor: Monitor,
-        log: StepLog,
+        optimizer: ShardedOptimizer,
+        scaler: LossScaler | None,
     ) -> None:
-        self.monitor, self.log = monitor, log
+        settle = weakref.WeakMethod(outcomes.settle)
+        self.monitor = monitor = open_monitor(config, topology.world, device, before_close=lambda: _call(settle))
+        self.log = StepLog(monitor, config.train_batch_size, optimizer, scaler)
         self.comms_logger: CommsLogger | None = None
         self._config, self._device, self._outcomes, self._observers = config, device, outcomes, observers
         self._main = topology.data.main
         self._every = config.steps_per_print or DEFAULT_STEPS
         self._profiler: FlopsProfiler | None = None
         if monitor.enabled:
-            observers.add(log)
+            observers.add(self.log)
         if config.comms_logger.enabled:
             world = topology.data.world_size
             self.comms_logger = CommsLogger(config.comms_logger, world, device, _print if self._main else None)

@@ -8,6 +8,7 @@ import torch
 
 from zerolite.engine.components import EngineRef
 from zerolite.zero.observers import StepObserver
+from zerolite.zero.outcomes import Outcomes
 
 
 class Progress(StepObserver):
@@ -33,14 +34,20 @@ class Progress(StepObserver):
 
 
 class LearningRateSchedule(StepObserver):
-    """LearningRateSchedule of learning rates, if there is one: moved after every update that was not skipped."""
+    """Schedule of learning rates, if there is one: moved after every update that was not skipped."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Any, outcomes: Outcomes) -> None:
+        self.scheduler, self._outcomes = scheduler, outcomes
 
     def use(self, scheduler: Any) -> None:
         """Move ``scheduler`` from now on; None: nothing."""
         self.scheduler = scheduler
+
+    def settle(self) -> None:
+        """Bring the param groups up to date, which the schedule changes when the outcome of a step is read. Nothing
+        without one: a loop that steps a schedule of its own need not wait for the device."""
+        if self.scheduler is not None:
+            self._outcomes.settle()
 
     def on_updated(self) -> None:
         if self.scheduler is not None:

@@ -129,7 +129,7 @@ def spread_over(
     across = Across(topology.model, counts)
     trained = buffer.parameters
     partial = tuple(i for i, p in enumerate(trained) if is_partial(p) and shard_spec_of(p) is None)
-    away = [i for i in partial if reducer.away(buffer.layout.slots[i].bucket)]
+    away = [i for i in partial if reducer.is_offloaded(buffer.layout.slots[i].bucket)]
     if away:
         raise ValueError(
             f"zero_optimization.offload_optimizer: expected no parameter whose gradient tensor-parallel ranks must sum "

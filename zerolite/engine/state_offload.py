@@ -47,7 +47,7 @@ class StateOffload:
         self._whole: list[Any] = []  # handles of stage 3's parameters that stay whole
 
     @torch.no_grad()
-    def offload(self, include: Iterable[Any] | None, device: Any, pin_memory: bool, non_blocking: bool) -> None:
+    def offload(self, include: Iterable[Any] | None, device: object, pin_memory: bool, non_blocking: bool) -> None:
         """See :meth:`Engine.offload_states`. Nothing is changed before all memory on the host is there."""
         kinds = _kinds(include)
         if str(getattr(device, "value", device)) != "cpu":
@@ -210,13 +210,13 @@ class OffloadedParameter(torch.nn.Parameter):
 _NAME = "_offloaded_name"
 
 
-def _put_away(parameter: Any, name: str) -> None:
+def _put_away(parameter: object, name: str) -> None:
     """Let ``parameter``, of torch's own class, refuse to be used from here on."""
     vars(parameter)[_NAME] = name
     parameter.__class__ = OffloadedParameter
 
 
-def _take_back(parameter: Any) -> None:
+def _take_back(parameter: object) -> None:
     """Undo :func:`_put_away`, if it was done."""
     if type(parameter) is OffloadedParameter:
         parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]

@@ -13,19 +13,12 @@ import torch
 
 from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.moments import Moment, Spans
-from zerolite.zero.observers import StepObserver
+from zerolite.zero.observers import GATHER, REDUCE_WAIT, STEP, StepObserver
 
-FORWARD, BACKWARD, REDUCE_WAIT, GATHER, STEP, OTHER = PHASES = (
-    "forward",
-    "backward",
-    "reduce_wait",
-    "gather",
-    "step",
-    "other",
-)
-"""The module's forward in training; from the first gradient to the last; waiting for reductions that backward did not
-hide; launching and waiting for gathers of parameters, wherever that happens; the rest of the update; everything
-between, such as the loader, the loss and evaluation."""
+FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
+PHASES = (FORWARD, BACKWARD, REDUCE_WAIT, GATHER, STEP, OTHER)
+"""The module's forward in training; from the first gradient to the last; the phases of observers; everything between,
+such as the loader, the loss and evaluation."""
 
 DEFAULT_STEPS = 10  # DeepSpeed's steps_per_print
 
@@ -106,30 +99,14 @@ class PhaseObserver(StepObserver):
     def on_backward_end(self) -> None:
         self._clock.leave(BACKWARD)
 
-    def on_reduce_begin(self) -> None:
-        self._clock.enter(REDUCE_WAIT)
+    def on_phase_begin(self, phase: str) -> None:
+        self._clock.enter(phase)
 
-    def on_reduce_end(self) -> None:
-        self._clock.leave(REDUCE_WAIT)
-
-    def on_step_begin(self) -> None:
-        self._clock.enter(STEP)
+    def on_phase_end(self, phase: str) -> None:
+        self._clock.leave(phase)
 
     def on_step_end(self, step: int) -> None:
-        self._clock.leave(STEP)
         self._clock.end_step(step)
-
-    def on_param_gather_begin(self) -> None:
-        self._clock.enter(STEP)
-
-    def on_param_gather_end(self) -> None:
-        self._clock.leave(STEP)
-
-    def on_gather_begin(self) -> None:
-        self._clock.enter(GATHER)
-
-    def on_gather_end(self) -> None:
-        self._clock.leave(GATHER)
 
 
 def watch_forward(clock: PhaseClock, module: torch.nn.Module) -> list[Any]:

@@ -34,11 +34,6 @@ class Checksums:
         self._grow(end)
         return self._sums[first:end]
 
-    def forget(self, offset: int, nbytes: int) -> None:
-        """A range of the file has other content."""
-        first, end = offset // BLOCK, min(-(-(offset + nbytes) // BLOCK), len(self._sums))
-        self._sums[first:end] = array("q", [_UNKNOWN]) * max(0, end - first)
-
     def forget_all(self) -> None:
         self._sums = array("q")
 

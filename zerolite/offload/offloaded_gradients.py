@@ -26,11 +26,9 @@ class OffloadedGradients:
     def __init__(
         self, placements: Placements, transfers: Transfers, on_leaving: Callable[[int, torch.Tensor], None]
     ) -> None:
-        self._on_leaving = on_leaving
-        self._longest = 0
-        self._placements = placements
-        self._transfers = transfers
-        self._homes: dict[int, torch.Tensor] = {}
+        self._placements, self._transfers, self._on_leaving = placements, transfers, on_leaving
+        self._longest = 0  # bytes of a bucket's gradient
+        self._stored: dict[int, torch.Tensor] = {}
         self._leaving: dict[int, Transfer] = {}
         self._arrived: Transfer = DONE  # the last that was fetched
         self._lost: dict[int, OSError] = {}  # by bucket: why its gradient is not where it should be
@@ -39,12 +37,13 @@ class OffloadedGradients:
         """A bucket's gradient has at most so many bytes from now on."""
         self._longest = longest
 
-    def away(self, bucket: int) -> bool:
+    def is_offloaded(self, bucket: int) -> bool:
         """True if a bucket's gradient is stored where the device does not reach it."""
         return not self._placements.within_reach(self._placements.of_optimizer(bucket), on_host=False)
 
     def keep(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Store ``gradient``, which is on the device, of a bucket that is :meth:`away`; return the stored tensor."""
+        """Store ``gradient``, which is on the device, of a bucket that :meth:`is_offloaded`; return the stored
+        tensor."""
         self._on_leaving(bucket, gradient)
         tag_memory(gradient, BUCKETS)
         for leaving in self._leaving.values():
@@ -52,23 +51,21 @@ class OffloadedGradients:
                 leaving.advance()
         while len(self._leaving) >= _ON_THEIR_WAY:
             self.wait(next(iter(self._leaving)))
-        home = self.home(bucket, gradient.numel(), gradient.dtype)
-        self._leaving[bucket] = self._transfers.send(
-            gradient, home, self._placements.of_optimizer(bucket), self._longest
-        )
-        return home
+        stored, placement = self.stored(bucket, gradient.numel(), gradient.dtype), self._placements.of_optimizer(bucket)
+        self._leaving[bucket] = self._transfers.send(gradient, stored, placement, self._longest)
+        return stored
 
-    def home(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The place of a bucket's gradient; it stays for all steps."""
+    def stored(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory of a bucket's gradient; it stays for all steps."""
         self.wait(bucket)
-        home = self._homes.get(bucket)
-        if home is None or home.dtype != dtype:
-            self._homes.pop(bucket, None)
-            home = self._homes[bucket] = self._placements.of_optimizer(bucket).zeros(numel, dtype, GRADIENTS)
-        return home
+        stored = self._stored.get(bucket)
+        if stored is None or stored.dtype != dtype:
+            self._stored.pop(bucket, None)
+            stored = self._stored[bucket] = self._placements.of_optimizer(bucket).zeros(numel, dtype, GRADIENTS)
+        return stored
 
     def fetch(self, bucket: int, offloaded: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device of the gradient of a bucket that is :meth:`away`."""
+        """Return a copy on the device of a gradient that is stored."""
         self.wait(bucket)
         gradient = tag_memory(torch.empty_like(offloaded, device=self._placements.device), BUCKETS)
         try:
@@ -92,6 +89,10 @@ class OffloadedGradients:
         if bucket in self._lost:
             raise self._lost[bucket]
 
+    def wait_all(self) -> None:
+        for bucket in (*self._leaving, *self._lost):
+            self.wait(bucket)
+
     def clear(self) -> None:
         """No gradient is wanted any more."""
         for leaving in self._leaving.values():
@@ -103,10 +104,5 @@ class OffloadedGradients:
         self._arrived = DONE
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """Yield the gradients that are stored off the device."""
-        return self._homes.values()
-
-    def wait_all(self) -> None:
-        """:meth:`wait` for all buckets."""
-        for bucket in (*self._leaving, *self._lost):
-            self.wait(bucket)
+        """The gradients that are stored off the device."""
+        return self._stored.values()

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.offload.placements import SPAN_ALIGNMENT, DiskPlacement, Placement, Placements, Transfer
-from zerolite.offload.transfers import Transfers
+from zerolite.offload.transfers import Staged, StagingPool, Transfers
 from zerolite.utils.memory_tags import DEVICE, DISK, STAGING, tag_memory
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -83,15 +83,20 @@ def places(span: TensorSpan, tensors: Sequence[torch.Tensor], copied: torch.Tens
     }
 
 
-class _Read:
-    """A span of a disk in memory of the host, or on its way there; ``users`` shards of it are not done with."""
+class _Read(Staged):
+    """A span of a disk in memory of the host, or on its way there."""
 
-    __slots__ = ("buffer", "transfer", "users")
+    def __init__(self, pool: StagingPool, buffer: torch.Tensor, transfer: Transfer, users: int) -> None:
+        """users: shards that are not done with."""
+        super().__init__(pool, buffer, transfer)
+        self._users = users
 
-    def __init__(self, transfer: Transfer, buffer: torch.Tensor, users: int) -> None:
-        self.transfer = transfer
-        self.buffer = buffer
-        self.users = users
+    def release(self) -> None:
+        """One user is done."""
+        self._users -= 1
+        if not self._users:
+            with contextlib.suppress(OSError):  # the result is not needed any more
+                self.finish()
 
 
 class _Place(NamedTuple):
@@ -106,31 +111,24 @@ class Arrival:
     """The shards of one gather, on their way. ``shards``: where the collective takes them from, in the order of the
     members."""
 
-    __slots__ = ("_copies", "_reader", "_reads", "shards")
+    __slots__ = ("_reader", "copies", "reads", "shards")
 
-    def __init__(
-        self, reader: ShardReader, shards: list[torch.Tensor], copies: list[Transfer], reads: list[_Read]
-    ) -> None:
-        self.shards = shards
-        self._reader = reader
-        self._copies = copies
-        self._reads = reads
+    def __init__(self, reader: ShardReader, shards: list[torch.Tensor]) -> None:
+        self._reader, self.shards = reader, shards
+        self.copies: list[Transfer] = []
+        self.reads: list[_Read] = []
 
     def behind_copies(self) -> contextlib.AbstractContextManager[Any]:
         """Surround the launch of the collective. On CUDA it begins when the copies have ended, which have begun when
         all had that was launched before them; the current stream does not wait."""
-        return self._reader.arriving() if self._copies else contextlib.nullcontext()
-
-    def wait(self) -> None:
-        """Wait for the copies: on CUDA the current stream does, not the host."""
-        for copy in self._copies:
-            copy.wait()
+        return self._reader.transfers.arriving() if self.copies else contextlib.nullcontext()
 
     def end(self) -> None:
-        """The collective has been waited for."""
-        self.wait()
-        self._reader.let_go(self._reads, self._copies)
-        self.shards, self._copies, self._reads = [], [], []
+        """The collective has been waited for. On CUDA the current stream waits for the copies, not the host."""
+        for copy in self.copies:
+            copy.wait()
+        self._reader.let_go(self.reads, self.copies)
+        self.shards, self.copies, self.reads = [], [], []
 
 
 class ShardReader:
@@ -139,9 +137,7 @@ class ShardReader:
     """
 
     def __init__(self, placements: Placements, transfers: Transfers) -> None:
-        self._device = placements.device
-        self._apart = placements.apart
-        self._transfers = transfers
+        self._device, self._apart, self.transfers = placements.device, placements.apart, transfers
         self._ahead: dict[int, deque[_Place]] = {}  # by id of the member, in the order of its gathers
         # Buffers whose way to the device may not have ended; they are used again when that is known.
         self._leaving: deque[tuple[list[Transfer], list[_Read]]] = deque()
@@ -163,8 +159,9 @@ class ShardReader:
         shards = [member.shard for member in wanted]
         for span in spans(shards, SPAN_ALIGNMENT):
             offloaded, placement = cover(span, shards), wanted[span.indices[0]].placement
-            buffer = self._transfers.pool.take(offloaded.numel(), offloaded.dtype, like=offloaded)
-            read = _Read(self._transfers.bring(offloaded, placement, buffer), buffer, len(span.indices))
+            buffer = self.transfers.pool.take(offloaded.numel(), offloaded.dtype, like=offloaded)
+            transfer = self.transfers.bring(offloaded, placement, buffer)
+            read = _Read(self.transfers.pool, buffer, transfer, len(span.indices))
             for index, place in places(span, shards, buffer).items():
                 member = wanted[index]
                 self._ahead.setdefault(id(member), deque()).append(_Place(read, place, member))
@@ -176,7 +173,7 @@ class ShardReader:
             self._ahead.clear()
             with undispatched():
                 for place in found:
-                    self._release(place.read)
+                    place.read.release()
 
     def written(self, member: OffloadedTensor) -> None:
         """Drop what was read ahead of a shard that has changed where it is stored. Raises OSError if the disk fails."""
@@ -188,14 +185,6 @@ class ShardReader:
         """True if the shard has been read for its next gather, or is on its way."""
         return id(member) in self._ahead
 
-    def _release(self, read: _Read) -> None:
-        """One user of it is done."""
-        read.users -= 1
-        if not read.users:
-            with contextlib.suppress(OSError):  # the result is not needed any more
-                read.transfer.finish()
-            self._transfers.pool.give_back(read.buffer)
-
     def _collect_buffers(self) -> None:
         """Use again what the gathers before the last have been copied from: by now those copies have ended."""
         while len(self._leaving) > 1:
@@ -203,17 +192,15 @@ class ShardReader:
             for copy in copies:
                 copy.finish()
             for read in reads:
-                self._release(read)
+                read.release()
 
     # ---------------------------------------------------------------- to a gather
 
     def bring(self, members: Sequence[OffloadedTensor], alone: bool) -> Arrival:
         """Start to bring the shards of ``members`` to where a gather takes them from: onto the device, or into memory
         where that is the CPU. alone: on one rank they go into ``full`` at once. Raises OSError if the disk fails."""
-        shards = [member.shard for member in members]
-        reads: list[_Read] = []
-        copies: list[Transfer] = []
-        arrival = Arrival(self, shards, copies, reads)
+        arrival = Arrival(self, [member.shard for member in members])
+        shards, copies = arrival.shards, arrival.copies
         try:
             self.ahead([member for member in members if not self.is_ahead(member)])
             for index, member in enumerate(members):
@@ -221,16 +208,17 @@ class ShardReader:
                     place = self._ahead[id(member)].popleft()
                     if not self._ahead[id(member)]:
                         del self._ahead[id(member)]
-                    reads.append(place.read)
+                    arrival.reads.append(place.read)
                     shards[index] = place.shard
-            for read in reads:
-                read.transfer.wait()
+            for read in arrival.reads:
+                read.wait()
             if alone:
-                pairs = [(s, m.full) for s, m in zip(shards, members, strict=True) if s.numel()]
-                copies += map(self._transfers.copy, *zip(*pairs, strict=True)) if pairs else ()
-                arrival.shards = [member.full for member in members]
+                for index, member in enumerate(members):
+                    if shards[index].numel():
+                        copies.append(self.transfers.copy(shards[index], member.full))
+                    shards[index] = member.full
             elif self._apart:
-                arrival.shards = self._to_device(shards, members, copies)
+                self._to_device(shards, members, copies)
         except BaseException:  # nothing may be copied into memory that is freed now
             for copy in copies:
                 copy.finish()
@@ -240,32 +228,26 @@ class ShardReader:
 
     def _to_device(
         self, shards: list[torch.Tensor], members: Sequence[OffloadedTensor], copies: list[Transfer]
-    ) -> list[torch.Tensor]:
-        """Copies of those that are not there; what to wait for is added to ``copies``."""
-        found = list(shards)
+    ) -> None:
+        """Put copies in the place of those that are not there; what to wait for is added to ``copies``."""
         away = [index for index, member in enumerate(members) if member.placement.place != DEVICE]
         sources = [shards[index] for index in away]
+        for index in away:
+            if not shards[index].numel():
+                shards[index] = shards[index].new_empty(0, device=self._device)
         for span in spans(sources, alignment=1):
             source = cover(span, sources)
             target = tag_memory(source.new_empty(span.numel, device=self._device), STAGING)
-            copies.append(self._transfers.copy(source, target))
+            copies.append(self.transfers.copy(source, target))
             for index, place in places(span, sources, target).items():
-                found[away[index]] = place
-        for index in away:
-            if not found[index].numel():
-                found[index] = found[index].new_empty(0, device=self._device)
-        return found
-
-    def arriving(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, what is launched on CUDA comes after the copies."""
-        return self._transfers.arriving()
+                shards[away[index]] = place
 
     def write(self, shards: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         """Copy ``parts``, on the device, into ``shards``, on the host or there too; the host waits for its own."""
         if all(shard.device == part.device for shard, part in zip(shards, parts, strict=True)):
             torch._foreach_copy_(list(shards), list(parts))
             return
-        for copy in [self._transfers.copy(part, shard) for shard, part in zip(shards, parts, strict=True)]:
+        for copy in [self.transfers.copy(part, shard) for shard, part in zip(shards, parts, strict=True)]:
             copy.wait()
 
     def let_go(self, reads: list[_Read], copies: list[Transfer]) -> None:
@@ -274,7 +256,7 @@ class ShardReader:
             self._leaving.append((copies, reads))
         else:
             for read in reads:
-                self._release(read)
+                read.release()
 
 
 def _forget(known: weakref.ref[ShardReader]) -> None:

@@ -21,7 +21,6 @@ import tempfile
 import threading
 import weakref
 from array import array
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +29,6 @@ import torch
 
 from zerolite.offload.checksums import Checksums, compare
 from zerolite.offload.placements import Transfer
-from zerolite.offload.space import Space
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.utils.sizes import format_size
 
@@ -70,8 +68,7 @@ class SwapFile:
         self._key = key
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._space = Space()
-        self._released: deque[tuple[int, int, bool]] = deque()
+        self._end = self._used = 0  # bytes of the file, and those of them that have a tensor
         self._offsets: dict[int, tuple[int, int]] = {}  # address of a tensor's memory: place in the file, bytes
         self._under_way: weakref.WeakSet[SwapTransfer] = weakref.WeakSet()
         self._sums = Checksums() if checksums else None
@@ -92,8 +89,8 @@ class SwapFile:
 
     @property
     def nbytes(self) -> int:
-        """Largest size of the file on the disk."""
-        return self._space.end
+        """Size of the file on the disk."""
+        return self._used
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """[nbytes] of uint8 zeros, whose memory is a new part of the file. Its place on the disk is free again when
@@ -103,22 +100,20 @@ class SwapFile:
         padded = -(-nbytes // _GRAIN) * _GRAIN
         with self._lock:
             self._check_open()
-            while self._released:
-                self._reclaim(*self._released.popleft())
-            offset, clean = self._space.take(padded)
+            offset = self._end
             try:
                 os.posix_fallocate(self._fd, offset, padded)
                 address = _map(self._fd, offset, padded)
             except OSError as error:
-                self._space.give_back(offset, padded, clean)
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._fd, self._space.end)
+                    os.ftruncate(self._fd, offset)
                 raise self._no_room(padded, error) from error
+            self._end += padded
+            self._used += padded
             memory = (ctypes.c_ubyte * nbytes).from_address(address)
             self._offsets[address] = (offset, nbytes)
             weakref.finalize(memory, self._release, address, offset, padded).atexit = False
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        return tensor if clean else tensor.zero_()
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def read(self, offloaded: torch.Tensor, into: torch.Tensor) -> SwapTransfer:
         """Begin to read a part of a tensor of this file into other memory.
@@ -206,22 +201,15 @@ class SwapFile:
         return offset + int(start), start + nbytes == length
 
     def _release(self, address: int, offset: int, nbytes: int) -> None:
-        """Release the space of a tensor that is gone."""
+        """Give the disk the space of a tensor that is gone; the file has a hole there, and goes on growing at its end.
+        Without holes in the file system it keeps the space until it is closed."""
         if self._pid != os.getpid():  # a fork has no such memory, and the file is its parent's
             return
         with self._lock:
             del self._offsets[address]
             _libc().munmap(address, nbytes)
-            if self._closer.alive:
-                clean = _libc().fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes) == 0
-                self._released.append((offset, nbytes, clean))
-
-    def _reclaim(self, offset: int, nbytes: int, clean: bool) -> None:
-        """Reclaim the space that _release leaves: the collector may call that in the middle of anything."""
-        self._space.give_back(offset, nbytes, clean)
-        os.ftruncate(self._fd, self._space.end)  # what comes there next reads as zeros, also where no holes are made
-        if self._sums is not None:
-            self._sums.forget(offset, nbytes)
+            if self._closer.alive and _libc().fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes) == 0:
+                self._used -= nbytes
 
     def _open_direct(self) -> int | None:
         """The same file once more, past the page cache; None where the file system has no such thing."""
@@ -252,7 +240,7 @@ class SwapFile:
         return kind(
             error.errno,
             f"{self._key}: expected room for {nbytes} bytes ({format_size(nbytes)}) more in {self.name}, which has "
-            f"{self._space.end} bytes, and got: {error.strerror}. {free} bytes ({format_size(free)}) are free there; "
+            f"{self._used} bytes, and got: {error.strerror}. {free} bytes ({format_size(free)}) are free there; "
             "free some more or name a directory on another disk",
         )
 

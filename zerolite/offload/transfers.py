@@ -122,6 +122,40 @@ class StagingPool:
         return [torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in alive]
 
 
+class Staged(Transfer):
+    """Transfers through a staging buffer, which goes back to its pool when they have ended: one step of the pipeline
+    behind updates, gathers and gradients (stage in, use, write back)."""
+
+    def __init__(self, pool: StagingPool, buffer: torch.Tensor | None, *under_way: Transfer) -> None:
+        """buffer: None where they need none."""
+        self._pool, self._buffer, self._under_way = pool, buffer, list(under_way)
+
+    def add(self, transfer: Transfer) -> None:
+        self._under_way.append(transfer)
+
+    def wait(self) -> None:
+        for transfer in self._under_way:
+            transfer.wait()
+
+    def advance(self) -> None:
+        for transfer in self._under_way:
+            transfer.advance()
+
+    def finish(self) -> None:
+        """Let the buffer go when all have ended. Raises the first error then."""
+        errors: list[OSError] = []
+        while self._under_way:
+            try:
+                self._under_way.pop().finish()
+            except OSError as error:
+                errors.append(error)
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._pool.give_back(buffer)
+        if errors:
+            raise errors[0]
+
+
 class Transfers:
     """The copies of one engine. Called on each rank for itself: nothing here is a collective."""
 
@@ -142,7 +176,7 @@ class Transfers:
             return placement.file.read(offloaded, into)
         through = self.pool.take(offloaded.numel(), offloaded.dtype, longest, offloaded)
         read = placement.file.read(offloaded, through)
-        return _TwoHops(read, lambda: _Returning(self.copy(through, into), self.pool, through))
+        return _TwoHops(read, lambda: Staged(self.pool, through, self.copy(through, into)))
 
     def send(self, source: torch.Tensor, offloaded: torch.Tensor, placement: Placement, longest: int = 0) -> Transfer:
         """Copy ``source`` to ``offloaded``: the reverse of :meth:`bring`. longest: of what the caller sends, in
@@ -154,7 +188,7 @@ class Transfers:
             return file.write(offloaded, source)
         through = self.pool.take(source.numel(), source.dtype, longest, source)
         copied = self.copy(source, through)
-        return _TwoHops(copied, lambda: _Returning(file.write(offloaded, through), self.pool, through))
+        return _TwoHops(copied, lambda: Staged(self.pool, through, file.write(offloaded, through)))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Copy between any two tensors on device and host."""
@@ -173,24 +207,3 @@ class Transfers:
         start = tensor.storage_offset() * tensor.element_size()
         end = start + whole_blocks(tensor.numel() * tensor.element_size())
         return self.pool.has(tensor) and not start % _BLOCK and end <= tensor.untyped_storage().nbytes()
-
-
-class _Returning(Transfer):
-    """A transfer whose staging buffer goes back to the pool when it has ended."""
-
-    def __init__(self, transfer: Transfer, pool: StagingPool, buffer: torch.Tensor) -> None:
-        self._transfer = transfer
-        self._pool = pool
-        self._buffer: torch.Tensor | None = buffer
-
-    def wait(self) -> None:
-        self._transfer.wait()
-
-    def finish(self) -> None:
-        self._transfer.finish()
-        if self._buffer is not None:
-            self._pool.give_back(self._buffer)
-            self._buffer = None
-
-    def advance(self) -> None:
-        self._transfer.advance()

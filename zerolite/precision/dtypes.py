@@ -60,13 +60,13 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.autocast)
 
-    def cast(self, inputs: Any) -> Any:
+    def cast(self, inputs: object) -> Any:
         """``inputs`` with every floating tensor in the compute dtype, containers of any depth included."""
         if self.compute is None:
             return inputs
         return map_tensors(lambda t: t.to(self.compute) if t.is_floating_point() else t, inputs)
 
-    def widens(self, outputs: Any) -> Callable[[torch.Tensor], bool]:
+    def widens(self, outputs: object) -> Callable[[torch.Tensor], bool]:
         """A function that tells of each tensor in ``outputs``, what the model has returned, whether it becomes fp32."""
         every = self.outputs_in_fp32
         if every is None:
@@ -105,13 +105,13 @@ class GraphBoundary:
         if precision.compute is not None:
             self._changes_of_inputs.append(precision.cast)
 
-    def enter(self, inputs: Any) -> Any:
+    def enter(self, inputs: object) -> Any:
         """``inputs`` in the compute dtype, their gradients to be unscaled before any cast."""
         for change in self._changes_of_inputs:
             inputs = change(inputs)
         return inputs
 
-    def leave(self, outputs: Any) -> Any:
+    def leave(self, outputs: object) -> Any:
         """``outputs`` in the dtypes that the caller sees, watched where they need gradients."""
         if type(outputs) is torch.Tensor and outputs.dtype not in HALF:  # a loss, nearly always
             return self._watch(outputs, widen=False)

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from zerolite.offload.placements import SPAN_ALIGNMENT, Placement, Transfer
-from zerolite.offload.transfers import Transfers, whole_blocks
+from zerolite.offload.placements import SPAN_ALIGNMENT, Placement
+from zerolite.offload.transfers import Staged, Transfers, whole_blocks
 from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update
 from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.optim_shards import Hand, UpdateMethod
 from zerolite.zero.param_gatherer import ParamGatherer
-from zerolite.zero.pieces import Hand, UpdateMethod
 from zerolite.zero.spans import Span, sub_groups
 
 _SEVERAL = 16  # sub-groups at most where the config allows fewer
@@ -48,54 +48,49 @@ class _Part(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """All parts of a span."""
+    """All parts of a span, by name: "gradient", "master", its states, and "out" where that is written."""
 
     span: Span
-    gradient: _Part
-    master: _Part
-    states: dict[str, _Part]
-    out: _Part | None
+    parts: dict[str, _Part]
 
-    @property
-    def parts(self) -> list[_Part]:
-        return [self.gradient, self.master, *self.states.values(), *([] if self.out is None else [self.out])]
-
-
-class _Longest(NamedTuple):
-    """Bytes of staging buffers, the same for all sub-groups, so that they fit the next."""
-
-    sub_group: int
-    part: int  # on its way between disk and device
+    def hand(self, tensors: dict[str, torch.Tensor]) -> Hand:
+        """tensors: of the parts, within reach of the update."""
+        gradient, master, out = (tensors.pop(name, None) for name in ("gradient", "master", "out"))
+        assert gradient is not None and master is not None
+        return Hand(self.span, gradient, master, tensors, out)
 
 
-class _Grip:
-    """A sub-group on its way to the update, in hand, or on its way back, in one staging buffer."""
+class _SubGroup(Staged):
+    """A sub-group on its way to the update, in hand, or on its way back."""
 
     def __init__(
-        self, wanted: Sequence[_Wanted], device: torch.device | None, transfers: Transfers, longest: _Longest
+        self,
+        wanted: Sequence[_Wanted],
+        device: torch.device | None,
+        transfers: Transfers,
+        numel: int,
+        longest: int,
     ) -> None:
-        """device: of the update, where that is not the host."""
-        self._device = device
-        self._transfers = transfers
+        """
+        Args:
+            device: of the update, where that is not the host.
+            numel: bytes of the staging buffer on the host, the same for all sub-groups, so that it fits the next.
+            longest: bytes of a part on its way between disk and device.
+        """
+        buffer = transfers.pool.take(numel, torch.uint8) if device is None else None
+        super().__init__(transfers.pool, buffer)
+        self._device, self._transfers, self._longest = device, transfers, longest
         self._copies: list[tuple[torch.Tensor, _Part]] = []
-        self._under_way: list[Transfer] = []
-        self._buffer = transfers.pool.take(longest.sub_group, torch.uint8) if device is None else None
-        self._position = 0
-        self._longest_part = longest.part
+        self._position = 0  # in the buffer
         try:
-            self.hands = [self._hand(of_span) for of_span in wanted]
+            self.hands = [w.hand({name: self._within_reach(part) for name, part in w.parts.items()}) for w in wanted]
         except BaseException:
             with contextlib.suppress(OSError):
                 self.finish()
             raise
 
-    def _hand(self, wanted: _Wanted) -> Hand:
-        states = {name: self._within_reach(part) for name, part in wanted.states.items()}
-        out = None if wanted.out is None else self._within_reach(wanted.out)
-        return Hand(wanted.span, self._within_reach(wanted.gradient), self._within_reach(wanted.master), states, out)
-
     def _within_reach(self, part: _Part) -> torch.Tensor:
-        """Return the stored tensor, or a copy that is complete when :meth:`ready` returns."""
+        """Return the stored tensor, or a copy that is complete when :meth:`wait` returns."""
         offloaded = part.offloaded
         if not part.brought:
             return offloaded
@@ -106,39 +101,18 @@ class _Grip:
             here = self._buffer.narrow(0, self._position, size).view(offloaded.dtype)
             self._position += part.nbytes
         self._copies.append((here, part))
-        self._under_way.append(self._transfers.bring(offloaded, part.placement, here, self._longest_part))
+        self.add(self._transfers.bring(offloaded, part.placement, here, self._longest))
         return here
 
-    def ready(self) -> None:
-        for transfer in self._under_way:
-            transfer.wait()
-
-    def give_back(self) -> None:
+    def write_back(self) -> None:
         """After the update: send what it has written to where it rests. The device sees it there."""
         for here, part in self._copies:
             if part.written:
-                self._under_way.append(self._transfers.send(here, part.offloaded, part.placement, self._longest_part))
+                sent = self._transfers.send(here, part.offloaded, part.placement, self._longest)
+                self.add(sent)
                 if part.offloaded.device.type != "cpu":
-                    self._under_way[-1].wait()
-
-    def advance(self) -> None:
-        for transfer in self._under_way:
-            transfer.advance()
-
-    def finish(self) -> None:
-        """Wait until all of it is there, and let the buffer go. Raises the first error then."""
-        errors: list[OSError] = []
-        while self._under_way:
-            try:
-                self._under_way.pop().finish()
-            except OSError as error:
-                errors.append(error)
+                    sent.wait()
         self._copies.clear()
-        if self._buffer is not None:
-            self._transfers.pool.give_back(self._buffer)
-            self._buffer = None
-        if errors:
-            raise errors[0]
 
 
 class StagedSpans:
@@ -173,55 +147,52 @@ class StagedSpans:
             self._placements.written_in_place()
         count = self._placements.buffer_count
         wanted = [[self._wanted(span, publish) for span in spans] for spans in self.groups]
-        sizes = [[part.nbytes for of_span in group for part in of_span.parts] for group in wanted]
-        longest = _Longest(max(map(sum, sizes)), max(map(max, sizes)))
-        coming: deque[_Grip] = deque()  # the first is in hand
-        leaving: deque[_Grip] = deque()
+        sizes = [[part.nbytes for of_span in group for part in of_span.parts.values()] for group in wanted]
+        numel, longest = max(map(sum, sizes)), max(map(max, sizes))
+        coming: deque[_SubGroup] = deque()  # the first is in hand
+        leaving: deque[_SubGroup] = deque()
         try:
             for index in range(len(self.groups)):
                 while len(coming) < min(2, count) and index + len(coming) < len(self.groups):
-                    coming.append(self._take(wanted[index + len(coming)], longest))
-                grip = coming[0]
-                grip.ready()
-                update(grip.hands)
+                    coming.append(self._take(wanted[index + len(coming)], numel, longest))
+                in_hand = coming[0]
+                in_hand.wait()
+                update(in_hand.hands)
                 for earlier in leaving:
                     earlier.advance()
-                grip.give_back()
+                in_hand.write_back()
                 leaving.append(coming.popleft())
                 while len(leaving) > max(0, count - 2):
                     leaving.popleft().finish()
-                end(grip.hands, publish)
+                end(in_hand.hands, publish)
             while leaving:
                 leaving.popleft().finish()
         except BaseException:
-            for grip in (*coming, *leaving):
+            for under_way in (*coming, *leaving):
                 with contextlib.suppress(Exception):
-                    grip.finish()
+                    under_way.finish()
             raise
 
-    def _take(self, wanted: Sequence[_Wanted], longest: _Longest) -> _Grip:
+    def _take(self, wanted: Sequence[_Wanted], numel: int, longest: int) -> _SubGroup:
         buckets = [of_span.span.bucket for of_span in wanted]
         self._param_gatherer.wait(buckets)
         for bucket in buckets:
             self._reducer.reduced(bucket)  # has arrived
         on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.apart
-        return _Grip(wanted, None if on_host else self._placements.device, self._transfers, longest)
+        return _SubGroup(wanted, None if on_host else self._placements.device, self._transfers, numel, longest)
 
     def _wanted(self, span: Span, publish: bool) -> _Wanted:
         buffer, placements, bucket = self._buffer, self._placements, span.bucket
         on_host = placements.updates_on_host(bucket)
 
-        def part(flat: torch.Tensor, placement: Placement, written: bool) -> _Part:
-            return _Part(
-                flat[span.low : span.high], placement, not placements.within_reach(placement, on_host), written
-            )
+        def part(flat: torch.Tensor, placement: Placement, written: bool = True) -> _Part:
+            brought = not placements.within_reach(placement, on_host)
+            return _Part(flat[span.low : span.high], placement, brought, written)
 
-        of_optimizer, of_compute = placements.of_optimizer(bucket), buffer.placement_of_compute(bucket)
-        writes = publish and buffer.separate[bucket]
-        return _Wanted(
-            span,
-            part(self._reducer.place_of_reduced(bucket), of_optimizer, False),
-            part(buffer.master[bucket], buffer.placement_of_master(bucket), True),
-            {name: part(flat, of_optimizer, True) for name, flat in self._method.states_of(bucket).items()},
-            part(buffer.owned[bucket], of_compute, True) if writes else None,
-        )
+        of_optimizer = placements.of_optimizer(bucket)
+        parts = {name: part(flat, of_optimizer) for name, flat in self._method.states_of(bucket).items()}
+        if publish and buffer.separate[bucket]:
+            parts["out"] = part(buffer.owned[bucket], buffer.placement_of_compute(bucket))
+        parts["gradient"] = part(self._reducer.place_of_reduced(bucket), of_optimizer, written=False)
+        parts["master"] = part(buffer.master[bucket], buffer.placement_of_master(bucket))
+        return _Wanted(span, parts)

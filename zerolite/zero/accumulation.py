@@ -29,6 +29,10 @@ class GradAccumulation:
         self.weighted: bool | None = None  # whether its backwards carry weights; None before the first
         self.weight = 0.0  # sum of their weights
 
+    def force_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether the micro-batch in hand is the last one; None returns to counting."""
+        self.forced_boundary = is_boundary
+
     @property
     def empty(self) -> bool:
         return self._backwards == 0

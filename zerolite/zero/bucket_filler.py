@@ -35,6 +35,11 @@ class Held:
         """Let ``p.grad`` show these."""
         self.shown = shown
 
+    def exchange(self, held: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Hold these gradients from now on, and return those that were held."""
+        self.held, held = held, self.held
+        return held
+
     def begin(self) -> None:
         """Let hooks hold gradients here without counting each."""
         self.open, self.counted = True, len(self.held)

@@ -173,10 +173,10 @@ class ParameterBuffer:
         return full[low:high]
 
     def keeps_shape(self, slot: Slot) -> bool:
-        """True if pieces of the parameter have its shape: all of it is updated here, and they are not flat."""
+        """True if shards of the parameter have its shape: all of it is updated here, and they are not flat."""
         return slot.whole or not self.shard
 
-    def piece(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
+    def view_of(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
         """The fragment's elements of ``flat`` (laid out like ``master[b]``): in the parameter's own shape and strides
         if :meth:`keeps_shape`."""
         if not self.keeps_shape(fragment.slot):
@@ -223,8 +223,8 @@ class ParameterBuffer:
                 continue
             for fragment in fragments:
                 if fragment.slot.index in indices:
-                    compute = self.piece(fragment, self.owned[bucket])
-                    self.piece(fragment, self.master[bucket]).copy_(compute)
+                    compute = self.view_of(fragment, self.owned[bucket])
+                    self.view_of(fragment, self.master[bucket]).copy_(compute)
 
 
 class PartitionedParameterBuffer(ParameterBuffer):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from zerolite.zero.grad_stats import Extra
-from zerolite.zero.pieces import Hand
+from zerolite.zero.optim_shards import Hand
 
 
 class UpdateChecks(Extra, Protocol):

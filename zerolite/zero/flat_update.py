@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.memory_tags import STATES
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.pieces import Groups, Hand, Piece, State
+from zerolite.zero.optim_shards import Groups, Hand, OptimParamShard, State
 from zerolite.zero.spans import Span, by_kind, segments
 
 Flat = list[torch.Tensor]
@@ -29,16 +29,16 @@ class _Launch:
 
 
 class FlatUpdate:
-    """States of the pieces in flat tensors laid out like the master buckets, at the optimizer's placement. They are
+    """States of the shards in flat tensors laid out like the master buckets, at the optimizer's placement. They are
     allocated at once, so that a job that does not fit fails before it trains.
 
-    Steps are counted on the host, for all pieces together: ``_missed`` has the pieces that were left out of some of
+    Steps are counted on the host, for all shards together: ``_missed`` has the shards that were left out of some of
     them because their parameters got no gradient. Counting does not stop at 2^24, as it does in torch's fp32 tensors.
     """
 
-    one_launch = True
-    follows = True
-    cuts_buckets = True
+    one_launch: ClassVar[bool] = True
+    follows: ClassVar[bool] = True
+    cuts_buckets: ClassVar[bool] = True
     can_skip_on_device = True
 
     def __init__(
@@ -46,44 +46,41 @@ class FlatUpdate:
         rule: UpdateRule,
         inner: Optimizer,
         buffer: ParameterBuffer,
-        pieces: Sequence[list[Piece]],
+        shards: Sequence[list[OptimParamShard]],
         update_dtypes: Sequence[torch.dtype],
     ) -> None:
         self._rule = rule
         self._inner = inner  # whose param groups are used
         self._buffer = buffer
-        self._pieces: list[list[Piece]] = []
-        self._piece_of: dict[int, Piece] = {}  # by index of the parameter
+        self._shards: list[list[OptimParamShard]] = []
         self._state_dtypes: list[torch.dtype] = []
         self._states: list[Flat] | None = None  # by name, then by bucket
         self._steps = 0
         self._missed: dict[int, int] = {}  # by index of the parameter
         self._fresh = False  # whether the plan is that of these parameters
         self._counted = False  # whether the last update counted for any
-        # Of the last update: the parameters that took part, None for all; those that the device may have left out; the
-        # groups that have no states.
+        # Of the last update: the parameters that took part, None for all; the groups that have no states.
         self._known: tuple[Any, ...] = ()
         self._idle: list[int] = []  # parameters for which the last update does not count
         self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
-        self.extend(pieces, update_dtypes)
+        self.extend(shards, update_dtypes)
 
-    def extend(self, pieces: Sequence[list[Piece]], update_dtypes: Sequence[torch.dtype]) -> None:
-        """The pieces of further buckets, which have not been updated yet."""
-        first = len(self._pieces)
+    def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None:
+        """The shards of further buckets, which have not been updated yet."""
+        first = len(self._shards)
         groups = self._inner.param_groups
         self._state_dtypes += [self._rule.state_dtype(groups, dtype) for dtype in update_dtypes]
-        for members in pieces:
-            self._pieces.append([piece for piece in members if piece.fragment.numel])
-            self._piece_of.update((piece.fragment.slot.index, piece) for piece in self._pieces[-1])
-            for piece in self._pieces[-1]:
-                piece.tensor = self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
-                self._missed[piece.fragment.slot.index] = self._steps
+        for members in shards:
+            self._shards.append([shard for shard in members if shard.fragment.numel])
+            for shard in self._shards[-1]:
+                shard.tensor = self._buffer.view_of(shard.fragment, self._buffer.master[shard.fragment.slot.bucket])
+                self._missed[shard.fragment.slot.index] = self._steps
         for flats in self._states or []:
             flats += self._new_states(groups, first)
         self._allocated(groups)
         self._fresh = False
 
-    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
+    def begin(self, used: frozenset[int] | None) -> None:
         """See :class:`UpdateMethod`. Raises ValueError for a param group that the kernels cannot follow."""
         groups = self._inner.param_groups
         for index, group in enumerate(groups):
@@ -94,13 +91,7 @@ class FlatUpdate:
                     "follow; give it when the optimizer is made, and torch's own implementation is used"
                 )
         self._allocated(groups)
-        self._count(used, doubtful, groups)
-
-    def leave_out(self, indices: Iterable[int]) -> None:
-        """See :class:`UpdateMethod`."""
-        if self._counted:
-            for index in set(indices).difference(self._idle):
-                self._missed[index] = self._missed.get(index, 0) + 1
+        self._count(used, groups)
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         return {name: flats[bucket] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
@@ -142,14 +133,14 @@ class FlatUpdate:
 
     # ---------------------------------------------------------------- states
 
-    def state_of(self, piece: Piece) -> State:
-        step = self._steps_of(piece)
+    def state_of(self, shard: OptimParamShard) -> State:
+        step = self._steps_of(shard)
         if self._states is None or step == 0:
             return {}
         state: State = {"step": torch.full((), float(step), device="cpu")} if self._rule.counts_steps else {}
-        bucket = piece.fragment.slot.bucket
+        bucket = shard.fragment.slot.bucket
         for name, flats in zip(self._rule.states, self._states, strict=False):
-            state[name] = self._buffer.piece(piece.fragment, flats[bucket])
+            state[name] = self._buffer.view_of(shard.fragment, flats[bucket])
         return state
 
     @property
@@ -160,15 +151,15 @@ class FlatUpdate:
         """The states' tensors."""
         return [flat for flats in self._states or () for flat in flats]
 
-    def load_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
+    def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
         """Take a state in torch's form; an empty one is that of a parameter which was never updated."""
         tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
-        places = self.make_state(piece, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
+        places = self.make_state(shard, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
         for name, place in places.items():
             place.copy_(tensors[name])
 
     def make_state(
-        self, piece: Piece, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+        self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
         """See :class:`UpdateMethod`; the tensors are views in the rule's dtype."""
         step = int(numbers["step"]) if "step" in numbers else int(bool(tensors))
@@ -177,19 +168,19 @@ class FlatUpdate:
                 index = other.fragment.slot.index
                 self._missed[index] = self._missed.get(index, 0) + step - self._steps
             self._steps = step
-        self._missed[piece.fragment.slot.index] = self._steps - step
+        self._missed[shard.fragment.slot.index] = self._steps - step
         self._fresh = False
         if not step and self._states is None:
             return {}
         groups = self._inner.param_groups
-        bucket = piece.fragment.slot.bucket
+        bucket = shard.fragment.slot.bucket
         places = {}
         for name, flats in zip(self._rule.states, self._allocated(groups), strict=False):
-            view = self._buffer.piece(piece.fragment, flats[bucket])
+            view = self._buffer.view_of(shard.fragment, flats[bucket])
             if name in tensors:
                 places[name] = view
             else:
-                view.fill_(self._rule.initial(groups[piece.group]))
+                view.fill_(self._rule.initial(groups[shard.group]))
         return places
 
     def _allocated(self, groups: Groups) -> list[Flat]:
@@ -202,41 +193,36 @@ class FlatUpdate:
     def _new_states(self, groups: Groups, first: int) -> Flat:
         """Allocate states for the buckets from ``first`` on."""
         flats: Flat = []
-        buckets = zip(self._buffer.master, self._state_dtypes, self._pieces, strict=True)
+        buckets = zip(self._buffer.master, self._state_dtypes, self._shards, strict=True)
         for master, dtype, members in list(buckets)[first:]:
             flat = self._buffer.placements.of_optimizer(first + len(flats)).zeros(master.numel(), dtype, STATES)
-            for piece in members:
-                value = self._rule.initial(groups[piece.group])
+            for shard in members:
+                value = self._rule.initial(groups[shard.group])
                 if value:
-                    self._buffer.piece(piece.fragment, flat).fill_(value)
+                    self._buffer.view_of(shard.fragment, flat).fill_(value)
             flats.append(flat)
         return flats
 
     # ---------------------------------------------------------------- counting
 
-    def _all(self) -> Iterable[Piece]:
-        return (piece for members in self._pieces for piece in members)
+    def _all(self) -> Iterable[OptimParamShard]:
+        return (shard for members in self._shards for shard in members)
 
-    def _found(self, bucket: int, indices: Iterable[int]) -> list[Piece]:
-        """The pieces of these parameters in a bucket."""
-        pieces = [self._piece_of[index] for index in indices if index in self._piece_of]
-        return [piece for piece in pieces if piece.fragment.slot.bucket == bucket]
+    def _steps_of(self, shard: OptimParamShard) -> int:
+        return self._steps - self._missed.get(shard.fragment.slot.index, 0)
 
-    def _steps_of(self, piece: Piece) -> int:
-        return self._steps - self._missed.get(piece.fragment.slot.index, 0)
-
-    def _count(self, used: frozenset[int] | None, doubtful: frozenset[int], groups: Groups) -> None:
+    def _count(self, used: frozenset[int] | None, groups: Groups) -> None:
         """One more step for those that take part in it and have states."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        known = (used, doubtful, without)
+        known = (used, without)
         if not self._fresh or known != self._known:
             self._known, self._fresh = known, True
             self._idle = [
-                piece.fragment.slot.index
-                for piece in self._all()
-                if piece.group in without or (used is not None and piece.fragment.slot.index not in used)
+                shard.fragment.slot.index
+                for shard in self._all()
+                if shard.group in without or (used is not None and shard.fragment.slot.index not in used)
             ]
             self._launches.clear()
         self._counted = len(without) < len(groups)
@@ -248,15 +234,11 @@ class FlatUpdate:
     # ---------------------------------------------------------------- planning
 
     def _plan(self, hands: Sequence[Hand], used: frozenset[int] | None) -> list[_Launch]:
-        """A parameter that is updated apart may lag behind more in each step, and has no plan that lasts."""
-        apart = used is not None and used <= self._known[1]
         key = tuple((hand.span, hand.gradient.dtype, hand.out is None) for hand in hands)
-        plan = None if apart else self._launches.get(key)
+        plan = self._launches.get(key)
         if plan is None:
             made = (self._launch([hands[i].span for i in members], members, used) for members in self._by_kind(hands))
-            plan = [launch for launch in made if launch is not None]
-            if not apart:
-                self._launches[key] = plan
+            plan = self._launches[key] = [launch for launch in made if launch is not None]
         return plan
 
     def _by_kind(self, hands: Sequence[Hand]) -> list[tuple[int, ...]]:
@@ -270,10 +252,10 @@ class FlatUpdate:
         """Neighbours of one group and one count of steps are one segment."""
 
         def owned(bucket: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-            for piece in self._pieces[bucket] if used is None or len(used) > 1 else self._found(bucket, used):
-                fragment, index = piece.fragment, piece.fragment.slot.index
+            for shard in self._shards[bucket]:
+                fragment, index = shard.fragment, shard.fragment.slot.index
                 if used is None or index in used:
-                    yield fragment.shard_start, fragment.numel, (piece.group, self._missed.get(index, 0))
+                    yield fragment.shard_start, fragment.numel, (shard.group, self._missed.get(index, 0))
 
         rows: dict[tuple[int, int], int] = {}
         table = [[*place, rows.setdefault(row, len(rows))] for *place, row in segments(spans, owned)]

@@ -1,13 +1,17 @@
 """Gradient reducer: reduce buckets while backward runs, the same collectives on all ranks.
 
-A backward is one *pass* over the buckets; a reducing pass reduces every bucket exactly once, in one order for all
-ranks, so that they launch the same collectives whatever their graphs look like.
+A backward that reduces, reduces every bucket exactly once, in one order for all ranks, so that they launch the same
+collectives whatever their graphs look like.
 
-At stages 0 to 2 a bucket is launched when its gradients are there. The first reducing pass takes the order of the
+At stages 0 to 2 a bucket is launched when its gradients are there. The first such backward takes the order of the
 index; at its end the ranks take over the order in which rank 0's gradients have come. At stage 3 a bucket is launched
 when a unit's backward has ended, which all ranks see in the same order (:class:`LaunchPlan`).
 
-What a bucket holds between passes:
+Until it is known when each bucket's last gradient comes, one may come too late: reentrant checkpointing runs a backward
+inside the backward, and a module may be used several times. At the end of such a backward the ranks agree on what was
+late, which is reduced once more, and on when buckets are launched from then on. Later backwards do not ask.
+
+What a bucket holds between backwards:
 
 - ``local``: the sum of this rank's gradients that no reduction has seen yet, full length;
 - ``reduced``: the mean over ranks of all that has been reduced in this accumulation; full at stage 0, this rank's part
@@ -22,12 +26,12 @@ import torch
 
 from zerolite.comm import Communicator
 from zerolite.offload.offloaded_gradients import OffloadedGradients
+from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import GRADIENTS
-from zerolite.zero.bucket_state import ALONE_NUMEL, IN_FLIGHT, ReductionOptions
+from zerolite.zero.bucket_memory import ALONE_NUMEL, IN_FLIGHT, Backward, BucketMemory, ReductionOptions
 from zerolite.zero.commands import Command, Commands
 from zerolite.zero.gradient_arrivals import GradientArrivals
-from zerolite.zero.gradient_bucket import BucketMemory, GradientBucket, Pass
-from zerolite.zero.late_gradients import LateGradients
+from zerolite.zero.gradient_bucket import BucketState, GradientBucket
 from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Fragment, PartitionLayout, Slot
 from zerolite.zero.observers import Observers
@@ -43,11 +47,13 @@ class GradReducer:
         current: the backward under way, or the last one.
         order: of the launches of buckets; equal on all ranks.
         parameters: of the layout, by index.
+        strides: of the parameters when they are whole.
         used: the parameters that got a gradient since the last step; complete between backwards.
         shown: what ``p.grad`` shows; complete between backwards.
         losses: of this rank's backwards, 0-dim fp32.
         probes: sums of this rank's buckets: not finite if a gradient was not.
-        reduces_each_pass: a pass reduces its buckets whether it is the last of a step or not.
+        share: what the gradients of the next backward are multiplied by, unless its loss has a weight.
+        reduces_each_backward: a backward reduces its buckets whether it is the last of a step or not.
         keeps_shards: :meth:`reduced` gives this rank's part, and not the whole.
     """
 
@@ -67,28 +73,24 @@ class GradReducer:
             offloaded: where mean gradients rest, None where that is the device.
             make_gradient: makes what ``p.grad`` shows.
         """
-        self._observers = observers
-        self.layout = layout
-        self.strides: list[tuple[int, ...]] = []  # of the parameters when they are whole
-        self._lent: set[int] = set()  # buckets of which the user may have views
-        self.losses: list[torch.Tensor] = []
-        self.probes: list[torch.Tensor] = []
-        self._comm = comm
-        self._options = options
-        self.reduces_each_pass, self.keeps_shards = options.reduce_each_pass, options.shard
-        self._offloaded = offloaded
-        self.current = Pass(options.arrival_factor)
+        self._comm, self._options, self._offloaded, self._observers = comm, options, offloaded, observers
+        self.reduces_each_backward, self.keeps_shards = options.reduce_each_backward, options.shard
+        self.current = Backward(options.arrival_factor)
         self.order = LaunchOrder()
         self._memory = BucketMemory(comm, options, self.order, self.current, offloaded)
-        self._states: list[GradientBucket] = []
+        self._buckets: list[GradientBucket] = []
         self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size, make_gradient)
         self.used, self.shown = self.arrivals.used, self.arrivals.shown
-        self._late = LateGradients(comm, options, self.order, self.current, self._reduce_now)
-        self._announced = False  # a pass of this accumulation, by a call of the engine that all ranks make
         self.commands = Commands()
-        self.share = 1.0  # what the gradients of the next pass are multiplied by, unless the loss has a weight
+        self.share = 1.0
+        self.losses: list[torch.Tensor] = []
+        self.probes: list[torch.Tensor] = []
+        self._lent: set[int] = set()  # buckets of which the user may have views
+        self._announced = False  # a backward of this accumulation, by a call of the engine that all ranks make
         self._in_flight: list[GradientBucket] = []
         self._plan: LaunchPlan | None = None
+        self._new_buckets = False  # no backward has reduced them all yet; equal on all ranks
+        self._unexpected: RuntimeError | None = None  # a late gradient in a backward that follows a plan so far
         self.use(layout, parameters, strides)
 
     def use(
@@ -97,30 +99,34 @@ class GradReducer:
         parameters: Sequence[torch.nn.Parameter],
         strides: Sequence[tuple[int, ...]],
     ) -> None:
-        """Take a layout that begins with the buckets there are; between passes."""
-        assert not self.current.open, "a pass counts the buckets that it began with"
+        """Take a layout that begins with the buckets there are; between backwards."""
+        assert not self.current.open, "a backward counts the buckets that it began with"
         self.layout, self.strides = layout, list(strides)
-        fragments = layout.fragments(self._comm.rank) if self._options.shard else layout.full_fragments()
+        fragments = layout.fragments(self._comm.rank) if self.keeps_shards else layout.full_fragments()
         self._fragments: dict[int, Fragment] = {fragment.slot.index: fragment for fragment in fragments}
-        for bucket in layout.buckets[len(self._states) :]:
-            state = GradientBucket(bucket, parameters[bucket.slots[0].index], strides, self._memory)
-            self._states.append(state)
-            state.reserve(bucket.numel // self._comm.world_size)
-        self.arrivals.use(layout, parameters, strides, self._states)
+        for bucket in layout.buckets[len(self._buckets) :]:
+            parameter = parameters[bucket.slots[0].index]
+            self._buckets.append(GradientBucket(bucket, parameter, strides, self._memory))
+        self.arrivals.use(layout, parameters, strides, self._buckets)
         self.parameters = self.arrivals.parameters
         if self._offloaded is not None:
             widest = max((bucket.numel for bucket in layout.buckets), default=0)
             self._offloaded.expect(4 * widest // self._comm.world_size)  # sums are in fp32
         # Where gradients rest full, so do their buckets between steps; elsewhere some travel while one is completed and
         # the next one fills.
-        self._memory.use(IN_FLIGHT + 2 if self._options.shard else len(layout.buckets))
+        self._memory.use(IN_FLIGHT + 2 if self.keeps_shards else len(layout.buckets))
         follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
         self.order.use(len(layout.buckets), learns=follows_gradients)
-        self._late.use(self._states)
+        self._new_buckets = self.keeps_shards
 
-    # ---------------------------------------------------------------- a pass
+    def follow(self, plan: LaunchPlan) -> None:
+        """Launch buckets when units end, not when gradients are there."""
+        self._plan = plan
+        self.order.stop_learning()
 
-    def begin_pass(
+    # ---------------------------------------------------------------- a backward
+
+    def begin_backward(
         self,
         reducing: bool,
         end_with_backward: bool = True,
@@ -130,8 +136,8 @@ class GradReducer:
         """Open the buckets before the first gradient of a backward.
 
         Args:
-            reducing: the pass reduces its buckets; equal on all ranks.
-            end_with_backward: called inside backward, which is to call :meth:`end_pass` when it ends; otherwise the
+            reducing: it reduces its buckets; equal on all ranks.
+            end_with_backward: called inside backward, which is to call :meth:`end_backward` when it ends; otherwise the
                 caller does.
             weight: of the loss; it says all about how much a rank counts. 0: gradients are dropped, as if no parameter
                 had got any, whatever their values.
@@ -142,38 +148,38 @@ class GradReducer:
         self._announced |= not end_with_backward
         factor = self._options.arrival_factor * (self.share if weight is None else 1.0) / divisor
         if factor != self.current.factor:
-            self._change_factor(factor)
-        if self._plan is not None:
-            self._plan.begin_pass()
-        self.current.begin(reducing, void=weight == 0, learning=self._plan is not None and not self._plan.settled)
-        self.order.begin_pass()
-        self.arrivals.begin_pass()
-        for state in self._states:
-            state.begin_pass()
+            self._move_held()  # what an earlier backward has left, with its factor
+        plan = self._plan
+        if plan is not None:
+            plan.begin_backward()
+        self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.settled)
+        self.order.begin_backward()
+        self.arrivals.begin_backward()
+        for bucket in self._buckets:
+            bucket.open()
         if end_with_backward:
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     @torch.no_grad()
-    def _change_factor(self, factor: float) -> None:
-        for state in self._states:  # what an earlier pass has left
-            self.arrivals.close(state)
-            state.put_held(self.current.factor)
-        self.current.multiply_by(factor)
+    def _move_held(self) -> None:
+        for bucket in self._buckets:
+            self.arrivals.close(bucket)
+            bucket.put_held(self.current.factor)
 
-    def end_pass(self, complete: bool = True) -> None:
+    def end_backward(self, complete: bool = True) -> None:
         """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay
         in step."""
         if not self.current.open:
             return
         self.current.end()
         try:
-            with self.commands(Command.PASS_END):
-                self.arrivals.end_pass(complete)
+            with self.commands(Command.BACKWARD_END):
+                self.arrivals.end_backward(complete)
                 if complete or not self.shown.all_none(self.parameters):  # or the user has dropped what it has shown
                     self.show_held()
-                if self.current.reducing:  # decided before the pass began, from counters that all ranks count alike
-                    self._launch_until(len(self._states))
-                    self._late.agree()
+                if self.current.reducing:  # decided before it began, from counters that all ranks count alike
+                    self._launch_until(len(self._buckets))
+                    self._agree_on_late()
                     self.current.on_all_reduced()
         finally:
             for notify in self._observers.on_backward_end:
@@ -181,103 +187,157 @@ class GradReducer:
 
     def show_held(self) -> None:
         """After a backward, or one that has raised: let ``p.grad`` show the gradients of the accumulation."""
-        self.arrivals.show(self._announced, several=self.current.in_accumulation > 1)
+        self.arrivals.show(self._announced, several=self.current.accumulated > 1)
 
-    # ---------------------------------------------------------------- what gradients launch
+    # ---------------------------------------------------------------- events inside it
 
-    def on_late_gradient(self, state: GradientBucket, slot: Slot) -> None:
-        self._late.note(state, slot)
-
-    def on_gradient(self, bucket: int) -> None:
+    def on_gradient(self, bucket: GradientBucket) -> None:
+        """A gradient has come into ``bucket``. When this rank launches is its own affair, as DDP's ranks do: the order
+        of the buckets is fixed, and nothing else is launched on this communicator before the backward has ended."""
         if self._plan is not None:
-            self._plan.on_gradient(bucket)
+            if self.current.learning:
+                self._plan.on_gradient(bucket.bucket.index)
+        elif bucket.missing <= 0:
+            self.order.complete(bucket.bucket.index)
+            if self.current.reducing and self._options.overlap and (self.arrivals.learned or self._new_buckets):
+                while self.order.next < len(self._buckets) and self._next().missing <= 0:
+                    self._launch_until(self.order.next + 1)
 
-    def on_bucket_complete(self, bucket: int) -> None:
-        self.order.complete(bucket)
-        # When this rank launches is its own affair, as DDP's ranks do: the order of the buckets is fixed, and nothing
-        # else is launched on this communicator before the pass has ended.
-        if self.current.reducing and self._options.overlap and (self.arrivals.learned or self._late.possible):
-            self._launch_ready()
+    @torch.no_grad()
+    def on_use_end(self, unit: int) -> None:
+        """A unit's backward has ended. Called on all ranks, in the same order."""
+        if self._plan is None or not self.current.open:
+            return
+        with self.commands(Command.USE_END, unit):
+            for index in self._plan.on_use_end(unit):
+                if self.current.reducing and self._buckets[index].state is BucketState.OPEN:
+                    self._launch(self._buckets[index])
+
+    def on_late_gradient(self, bucket: GradientBucket, slot: Slot) -> None:
+        """A gradient has come after the launch of its bucket. Raises RuntimeError if nothing was to come any more; at
+        stage 3 :meth:`_agree_on_late` does, because the use that has brought it may depart from the plan, which all
+        ranks see when it ends."""
+        if not self._late_possible:
+            advice = (
+                "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."
+                if self._plan is None
+                else "A parameter that is used in some steps only, outside the module that owns it, does this: put "
+                "that module and its users in one unit (zero_optimization.leaf_modules)."
+            )
+            error = RuntimeError(
+                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the "
+                f"graph has contributions to it that it never had before. {advice}"
+            )
+            if self._plan is None:
+                raise error
+            self._unexpected = self._unexpected or error
+        bucket.note_late()
+
+    @property
+    def _late_possible(self) -> bool:
+        """True if gradients may come in this backward after their bucket has been launched; equal on all ranks. At
+        stage 3 that may change within it, at the end of a use that departs from the plan."""
+        return self._new_buckets if self._plan is None else not self._plan.settled
+
+    @torch.no_grad()
+    def _agree_on_late(self) -> None:
+        """At the end of a backward: reduce again the buckets that got gradients after they were launched, on any rank;
+        take over when buckets are launched from now on. Raises RuntimeError if a gradient has come late where none may.
+        Called on all ranks."""
+        possible = self._late_possible
+        unexpected, self._unexpected = self._unexpected, None
+        if unexpected is not None and not possible:
+            raise unexpected
+        if not possible and not self.order.learning:
+            return
+        found = [int(bucket.state is BucketState.LATE) for bucket in self._buckets]
+        if self._plan is not None:
+            found += self._plan.arrivals
+        elif self.order.learning and (self._comm.rank == 0 or self._comm.peers_agree):
+            found += self.order.completion()
+        else:
+            found += [0] * len(self._buckets)  # so that the maximum over ranks is what rank 0 says
+        agreed = torch.tensor(found, dtype=torch.int64, device="cpu").to(self._buckets[0].device)
+        self._wait_for_all()
+        self._comm.all_reduce_max(agreed, "stats")
+        values = found if self._comm.peers_agree else [int(value) for value in host_values(agreed)]
+        self._reduce_again([bucket for bucket, late in zip(self._buckets, values, strict=False) if late])
+        (self.order if self._plan is None else self._plan).learn(values[len(self._buckets) :])
+        self._new_buckets = False
+        self.order.stop_learning()
+
+    def _reduce_again(self, late: Sequence[GradientBucket]) -> None:
+        """Reduce what has come late, and keep it together with what has been reduced before as one contribution."""
+        for bucket in late:
+            self._launch(bucket)
+        self._wait_for_all()
+        if self.current.accumulated <= 1 and not self._options.several_expected:
+            for bucket in late:
+                mean = bucket.fetch()
+                if mean.dtype != bucket.dtype:
+                    bucket.store(mean.to(bucket.dtype))
 
     # ---------------------------------------------------------------- reduction
 
-    def _launch_ready(self) -> None:
-        while self.order.next < len(self._states) and self._states[self.order.buckets[self.order.next]].missing <= 0:
-            self._launch_until(self.order.next + 1)
+    def _next(self) -> GradientBucket:
+        return self._buckets[self.order.buckets[self.order.next]]
 
     @torch.no_grad()
     def _launch_until(self, end: int) -> None:
         """Launch the buckets whose place in the order is below ``end``, unless they have been."""
         while self.order.next < end:
-            state = self._states[self.order.buckets[self.order.next]]
-            if not state.launched:
-                self._launch(state)
+            bucket = self._next()
+            if bucket.state is BucketState.OPEN:
+                self._launch(bucket)
             self.order.next += 1
 
-    def _launch(self, state: GradientBucket) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
         """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
         run beside them."""
         options = self._options
-        self.arrivals.close(state)
-        local = state.complete(self.current.factor)
+        self.arrivals.close(bucket)
+        local = bucket.complete(self.current.factor)
         if options.probes:
             self.probes.append(local.sum(dtype=torch.float32))
-        self._make_room(state)
-        local = state.convert(local)
+        # A reduction of the same bucket ends first. Where buckets cost memory only while they travel, fewer than
+        # IN_FLIGHT may be under way, and none beside a large one.
+        unbound = bucket.travels_in_place and not bucket.is_offloaded
+        most = len(self._buckets) if unbound else 1 if bucket.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
+        while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
+            self._in_flight.pop(0).receive()
+        local = bucket.convert(local)
         if options.predivide != 1.0:
             local.div_(options.predivide)
         divisor = self._comm.world_size * options.arrival_factor / options.predivide
-        number = state.bucket.index + 1
+        number = bucket.bucket.index + 1
         if options.shard and options.use_reduce_scatter:
-            pending = self._comm.reduce_scatter(local, "gradients", divisor, state.mean_dtype, number)
+            pending = self._comm.reduce_scatter(local, "gradients", divisor, bucket.mean_dtype, number)
         else:
             pending = self._comm.all_reduce(local, "gradients", divisor, number)
-        state.launch(pending, local)
-        self._in_flight.append(state)
+        bucket.launch(pending, local)
+        self._in_flight.append(bucket)
         if not options.overlap:
             self._wait_for_all()
 
-    def _make_room(self, state: GradientBucket) -> None:
-        """Wait, in the order of launches, until the reduction of ``state`` may be launched: for one of the same bucket,
-        and where buckets cost memory only while they travel, until fewer than IN_FLIGHT are under way, and none beside
-        a large one."""
-        unbound = state.travels_in_place and not state.away
-        most = len(self._states) if unbound else 1 if state.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
-        while self._in_flight and (len(self._in_flight) >= most or state.pending is not None):
-            self._complete(self._in_flight.pop(0))
-
     def _wait_for_all(self) -> None:
         while self._in_flight:
-            self._complete(self._in_flight.pop(0))
-
-    def _complete(self, state: GradientBucket) -> None:
-        """Wait for one reduction, and keep its mean."""
-        total = state.receive()
-        if self._options.shard and not self._options.use_reduce_scatter:
-            total = self._comm.part(total).clone()
-        state.keep(total)
-
-    def _reduce_now(self, states: Sequence[GradientBucket]) -> None:
-        """Reduce these buckets, and wait for all reductions."""
-        for state in states:
-            self._launch(state)
-        self._wait_for_all()
+            self._in_flight.pop(0).receive()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what no pass has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per
+        """Reduce what no backward has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per
         accumulation on all ranks."""
-        self.end_pass(complete=False)
+        self.end_backward(complete=False)
         self._wait_for_all()
         self.order.next = 0
-        # Both follow from the passes of the accumulation, which all ranks have begun alike, and not from the gradients
-        # that came in them: a pass without any still opens, and reduces, every bucket.
-        if self.current.in_local or any(state.reduced is None for state in self._states):
-            for state in self._states:
-                state.reopen()
-            self._launch_until(len(self._states))
+        # Both follow from the backwards of the accumulation, which all ranks have begun alike, and not from the
+        # gradients that came in them: a backward without any still opens, and reduces, every bucket.
+        if self.current.unreduced or any(bucket.reduced is None for bucket in self._buckets):
+            for bucket in self._buckets:
+                bucket.open()
+            self._launch_until(len(self._buckets))
             if self._plan is None:  # another rank may have reduced in its backward
-                self._late.agree()
+                self._agree_on_late()
             self.current.on_all_reduced()
         self._wait_for_all()
 
@@ -287,65 +347,43 @@ class GradReducer:
         if self._offloaded is not None:
             self._offloaded.wait_all()
 
-    def follow(self, plan: LaunchPlan) -> None:
-        """Launch buckets when units end, not when gradients are there."""
-        self._plan = plan
-        self._late.follow(plan)
-        self.current.follow_units()
-        self.order.stop_learning()
-
-    @torch.no_grad()
-    def on_use_end(self, unit: int) -> None:
-        """A unit's backward has ended. Called on all ranks, in the same order."""
-        if self._plan is None or not self.current.open:
-            return
-        with self.commands(Command.USE_END, unit):
-            for bucket in self._plan.on_use_end(unit):
-                if self.current.reducing and not self._states[bucket].launched:
-                    self._launch(self._states[bucket])
-
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are kept here now, and the items of memory that they belong to; small ones are left out."""
-        for state in self._states:
-            yield from state.memory()
+        for bucket in self._buckets:
+            yield from bucket.memory()
         yield from self._memory.waiting()
         if self._offloaded is not None:
-            yield from ((GRADIENTS, home) for home in self._offloaded.memory())
-
-    @property
-    def follows_units(self) -> bool:
-        """True if buckets are launched when units end."""
-        return self._plan is not None
+            yield from ((GRADIENTS, stored) for stored in self._offloaded.memory())
 
     # ---------------------------------------------------------------- what the step reads
 
     def reduced(self, bucket: int) -> torch.Tensor:
         """The mean gradient of the accumulation where it rests: the full bucket at stage 0, this rank's part above.
         Valid after :meth:`finish`."""
-        return self._states[bucket].offloaded_mean()
+        return self._buckets[bucket].mean()
 
     def place_of_reduced(self, bucket: int) -> torch.Tensor:
         """The same, where it may still be on its way."""
-        value = self._states[bucket].reduced
+        value = self._buckets[bucket].reduced
         assert value is not None, "it is read after finish()"
         return value
 
     def owned_part(self, bucket: int) -> torch.Tensor:
         """This rank's part of the mean gradient, at every stage, on the device."""
-        value = self._states[bucket].fetch()
-        return value if self._options.shard else self._comm.part(value)
+        value = self._buckets[bucket].fetch()
+        return value if self.keeps_shards else self._comm.part(value)
 
-    def away(self, bucket: int) -> bool:
+    def is_offloaded(self, bucket: int) -> bool:
         """True if the mean gradient does not rest on the device."""
-        return self._states[bucket].away
+        return self._buckets[bucket].is_offloaded
 
     # ---------------------------------------------------------------- what the user changes
 
     @property
     def finished(self) -> bool:
         """True if :meth:`finish` would have nothing to do."""
-        return not (self.current.open or self.current.in_local or self._in_flight) and all(
-            state.reduced is not None for state in self._states
+        return not (self.current.open or self.current.unreduced or self._in_flight) and all(
+            bucket.reduced is not None for bucket in self._buckets
         )
 
     def lend(self, bucket: int) -> torch.Tensor:
@@ -368,7 +406,7 @@ class GradReducer:
         if fragment is None:
             return None
         flat = self.reduced(fragment.slot.bucket)
-        if self._options.shard:
+        if self.keeps_shards:
             return flat.narrow(0, fragment.shard_start, fragment.numel)
         parameter = self.parameters[index]
         shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -380,36 +418,36 @@ class GradReducer:
         self._wait_for_all()
         slot = self.layout.slots[index]
         self.arrivals.drop(slot)
-        if self._states[slot.bucket].reduced is not None and (part := self.part(index)) is not None:
+        if self._buckets[slot.bucket].reduced is not None and (part := self.part(index)) is not None:
             part.zero_()
 
     @torch.no_grad()
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take ``gradient`` as one that a backward has brought to this rank, between two passes. It is multiplied by
-        nothing that is particular to a pass: neither divided by the micro-batches nor by the ranks that go on."""
+        """Take ``gradient`` as one that a backward has brought to this rank, between two of them. It is multiplied by
+        nothing that is particular to one: neither divided by the micro-batches nor by the ranks that go on."""
         slot = self.layout.slots[index]
         self.used.add(index)
         if not slot.numel:
             return
-        self._states[slot.bucket].add(slot, gradient, self._options.arrival_factor)
+        self._buckets[slot.bucket].add(slot, gradient, self._options.arrival_factor)
 
     def release(self, bucket: int) -> None:
         """Drop the gradient of a bucket that has been consumed."""
-        self._states[bucket].release(reuse=not self._options.shard and bucket not in self._lent)
+        self._buckets[bucket].release(reuse=not self.keeps_shards and bucket not in self._lent)
         self._lent.discard(bucket)
 
     def clear(self) -> None:
         """Drop everything: the accumulation's gradients were consumed or are not wanted."""
         if self._offloaded is not None:
             self._offloaded.clear()
-        self.end_pass(complete=False)
+        self.end_backward(complete=False)
         self._wait_for_all()
-        for state in self._states:
-            state.clear()
-            self.release(state.bucket.index)
-        if self._options.shard:
+        for bucket in self._buckets:
+            bucket.clear()
+            self.release(bucket.bucket.index)
+        if self.keeps_shards:
             self._memory.clear()  # between steps no rank holds more than its part
-        self.current.end_accumulation()
+        self.current.on_all_reduced(consumed=True)
         self._announced = False
         self.arrivals.clear()
         self.probes.clear()

@@ -54,10 +54,6 @@ class GradStats:
     bad_losses: tuple[int, ...] = ()
     extra: tuple[Any, torch.Tensor] | None = None
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.norm)
-
     def check_inputs(self) -> None:
         """Raise RuntimeError, on all ranks, if there is no right gradient of these inputs."""
         if not self.inputs_agree:
@@ -93,7 +89,8 @@ class Extra(Protocol):
 class StatsVector:
     """The all-reduced float64 vector behind :class:`GradStats`, still on the device: squares [n], uses [n], bad
     ranks [world], anything more [extra], the sum of weights and how many ranks have and have not any, number, sum and
-    sum of squares of the votes, and the sum of the gradients' squares."""
+    sum of squares of the votes; of a model with parts on other ranks, in how many copies inputs differed, and how many
+    parameters of other parts got no gradient; and the sum of the gradients' squares."""
 
     def __init__(
         self,
@@ -102,20 +99,15 @@ class StatsVector:
         world_size: int,
         used: set[int],
         weight: float | None,
-        spread: bool = False,
         extra: int = 0,
-        about: Any = None,
+        about: object = None,
     ) -> None:
         """
         Args:
             used, weight: what this rank has put in.
-            spread: the model has parts on other ranks; two more values in front of the sum: whether inputs differed,
-                and how many of their parameters got no gradient.
             extra, about: the size of that part, and what ``Extra.write`` has returned.
         """
-        self._of_others = values[-3:-1] if spread else None
-        self._values = torch.cat([values[:-3], values[-1:]]) if spread else values
-        self._others: HostRead | None = None
+        self._values = values
         self._own = (used, weight)
         self._count = count
         self._world_size = world_size
@@ -128,11 +120,11 @@ class StatsVector:
 
     def weight(self) -> torch.Tensor:
         """Sum of the weights, per rank on average, 0-dim float64 on the device."""
-        return self._values[-7] / self._world_size
+        return self._values[-9] / self._world_size
 
     def mixed(self) -> torch.Tensor:
         """True if some ranks have weights and others have not; a 0-dim bool tensor on the device."""
-        return self._values[-6] * self._values[-5] > 0
+        return self._values[-8] * self._values[-7] > 0
 
     def norms(self) -> torch.Tensor:
         """L2 norms of the gradients by parameter, float64 on the device."""
@@ -164,15 +156,10 @@ class StatsVector:
         self._values[-1] = self._values[: self._count].sum()
         self._read = None
 
-    def unused(self, index: int) -> torch.Tensor:
-        """Return, as a 0-dim bool on the device, whether a parameter got no gradient on any rank."""
-        return self._values[self._count + index] == 0
-
     def start_read(self) -> None:
         """Begin the copy to the host, behind the work queued so far."""
         if self._read is None:
             self._read = HostRead(self._values)
-            self._others = None if self._of_others is None else HostRead(self._of_others)
 
     def get(self) -> GradStats:
         """Read on the host; waits for the device if :meth:`start_read`'s copy has not arrived."""
@@ -188,9 +175,8 @@ class StatsVector:
         some = torch.nonzero(values[n : 2 * n]).flatten().tolist()
         of_ranks = values[2 * n : 2 * n + self._world_size]
         ranks = torch.nonzero(of_ranks).flatten().tolist()
-        weight, weighted, unweighted, *votes, total = values[-7:].tolist()
+        weight, weighted, unweighted, *votes, different, unused, total = values[-9:].tolist()
         number, first, second = (int(vote) for vote in votes)
-        different, unused = (0.0, 0.0) if self._others is None else self._others.get().tolist()
         return GradStats(
             norm=math.sqrt(total) if math.isfinite(total) else total,
             bad_parameters=tuple(bad),
@@ -203,7 +189,7 @@ class StatsVector:
             unused_elsewhere=int(unused),
             inputs_agree=not different,
             bad_losses=tuple(torch.nonzero(of_ranks >= _BAD_LOSS).flatten().tolist()),
-            extra=(self._about, values[-7 - self._extra : -7]) if self._extra else None,
+            extra=(self._about, values[-9 - self._extra : -9]) if self._extra else None,
         )
 
 
@@ -328,7 +314,8 @@ class StatsCollector:
         numbers_of_inputs = comm.world_size if self._across is not None else 0
         more = extra.size if extra is not None else 0
         size = 2 * count + comm.world_size + numbers_of_inputs + more + 6
-        values = torch.zeros(size, dtype=torch.float64, device=self._device)
+        vector = torch.zeros(size + 3, dtype=torch.float64, device=self._device)
+        values = vector[:size]
         numbers = [weight, weighted is True, weighted is False, vote is not None, vote or 0, (vote or 0) ** 2]
         for place, number in zip(range(size - 6, size), numbers, strict=True):
             if number:  # as an argument of a kernel: copies from the host may wait for the device
@@ -350,13 +337,10 @@ class StatsCollector:
         # One sum for all uses, here and on the host: two that add in another order could clip differently on
         # two ranks.
         own = values[:count] if self._counted is None else values[:count] * self._counted
-        total = own.sum().reshape(1)
+        vector[-1] = own.sum()
         if self._across is not None:
-            total = self._over_the_model(values, total, self._across, more)
-        summed = torch.cat([values, total])
-        own_weight = weight if weighted else None
-        spread = self._across is not None
-        return StatsVector(summed, count, comm.world_size, used, own_weight, spread, more, about)
+            self._over_the_model(vector, size, self._across, more)
+        return StatsVector(vector, count, comm.world_size, used, weight if weighted else None, more, about)
 
     def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the inputs of a forward, where the model is sharded."""
@@ -367,20 +351,19 @@ class StatsCollector:
             own = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
             self._inputs = own if self._inputs is None else self._inputs * 31 + own
 
-    def _over_the_model(self, values: torch.Tensor, total: torch.Tensor, across: Across, more: int) -> torch.Tensor:
-        """``total`` [1] over all parts of the model, and before it: in how many of its copies inputs differed between
-        ranks, and how many parameters of other parts got no gradient. values: those of the data ranks."""
+    def _over_the_model(self, vector: torch.Tensor, size: int, across: Across, more: int) -> None:
+        """Let the last three numbers be those of all parts of the model. The first ``size`` are of the data ranks."""
         count, ranks = self._count, self._comm.world_size
         assert self._wanted is not None
-        unused = ((values[count : 2 * count] == 0) * self._wanted).sum().reshape(1)
-        inputs = values[2 * count + ranks : 2 * count + 2 * ranks]
-        extra = values[-6 - more : -6]
-        over = torch.cat([total, unused, inputs, inputs**2, extra])
+        unused = ((vector[count : 2 * count] == 0) * self._wanted).sum().reshape(1)
+        inputs = vector[2 * count + ranks : 2 * count + 2 * ranks]
+        extra = vector[size - 6 - more : size - 6]
+        over = torch.cat([vector[-1:], unused, inputs, inputs**2, extra])
         across.model.all_reduce(over, tag="stats").wait()
         numbers, squares = over[2 : 2 + ranks], over[2 + ranks : 2 + 2 * ranks]
         extra.copy_(over[2 + 2 * ranks :])
         different = (squares * across.model.world_size != numbers**2).sum().double().reshape(1)
-        return torch.cat([different, over[1:2] - unused, over[:1]])
+        vector[-3:] = torch.cat([different, over[1:2] - unused, over[:1]])
 
     def _flags(self, used: set[int]) -> torch.Tensor:
         """1 for the parameters in ``used``, [n] on the device; those of the step before are taken again."""

@@ -7,35 +7,96 @@ tensor without memory that stands for the mean over ranks.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerolite.utils.memory_tags import listeners
 from zerolite.zero.bucket_filler import Held, Run
-from zerolite.zero.bucket_state import ReductionOptions
-from zerolite.zero.gradient_bucket import GradientBucket, Pass, PassState
-from zerolite.zero.hook_sums import HookSums
+from zerolite.zero.bucket_memory import Backward, ReductionOptions
+from zerolite.zero.gradient_bucket import BucketState, GradientBucket
 from zerolite.zero.layout import PartitionLayout, Slot
 from zerolite.zero.shown_gradients import GradientPlaceholder, MakeGradient, ShownGradients
+from zerolite.zero.stage3.released_parameter import opened, set_grad
+
+if TYPE_CHECKING:
+    from zerolite.zero.grad_reducer import GradReducer
 
 
-class Launcher(Protocol):
-    """Receiver of gradient events: the reducer."""
+class HookSums:
+    """For parameters with a hook of ``register_post_accumulate_grad_hook``: plain PyTorch shows such a hook the sum of
+    all backwards since the last step, and the hook may change it. The engine's own hook runs last, and takes what has
+    been added to the sum.
 
-    def drop(self, index: int) -> None:
-        """The user has dropped what has come of a parameter's gradient, reduced or not."""
+    ``users``: indices of those parameters. Only they keep a copy of their gradient on this rank.
+    """
 
-    def on_late_gradient(self, state: GradientBucket, slot: Slot) -> None:
-        """A gradient has come after the launch of its bucket, and is moved next. Raises RuntimeError if none may come
-        any more."""
+    def __init__(self) -> None:
+        self.users: set[int] = set()
+        self._sums: dict[int, torch.Tensor] = {}
+        self._early: list[tuple[OrderedDict[int, Any], int]] = []  # hooks from before the engine, and the engine's key
 
-    def on_gradient(self, bucket: int) -> None:
-        """A gradient of a bucket has come in a pass of which it is learned when that happens."""
+    def register(self, index: int, parameter: Any, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register the engine's hook, which stays behind those of the user; return its handle."""
+        early = parameter._post_accumulate_grad_hooks
+        if not early:
+            parameter._post_accumulate_grad_hooks = _OursLast(index, self.users)
+        handle = parameter.register_post_accumulate_grad_hook(hook)
+        if early:  # the handles of the user's hooks know this dict
+            self._early.append((early, handle.id))
+            self.users.add(index)
+        return handle
 
-    def on_bucket_complete(self, bucket: int) -> None:
-        """All contributions to a bucket that this pass waits for have come."""
+    def show(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Before a backward: let autograd add to the sums."""
+        for hooks, ours in self._early:
+            if ours in hooks and next(reversed(hooks)) != ours:
+                hooks[ours] = hooks.pop(ours)
+        for index, total in self._sums.items():
+            set_grad(parameters[index], total.clone())
+
+    def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """After a backward, or when one has raised: what is in ``p.grad`` of these parameters, and is not what the
+        engine shows, is this rank's sum."""
+        for index in self.users:
+            with opened():
+                if not isinstance(parameters[index].grad, GradientPlaceholder):
+                    parameters[index].grad = None
+
+    @torch.no_grad()
+    def taken(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what this backward and the hooks have added to the sum, which is ``gradient`` now."""
+        before, total = self._sums.get(index), gradient.detach()
+        self._sums[index] = total
+        return total if before is None else total - before
+
+    def forget(self, index: int) -> None:
+        """The user has dropped the gradient of this parameter."""
+        self._sums.pop(index, None)
+
+    def clear(self) -> None:
+        """No gradient is wanted any more."""
+        self._sums.clear()
+
+
+class _OursLast(OrderedDict[int, Any]):
+    """Hooks of a parameter, of which the engine's, the first to be registered, runs last."""
+
+    def __init__(self, index: int, users: set[int]) -> None:
+        """users: takes ``index`` when there is another hook."""
+        super().__init__()
+        self._index, self._users = index, users
+        self._ours: int | None = None
+
+    def __setitem__(self, key: int, hook: object) -> None:
+        super().__setitem__(key, hook)
+        if self._ours is None:
+            self._ours = key
+        elif key != self._ours and self._ours in self:
+            super().__setitem__(self._ours, self.pop(self._ours))
+            self._users.add(self._index)
 
 
 class GradientArrivals:
@@ -45,23 +106,23 @@ class GradientArrivals:
         parameters: of the layout, by index.
         used: the parameters that got a gradient in this accumulation.
         shown: what ``p.grad`` shows.
-        learned: contributions are known from a complete pass; of this rank alone, so it decides when a bucket is
-            launched in a pass, never whether.
+        learned: contributions are known from a complete backward; of this rank alone, so it decides when a bucket is
+            launched, never whether.
         handles: of the installed hooks.
     """
 
     def __init__(
         self,
         options: ReductionOptions,
-        current: Pass,
-        launcher: Launcher,
+        current: Backward,
+        reducer: GradReducer,
         rank: int,
         world_size: int,
         make_gradient: MakeGradient,
     ) -> None:
-        self._options, self._pass, self._world_size = options, current, world_size
-        self._launcher = weakref.proxy(launcher)
-        self._states: Sequence[GradientBucket] = ()
+        self._options, self._backward, self._world_size = options, current, world_size
+        self._reducer = weakref.proxy(reducer)
+        self._buckets: Sequence[GradientBucket] = ()
         self._slots: Sequence[Slot] = ()
         self.parameters: list[torch.nn.Parameter] = []
         self.shown = ShownGradients(options.shard, rank, make_gradient)
@@ -70,10 +131,10 @@ class GradientArrivals:
         self._hook_sums = HookSums()
         self._hooked: list[Held | None] = []  # by index of the parameter: where its hook may put a gradient
         self._some_open = False  # hooks hold gradients that have not been counted
-        self._seen_gradient = False  # in this pass
-        self._fires: list[int] = []  # contributions of each parameter in this pass
-        # The most contributions that a parameter has had in one pass: several where reentrant checkpointing runs a
-        # backward inside the backward. Known after the first complete pass. Where gradients rest whole, that one
+        self._seen_gradient = False  # in this backward
+        self._fires: list[int] = []  # contributions of each parameter in this backward
+        # The most contributions that a parameter has had in one backward: several where reentrant checkpointing runs a
+        # backward inside it. Known after the first complete one. Where gradients rest whole, that one
         # reduces at its end only; elsewhere it does not wait, and reduces once more what has come late.
         self._expected: list[int] = []
         self.learned = False
@@ -83,13 +144,13 @@ class GradientArrivals:
         layout: PartitionLayout,
         parameters: Sequence[torch.nn.Parameter],
         strides: Sequence[tuple[int, ...]],
-        states: Sequence[GradientBucket],
+        buckets: Sequence[GradientBucket],
     ) -> None:
-        """Have these buckets, those that there are first; between passes."""
-        self._slots, self.parameters, self._states = layout.slots, list(parameters), states
+        """Have these buckets, those that there are first; between backwards."""
+        self._slots, self.parameters, self._buckets = layout.slots, list(parameters), buckets
         self.shown.use(layout, strides)
         more = len(self.parameters) - len(self._expected)
-        self._hooked = [states[slot.bucket].hooks_of(slot.index) for slot in layout.slots]
+        self._hooked = [buckets[slot.bucket].run_of(slot.index) for slot in layout.slots]
         self._expected += [1] * more
         self._fires += [0] * more
         self.learned = False  # of the new ones nothing is known
@@ -100,8 +161,8 @@ class GradientArrivals:
         check_first: Callable[[str], None] | None,
         on_gradient: Callable[[int], None] | None,
     ) -> None:
-        """Install one hook per parameter. ``begin()`` is called before the first gradient of a backward that has not
-        begun a pass, and must begin one; ``check_first(name)`` before the first gradient of every pass is moved;
+        """Install one hook per parameter. ``begin()`` is called before the first gradient of a backward that begins
+        unannounced, and must begin it; ``check_first(name)`` before the first gradient of every backward is moved;
         ``on_gradient(index)`` before every one.
 
         The hooks know this object weakly: Python's cycle collector does not see the hooks of a tensor, and a model may
@@ -120,49 +181,51 @@ class GradientArrivals:
     # ---------------------------------------------------------------- in a hook
 
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Move a gradient by itself: a large one, the first of a pass, or one that must be looked at."""
+        """Move a gradient by itself: a large one, the first of a backward, or one that must be looked at."""
         gradient = parameter.grad
-        first = not (self._seen_gradient and self._pass.open)
+        first = not (self._seen_gradient and self._backward.open)
         if first or isinstance(gradient, GradientPlaceholder):
             gradient = self._take_first(slot, parameter, gradient)
         if self._on_gradient is not None:
             self._on_gradient(slot.index)
         if gradient is None:
             return
-        if self._pass.void:
+        bucket = self._buckets[slot.bucket]
+        if self._backward.void:
             parameter.grad = None
+            bucket.count(min(1, slot.numel))
+        else:
+            if slot.index in self._hook_sums.users:
+                gradient = self._hook_sums.taken(slot.index, gradient)
+            if gradient.layout is not torch.strided:
+                parameter.grad = None
+                raise RuntimeError(
+                    f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
+                    "sparse gradients are not supported: build the embedding with sparse=False"
+                )
+            self.shown.put(slot, parameter)
+            self.used.add(slot.index)
             if slot.numel:
-                self._states[slot.bucket].count(1)
-                self._count(slot)
-            return
-        if slot.index in self._hook_sums.users:
-            gradient = self._hook_sums.taken(slot.index, gradient)
-        if gradient.layout is not torch.strided:
-            parameter.grad = None
-            raise RuntimeError(
-                f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
-                "sparse gradients are not supported: build the embedding with sparse=False"
-            )
-        self.shown.put(slot, parameter)
-        self.used.add(slot.index)
+                self._accept(slot, bucket, gradient)
         if slot.numel:
-            self._accept(slot, gradient)
-            self._count(slot)
+            self._fires[slot.index] += 1
+            self._reducer.on_gradient(bucket)
         if first:
             self._open_runs()
 
     def _take_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the gradient in ``parameter.grad``, the first of a pass, or added to what the engine shows there."""
+        """Return the gradient in ``parameter.grad``, the first of a backward, or added to what the engine shows
+        there."""
         if isinstance(gradient, GradientPlaceholder):  # autograd has added to it
             gradient = gradient.collect()
-        elif self._pass.open:
+        elif self._backward.open:
             parameter.grad = None
         else:
             if self.shown.is_shown(slot.index):  # the user has taken out, or replaced, what was there
-                self._launcher.drop(slot.index)
+                self._reducer.drop(slot.index)
                 self.shown.replace(slot.index, None)
             self.shown.put_back(slot, parameter)
-        if not self._pass.open:
+        if not self._backward.open:
             self._begin()
         if not self._seen_gradient:
             if self._check_first is not None:
@@ -170,100 +233,77 @@ class GradientArrivals:
             self._seen_gradient = True
         return gradient
 
-    def _accept(self, slot: Slot, gradient: torch.Tensor) -> None:
-        state, hooked = self._states[slot.bucket], self._hooked[slot.index]
+    def _accept(self, slot: Slot, bucket: GradientBucket, gradient: torch.Tensor) -> None:
+        hooked, backward = self._hooked[slot.index], self._backward
         if hooked is not None and hooked.open:
-            self._close(state, hooked)
-        if state.state is not PassState.OPEN:
-            self._launcher.on_late_gradient(state, slot)
-        if slot.index in state.held:  # what is held is moved, all of it
-            self.close(state)
-        at_once = self._options.copy_on_arrival and not self._pass.follows_units
+            self._close(bucket, hooked)
+        if bucket.state is not BucketState.OPEN:
+            self._reducer.on_late_gradient(bucket, slot)
+        if slot.index in bucket.held:  # what is held is moved, all of it
+            self.close(bucket)
+        at_once = self._options.copy_on_arrival and not backward.follows_units
         if not torch.is_grad_enabled():
-            state.accept(slot, gradient, at_once, self._pass.factor, tag=bool(listeners))
+            bucket.accept(slot, gradient, at_once, backward.factor, tag=bool(listeners))
             return
         with torch.no_grad():  # a backward with create_graph
-            state.accept(slot, gradient.detach(), at_once, self._pass.factor, tag=bool(listeners))
-
-    def _count(self, slot: Slot) -> None:
-        """A contribution to the pass has come; its bucket is complete if it was the last."""
-        self._fires[slot.index] += 1
-        if self._pass.follows_units:
-            if self._pass.learning:
-                self._launcher.on_gradient(slot.bucket)
-        elif self._states[slot.bucket].missing <= 0:
-            self._launcher.on_bucket_complete(slot.bucket)
+            bucket.accept(slot, gradient.detach(), at_once, backward.factor, tag=bool(listeners))
 
     # ---------------------------------------------------------------- gradients that hooks hold
 
     def _open_runs(self) -> None:
         """Let the hooks of small parameters hold gradients with the least Python, where nothing looks at each."""
-        if self._pass.void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
+        backward = self._backward
+        if backward.void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
         fresh = self.shown.renewed()  # what the user has kept of a step is not shown again
-        follows = self._pass.follows_units and not self._pass.learning  # no gradient launches anything
-        for state in self._states:
-            for run in state.runs:
-                self._open(run, fresh)
-            hooked = state.hooked
-            if hooked is not None and follows and state.local is None and not state.launched:
-                self._open(hooked, fresh, swaps=state)
-
-    def _open(self, run: Held, fresh: bool, swaps: GradientBucket | None = None) -> None:
-        if run.shown is None or fresh:
-            run.show(self.shown.made(run.indices))
-        if run.shown is not None and self._hook_sums.users.isdisjoint(run.indices):
-            if swaps is not None:
-                swaps.swap_hooked()
-            run.begin()
-            self._some_open = True
+        follows = backward.follows_units and not backward.learning  # no gradient launches anything
+        for bucket in self._buckets:
+            for run in bucket.runs if bucket.may_hold(follows) else ():
+                if run.shown is None or fresh:
+                    run.show(self.shown.made(run.indices))
+                if run.shown is not None and self._hook_sums.users.isdisjoint(run.indices):
+                    bucket.open_run(run)
+                    self._some_open = True
 
     def _complete_run(self, run: Held) -> None:
         """The hooks of ``run`` have held the last of its gradients."""
-        state = self._states[run.bucket]
-        self._close(state, run)
-        if not isinstance(run, Run):
-            return  # the bucket is launched at the end of a unit's backward
-        state.put_run(run, self._pass.factor)
-        if state.missing <= 0:
-            self._launcher.on_bucket_complete(run.bucket)
+        bucket = self._buckets[run.bucket]
+        self._close(bucket, run)
+        if isinstance(run, Run):  # others are moved when the bucket is launched, at the end of a unit's backward
+            bucket.put_run(run, self._backward.factor)
+            self._reducer.on_gradient(bucket)
 
     def close_all(self) -> None:
         """:meth:`close` for all buckets: afterwards ``used`` and ``shown`` are complete."""
         if self._some_open:
             self._some_open = False
-            for state in self._states:
-                self.close(state)
+            for bucket in self._buckets:
+                self.close(bucket)
 
-    def close(self, state: GradientBucket) -> None:
+    def close(self, bucket: GradientBucket) -> None:
         """Count what hooks hold of a bucket, and let every further gradient be counted when it comes."""
-        for run in state.runs:
+        for run in bucket.runs:
             if run.open:
-                self._close(state, run)
-        if state.hooked is not None and state.hooked.open:
-            self._close(state, state.hooked)
+                self._close(bucket, run)
 
-    def _close(self, state: GradientBucket, run: Held) -> None:
-        held = run.end()
+    def _close(self, bucket: GradientBucket, run: Held) -> None:
+        held = bucket.close_run(run)
         self.used.update(held)
         self.shown.note(held)
-        state.count(len(held))
         for index in held:
             self._fires[index] += 1
-        if run is state.hooked:
-            state.swap_hooked()
 
-    # ---------------------------------------------------------------- a pass
+    # ---------------------------------------------------------------- a backward
 
-    def begin_pass(self) -> None:
+    def begin_backward(self) -> None:
         self.shown.hide(self.parameters)
         if self._hook_sums.users:
             self._hook_sums.show(self.parameters)
         self._seen_gradient = False
         self._fires = [0] * len(self.parameters)
 
-    def end_pass(self, complete: bool) -> None:
-        """End a backward, or (not ``complete``) one that was cut short."""
+    def end_backward(self, complete: bool) -> None:
+        """complete: it has not been cut short."""
         self._seen_gradient = False
         self.close_all()
         if not complete:
@@ -271,19 +311,19 @@ class GradientArrivals:
         self.learned = True
         if max(self._fires, default=0) > 1:
             self._expected = list(map(max, self._expected, self._fires))
-            for state in self._states:
-                state.expect(sum(self._expected[slot.index] for slot in state.bucket.slots if slot.numel))
+            for bucket in self._buckets:
+                bucket.expect(sum(self._expected[slot.index] for slot in bucket.bucket.slots if slot.numel))
 
     def show(self, all_ranks_know: bool, several: bool) -> None:
         """After a backward: show the gradients of the accumulation.
 
         On several ranks a parameter that this rank has not used shows a gradient too, because another rank may have
         used it: norms of all gradients must be the same numbers on all ranks, and so must what the user drops. Not
-        after ``torch.autograd.grad`` alone, a pass that gives no rank any.
+        after ``torch.autograd.grad`` alone, which gives no rank any.
 
         Args:
-            several: also those of earlier passes, which this one has hidden.
-            all_ranks_know: it was not such a pass.
+            several: also those of earlier backwards, which this one has hidden.
+            all_ranks_know: it was not ``torch.autograd.grad``.
         """
         self.close_all()
         if self._hook_sums.users:
@@ -302,7 +342,7 @@ class GradientArrivals:
         self.close_all()
         self.used.discard(slot.index)
         self._hook_sums.forget(slot.index)
-        self._states[slot.bucket].drop(slot)
+        self._buckets[slot.bucket].drop(slot)
 
     def clear(self) -> None:
         """The accumulation's gradients were consumed or are not wanted."""

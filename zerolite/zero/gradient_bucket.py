@@ -5,137 +5,25 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from zerolite.comm import Communicator, Pending
-from zerolite.offload.offloaded_gradients import OffloadedGradients
+from zerolite.comm import Pending
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 from zerolite.zero.bucket_filler import BucketFiller, Held, Run, many_small, runs_of
-from zerolite.zero.bucket_state import BucketDtypes, BucketPool, ReductionOptions
+from zerolite.zero.bucket_memory import BucketDtypes, BucketMemory
 from zerolite.zero.buffer import destinations, zero_slot
-from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Bucket, Slot
 
 
-class PassState(enum.Enum):
-    """State of a bucket in the pass under way."""
+class BucketState(enum.Enum):
+    """State of a bucket in the backward under way."""
 
     OPEN = "its gradients are collected"
     SENT = "its reduction has been launched"
     LATE = "a gradient has come after that"
-
-
-@dataclass
-class Pass:
-    """The backward under way, or the last one, as buckets need to know it.
-
-    Attributes:
-        factor: by which gradients are multiplied when they are moved into a bucket.
-        open: it has begun and not ended.
-        reducing: it reduces every bucket.
-        void: what comes in it counts as nothing.
-        follows_units: buckets are launched at the ends of units' backwards, and not in their order.
-        learning: it is still to be learned at which of these ends.
-        in_local: backwards since this rank's sums were last reduced; equal on all ranks.
-        in_window: backwards since the last step.
-    """
-
-    factor: float
-    open: bool = False
-    reducing: bool = False
-    void: bool = False
-    follows_units: bool = False
-    learning: bool = False
-    in_local: int = 0
-    in_accumulation: int = 0
-
-    def begin(self, reducing: bool, void: bool, learning: bool) -> None:
-        self.open, self.reducing, self.void, self.learning = True, reducing, void, learning
-        self.in_local += 1
-        self.in_accumulation += 1
-
-    def end(self) -> None:
-        self.open = False
-
-    def on_all_reduced(self) -> None:
-        """This rank's sums have been reduced."""
-        self.in_local = 0
-
-    def end_accumulation(self) -> None:
-        """The gradients have been consumed, or dropped."""
-        self.in_local = self.in_accumulation = 0
-
-    def follow_units(self) -> None:
-        """Launch buckets at the ends of units' backwards from now on."""
-        self.follows_units = True
-
-    def multiply_by(self, factor: float) -> None:
-        self.factor = factor
-
-
-class BucketMemory:
-    """Memory of full buckets: the communicator's own for a bucket that travels next, else memory that is used again,
-    or new; and which items of memory (memory_tags.py) it belongs to. offloaded: where mean gradients rest, None where
-    that is the device."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        options: ReductionOptions,
-        order: LaunchOrder,
-        current: Pass,
-        offloaded: OffloadedGradients | None,
-    ) -> None:
-        self.current, self.options, self.offloaded = current, options, offloaded
-        self._comm, self._order = comm, order
-        self._pool = BucketPool(0)
-
-    def use(self, buckets: int) -> None:
-        """Keep so many full buckets at most to be used again."""
-        self._pool = BucketPool(buckets if self.options.keep_buckets else 0)
-
-    def new(
-        self, bucket: Bucket, dtype: torch.dtype, device: torch.device, travels: bool, launching: bool
-    ) -> tuple[torch.Tensor, bool]:
-        """Return an uninitialised full bucket, and whether it is the communicator's, which travels without a copy.
-
-        Args:
-            travels: it may be sent in this dtype.
-            launching: it is launched as soon as it is filled.
-        """
-        options, current = self.options, self.current
-        in_pass = current.reducing and (current.open or launching)  # between passes others may launch before it
-        exchanged = options.shard and options.use_reduce_scatter and in_pass
-        if exchanged and travels:
-            # Its place in the order of collectives is known: this pass launches every bucket before it, and nothing
-            # else. With units what is launched next is known only when it is.
-            if not current.follows_units or launching:
-                ahead = 0 if current.follows_units else self._order.ahead(bucket.index)
-                staged = self._comm.staging(bucket.numel, dtype, ahead)
-                if staged is not None:
-                    return staged, True
-        return tag_memory(self._pool.take(bucket.numel, dtype, device), self.item()), False
-
-    def item(self) -> str:
-        """Item of this rank's sums: gradients where they rest whole, and buckets on their way elsewhere."""
-        travels = self.options.shard and self.current.reducing and self.current.in_local <= 1
-        return BUCKETS if travels else GRADIENTS
-
-    def give_back(self, bucket: torch.Tensor) -> None:
-        self._pool.give_back(tag_memory(bucket, BUCKETS if self.options.shard else GRADIENTS))
-
-    def clear(self) -> None:
-        """Let go of what is not in use."""
-        self._pool.clear()
-
-    def waiting(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Memory that waits to be used again, with its items."""
-        for bucket in self._pool.memory():
-            yield (BUCKETS if self.options.shard else GRADIENTS), bucket
 
 
 class GradientBucket:
@@ -147,13 +35,13 @@ class GradientBucket:
         local: this rank's sum that no reduction has seen yet, the full bucket; None before a gradient is moved.
         written: indices of the parameters that ``local`` holds something of.
         held: gradients by index of the parameter that have come and are not moved yet.
-        runs: neighbouring small gradients that are moved together (flat buckets).
-        hooked: gradients that hooks have taken without counting each (sliced buckets).
-        missing: contributions that the pass under way still waits for.
-        pending: the reduction under way, of ``sent``.
+        runs: gradients that hooks have taken without counting each: of neighbouring small slots, which are moved
+            together, in a flat bucket; of all slots in a sliced one.
+        missing: contributions that the backward under way still waits for.
+        expected: contributions that come in every backward.
+        pending: the reduction under way.
         reduced: mean over ranks, where it rests: the full bucket at stage 0, this rank's part above.
-        away: it does not rest on the device.
-        expected: contributions that come in every pass.
+        is_offloaded: it does not rest on the device.
     """
 
     def __init__(
@@ -172,19 +60,18 @@ class GradientBucket:
         self._memory = memory
         options = memory.options
         self._dtypes = BucketDtypes(self.dtype, options.communication_dtype(parameter), options)
-        self._offloaded = (
-            memory.offloaded if memory.offloaded is not None and memory.offloaded.away(bucket.index) else None
-        )
+        self.is_offloaded = memory.offloaded is not None and memory.offloaded.is_offloaded(bucket.index)
+        self._offloaded = memory.offloaded if self.is_offloaded else None
         self._slots = {slot.index: slot for slot in bucket.slots}
         self._strides = {slot.index: strides[slot.index] for slot in bucket.slots}
         self._filler = BucketFiller(bucket, strides, self.device) if many_small(bucket) else None
-        self.runs: list[Run] = [] if bucket.rows else runs_of(bucket, strides)
-        self._run_of = {index: run for run in self.runs for index in run.indices}
         filled = [slot for slot in bucket.slots if slot.numel]
-        self.hooked = Held(filled) if bucket.rows and filled else None
         self._filled = len(filled)
+        self._runs = [] if bucket.rows else runs_of(bucket, strides)
+        self._run_of = {index: run for run in self._runs for index in run.indices}
+        self.runs: Sequence[Held] = [Held(filled)] if bucket.rows and filled else self._runs
         # Ranges of no parameter, which are zeros; those in a run are written with it.
-        ends, begins = [0, *(run.high for run in self.runs)], [run.low for run in self.runs]
+        ends, begins = [0, *(run.high for run in self._runs)], [run.low for run in self._runs]
         self._gaps = [gap for gap in bucket.gaps if gap[0] >= ends[bisect.bisect(begins, gap[0])]]
         self.held: dict[int, torch.Tensor] = {}
         self.local: torch.Tensor | None = None
@@ -193,38 +80,33 @@ class GradientBucket:
         self._launching = False  # it is being filled, to be launched at once
         self.expected = self._filled
         self.missing = 0
-        self.state = PassState.OPEN
+        self.state = BucketState.OPEN
         self.pending: Pending | None = None
         self._sent: torch.Tensor | None = None  # what `pending` reduces
         self.reduced: torch.Tensor | None = None
+        if self._offloaded is not None:  # a disk that is full shows at once
+            self._offloaded.stored(bucket.index, bucket.numel // memory.comm.world_size, self.mean_dtype)
 
-    def hooks_of(self, index: int) -> Held | None:
+    def run_of(self, index: int) -> Held | None:
         """Return where the hook of a parameter may put its gradient, if there is such a place."""
-        if self.hooked is None:
+        if not self.bucket.rows:
             return self._run_of.get(index)
-        return self.hooked if index in self.hooked.indices else None
+        return next((run for run in self.runs if index in run.indices), None)
 
-    # ---------------------------------------------------------------- a pass
+    # ---------------------------------------------------------------- a backward
 
-    def begin_pass(self) -> None:
-        self.state = PassState.OPEN
+    def open(self) -> None:
+        """Let the reduction be launched, once: a backward begins, or the step reduces what none has."""
+        self.state = BucketState.OPEN
         self.missing = self.expected
 
     def expect(self, contributions: int) -> None:
         self.expected = contributions
 
-    def reopen(self) -> None:
-        """Its reduction may be launched again, outside of any pass."""
-        self.state = PassState.OPEN
-
-    @property
-    def launched(self) -> bool:
-        return self.state is not PassState.OPEN
-
     def note_late(self) -> None:
-        """A gradient has come after the launch of this pass."""
-        assert self.state is not PassState.OPEN
-        self.state = PassState.LATE
+        """A gradient has come after the launch of this backward."""
+        assert self.state is not BucketState.OPEN
+        self.state = BucketState.LATE
 
     def count(self, contributions: int) -> None:
         """So many contributions have come that :meth:`accept` has not been given."""
@@ -255,10 +137,23 @@ class GradientBucket:
         else:
             self.held[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
 
-    def swap_hooked(self) -> None:
-        """Exchange what hooks have taken with what is held: before they begin to take, and when they have ended."""
-        assert self.hooked is not None
-        self.hooked.held, self.held = self.held, self.hooked.held
+    def may_hold(self, follows_units: bool) -> bool:
+        """True if hooks may hold gradients in :attr:`runs` now. follows_units: no gradient launches anything."""
+        return self.bucket.rows == 0 or (follows_units and self.local is None and self.state is BucketState.OPEN)
+
+    def open_run(self, run: Held) -> None:
+        """Let hooks hold gradients in ``run`` without counting each."""
+        if self.bucket.rows:
+            self.held = run.exchange(self.held)
+        run.begin()
+
+    def close_run(self, run: Held) -> list[int]:
+        """Let no hook do so any more; return the parameters whose gradients have not been counted before."""
+        held = run.end()
+        self.missing -= len(held)
+        if self.bucket.rows:
+            self.held = run.exchange(self.held)
+        return held
 
     def put_run(self, run: Run, factor: float) -> None:
         """Move the gradients that a run holds into ``local``, all in one call."""
@@ -293,7 +188,7 @@ class GradientBucket:
         self.written.add(slot.index)
 
     def add(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
-        """:meth:`put` between two passes, where the other gradients of a run may never come."""
+        """:meth:`put` between two backwards, where the other gradients of a run may never come."""
         run = self._run_of.get(slot.index)
         if run is not None:
             local = self._open_local(gradient) if self.local is None else self.local
@@ -303,7 +198,7 @@ class GradientBucket:
 
     def put_held(self, factor: float) -> None:
         """Move what is held into ``local``, where none of it is yet: in one call if that is possible."""
-        for run in self.runs:
+        for run in self._runs:
             if run.held:
                 self.put_run(run, factor)
         held, self.held = self.held, {}
@@ -356,7 +251,7 @@ class GradientBucket:
             zeros = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.device)
             return tag_memory(zeros, self._memory.item())
         if len(self.written) < self._filled:
-            for run in self.runs:  # those that are moved have zeros where no gradient came
+            for run in self._runs:  # those that are moved have zeros where no gradient came
                 if self.written.isdisjoint(run.indices):
                     self.local[run.low : run.high].zero_()
             for slot in self.bucket.slots:
@@ -377,7 +272,7 @@ class GradientBucket:
 
     def convert(self, local: torch.Tensor) -> torch.Tensor:
         """Return what :meth:`complete` has given in the dtype that travels."""
-        dtype = self._dtypes.sent[self._memory.current.in_local > 1]
+        dtype = self._dtypes.sent[self._memory.current.unreduced > 1]
         if local.dtype == dtype:
             return local
         converted = tag_memory(local.to(dtype), self._sent_item())
@@ -393,21 +288,19 @@ class GradientBucket:
         self._sent = None if self._staged else tag_memory(sent, self._sent_item())
         self.local, self._staged = None, False
         self.written.clear()
-        if self.state is PassState.OPEN:
-            self.state = PassState.SENT
+        if self.state is BucketState.OPEN:
+            self.state = BucketState.SENT
 
-    def receive(self) -> torch.Tensor:
-        """Wait for the reduction, and return its result."""
+    def receive(self) -> None:
+        """Wait for the reduction, and add its result to the mean gradient."""
         assert self.pending is not None
-        total = self.pending.wait()
+        total, options, comm = self.pending.wait(), self._memory.options, self._memory.comm
         self.pending = None
-        return total
-
-    def keep(self, total: torch.Tensor) -> None:
-        """Add the mean of what :meth:`receive` has given to the mean gradient."""
+        if options.shard and not options.use_reduce_scatter:
+            total = comm.part(total).clone()
         dtype = self.mean_dtype
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
-        self.rest(mean)
+        self.store(mean)
         sent, self._sent = self._sent, None
         if sent is not None and address(mean) != address(sent):
             self._memory.give_back(sent)
@@ -415,11 +308,11 @@ class GradientBucket:
     @property
     def travels_in_place(self) -> bool:
         """True if it is reduced in the memory in which gradients rest whole."""
-        return self._dtypes.in_place[self._memory.current.in_local > 1]
+        return self._dtypes.in_place[self._memory.current.unreduced > 1]
 
     @property
     def mean_dtype(self) -> torch.dtype:
-        """Dtype of the mean gradient once :meth:`keep` has been called again."""
+        """Dtype of the mean gradient after the next :meth:`receive`."""
         return self._dtypes.mean[self.reduced is not None]
 
     def _sent_item(self) -> str:
@@ -427,16 +320,7 @@ class GradientBucket:
 
     # ---------------------------------------------------------------- the mean gradient
 
-    @property
-    def away(self) -> bool:
-        return self._offloaded is not None
-
-    def reserve(self, numel: int) -> None:
-        """Make room for the mean gradient of so many elements, where it does not rest on the device."""
-        if self._offloaded is not None:
-            self._offloaded.home(self.bucket.index, numel, self.mean_dtype)
-
-    def rest(self, mean: torch.Tensor) -> None:
+    def store(self, mean: torch.Tensor) -> None:
         """The mean gradient is ``mean``, on the device, from now on."""
         self.reduced = (
             tag_memory(mean, GRADIENTS) if self._offloaded is None else self._offloaded.keep(self.bucket.index, mean)
@@ -447,7 +331,7 @@ class GradientBucket:
         assert self.reduced is not None
         return self.reduced if self._offloaded is None else self._offloaded.fetch(self.bucket.index, self.reduced)
 
-    def offloaded_mean(self) -> torch.Tensor:
+    def mean(self) -> torch.Tensor:
         """Return the mean gradient where it rests, when it has arrived there."""
         if self._offloaded is not None:
             self._offloaded.wait(self.bucket.index)
@@ -461,7 +345,7 @@ class GradientBucket:
             self._memory.give_back(reduced)
 
     def clear(self) -> None:
-        """Drop this rank's sums. Called when no pass is open and no reduction is under way."""
+        """Drop this rank's sums. Called when no backward is open and no reduction is under way."""
         if self.local is not None and not self._staged:
             self._memory.give_back(self.local)
         self.local, self._staged = None, False
@@ -479,8 +363,7 @@ class GradientBucket:
             yield (BUCKETS if self._staged else item), self.local
         if self._sent is not None:
             yield self._sent_item(), self._sent
-        taken = [] if self.hooked is None else [self.hooked.held]
-        for held in (self.held, *taken, *(run.held for run in self.runs)):
+        for held in (self.held, *(run.held for run in self.runs)):
             yield from ((item, gradient) for gradient in held.values())
         if self.pending is not None:
             yield from ((BUCKETS, tensor) for tensor in self.pending.memory())

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 class LaunchOrder:
-    """The order in which a pass launches its buckets, and how far it has come.
+    """The order in which a backward launches the buckets, and how far it has come.
 
-    The first reducing pass takes the order of the index. Where :meth:`learn_from` is called, the order is that in which
-    rank 0's gradients have come in it, agreed on by all ranks at its end.
+    The first one that reduces takes the order of the index. Where :meth:`learn` is called at its end, the order is from
+    then on that in which rank 0's gradients have come in it.
     """
 
     def __init__(self) -> None:
         self.buckets: list[int] = []
-        self.next = 0  # the place of the next bucket to launch in this pass
+        self.next = 0  # the place of the next bucket to launch in this backward
         self._places: list[int] = []  # of each bucket in `buckets`
-        # Buckets in the order in which their last gradients have come in this pass; None where that is not asked.
+        # Buckets in the order in which their last gradients have come in it; None where that is not asked.
         self._completed: dict[int, None] | None = None
 
     def use(self, count: int, learns: bool) -> None:
@@ -28,7 +28,7 @@ class LaunchOrder:
         self.buckets = buckets
         self._places = sorted(range(len(buckets)), key=buckets.__getitem__)
 
-    def begin_pass(self) -> None:
+    def begin_backward(self) -> None:
         self.next = 0
         if self._completed is not None:
             self._completed.clear()
@@ -44,11 +44,11 @@ class LaunchOrder:
             self._completed[bucket] = None
 
     def ahead(self, bucket: int) -> int:
-        """Return how many launches of this pass come before that of ``bucket``."""
+        """Return how many launches of this backward come before that of ``bucket``."""
         return self._places[bucket] - self.next
 
     def completion(self) -> list[int]:
-        """Return for each bucket the place in which it was completed in this pass, those that were not behind all
+        """Return for each bucket the place in which it was completed in this backward, those that were not behind all
         others."""
         places = {bucket: place for place, bucket in enumerate(self._completed or ())}
         return [places.get(bucket, len(self.buckets)) for bucket in range(len(self.buckets))]

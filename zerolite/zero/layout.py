@@ -219,11 +219,6 @@ class PartitionLayout:
         """Elements of the whole layout, padding included."""
         return sum(bucket.numel for bucket in self.buckets)
 
-    @property
-    def shard_numel(self) -> int:
-        """Elements that one rank holds of the layout, padding included."""
-        return self.numel // self.world_size
-
     def shard_range(self, bucket: Bucket, rank: int) -> tuple[int, int]:
         """The part of ``bucket`` that rank ``rank`` owns, as a range in the bucket."""
         part = bucket.numel // self.world_size

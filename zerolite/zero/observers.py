@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+REDUCE_WAIT, GATHER, STEP = "reduce_wait", "gather", "step"
+"""Phases: waiting for reductions that backward did not hide; launching and waiting for gathers of parameters, wherever
+that happens; statistics, update, and bringing updated values to all ranks. Phases nest."""
+
 
 class StepObserver:
     """An object that is told of what happens in an engine's steps. Every method does nothing here.
@@ -25,29 +29,14 @@ class StepObserver:
     def on_backward_end(self) -> None:
         """The backward has ended, or was cut short by an exception; what it reduces has been launched."""
 
-    def on_reduce_begin(self) -> None:
-        """The step begins to wait for reductions of gradients."""
+    def on_phase_begin(self, phase: str) -> None:
+        """A phase begins."""
 
-    def on_reduce_end(self) -> None:
-        """The reductions have ended."""
-
-    def on_step_begin(self) -> None:
-        """The statistics and the update begin."""
+    def on_phase_end(self, phase: str) -> None:
+        """It has ended, or has raised."""
 
     def on_step_end(self, step: int) -> None:
         """The update has been launched, skipped, or has raised. step: steps so far, this one included."""
-
-    def on_param_gather_begin(self) -> None:
-        """Updated values are brought to all ranks by a call of its own, after an update that has not done so."""
-
-    def on_param_gather_end(self) -> None:
-        """... and have been, or are on their way."""
-
-    def on_gather_begin(self) -> None:
-        """This rank launches gathers of parameters, or waits for some."""
-
-    def on_gather_end(self) -> None:
-        """It goes on."""
 
     def on_parameters_updated(self) -> None:
         """The last bucket of a step has its new values."""
@@ -71,14 +60,9 @@ class Observers:
         self.before_backward: list[Callable[[], None]] = []
         self.on_backward_begin: list[Callable[[], None]] = []
         self.on_backward_end: list[Callable[[], None]] = []
-        self.on_reduce_begin: list[Callable[[], None]] = []
-        self.on_reduce_end: list[Callable[[], None]] = []
-        self.on_step_begin: list[Callable[[], None]] = []
+        self.on_phase_begin: list[Callable[[str], None]] = []
+        self.on_phase_end: list[Callable[[str], None]] = []
         self.on_step_end: list[Callable[[int], None]] = []
-        self.on_param_gather_begin: list[Callable[[], None]] = []
-        self.on_param_gather_end: list[Callable[[], None]] = []
-        self.on_gather_begin: list[Callable[[], None]] = []
-        self.on_gather_end: list[Callable[[], None]] = []
         self.on_parameters_updated: list[Callable[[], None]] = []
         self.on_updated: list[Callable[[], None]] = []
         self.on_settled: list[Callable[[int, float], None]] = []
@@ -91,12 +75,11 @@ class Observers:
                 listeners.append(getattr(observer, event))
 
     @contextlib.contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Context of gathers that a user's call asks for."""
-        for notify in self.on_gather_begin:
-            notify()
+    def phase(self, phase: str) -> Iterator[None]:
+        for notify in self.on_phase_begin:
+            notify(phase)
         try:
             yield
         finally:
-            for notify in self.on_gather_end:
-                notify()
+            for notify in self.on_phase_end:
+                notify(phase)

@@ -22,7 +22,7 @@ class StateOfParameter(dict[str, Any]):
 
 
 class GuardedState(defaultdict[Any, Any]):
-    """The states of pieces, by piece, for the optimizer that makes them. To the user it is a mapping from the model's
+    """The states of shards, by shard, for the optimizer that makes them. To the user it is a mapping from the model's
     parameters to what this rank has of their states, in the shape of its shard, for reading."""
 
     def __init__(self, known: Mapping[Any, Any], read: Callable[[int], dict[str, Any]]) -> None:
@@ -32,33 +32,33 @@ class GuardedState(defaultdict[Any, Any]):
         self._parameters: dict[int, tuple[int, torch.Tensor]] = {}  # by id: index, parameter
 
     def use(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take these for the model's parameters; any other key is a piece."""
+        """Take these for the model's parameters; any other key is a shard."""
         self._parameters = {id(parameter): (index, parameter) for index, parameter in enumerate(parameters)}
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         found = self._parameters.get(id(key))
         return super().__getitem__(key) if found is None else StateOfParameter(self._read(found[0]))
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         found = self._parameters.get(id(key))
         return super().__contains__(key) if found is None else bool(self._read(found[0]))
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: object, default: object = None) -> Any:
         return super().get(key, default) if id(key) not in self._parameters else self[key] or default
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self._check(key)
         super().__setitem__(key, value)
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         self._check(key)
         super().__delitem__(key)
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: object, *default: Any) -> Any:
         self._check(key)
         return super().pop(key, *default)
 
-    def _check(self, key: Any) -> None:
+    def _check(self, key: object) -> None:
         if id(key) in self._parameters:
             _refuse()
 

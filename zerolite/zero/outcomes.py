@@ -15,8 +15,8 @@ from zerolite.zero.checks import UpdateChecks
 from zerolite.zero.grad_stats import GradStats, StatsVector
 from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers
-from zerolite.zero.pieces import UpdateMethod
-from zerolite.zero.stage3.trace_agreement import TraceAgreement
+from zerolite.zero.optim_shards import UpdateMethod
+from zerolite.zero.stage3.fetch_schedule import TraceAgreement
 
 logger = logging.getLogger("zerolite")
 
@@ -114,12 +114,7 @@ class UnusedParameters:
 
     def check(self, used: frozenset[int], slots: Sequence[Slot], elsewhere: int = 0) -> None:
         """elsewhere: unused parameters of other parts of the model. Raises RuntimeError, on all ranks."""
-        if len(used) == len(slots):
-            self._last_used = used
-            if elsewhere:
-                self._check_elsewhere(elsewhere)
-            return
-        if used != self._last_used:
+        if len(used) < len(slots) and used != self._last_used:
             gone = self._gone([index for index in range(len(slots)) if index not in used])
             if gone:
                 raise RuntimeError(
@@ -128,7 +123,7 @@ class UnusedParameters:
                     "load_state_dict(assign=True), nn.utils.parametrizations); do that before zerolite.initialize, or "
                     "write the values into the parameter that is there"
                 )
-            self._last_used = used
+        self._last_used = used
         if self._fine:
             return
         unused = [slot.name for slot in slots if slot.index not in used and slot.numel]
@@ -140,12 +135,8 @@ class UnusedParameters:
                 "set the key to true."
             )
         if elsewhere:
-            self._check_elsewhere(elsewhere)
-
-    def _check_elsewhere(self, count: int) -> None:
-        if not self._fine:
             raise RuntimeError(
-                f"zero_optimization.ignore_unused_parameters is false and {count} parameters in other parts of the "
+                f"zero_optimization.ignore_unused_parameters is false and {elsewhere} parameters in other parts of the "
                 "model got no gradient; the ranks that have them name them"
             )
 
@@ -170,12 +161,10 @@ def mean_weight(outcome: GradStats) -> float:
 
 @dataclass(frozen=True)
 class _Unread:
-    """A step whose outcome the host has not read yet. doubtful: parameters that this rank has not used, which the
-    device has left out of the update if no other rank has."""
+    """A step whose outcome the host has not read yet."""
 
     stats: StatsVector
     divisor: float
-    doubtful: frozenset[int]
 
 
 class Outcomes:
@@ -208,17 +197,12 @@ class Outcomes:
         self._method, self._buffer, self._scaler, self._unused = method, buffer, scaler, unused
         self._observers, self._limit, self._says = observers, max_skipped_in_a_row, says
         self._unread: _Unread | None = None
-        self._minimum: float | None = None  # the loss scale, if the last step was skipped and it cannot fall further
         self._failure: Exception | None = None  # found while an outcome was read; raised by the next update
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
 
-    def check_with(self, checks: UpdateChecks) -> None:
-        """Check more than gradients from now on."""
-        self.checks = checks
-
-    def compare(self, trace: TraceAgreement) -> None:
-        """Compare the ranks' traces of stage 3 from now on."""
-        self.trace = trace
+    def use(self, checks: UpdateChecks | None = None, trace: TraceAgreement | None = None) -> None:
+        """Check more than gradients, or compare the ranks' traces of stage 3, from now on."""
+        self.checks, self.trace = checks or self.checks, trace or self.trace
 
     @property
     def global_steps(self) -> int:
@@ -227,7 +211,7 @@ class Outcomes:
 
     def applies(self, outcome: GradStats) -> bool:
         """Return True if a step with these gradients updates anything."""
-        return outcome.finite or not self.check_finite
+        return not self.check_finite or math.isfinite(outcome.norm)
 
     def act(self, outcome: GradStats) -> None:
         """Raise what else the statistics have shown, on all ranks, which all read them here."""
@@ -235,10 +219,10 @@ class Outcomes:
             self.checks.note(outcome.extra)
             self.checks.act()
 
-    def leave_unread(self, stats: StatsVector, divisor: float, doubtful: frozenset[int]) -> None:
+    def leave_unread(self, stats: StatsVector, divisor: float) -> None:
         """A step has been taken, or skipped, by the device, for which the host does not wait."""
         stats.start_read()
-        self._unread = _Unread(stats, divisor, doubtful)
+        self._unread = _Unread(stats, divisor)
 
     def grad_norm(self) -> float | None:
         """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
@@ -254,8 +238,6 @@ class Outcomes:
         outcome = unread.stats.get()
         if outcome.weight == 0 or outcome.mixed or not self.applies(outcome):
             self._method.forget_last()
-        elif unread.doubtful:
-            self._method.leave_out(unread.doubtful - outcome.used)
         if self.checks is not None:
             self.checks.note(outcome.extra)
         try:
@@ -263,20 +245,12 @@ class Outcomes:
             divisor = unread.divisor * mean_weight(outcome)
         except RuntimeError as error:
             self._failure, divisor = error, unread.divisor
-        skipped = self._count(outcome, divisor)  # whatever is wrong with it, the step has been taken, or skipped
         try:
-            if skipped:
-                self._raise_if_hopeless(outcome)
-            else:
+            self.end_step(outcome, divisor)  # whatever is wrong with it, the step has been taken, or skipped
+            if self.applies(outcome):
                 self.check_used(outcome)
         except (RuntimeError, FloatingPointError) as error:
             self._failure = self._failure or error
-
-    def end_step(self, outcome: GradStats, divisor: float) -> None:
-        """A step has been taken, or skipped, by the host. Raises FloatingPointError, on all ranks, if too many have
-        been skipped."""
-        if self._count(outcome, divisor):
-            self._raise_if_hopeless(outcome)
 
     def check_used(self, outcome: GradStats) -> None:
         """Raise RuntimeError, on all ranks, for parameters without a gradient where that is an error."""
@@ -294,29 +268,27 @@ class Outcomes:
         self.settle()
         self._failure = None
 
-    def _count(self, outcome: GradStats, divisor: float) -> bool:
-        """One more step has ended; return True if it was skipped."""
+    def end_step(self, outcome: GradStats, divisor: float) -> None:
+        """A step has been taken, or skipped. Raises FloatingPointError, on all ranks, if too many have been skipped."""
         if self.trace is not None:
             self.trace.note(outcome.agreed)
         skipped = not self.applies(outcome)
         norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
-        if skipped and self._says:
-            logger.warning("%s", self._describe(outcome))
-        if outcome.finite and outcome.bad_losses not in ((), self._bad_losses) and self._says:
+        said = ""
+        if skipped:
+            blame = self.checks.blame if self.checks is not None else ""
+            said = self.counters.describe_skip(outcome, self._buffer.layout.slots, blame)
+        bad_losses, self._bad_losses = self._bad_losses, outcome.bad_losses
+        if self._says and said:
+            logger.warning("%s", said)
+        if self._says and math.isfinite(outcome.norm) and outcome.bad_losses not in ((), bad_losses):
             logger.warning("%s", describe_bad_losses(self.counters.global_steps, outcome.bad_losses))
-        self._bad_losses = outcome.bad_losses
         if not skipped:
             for updated in self._observers.on_updated:
                 updated()
         change = self._scaler.update(skipped) if self._scaler else None  # last: it changes the scale
-        self._minimum = change.after if skipped and change is not None and change.at_minimum else None
         for settled in self._observers.on_settled:
             settled(self.global_steps, norm)
-        return skipped
-
-    def _raise_if_hopeless(self, outcome: GradStats) -> None:
-        self.counters.raise_if_hopeless(self._describe(outcome), self._limit, self._minimum)
-
-    def _describe(self, outcome: GradStats) -> str:
-        blame = self.checks.blame if self.checks is not None else ""
-        return self.counters.describe_skip(outcome, self._buffer.layout.slots, blame)
+        if skipped:
+            at_minimum = change is not None and change.at_minimum
+            self.counters.raise_if_hopeless(said, self._limit, change.after if change and at_minimum else None)

@@ -14,7 +14,7 @@ from torch import nn
 from zerolite.comm import Communicator, Pending
 from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.observers import Observers
+from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.released_parameter import ArrivingParameter
 
 # Modules of torch that read weights of their children, and look at their classes, before these run.
@@ -119,13 +119,13 @@ class ParamGatherer:
         pending = self._pending.get(bucket)
         if pending is None:  # another thread has waited for it meanwhile
             return
-        for notify in self._observers.on_gather_begin:
-            notify()
+        for begins in self._observers.on_phase_begin:
+            begins(GATHER)
         try:
             self._finish(pending)
         finally:
-            for notify in self._observers.on_gather_end:
-                notify()
+            for ended in self._observers.on_phase_end:
+                ended(GATHER)
         if self.overlaps:
             for parameter in self._members(bucket):
                 if type(parameter) is self._arriving:

@@ -6,7 +6,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,54 +15,25 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat_update import FlatUpdate
+from zerolite.zero.optim_shards import Groups, OptimParamShard, State, UpdateMethod, optim_shards, shard_of_state
 from zerolite.zero.optimizer_state import GuardedState
-from zerolite.zero.pieces import Groups, Piece, State, UpdateMethod, cut, cut_state
+
+if TYPE_CHECKING:
+    from zerolite.zero.step import StepPipeline
 
 ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]
 """The kernels' rule for an optimizer and the dtypes of masters; None: the optimizer itself updates."""
-MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[Piece]], Sequence[torch.dtype]], UpdateMethod]
-"""Make the update of the pieces of all buckets, in these dtypes, by the optimizer itself."""
-
-
-class OptimizerPhases(Protocol):
-    """Callbacks into the engine for the methods of its optimizer."""
-
-    def step(self) -> None: ...
-
-    def zero_grad(self) -> None: ...
-
-    def before_groups_are_read(self) -> None: ...
-
-    def settle(self) -> None:
-        """Read the outcome of the last step: states are about to be read."""
-
-    def follow_writes(self) -> None:
-        """Masters are about to be saved: take over what has been written into parameters."""
-
-    def on_masters_loaded(self) -> None: ...
-
-    def add_group(self, group: dict[str, Any]) -> None: ...
-
-
-class _NoPhases:
-    """Callbacks before there is an engine."""
-
-    def step(self) -> None:
-        """Do nothing, like the others."""
-
-    zero_grad = before_groups_are_read = settle = follow_writes = on_masters_loaded = step
-
-    def add_group(self, group: dict[str, Any]) -> None:
-        """Do nothing."""
+MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[OptimParamShard]], Sequence[torch.dtype]], UpdateMethod]
+"""Make the update of the shards of all buckets, in these dtypes, by the optimizer itself."""
 
 
 class ShardedOptimizer(Optimizer):
     """The optimizer behind ``engine.optimizer``.
 
-    The inner optimizer (the user's instance, or one made from the config) updates *pieces*: one per parameter and
+    The inner optimizer (the user's instance, or one made from the config) updates *shards*: one per parameter and
     rank, the part of the master weights that this rank owns; whole parameters at stage 0. Both optimizers share one
     list of param-group dicts: to the outside ``group["params"]`` are the model's parameters; during the update of a
-    bucket they are that bucket's pieces. So a learning rate changed by anybody, a scheduler on either object
+    bucket they are that bucket's shards. So a learning rate changed by anybody, a scheduler on either object
     included, is seen by the update.
 
     ``step`` and ``zero_grad`` are the engine's: reduce, clip, update, publish.
@@ -79,14 +50,14 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self._buffer = buffer
         self._update_dtype = update_dtype
-        self._pieces = cut(groups, buffer, update_dtype)
-        self._phases: OptimizerPhases = _NoPhases()
+        self._shards = optim_shards(groups, buffer, update_dtype)
+        self._pipeline: StepPipeline | None = None  # of the engine
         if isinstance(make_inner, Optimizer):
             self.inner = make_inner
         else:
             tensors: list[list[torch.Tensor]] = [[] for _ in groups]
-            for piece in self.pieces():
-                tensors[piece.group].append(piece.tensor)
+            for shard in self.shards():
+                tensors[shard.group].append(shard.tensor)
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
@@ -95,7 +66,7 @@ class ShardedOptimizer(Optimizer):
             self._adopt_state()
         known = weakref.ref(self)
         self.inner.state = self._state = GuardedState(self.inner.state, lambda index: _read(known, index))
-        self._note_pieces()
+        self._note_shards()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
@@ -105,23 +76,24 @@ class ShardedOptimizer(Optimizer):
         dtypes = [self._update_dtype(dtype) for dtype in masters]
         rule = choose_rule(self.inner, masters)
         if rule is None:
-            return by_itself(self.inner, self._buffer, self._pieces, dtypes)
-        for piece in self.pieces():
-            self.inner.state.pop(piece.tensor, None)  # Adagrad makes its states when it is made
-        return FlatUpdate(rule, self.inner, self._buffer, self._pieces, dtypes)
+            return by_itself(self.inner, self._buffer, self._shards, dtypes)
+        for shard in self.shards():
+            self.inner.state.pop(shard.tensor, None)  # Adagrad makes its states when it is made
+        return FlatUpdate(rule, self.inner, self._buffer, self._shards, dtypes)
 
     def extend(self) -> None:
         """The buffer has further buckets; their parameters are in the param groups. Called on all ranks."""
-        first = len(self._pieces)
-        pieces = cut(self.inner.param_groups, self._buffer, self._update_dtype, first)
-        self._pieces += pieces
-        self.method.extend(pieces, [self._update_dtype(master.dtype) for master in self._buffer.master[first:]])
-        self._note_pieces()
+        first = len(self._shards)
+        shards = optim_shards(self.inner.param_groups, self._buffer, self._update_dtype, first)
+        self._shards += shards
+        self.method.extend(shards, [self._update_dtype(master.dtype) for master in self._buffer.master[first:]])
+        self._note_shards()
 
     @property
     def param_groups(self) -> Groups:
         """The param groups, those of the inner optimizer; what the engine's schedule has changed is in them."""
-        self._phases.before_groups_are_read()
+        if self._pipeline is not None:
+            self._before_groups_are_read()
         return self.inner.param_groups
 
     @param_groups.setter
@@ -136,15 +108,35 @@ class ShardedOptimizer(Optimizer):
         return self._state
 
     @state.setter
-    def state(self, states: Any) -> None:
+    def state(self, states: object) -> None:
         if getattr(self, "_constructed", True):
             self._state.clear()
 
-    def connect(self, phases: OptimizerPhases) -> None:
-        """Let the engine's phases do what is asked of the optimizer, and of the user's own optimizer object too, so
-        that a loop that goes on calling it trains."""
-        self._phases = phases
+    def connect(
+        self,
+        pipeline: StepPipeline,
+        add_group: Callable[[dict[str, Any]], None],
+        before_groups_are_read: Callable[[], None],
+        step: Callable[[], None] | None = None,
+    ) -> None:
+        """Let the engine do what is asked of the optimizer, and of the user's own optimizer object too, so that a loop
+        that goes on calling it trains.
+
+        Args:
+            add_group: trains the parameters of another param group.
+            before_groups_are_read: brings them up to date.
+            step: in the place of the pipeline's.
+        """
+        self._pipeline, self._add_group, self._before_groups_are_read = pipeline, add_group, before_groups_are_read
+        self._step = pipeline.step if step is None else step
         self._redirect()
+
+    def _settled(self) -> StepPipeline:
+        """Return the pipeline, which has read the outcome of the last step: one that the device has skipped is taken
+        back from the counts of states."""
+        assert self._pipeline is not None, "states are saved and loaded when there is an engine"
+        self._pipeline.outcomes.settle()
+        return self._pipeline
 
     def _redirect(self) -> None:
         known = weakref.ref(self)  # the user's object may outlive the engine
@@ -166,12 +158,13 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._phases.step()
+        self._step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. Called on all ranks."""
-        self._phases.zero_grad()
+        if self._pipeline is not None:
+            self._pipeline.zero_grad()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -196,34 +189,34 @@ class ShardedOptimizer(Optimizer):
         the defaults. Raises ValueError, before anything is changed, for parameters that the module does not have, or
         that are trained already. Called on all ranks, between steps."""
         if getattr(self, "_constructed", False):
-            self._phases.add_group(param_group)
+            self._add_group(param_group)
 
-    def _note_pieces(self) -> None:
-        self._piece_of = {piece.fragment.slot.index: piece for piece in self.pieces()}
+    def _note_shards(self) -> None:
+        self._shard_of = {shard.fragment.slot.index: shard for shard in self.shards()}
         self._state.use(self._buffer.parameters)
 
     def state_of(self, index: int) -> State:
         """This rank's part of a parameter's states, views where they rest; empty if it has none."""
-        self._phases.settle()  # a step that the device has skipped is taken back from the counts of states
-        piece = self._piece_of.get(index)
-        return {} if piece is None else self.method.state_of(piece)
+        if self._pipeline is not None:
+            self._settled()
+        shard = self._shard_of.get(index)
+        return {} if shard is None else self.method.state_of(shard)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's states by parameter position, in torch's form, with the masters where they are separate.
 
         Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
         """
-        self._phases.settle()
-        self._phases.follow_writes()
+        self._settled().written.take_all()
         position = self.positions()
         states, masters = {}, {}
-        for piece in self.pieces():
-            index = position[piece.fragment.slot.index]
-            state = self.method.state_of(piece)
+        for shard in self.shards():
+            index = position[shard.fragment.slot.index]
+            state = self.method.state_of(shard)
             if state:
                 states[index] = state
-            if self._buffer.separate[piece.fragment.slot.bucket]:
-                masters[index] = self._master_view(piece)
+            if self._buffer.separate[shard.fragment.slot.bucket]:
+                masters[index] = self._master_view(shard)
         groups = self.numbered_groups()
         return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
 
@@ -233,17 +226,17 @@ class ShardedOptimizer(Optimizer):
         Which implementation updates (``foreach``, ``fused``, …) stays as it is here. Raises ValueError, before anything
         is changed, if the state was saved under another partition or other param groups.
         """
-        self._phases.settle()
+        pipeline = self._settled()
         self._check_loadable(state_dict)
         position = self.positions()
-        for piece in self.pieces():
-            index = position[piece.fragment.slot.index]
-            self.method.load_state(piece, state_dict["state"].get(index, {}))
+        for shard in self.shards():
+            index = position[shard.fragment.slot.index]
+            self.method.load_state(shard, state_dict["state"].get(index, {}))
             if index in state_dict["masters"]:
-                self._master_view(piece).copy_(state_dict["masters"][index])
+                self._master_view(shard).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in KEPT})
-        self._phases.on_masters_loaded()
+        pipeline.on_masters_loaded()
 
     # ---------------------------------------------------------------- the update
 
@@ -251,29 +244,29 @@ class ShardedOptimizer(Optimizer):
         """Set the mark that torch's schedulers look for before they warn that step() was never called."""
         self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
 
-    # ---------------------------------------------------------------- pieces
+    # ---------------------------------------------------------------- shards
 
     @property
-    def pieces_by_bucket(self) -> Sequence[Sequence[Piece]]:
-        """Pieces of each bucket that this rank updates."""
-        return self._pieces
+    def shards_by_bucket(self) -> Sequence[Sequence[OptimParamShard]]:
+        """Shards of each bucket that this rank updates."""
+        return self._shards
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces that this rank updates."""
-        for pieces in self._pieces:
-            yield from pieces
+    def shards(self) -> Iterator[OptimParamShard]:
+        """Yield the shards that this rank updates."""
+        for shards in self._shards:
+            yield from shards
 
-    def _master_view(self, piece: Piece) -> torch.Tensor:
-        return self._buffer.piece(piece.fragment, self._buffer.master[piece.fragment.slot.bucket])
+    def _master_view(self, shard: OptimParamShard) -> torch.Tensor:
+        return self._buffer.view_of(shard.fragment, self._buffer.master[shard.fragment.slot.bucket])
 
     def _adopt_state(self) -> None:
-        """States that the user's optimizer made before move to the pieces."""
-        for piece in self.pieces():
-            parameter = self._buffer.parameters[piece.fragment.slot.index]
+        """States that the user's optimizer made before move to the shards."""
+        for shard in self.shards():
+            parameter = self._buffer.parameters[shard.fragment.slot.index]
             state = self.inner.state.get(parameter)
             if state:
-                keeps = self._buffer.keeps_shape(piece.fragment.slot)
-                self.method.load_state(piece, {k: cut_state(v, parameter, piece, keeps) for k, v in state.items()})
+                keeps = self._buffer.keeps_shape(shard.fragment.slot)
+                self.method.load_state(shard, {k: shard_of_state(v, parameter, shard, keeps) for k, v in state.items()})
         for parameter in self._buffer.parameters:
             self.inner.state.pop(parameter, None)
 
@@ -348,7 +341,7 @@ def _read(known: weakref.ref[ShardedOptimizer], index: int) -> State:
 
 
 def _set_free(inner: Optimizer, takes_scale: bool) -> None:
-    """The engine is gone: the user's optimizer is an ordinary one again, without the states of pieces."""
+    """The engine is gone: the user's optimizer is an ordinary one again, without the states of shards."""
     for name in _REDIRECTED:
         vars(inner).pop(name, None)
     vars(inner)[_TAKES_SCALE] = takes_scale

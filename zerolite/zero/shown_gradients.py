@@ -36,6 +36,10 @@ class Place:
     known: weakref.ref[Any]
     used: bool = False
 
+    def mark_used(self) -> None:
+        """A step has used the gradient, or it was dropped."""
+        self.used = True
+
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
         if not self.sharded or not tensor.dim():
@@ -197,7 +201,8 @@ class ShownGradients:
         for index, references in enumerate(map(sys.getrefcount, shown)):
             held = self._made[index]
             if held is not None and held is shown[index] and references > self._references[index]:
-                held.place.used = self._renewed = True
+                held.place.mark_used()
+                self._renewed = True
                 self._made[index] = None
 
     def is_shown(self, index: int) -> bool:

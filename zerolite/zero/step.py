@@ -22,13 +22,13 @@ from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import Across, StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_scale import GradientScale
-from zerolite.zero.observers import Observers
+from zerolite.zero.observers import REDUCE_WAIT, STEP, Observers
 from zerolite.zero.outcomes import Outcomes, UnusedParameters, mean_weight
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
+from zerolite.zero.stage3.fetch_schedule import TraceAgreement
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-from zerolite.zero.stage3.trace_agreement import TraceAgreement
-from zerolite.zero.step_update import StagedUpdate, StepStatistics, StepUpdate, UpdateSweep
+from zerolite.zero.step_update import StagedUpdate, StepUpdate
 from zerolite.zero.written_values import WrittenValues
 
 
@@ -88,25 +88,24 @@ class StepPipeline:
         collector: StatsCollector,
         observers: Observers,
     ) -> None:
-        self._collector = collector
-        self._observers = observers
-        self._buffer = buffer
-        self._reducer = reducer
-        self._optimizer = optimizer
-        self._param_gatherer = param_gatherer
-        self._comm = comm
-        self._accumulation = accumulation
-        self._scaler = scaler
-        self._options = options
-        self._device = device
+        self._buffer, self._reducer, self._optimizer, self._param_gatherer = buffer, reducer, optimizer, param_gatherer
+        self._comm, self._device, self._collector, self._observers = comm, device, collector, observers
+        self._accumulation, self._scaler, self._options = accumulation, scaler, options
         self.commands = reducer.commands
         finite, limit = options.check_finite, options.max_skipped_in_a_row
         self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main)
         self.gradient_scale = GradientScale(accumulation, scaler, self.outcomes)
-        self._sweep = UpdateSweep(buffer, reducer, optimizer.method, param_gatherer, staged, options.update_numel)
-        scale, on_device = self.gradient_scale, options.skip_on_device
         self._step_update = StepUpdate(
-            self._sweep, optimizer.method, buffer, reducer, scale, self.outcomes, on_device, comm.world_size
+            buffer,
+            reducer,
+            optimizer.method,
+            param_gatherer,
+            staged,
+            self.gradient_scale,
+            self.outcomes,
+            options.update_numel,
+            options.skip_on_device,
+            comm.world_size,
         )
         self._stats: StatsVector | None = None
         self._across: Across | None = None
@@ -122,19 +121,19 @@ class StepPipeline:
         layout = self._buffer.layout
         fragments = list(layout.fragments(self._buffer.rank))
         self._collector.use(layout, fragments, self._across)
-        self._sweep.plan()
+        self._step_update.plan()
         if self.outcomes.checks is not None:
             self.outcomes.checks.replan()
 
     def check_with(self, checks: UpdateChecks, look: UpdateLook | None) -> None:
         """Check more than gradients from now on; look: at what updates do. Before the first step."""
-        self.outcomes.check_with(checks)
-        self._sweep.watch(look)
+        self.outcomes.use(checks=checks)
+        self._step_update.watch(look)
 
     def follow(self, sharded: PartitionedParameterCoordinator) -> None:
         """The model is at stage 3. Before the first step."""
         self.written.use(sharded)
-        self.outcomes.compare(TraceAgreement(sharded.schedule, self._comm.main))
+        self.outcomes.use(trace=TraceAgreement(sharded.schedule, self._comm.main))
 
     def spread(self, across: Across, sums: SharedSums) -> None:
         """The model has parts on other ranks. Before the first step."""
@@ -187,28 +186,28 @@ class StepPipeline:
                 "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
                 f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'}"
             )
-        reducing = self._reducer.reduces_each_pass or self._accumulation.next_backward_closes()
+        reducing = self._reducer.reduces_each_backward or self._accumulation.next_backward_closes()
         divided = engine_scaled is None and self._options.divide_plain_backward
         with self.commands(Command.BACKWARD, scaled, weighted, reducing, divided):
-            self._begin_pass(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
+            self._begin(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
         for notify in self._observers.on_backward_begin:
             notify()
 
     def follow_backward(self, scaled: bool, weighted: bool, reducing: bool, divided: bool) -> None:
         """A backward of the ranks that go on, to which this one, which has finished (``engine.join``), adds nothing.
         At stage 3 they say what comes next; elsewhere it is all buckets in their order."""
-        self._begin_pass(scaled, 0.0 if weighted else None, reducing, divided, end_with_backward=False)
-        if not self._reducer.follows_units:
-            self._reducer.end_pass(complete=False)
+        self._begin(scaled, 0.0 if weighted else None, reducing, divided, end_with_backward=False)
+        if not self._reducer.current.follows_units:
+            self._reducer.end_backward(complete=False)
 
-    def _begin_pass(
+    def _begin(
         self, scaled: bool, weight: float | None, reducing: bool, divided: bool, end_with_backward: bool
     ) -> None:
         self._stats = None
         self.gradient_scale.reopen()
         if self._sums is not None:
             self._sums.reopen()
-        self._reducer.begin_pass(
+        self._reducer.begin_backward(
             reducing, end_with_backward, weight, self._accumulation.micro_batches if divided else 1
         )
         self._accumulation.on_backward(scaled, weight, divided)
@@ -216,7 +215,7 @@ class StepPipeline:
 
     def end_backward(self, complete: bool) -> None:
         """End a backward, or one that is found to have been cut short by an exception."""
-        self._reducer.end_pass(complete)
+        self._reducer.end_backward(complete)
 
     def wait_for_reductions(self) -> None:
         """None is under way afterwards. Nothing is launched for it that is not launched anyway."""
@@ -234,16 +233,16 @@ class StepPipeline:
 
     def finish_reductions(self) -> None:
         """:meth:`reduce` where it is known that the user has not dropped the gradients."""
-        for notify in self._observers.on_reduce_begin:
-            notify()
+        for begins in self._observers.on_phase_begin:
+            begins(REDUCE_WAIT)
         try:
             with self.commands(Command.REDUCE):
                 self._reducer.finish()
                 if self._sums is not None:
                     self._sums.run()
         finally:
-            for notify in self._observers.on_reduce_end:
-                notify()
+            for ended in self._observers.on_phase_end:
+                ended(REDUCE_WAIT)
 
     def pending(self) -> frozenset[int]:
         """Parameters with a gradient that no step has used, on any rank."""
@@ -324,30 +323,31 @@ class StepPipeline:
         """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the
         loss scale."""
         self.look_at_grads()
-        self.apply(publish)
-
-    def apply(self, publish: bool) -> None:
-        """:meth:`update` where it is known that the user has not dropped the gradients."""
-        for notify in self._observers.on_step_begin:
-            notify()
-        try:
-            self._apply(publish)
-        finally:
-            for ended in self._observers.on_step_end:
-                ended(self.outcomes.global_steps)
+        self._apply(publish)
 
     def _apply(self, publish: bool) -> None:
-        self._step_update.check_whole()
-        if self._updated:
-            raise RuntimeError("engine.update() was called twice for the same gradients; call engine.zero_grad() first")
-        if self._step_update.unpublished:
-            raise RuntimeError("engine.update() was called twice without engine.publish() between")
-        with self.commands(Command.UPDATE, publish):
-            if self._optimizer.run_hooks("pre"):
-                self.look_at_grads()
-            self._update(publish)
-            if publish:
-                self._optimizer.run_hooks("post")
+        """:meth:`update` where it is known that the user has not dropped the gradients."""
+        for begins in self._observers.on_phase_begin:
+            begins(STEP)
+        try:
+            self._step_update.check_whole()
+            if self._updated:
+                raise RuntimeError(
+                    "engine.update() was called twice for the same gradients; call engine.zero_grad() first"
+                )
+            if self._step_update.unpublished:
+                raise RuntimeError("engine.update() was called twice without engine.publish() between")
+            with self.commands(Command.UPDATE, publish):
+                if self._optimizer.run_hooks("pre"):
+                    self.look_at_grads()
+                self._update(publish)
+                if publish:
+                    self._optimizer.run_hooks("post")
+        finally:
+            for phase_ended in self._observers.on_phase_end:
+                phase_ended(STEP)
+            for ended in self._observers.on_step_end:
+                ended(self.outcomes.global_steps)
 
     def _update(self, publish: bool) -> None:
         checks, trace = self.outcomes.checks, self.outcomes.trace
@@ -370,7 +370,7 @@ class StepPipeline:
         self._updated = True
         self.changes.clear()  # from here on nothing corrects the statistics
         self._optimizer.mark_called()
-        self._step_update.run(StepStatistics(stats, given, self._max_norm), publish)
+        self._step_update.run(stats, given, self._max_norm, publish)
 
     def on_weights_replaced(self) -> None:
         """All weights have been replaced by others, a checkpoint's: what was wrong with steps before does not matter
@@ -391,18 +391,12 @@ class StepPipeline:
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
         self.check_here()
-        for notify in self._observers.on_param_gather_begin:
-            notify()
-        try:
-            with self.commands(Command.PUBLISH):
-                for bucket in reversed(self._reducer.order.buckets):
-                    self._param_gatherer.gather_bucket(bucket)
-                self._param_gatherer.end_step()
-                if self._step_update.unpublished:
-                    self._optimizer.run_hooks("post")
-        finally:
-            for notify in self._observers.on_param_gather_end:
-                notify()
+        with self._observers.phase(STEP), self.commands(Command.PUBLISH):
+            for bucket in reversed(self._reducer.order.buckets):
+                self._param_gatherer.gather_bucket(bucket)
+            self._param_gatherer.end_step()
+            if self._step_update.unpublished:
+                self._optimizer.run_hooks("post")
         self._step_update.published()
 
     def zero_grad(self) -> None:
@@ -419,7 +413,7 @@ class StepPipeline:
         """All phases. Gradients are consumed."""
         self.look_at_grads()
         with self.commands(Command.STEP):
-            self.apply(publish=True)
+            self._apply(publish=True)
             self.zero_grad()
 
     @property

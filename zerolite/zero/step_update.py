@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,14 +13,11 @@ from zerolite.zero.checks import Update, UpdateLook
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.gradient_scale import GradientScale
+from zerolite.zero.optim_shards import Hand, UpdateMethod
 from zerolite.zero.outcomes import Outcomes, mean_weight
 from zerolite.zero.param_gatherer import ParamGatherer
-from zerolite.zero.pieces import Hand, UpdateMethod
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.spans import Span, sub_groups
-
-_MOST_DOUBTFUL = 32  # parameters that are updated one by one, so that the host need not wait
-_NONE: Mapping[int, torch.Tensor] = {}
 
 
 class StagedUpdate(Protocol):
@@ -39,11 +35,16 @@ class StagedUpdate(Protocol):
         Raises OSError if the disk failed: then some masters are ahead of others."""
 
 
-class UpdateSweep:
+class StepUpdate:
     """Update of everything that a rank owns. Tensors that the update can reach where they are kept are updated there:
     on the device, buckets of one kind in one launch. The others are staged.
 
-    Called on all ranks; the only collectives are the parameter gatherer's, in the same order on all.
+    Called by the step pipeline on all ranks; the only collectives are the parameter gatherer's, in the same order on
+    all.
+
+    Attributes:
+        torn: why masters are not all of one step; "" if they are.
+        unpublished: masters are ahead of the parameters.
     """
 
     def __init__(
@@ -53,17 +54,24 @@ class UpdateSweep:
         method: UpdateMethod,
         param_gatherer: ParamGatherer,
         staged: StagedUpdate,
+        scale: GradientScale,
+        outcomes: Outcomes,
         update_numel: int,
+        may_skip_on_device: bool,
+        world_size: int,
     ) -> None:
-        """update_numel: master elements that are updated in one call where ``method`` is better with few."""
-        self._buffer = buffer
-        self._reducer = reducer
-        self._method = method
-        self._param_gatherer = param_gatherer
-        self._placements = buffer.placements
-        self._staged = staged
-        self._update_numel = update_numel
+        """
+        Args:
+            update_numel: master elements that are updated in one call where ``method`` is better with few.
+            may_skip_on_device: the config lets the device decide whether a step is skipped.
+        """
+        self._buffer, self._reducer, self._method = buffer, reducer, method
+        self._param_gatherer, self._staged, self._scale, self._outcomes = param_gatherer, staged, scale, outcomes
+        self._update_numel, self._may_skip_on_device = update_numel, may_skip_on_device
+        self._world_size = world_size
         self._look: UpdateLook | None = None
+        self.torn = ""
+        self.unpublished = False
         self.plan()
 
     def watch(self, look: UpdateLook | None) -> None:
@@ -77,55 +85,100 @@ class UpdateSweep:
         first that the next forward uses. All of it comes from the config, from sizes and from an order that are equal
         on all ranks: no rank's free memory, and no gradient, has a say.
         """
+        buffer, placements = self._buffer, self._buffer.placements
         self._order = self._reducer.order.buckets
         near: list[tuple[int, int]] = []
         far: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
+        self._all_on_device = True
         for bucket in reversed(self._order):
-            its = near if self._within_reach(bucket) else far[self._placements.updates_on_host(bucket)]
-            its.append((bucket, self._buffer.master[bucket].numel()))
+            on_host = placements.updates_on_host(bucket)
+            reached = all(
+                placements.within_reach(placement, on_host)
+                for placement in (
+                    buffer.placement_of_master(bucket),
+                    buffer.placement_of_compute(bucket),
+                    placements.of_optimizer(bucket),
+                )
+            )
+            (near if reached else far[on_host]).append((bucket, buffer.master[bucket].numel()))
+            self._all_on_device &= reached and not on_host
         total = sum(numel for _, numel in near)
-        limit = total if self._method.one_launch else self._update_numel
-        self._near = sub_groups(near, limit, 0)
+        self._near = sub_groups(near, total if self._method.one_launch else self._update_numel, 0)
         self._staged.plan(far)
 
-    def _within_reach(self, bucket: int) -> bool:
-        """Return True if everything of a bucket is updated where it rests."""
-        buffer, on_host = self._buffer, self._placements.updates_on_host(bucket)
-        placements = {
-            buffer.placement_of_master(bucket),
-            buffer.placement_of_compute(bucket),
-            self._placements.of_optimizer(bucket),
-        }
-        return all(self._placements.within_reach(placement, on_host) for placement in placements)
+    # ---------------------------------------------------------------- one step
 
-    @property
-    def all_on_device(self) -> bool:
-        return not self._staged.groups and not any(
-            self._placements.updates_on_host(s.bucket) for chunk in self._near for s in chunk
-        )
+    def run(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
+        """Update what this rank owns, or skip the step on all ranks. Raises what is wrong with the step's statistics,
+        on all ranks.
 
-    def run(
-        self,
-        factor: float | torch.Tensor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None,
-        publish: bool,
-        doubtful: Mapping[int, torch.Tensor] = _NONE,
+        Args:
+            given: what the user has multiplied all gradients by.
+            max_norm: clip to this L2 norm, 0 for never.
+            publish: bring new values to all ranks on the way.
+        """
+        # Config, optimizer and layout alone decide this, and not which gradients came to this rank: an update whose
+        # skip the host decides launches no gathers when it is skipped.
+        if self._may_skip_on_device and self._method.can_skip_on_device and self._all_on_device:
+            self._run_unread(vector, given, max_norm, publish)
+        else:
+            self._run_read(vector, given, max_norm, publish)
+
+    def _run_read(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
+        """Every rank reads the same statistics here, so either all of them launch the gathers of an update or none."""
+        outcome = vector.get()
+        outcome.check_inputs()
+        self._outcomes.act(outcome)
+        divisor = self._scale.own_divisor() * mean_weight(outcome)
+        if self._outcomes.applies(outcome):
+            self._outcomes.check_used(outcome)
+            factor = (clip_coefficient(outcome.norm / divisor, max_norm) if max_norm else 1.0) / divisor
+            factor *= float(host_value(given)) if isinstance(given, torch.Tensor) else given
+            self._update(factor, outcome.used, None, publish)
+        self._outcomes.end_step(outcome, divisor)
+
+    def _run_unread(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
+        """Update, or skip on the device, without reading the statistics: the same gathers on every rank, whatever the
+        outcome. Where this rank has not used all parameters, the host waits for the statistics to learn which of them
+        no rank has used, and does nothing else with them."""
+        divisor = self._scale.own_divisor()
+        used: frozenset[int] | None = None
+        if len(self._reducer.used) < len(self._buffer.layout.slots):
+            used = vector.get().used if self._world_size > 1 else frozenset(self._reducer.used)
+        total = vector.total_square()
+        found_inf = ~torch.isfinite(total) | vector.mixed() if self._outcomes.check_finite else None
+        scale = self._scale.on_device(vector)
+        if self._scale.weighted:
+            nothing = vector.mixed() | (vector.weight() == 0)
+            found_inf = nothing if found_inf is None else found_inf | nothing
+        factor = given / scale
+        if max_norm:
+            factor = clip_coefficient_on_device(total.sqrt() / scale, max_norm) / scale * given
+        if isinstance(factor, torch.Tensor):
+            factor = factor.float()
+        self._update(factor, used, None if found_inf is None else found_inf.float(), publish)
+        self._outcomes.leave_unread(vector, divisor)
+
+    def _update(
+        self, factor: Factor, used: frozenset[int] | None, found_inf: torch.Tensor | None, publish: bool
     ) -> None:
-        """One update, with :meth:`UpdateMethod.update`'s arguments, after :meth:`UpdateMethod.begin`; consumes the
-        gradients. doubtful: further parameters, each with a ``found_inf`` of its own. Raises OSError if the disk
+        """One update, with :meth:`UpdateMethod.update`'s arguments; consumes the gradients. Raises OSError if the disk
         failed: then some masters are ahead of others."""
+        self._method.begin(used)
         if self._order is not self._reducer.order.buckets:  # learned in a backward
             self.plan()
 
         def update(hands: Sequence[Hand]) -> None:
-            for index, left_out in doubtful.items():
-                bucket = self._buffer.layout.slots[index].bucket
-                if own := [hand for hand in hands if hand.span.bucket == bucket]:
-                    self._method.update(own, factor, frozenset([index]), left_out)
             self._method.update(hands, factor, used, found_inf)
 
-        watched = update if self._look is None else self._look(update)
+        self.unpublished = not publish
+        try:
+            self._sweep(update if self._look is None else self._look(update), publish)
+        except BaseException as error:
+            self.torn, self.unpublished = f"{type(error).__name__}: {error}", False
+            raise
+
+    def _sweep(self, update: Update, publish: bool) -> None:
         follows = publish and self._method.follows
         for chunk in self._near:
             self._param_gatherer.wait([span.bucket for span in chunk])
@@ -133,10 +186,10 @@ class UpdateSweep:
                 for span in chunk:
                     self._buffer.follow(span.bucket)
             hands = [self._at_rest(span, follows) for span in chunk]
-            watched(hands)
+            update(hands)
             self._end(hands, publish)
         if self._staged.groups:
-            self._staged.run(publish, watched, self._end)
+            self._staged.run(publish, update, self._end)
         if publish:
             self._param_gatherer.end_step()
 
@@ -152,121 +205,6 @@ class UpdateSweep:
                 self._reducer.release(hand.span.bucket)
                 if publish:
                     self._param_gatherer.gather_bucket(hand.span.bucket, rounded=hand.out is not None)
-
-
-@dataclass(frozen=True)
-class StepStatistics:
-    """The gradients' statistics that an update needs.
-
-    Attributes:
-        given: what the user has multiplied all of them by.
-        max_norm: clip to this L2 norm, 0 for never.
-    """
-
-    vector: StatsVector
-    given: Factor
-    max_norm: float
-
-
-class StepUpdate:
-    """Update of a step; called by the step pipeline on all ranks.
-
-    Attributes:
-        torn: why masters are not all of one step; "" if they are.
-        unpublished: masters are ahead of the parameters.
-    """
-
-    def __init__(
-        self,
-        sweep: UpdateSweep,
-        method: UpdateMethod,
-        buffer: ParameterBuffer,
-        reducer: GradReducer,
-        scale: GradientScale,
-        outcomes: Outcomes,
-        may_skip_on_device: bool,
-        world_size: int,
-    ) -> None:
-        """may_skip_on_device: the config lets the device decide whether a step is skipped."""
-        self._sweep, self._method, self._buffer, self._reducer = sweep, method, buffer, reducer
-        self._scale, self._outcomes = scale, outcomes
-        self._may_skip_on_device = may_skip_on_device
-        self._world_size = world_size
-        self.torn = ""
-        self.unpublished = False
-
-    def run(self, statistics: StepStatistics, publish: bool) -> None:
-        """Update what this rank owns, or skip the step on all ranks. publish: bring new values to all ranks on the way.
-        Raises what is wrong with the step's statistics, on all ranks."""
-        # Config, optimizer and layout alone decide this, and not which gradients came to this rank: an update whose
-        # skip the host decides launches no gathers when it is skipped.
-        if self._may_skip_on_device and self._method.can_skip_on_device and self._sweep.all_on_device:
-            self._run_unread(statistics, publish)
-        else:
-            self._run_read(statistics, publish)
-
-    def _run_read(self, statistics: StepStatistics, publish: bool) -> None:
-        """Every rank reads the same statistics here, so either all of them launch the gathers of an update or none."""
-        outcome, given, max_norm = statistics.vector.get(), statistics.given, statistics.max_norm
-        outcome.check_inputs()
-        self._outcomes.act(outcome)
-        divisor = self._scale.own_divisor() * mean_weight(outcome)
-        if self._outcomes.applies(outcome):
-            self._outcomes.check_used(outcome)
-            factor = (clip_coefficient(outcome.norm / divisor, max_norm) if max_norm else 1.0) / divisor
-            factor *= float(host_value(given)) if isinstance(given, torch.Tensor) else given
-            self._sweep_buckets(factor, outcome.used, None, publish)
-        self._outcomes.end_step(outcome, divisor)
-
-    def _run_unread(self, statistics: StepStatistics, publish: bool) -> None:
-        """Update, or skip on the device, without reading the statistics: the same gathers on every rank, whatever the
-        outcome. Of parameters that this rank has not used the device leaves out those that no rank has. Where they are
-        many the host waits for the statistics to learn which, and does nothing else with them."""
-        vector, given = statistics.vector, statistics.given
-        divisor = self._scale.own_divisor()
-        used: frozenset[int] | None = None
-        doubtful: frozenset[int] = frozenset()
-        if len(self._reducer.used) < len(self._buffer.layout.slots):
-            used = frozenset(self._reducer.used)
-            if self._world_size > 1:
-                doubtful = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
-            if len(doubtful) > _MOST_DOUBTFUL:
-                used, doubtful = vector.get().used, frozenset()
-        total = vector.total_square()
-        found_inf = ~torch.isfinite(total) | vector.mixed() if self._outcomes.check_finite else None
-        scale = self._scale.on_device(vector)
-        if self._scale.weighted:
-            nothing = vector.mixed() | (vector.weight() == 0)
-            found_inf = nothing if found_inf is None else found_inf | nothing
-        factor = given / scale
-        if statistics.max_norm:
-            factor = clip_coefficient_on_device(total.sqrt() / scale, statistics.max_norm) / scale * given
-        if isinstance(factor, torch.Tensor):
-            factor = factor.float()
-        left_out = {index: vector.unused(index) for index in sorted(doubtful)}
-        if found_inf is not None:
-            left_out = {index: unused | found_inf for index, unused in left_out.items()}
-            found_inf = found_inf.float()
-        left_out = {index: flag.float() for index, flag in left_out.items()}
-        self._sweep_buckets(factor, used, found_inf, publish, left_out)
-        self._outcomes.leave_unread(vector, divisor, doubtful)
-
-    def _sweep_buckets(
-        self,
-        factor: Factor,
-        used: frozenset[int] | None,
-        found_inf: torch.Tensor | None,
-        publish: bool,
-        doubtful: Mapping[int, torch.Tensor] = _NONE,
-    ) -> None:
-        taking_part = used if used is None else used | doubtful.keys()
-        self._method.begin(taking_part, frozenset(doubtful))
-        self.unpublished = not publish
-        try:
-            self._sweep.run(factor, used, found_inf, publish, doubtful)
-        except BaseException as error:
-            self.torn, self.unpublished = f"{type(error).__name__}: {error}", False
-            raise
 
     def published(self) -> None:
         """The parameters of all ranks have the masters' values, or are about to."""

@@ -123,7 +123,7 @@ class WholeValues(torch.Tensor):
     ) -> object:
         return use_whole(function, args, kwargs or {})
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle an ordinary tensor."""
         use_whole(_T.detach, (self,), {})
         with opened():

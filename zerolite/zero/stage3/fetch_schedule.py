@@ -10,10 +10,13 @@ Sizes are in elements. Persistent parameters are always there: they are neither 
 """
 
 import hashlib
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPlan, Residency, plan_step
+
+logger = logging.getLogger("zerolite")
 
 _LONGEST = 1 << 20  # events that are recorded: forwards that no backward follows never end their step
 
@@ -48,11 +51,11 @@ class FetchSchedule:
         self._plans: dict[str, FetchPlan] = {}
         self._candidates: dict[str, tuple[int, ...]] = {}
         self._serial = 0  # plans adopted so far
-        self._on_demand_only = False
+        self.on_demand_only = False  # after `reject`
         self._paused = False
         self._plan = NO_PLAN  # that is followed
         self._position = 0
-        self._following = False
+        self.following = False  # the events of this step agree with its plan; between steps, all of the last one did
         # The state on demand; empty while a plan is followed.
         self._state = Residency(self.units, self._numels, limits.max_live_numel)
         # The events of this step, on demand.
@@ -118,7 +121,7 @@ class FetchSchedule:
         if self._plan is not NO_PLAN:
             self._depart()
         self._reset(kind)
-        self._following = False
+        self.following = False
         self._follow()
 
     def end_step(self) -> tuple[int, ...]:
@@ -144,7 +147,7 @@ class FetchSchedule:
         neither persistent nor held. What follows in this step is served on demand, and its trace is not adopted."""
         self._depart()
         if self._kind is not None:
-            self._following = False
+            self.following = False
         self._recording, self._trace = False, []
         return self._state.end_all()
 
@@ -157,10 +160,10 @@ class FetchSchedule:
         if self._kind is None or self._count or self._plan is not NO_PLAN:
             return
         # What runs inside the user's gather context may run on one rank alone, so it is no trace for all.
-        self._recording = not (self._on_demand_only or self._paused or state.open or state.held)
+        self._recording = not (self.on_demand_only or self._paused or state.open or state.held)
         if self._recording and not state.live and not state.in_flight and self._kind in self._plans:
             self._plan, self._position = self._plans[self._kind], 0
-            self._following = True
+            self.following = True
 
     def _depart(self) -> None:
         """Leaves the plan, if one is followed: from here on this step is served on demand and recorded."""
@@ -169,7 +172,7 @@ class FetchSchedule:
             return
         self._state = self._replay(plan, position)
         self._plan, self._position = NO_PLAN, 0
-        self._following = False
+        self.following = False
         self._trace = list(plan.trace[:position])
         self._count = position
         self._last = self._trace[-1] if self._trace else None
@@ -276,7 +279,7 @@ class FetchSchedule:
         self._plans.clear()
         self._candidates.clear()
         self._recording, self._trace = False, []
-        self._on_demand_only = True
+        self.on_demand_only = True
 
     def pause(self) -> None:
         """Until :meth:`resume` all steps are served on demand and none is recorded; what waits for adoption is dropped.
@@ -284,21 +287,11 @@ class FetchSchedule:
         self._depart()
         self._candidates.clear()
         self._recording, self._trace = False, []
-        self._following, self._paused = False, True
+        self.following, self._paused = False, True
 
     def resume(self) -> None:
         """End a pause, if there is one. Called by all ranks."""
         self._paused = False
-
-    @property
-    def on_demand_only(self) -> bool:
-        """True after `reject` was called."""
-        return self._on_demand_only
-
-    @property
-    def following(self) -> bool:
-        """True if the events of this step agree with its plan; between steps, if all of the last one did."""
-        return self._following
 
     def events(self) -> tuple[str, int, tuple[int, ...]]:
         """For messages: the kind of the step, the number from 1 of the first event given, and the events of the step
@@ -325,3 +318,51 @@ class FetchSchedule:
             use = f"unit {last} entered" if last >= 0 else f"unit {~last} left"
             event = f"event {count} {step}: {use}"
         return f"{event}; open uses: {', '.join(map(str, open_uses)) or 'none'}"
+
+
+class TraceAgreement:
+    """Every rank's vote is a number for the trace that it has recorded. Votes travel in a step's statistics, and the
+    next update, which all ranks call, lets the schedule follow the trace or drop it: when the host reads statistics is
+    each rank's own affair.
+
+    Whether the votes agreed is the same on all ranks, and while they agree the votes are, so all adopt the same traces.
+    """
+
+    def __init__(self, schedule: FetchSchedule, says: bool) -> None:
+        """says: this rank logs."""
+        self.schedule, self._says = schedule, says
+        self._sent = 0
+        self._last = 0
+        self._agreed = True
+
+    def vote(self) -> int:
+        """Return this rank's vote, which travels in the statistics that are being collected."""
+        self._sent = self._of_candidate()
+        return self._sent
+
+    def _of_candidate(self) -> int:
+        """A number from 1 to 2^20 for a trace that waits to be compared; 0 if there is none."""
+        waiting = self.schedule.candidate_hash
+        return waiting % 1_048_573 + 1 if waiting else 0
+
+    def cast(self) -> None:
+        """An update begins that uses the statistics with the last :meth:`vote`. Only this counts: clipping may have
+        collected them before the vote of the step before was decided on."""
+        self._last = self._sent
+
+    def note(self, agreed: bool) -> None:
+        """The statistics have been read. agreed: all ranks gave the same vote."""
+        self._agreed = agreed
+
+    def decide(self) -> None:
+        """Follow the trace of the last vote, or drop it. Called on all ranks, in the same place of every step."""
+        agreed, self._agreed = self._agreed, True
+        vote, self._last = self._last, 0
+        if agreed and not vote:
+            return
+        if not agreed:
+            self.schedule.reject()
+            if self._says:
+                logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
+        elif self._of_candidate() == vote:
+            self.schedule.adopt()

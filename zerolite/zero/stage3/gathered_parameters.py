@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         modifier_rank: int | None = None,
         fwd_module: torch.nn.Module | None = None,
         enabled: bool = True,
@@ -188,7 +187,7 @@ def check_left(parameters: Iterable[torch.nn.Parameter]) -> None:
             )
 
 
-def _parameters_in(params: Any) -> Iterator[torch.Tensor]:
+def _parameters_in(params: object) -> Iterator[torch.Tensor]:
     if params is None:
         return
     if isinstance(params, torch.nn.Module):

@@ -118,14 +118,14 @@ class Init:
     # Hooks of torch on every registration: (module, name, what) -> None.
 
     @unseen
-    def _on_parameter(self, module: torch.nn.Module, name: str, parameter: Any) -> None:
+    def _on_parameter(self, module: torch.nn.Module, name: str, parameter: object) -> None:
         self._built[id(module)] = module
         if isinstance(parameter, torch.nn.Parameter) and not is_lazy(parameter) and handle_of(parameter) is None:
             if self._mode is not None:
                 self._mode.separate(parameter)
 
     @unseen
-    def _on_module(self, module: torch.nn.Module, name: str, child: Any) -> None:
+    def _on_module(self, module: torch.nn.Module, name: str, child: object) -> None:
         if isinstance(child, torch.nn.Module) and self._mode is not None:
             self._mode.commit()
             self._partition(child.modules())

@@ -5,7 +5,7 @@ where ranks use different parameters, between different gathers: then rank 0 cou
 launches only after a gather, and rank 1 for that gather. So buckets follow the ends of uses, which are the same on
 all ranks. Which end is late enough for a bucket is learned for each plan of the schedule, whose events the ranks have
 compared. Before, it is the first end of its own units, of the last of them. A gradient that comes later (a module used
-several times) is reduced once more at the end of the pass, and the ranks agree on what is late with one small
+several times) is reduced once more at the end of the backward, and the ranks agree on what is late with one small
 collective. Steps that follow a plan for which the ends are known need none.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-End = tuple[int, int]  # a unit, and the how-manieth end of its backward uses in the pass
+End = tuple[int, int]  # a unit, and n: the n-th time it finishes its backward
 
 
 class LaunchPlan:
@@ -21,7 +21,7 @@ class LaunchPlan:
 
     Args:
         units: for each bucket the units that it belongs to, for whose first ends it waits in any case.
-        uncertain: the buckets that are launched when the pass ends as long as nothing is learned: some of their
+        uncertain: the buckets that are launched when the backward ends as long as nothing is learned: some of their
             parameters stay whole, or belong to several units.
         progress: tells the number of the schedule's plan that the events follow, 0 if none, and whether they have
             reached its end; the same on all ranks.
@@ -35,7 +35,9 @@ class LaunchPlan:
     ) -> None:
         self._progress = progress
         self._done = False  # whether the last end was the plan's last event
-        self._number = 0  # the plan that the events of this pass follow: asked while they come, it ends before the pass
+        self._number = (
+            0  # the plan that the events of this backward follow: asked while they come, it ends before the backward
+        )
         self._units = units
         self._uncertain = frozenset(uncertain)
         self._buckets: dict[int, list[int]] = {}  # that wait for a unit, where nothing is learned
@@ -43,15 +45,15 @@ class LaunchPlan:
             for unit in () if bucket in self._uncertain else of_bucket:
                 self._buckets.setdefault(unit, []).append(bucket)
         self._all_missing = [len(of_bucket) for of_bucket in units]
-        self._missing: list[int] = []  # units that each bucket waits for in this pass
+        self._missing: list[int] = []  # units that each bucket waits for in this backward
         self._learned: dict[int, dict[End, list[int]]] = {}  # by plan number
         self._due: dict[End, list[int]] | None = None  # None: nothing is learned
-        self._ends: list[End] = []  # of this pass
+        self._ends: list[End] = []  # of this backward
         self._counts: dict[int, int] = {}
-        self.arrivals = [-1] * len(units)  # ends before each bucket's last gradient in this pass; -1: no gradient
+        self.arrivals = [-1] * len(units)  # ends before each bucket's last gradient in this backward; -1: no gradient
 
-    def begin_pass(self) -> None:
-        """Begin a pass, before the first gradient of a backward."""
+    def begin_backward(self) -> None:
+        """Begin a backward, before its first gradient."""
         self._number, self._done = self._progress()[0], False
         self._due = self._learned.get(self._number)
         self._missing = list(self._all_missing)
@@ -60,7 +62,7 @@ class LaunchPlan:
 
     @property
     def settled(self) -> bool:
-        """True if this pass follows a plan whose launches are known, so that no gradient can be late."""
+        """True if this backward follows a plan whose launches are known, so that no gradient can be late."""
         return self._due is not None and self._due is self._learned.get(self._number)
 
     def on_gradient(self, bucket: int) -> None:
@@ -85,7 +87,7 @@ class LaunchPlan:
         return [bucket for bucket in waiting if not self._missing[bucket]]
 
     def learn(self, arrivals: Sequence[int]) -> None:
-        """Record the largest ``arrivals`` that any rank has seen in the pass that ends. A pass that stopped on its way
+        """Record the largest ``arrivals`` that any rank has seen in the backward that ends. One that stopped on its way
         through a plan says nothing of it: the uses that are left may bring further gradients."""
         if not self._number or not self._done:
             return
@@ -93,7 +95,7 @@ class LaunchPlan:
         first_ends = {unit: index for index, (unit, count) in enumerate(self._ends) if count == 1}
         for bucket, arrival in enumerate(arrivals):
             # Not before its units, whatever has come: what is frozen now may get a gradient one day. A unit that is
-            # not used may be, at the end of a pass that departs from the plan only there.
+            # not used may be, at the end of a backward that departs from the plan only there.
             ends = [first_ends.get(unit, len(self._ends)) for unit in self._units[bucket]]
             last = max([arrival, *ends])
             unknown = arrival < 0 and bucket in self._uncertain

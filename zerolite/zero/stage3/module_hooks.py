@@ -150,7 +150,7 @@ class _LeaveInside(_Hook):
             self._end(module, outputs)
 
     @untraced
-    def _end(self, module: torch.nn.Module, outputs: Any) -> None:
+    def _end(self, module: torch.nn.Module, outputs: object) -> None:
         coordinator = self.owner()
         self._unit.call_inside(None)
         if coordinator is not None:

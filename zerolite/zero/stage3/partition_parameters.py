@@ -148,7 +148,7 @@ class GatherOnUse(TorchFunctionMode):
                 self._prepare([*args, *(kwargs or {}).values()])
         return func(*args, **(kwargs or {}))
 
-    def _hidden(self, value: Any) -> PartitionedParameter | None:
+    def _hidden(self, value: object) -> PartitionedParameter | None:
         """Return the handle of ``value`` if it is a parameter that is not available and that no other code takes care
         of, or if it shares such a parameter's memory."""
         handle = handle_of(value) if isinstance(value, torch.nn.Parameter) else None

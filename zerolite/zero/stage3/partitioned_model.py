@@ -115,13 +115,7 @@ class PartitionedModel:
         if not self._away and all(handle.placement.place == DEVICE for handle in self.handles):
             self.group.read_with(None)
         self.group.gather([handle for handle in self.handles if handle.persistent])
-        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        units = [[index_of[id(parameter)] for parameter in plan.parameters] for plan in self.plans]
-        names = [plan.name for plan in self.plans]
-        tables = [index for index, plan in enumerate(self.plans) if plan.is_table]
-        self.coordinator = PartitionedParameterCoordinator(
-            self.group, self.handles, names, units, tables, self._limits, links
-        )
+        self.coordinator = PartitionedParameterCoordinator(self.group, self.handles, self.plans, self._limits, links)
         self.hooks: list[Any] = attach(self.model, self.plans, self.coordinator)
         return self.coordinator
 

@@ -14,8 +14,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,14 +23,14 @@ from zerolite.comm.flight_recorder import Mismatch
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.utils.memory_tags import DISK
 from zerolite.utils.nested import find_in_objects
-from zerolite.zero.observers import Observers
+from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.module_hooks import Unit, Use
-from zerolite.zero.stage3.param_group import ParamGroup, refresh
+from zerolite.zero.stage3.param_group import ParamGroup, WholeParameters, refresh
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.released_parameter import close_all, open_all
-from zerolite.zero.stage3.whole_parameters import WholeParameters
+from zerolite.zero.stage3.units import UnitPlan
 
 _current_graph_task = torch._C._current_graph_task_id
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
@@ -57,21 +57,17 @@ class PartitionedParameterCoordinator:
         self,
         group: ParamGroup,
         handles: Sequence[PartitionedParameter],
-        unit_names: Sequence[str],
-        units: Sequence[Sequence[int]],
-        tables: Collection[int],
+        plans: Sequence[UnitPlan],
         limits: FetchLimits,
         links: StepLinks,
     ) -> None:
-        """
-        Args:
-            group: that of ``handles``.
-            tables: the units whose backward needs no values (``UnitPlan.is_table``).
-        """
+        """group: that of ``handles``."""
         self._links, self._observers = links, links.observers
         self.group, self.comm = group, group.comm
         self.handles = list(handles)
-        self.units = [Unit(index, name, index in tables) for index, name in enumerate(unit_names)]
+        self.units = [Unit(index, plan.name, plan.is_table) for index, plan in enumerate(plans)]
+        index_of = {id(handle.ref()): handle.index for handle in self.handles}
+        units = [[index_of[id(parameter)] for parameter in plan.parameters] for plan in plans]
         persistent = [index for index, handle in enumerate(self.handles) if handle.persistent]
         self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
         self._stack: list[Use] = []  # forward uses under way
@@ -145,7 +141,7 @@ class PartitionedParameterCoordinator:
         unit.uses += 1
         self._execute(self.schedule.enter(unit.index))
 
-    def leave_forward(self, unit: Unit, module: torch.nn.Module, outputs: Any) -> None:
+    def leave_forward(self, unit: Unit, module: torch.nn.Module, outputs: object) -> None:
         """End a use, after the forward of the unit's module; ``outputs`` is None if it raised."""
         stack = self._stack
         if not stack or stack[-1].unit is not unit:
@@ -154,7 +150,12 @@ class PartitionedParameterCoordinator:
             while stack[-1].unit is not unit:
                 self._end(stack.pop())
         use = stack.pop()
-        watched = self._watch(use, module, outputs) if torch.is_grad_enabled() else self._escaped(unit, outputs)
+        watched = False
+        if torch.is_grad_enabled():
+            watched = self._watch(use, module, outputs)
+        else:
+            for tensor in find_in_objects(outputs):
+                self._check_escape(unit, tensor)
         if self._tasks and any(self.handles[i].frozen for i in self.schedule.units[unit.index]):
             # A recomputation. What torch.utils.checkpoint compares afterwards is the frozen parameter itself.
             self._clock += 1
@@ -224,7 +225,7 @@ class PartitionedParameterCoordinator:
         if (self._stack or self._tasks) and _current_graph_task() == -1:
             self.sweep()
 
-    def _watch(self, use: Use, module: torch.nn.Module, outputs: Any) -> bool:
+    def _watch(self, use: Use, module: torch.nn.Module, outputs: object) -> bool:
         """Hook every tensor through which a backward may come: outputs, and what the module keeps as an attribute.
         True if there is one."""
         watched = False
@@ -243,11 +244,6 @@ class PartitionedParameterCoordinator:
                 watched = True
                 use.hook(tensor)
         return watched
-
-    def _escaped(self, unit: Unit, outputs: Any) -> bool:
-        for tensor in find_in_objects(outputs):
-            self._check_escape(unit, tensor)
-        return False
 
     def _check_escape(self, unit: Unit, tensor: torch.Tensor) -> None:
         """A parameter, or an alias of one, that ``unit`` returns stays gathered with the unit that called it."""
@@ -305,18 +301,14 @@ class PartitionedParameterCoordinator:
         handle.show_shape()
         self._shown.append(handle)
 
-    def _hide_shapes(self) -> None:
-        shown, self._shown = self._shown, []
-        for handle in shown:
-            if handle.status is NOT_AVAILABLE:
-                handle.drop()
-
     def _close_recomputed(self, unit: Unit | None) -> None:
         """End the recomputed forward uses of ``unit`` (None: all)."""
-        mine = [use for use in self._recomputed if unit is None or use.unit is unit]
-        self._recomputed = [use for use in self._recomputed if unit is not None and use.unit is not unit]
-        for use in mine:
-            self._release(self.schedule.leave(use.unit.index))
+        recomputed, self._recomputed = self._recomputed, []
+        for use in recomputed:
+            if unit is None or use.unit is unit:
+                self._release(self.schedule.leave(use.unit.index))
+            else:
+                self._recomputed.append(use)
 
     def _begin_task(self, task: int) -> None:
         """A backward begins, perhaps inside another (reentrant checkpointing)."""
@@ -355,8 +347,10 @@ class PartitionedParameterCoordinator:
     def _end_others(self) -> None:
         """End what the schedule does not know of."""
         self._staying.clear()
-        if self._shown:
-            self._hide_shapes()
+        shown, self._shown = self._shown, []
+        for handle in shown:
+            if handle.status is NOT_AVAILABLE:
+                handle.drop()
         if self._strays:
             self._let_strays_go()
         if self._read_ahead is not None:
@@ -387,7 +381,7 @@ class PartitionedParameterCoordinator:
         self._used_outside = False
         if self._step_open or self._strays:
             self.sweep()
-        with self._observers.gathering():
+        with self._observers.phase(GATHER):
             if self.schedule.held or (self.group.kept and self.group.keeps_some()):
                 refresh([h for h in self.handles if h.status is AVAILABLE and h.index in self._trained])
             else:
@@ -432,7 +426,7 @@ class PartitionedParameterCoordinator:
 
     def hold(self, indices: Sequence[int]) -> None:
         """Gather these parameters and keep them until :meth:`unhold`; calls nest. Called on all ranks."""
-        with self._observers.gathering():
+        with self._observers.phase(GATHER):
             self.group.gather([self.handles[index] for index in indices])
         self.schedule.hold(indices)
 
@@ -454,10 +448,10 @@ class PartitionedParameterCoordinator:
 
     def _execute(self, fetch: Fetch) -> None:
         release, starting, prefetch, needed, read = fetch
-        watched = self._observers.on_gather_begin if starting or prefetch or needed else ()
+        watched = self._observers.on_phase_begin if starting or prefetch or needed else ()
         try:
             for notify in watched:
-                notify()
+                notify(GATHER)
             if release:
                 self._release(release)
             if starting:
@@ -477,8 +471,8 @@ class PartitionedParameterCoordinator:
             raise type(error)(f"{error}\nThis rank stood at {self.where()}.") from error
         finally:
             if watched:
-                for notify in self._observers.on_gather_end:
-                    notify()
+                for notify in self._observers.on_phase_end:
+                    notify(GATHER)
 
     def _launch(self, indices: Iterable[int]) -> None:
         handles = self.handles

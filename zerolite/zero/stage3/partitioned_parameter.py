@@ -391,7 +391,7 @@ def users_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
     return {k: value for k, value in vars(parameter).items() if not (k.startswith("ds_") or k in _OURS)}
 
 
-def handle_of(tensor: Any) -> PartitionedParameter | None:
+def handle_of(tensor: object) -> PartitionedParameter | None:
     """Return the record of a partitioned parameter; None for anything else."""
     return getattr(tensor, "_zero_handle", None)
 

@@ -24,7 +24,7 @@ class ReleasedParameter(torch.nn.Parameter):
     (see between_steps.py), or is refused where that cannot be done.
     """
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return vars(self)["_zero_handle"].__reduce__()  # says what to do instead
 
     def as_subclass(self, cls: type) -> Any:
@@ -94,7 +94,7 @@ class ArrivingParameter(torch.nn.Parameter):
         self.wait_for([self])
         return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         self.wait_for([self])
         return self.__reduce_ex__(protocol)
 

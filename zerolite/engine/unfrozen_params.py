@@ -1,0 +1,119 @@
+"""Parameters that become trainable later: unfrozen midway, or added in a param group.
+
+They get buckets of their own behind the existing ones, so gradients, masters and states of the others stay in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerolite.diagnostics.agreement import Description, check_agreement, describe_parameter
+from zerolite.engine.model_values import fill_buckets
+from zerolite.zero.stage3.partitioned_parameter import handle_of
+
+if TYPE_CHECKING:
+    from zerolite.engine.build import Assembly
+
+_DIFFERENT = "zerolite: the ranks begin to train different parameters (unfrozen, or added in a param group)"
+
+Parameters = Sequence[torch.nn.Parameter]
+
+
+class UnfrozenParams:
+    """All of it is called on all ranks at the same point, for the same parameters: the user's ``requires_grad_`` and
+    ``add_param_group`` are calls of all ranks, as the engine's methods are. Which parameters they are is compared."""
+
+    def __init__(self, assembly: Assembly, adopts: bool, event: list[Callable[[], None]]) -> None:
+        """
+        Args:
+            assembly: of the engine, with all parts that must know of such parameters.
+            adopts: whether a parameter that is unfrozen and is in no param group joins the only one; otherwise the user
+                has chosen what is trained.
+            event: the listeners of that in which :meth:`register_unfrozen_params` is due.
+        """
+        self._assembly, self._adopts, self._event = assembly, adopts, event
+        self._frozen: list[torch.nn.Parameter] = []
+        self._watch([p for p in assembly.model.parameters() if not p.requires_grad])
+
+    def _watch(self, parameters: Parameters) -> None:
+        """Train these as soon as they require a gradient."""
+        if parameters and not self._frozen and self.register_unfrozen_params not in self._event:
+            self._event.append(self.register_unfrozen_params)
+        self._frozen += parameters
+
+    def register_unfrozen_params(self) -> None:
+        """Train what was frozen when the engine was made and requires a gradient now. Before a backward's first
+        gradient, and at stage 3 before the forward that uses it."""
+        unfrozen = [p for p in self._frozen if p.requires_grad]
+        if not unfrozen:
+            return
+        groups = self._assembly.sharded.inner.param_groups
+        grouped = {id(p) for group in groups for p in group["params"]}
+        homeless = [p for p in unfrozen if id(p) not in grouped]
+        if homeless and not (self._adopts and len(groups) == 1):
+            name = self._names()[id(homeless[0])]
+            raise RuntimeError(
+                f"parameter '{name}' was frozen when zerolite.initialize was called, requires a gradient now, and is "
+                "in no param group of the optimizer, so nothing would train it. Say how it is to be trained, before "
+                "its forward: engine.optimizer.add_param_group({'params': [...], 'lr': ...})"
+            )
+        groups[0]["params"].extend(homeless)
+        self._train(unfrozen)
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """engine.optimizer.add_param_group. Frozen parameters of the group are trained when they are unfrozen."""
+        given: Any = group["params"]
+        parameters: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        names = self._names()
+        trained = {id(p) for p in self._assembly.reducer.parameters}
+        partitioned = any(handle_of(p) is not None for p in self._assembly.reducer.parameters)
+        for p in parameters:
+            name = names.get(id(p))
+            problem = None
+            if name is None:
+                problem = f"a tensor of shape {tuple(p.shape)} that is no parameter of the engine's module"
+            elif id(p) in trained:
+                problem = f"parameter '{name}', which is trained already"
+            elif p.grad is not None:
+                problem = f"parameter '{name}' with a gradient, which would be lost; call zero_grad first"
+            elif partitioned and handle_of(p) is None:
+                problem = (
+                    f"parameter '{name}', which the module did not have when it was partitioned; at stage 3 add "
+                    "modules before zerolite.initialize"
+                )
+            if problem is not None:
+                raise ValueError(f"engine.optimizer.add_param_group: expected parameters to train, got {problem}")
+        inner = self._assembly.sharded.inner
+        type(inner).add_param_group(inner, {**group, "params": parameters})
+        frozen = {id(p) for p in self._frozen}
+        self._watch([p for p in parameters if id(p) not in frozen])
+        self.register_unfrozen_params()
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self._assembly.model.named_parameters()}
+
+    @torch.no_grad()
+    def _train(self, parameters: Parameters) -> None:
+        names = self._names()
+        described = {f"parameter '{names[id(p)]}'": describe_parameter(p) for p in parameters}
+        order = {"the parameters": [names[id(p)] for p in parameters]}
+        parts = self._assembly
+        check_agreement(Description(described, orders=order), parts.comm, parts.device, _DIFFERENT)
+        parts.pipeline.outcomes.settle()
+        parts.param_gatherer.wait_all()
+        everything = [*parts.reducer.parameters, *parameters]
+        layout = parts.buffer.layout.extended(parts.layout_of(parameters, names))
+        parts.buffer.use(layout, everything)
+        fill_buckets(parts.buffer, parts.precision, parts.comm, parts.device)
+        strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in everything]
+        parts.reducer.use(layout, everything, strides)
+        parts.reducer.arrivals.attach_rest()
+        parts.sharded.extend()
+        parts.pipeline.count_buckets()
+        parts.param_gatherer.attach(parts.model)
+        parts.tell(parameters)
+        unfrozen = {id(p) for p in parameters}
+        self._frozen = [p for p in self._frozen if id(p) not in unfrozen]

@@ -1,0 +1,307 @@
+"""Updates by any torch optimizer, whose parameters are the optimizer shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from zerolite.utils.accelerator import address
+from zerolite.utils.memory_tags import DEVICE, DISK, HOST, STATES, listeners, tag_memory
+from zerolite.utils.rounding import follow_
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.layout import Fragment
+from zerolite.zero.optim_shards import Hand, OptimParamShard, State
+
+
+class TorchUpdate:
+    """The inner optimizer steps over the shards of some buckets at a time and keeps their states."""
+
+    one_launch: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
+    cuts_buckets: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        buffer: ParameterBuffer,
+        shards: list[list[OptimParamShard]],
+        update_dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self._inner = inner
+        self._takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False))
+        self._buffer = buffer
+        self._shards: list[list[OptimParamShard]] = []
+        self._update_dtypes: list[torch.dtype] = []
+        self._sizes: list[list[int]] = []
+        # States on disk, by bucket and name, laid out like the masters; those of the shards are views of them.
+        self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
+        step: Any = type(inner).step
+        # Without torch's wrapper: hooks on the user's optimizer are of a whole step.
+        self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self.extend(shards, update_dtypes)
+
+    def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None:
+        """The shards of further buckets."""
+        self._update_dtypes += update_dtypes
+        for members in shards:
+            bucket = len(self._shards)
+            self._shards.append(members)
+            self._sizes.append(_split_sizes(self._buffer.fragments[bucket], self._buffer.master[bucket].numel()))
+            if self._temporary(bucket):
+                self._write_back(bucket, self._buffer.master[bucket])
+            self._rest_states(members)
+
+    def begin(self, used: frozenset[int] | None) -> None:
+        """Nothing: steps are counted in the states."""
+
+    def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
+        return self._on_disk.get(bucket, {})
+
+    @torch.no_grad()
+    def update(
+        self,
+        hands: Sequence[Hand],
+        factor: float | torch.Tensor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """See :class:`UpdateMethod`."""
+        shards: list[OptimParamShard] = []
+        taken: list[Hand] = []
+        exact: list[torch.Tensor] = []
+        for hand in hands:
+            here = [p for p in self._shards[hand.span.bucket] if used is None or p.fragment.slot.index in used]
+            if not here:
+                continue
+            if hand.out is not None:
+                follow_(hand.master, hand.out)
+            self._bind(hand)
+            exact.append(hand.gradient.to(self._update_dtypes[hand.span.bucket]))
+            self._show(here, exact[-1])
+            shards += here
+            taken.append(hand)
+        if exact and (isinstance(factor, torch.Tensor) or factor != 1.0):
+            torch._foreach_mul_(exact, factor)
+        try:
+            with self._only(shards), self._skipping(found_inf):
+                if shards:
+                    self._step(self._inner)
+        finally:
+            for shard in shards:
+                shard.tensor.grad = None
+            for hand in taken:
+                self._unbind(hand)
+        self._name_states(shards)
+        for hand in hands:
+            if hand.out is not None:
+                hand.out.copy_(hand.master)
+
+    def _show(self, shards: Sequence[OptimParamShard], gradient: torch.Tensor) -> None:
+        """Let the ``grad`` of shards of one bucket be views of ``gradient``."""
+        first = shards[0].fragment.slot
+        if len(shards) > 1 and not self._buffer.keeps_shape(first):
+            parts = gradient.split_with_sizes(self._sizes[first.bucket])[1::2]
+            for shard in shards:
+                shard.tensor.grad = parts[shard.position]
+        else:
+            for shard in shards:
+                shard.tensor.grad = self._buffer.view_of(shard.fragment, gradient)
+
+    def _name_states(self, shards: Iterable[OptimParamShard]) -> None:
+        """Say whose memory the states are, and where."""
+        for shard in shards:
+            place = self._buffer.placements.of_optimizer(shard.fragment.slot.bucket).place
+            if listeners or place != DEVICE:
+                for value in (self._inner.state.get(shard.tensor) or {}).values():
+                    if isinstance(value, torch.Tensor):
+                        tag_memory(value, STATES, HOST if place == DISK and not value.dim() else place)
+
+    def forget_last(self) -> None:
+        """Nothing: torch's fused kernels count steps on the device, where they see the skip."""
+
+    @property
+    def can_skip_on_device(self) -> bool:
+        """True if every group runs a fused kernel that takes ``found_inf`` (torch's convention for GradScaler)."""
+        if not self._takes_found_inf:
+            return False
+        if isinstance(self._inner, torch.optim.SGD):
+            return False  # its kernel would leave a first momentum buffer uninitialised
+        return all(group.get("fused") for group in self._inner.param_groups)
+
+    def state_of(self, shard: OptimParamShard) -> State:
+        return dict(self._inner.state.get(shard.tensor) or {})
+
+    def memory(self) -> Iterable[torch.Tensor]:
+        """The states' tensors."""
+        for shards in self._shards:
+            for shard in shards:
+                state = self._inner.state.get(shard.tensor) or {}
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
+        self._inner.state.pop(shard.tensor, None)
+        if state:
+            device = self._device_of(shard)
+            self._inner.state[shard.tensor] = {
+                key: value.detach().to(value.device if key == "step" else device, copy=True)
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in state.items()
+            }
+            self._rest_states([shard])
+
+    state_names = None
+
+    def make_state(
+        self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, torch.Tensor]:
+        """See :class:`UpdateMethod`."""
+        group = self._inner.param_groups[shard.group]
+        device = self._device_of(shard)
+        parameter = self._buffer.parameters[shard.fragment.slot.index]
+
+        def place(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            """Allocate a whole parameter in the order of its memory, over which torch's fused kernels walk."""
+            if not self._buffer.keeps_shape(shard.fragment.slot) or shape != parameter.shape:
+                return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
+
+        places = {name: place(shape, dtype) for name, (shape, dtype) in tensors.items()}
+        # Torch keeps counts where the kernel that reads them runs.
+        counts = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        kept = {
+            name: value.to(counts, copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in numbers.items()
+        }
+        self._inner.state.pop(shard.tensor, None)
+        if kept or places:
+            state = self._inner.state[shard.tensor] = {**kept, **places}
+            self._rest_states([shard])
+            places = {name: state[name] for name in places}
+        return places
+
+    def _device_of(self, shard: OptimParamShard) -> torch.device:
+        """Return the device on which the shard is updated."""
+        placements, bucket = self._buffer.placements, shard.fragment.slot.bucket
+        return torch.device("cpu") if placements.updates_on_host(bucket) else placements.device
+
+    def _rest_states(self, shards: Iterable[OptimParamShard]) -> None:
+        """States that have a value for each element are where the shards are updated, or on disk where the placement
+        is."""
+        for shard in shards:
+            bucket = shard.fragment.slot.bucket
+            placement, state = self._buffer.placements.of_optimizer(bucket), self._inner.state.get(shard.tensor) or {}
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != shard.fragment.numel:
+                    continue
+                if placement.place != DISK:
+                    state[name] = value.to(self._device_of(shard))
+                    continue
+                view = self._buffer.view_of(shard.fragment, self._disk_flat(bucket, name, value.dtype))
+                if address(view) != address(value):
+                    state[name] = view.copy_(value)
+
+    def _disk_flat(self, bucket: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        flats = self._on_disk.setdefault(bucket, {})
+        if name not in flats or flats[name].dtype != dtype:
+            numel = self._buffer.master[bucket].numel()
+            flats[name] = self._buffer.placements.of_optimizer(bucket).zeros(numel, dtype, STATES)
+        return flats[name]
+
+    @contextlib.contextmanager
+    def _only(self, shards: Sequence[OptimParamShard]) -> Iterator[None]:
+        """Show the inner optimizer these shards and nothing else."""
+        everything = self._inner.param_groups
+        outside = [group["params"] for group in everything]
+        chosen: dict[int, list[torch.Tensor]] = {}
+        for shard in shards:
+            chosen.setdefault(shard.group, []).append(shard.tensor)
+        try:
+            for index, tensors in chosen.items():
+                everything[index]["params"] = tensors
+            self._inner.param_groups = [everything[index] for index in sorted(chosen)]
+            yield
+        finally:
+            self._inner.param_groups = everything
+            for group, parameters in zip(everything, outside, strict=True):
+                group["params"] = parameters
+
+    @contextlib.contextmanager
+    def _skipping(self, found_inf: torch.Tensor | None) -> Iterator[None]:
+        if found_inf is None:
+            yield
+            return
+        vars(self._inner).update(grad_scale=None, found_inf=found_inf)
+        try:
+            yield
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                del vars(self._inner)[name]
+
+    # ---------------------------------------------------------------- masters in fewer bits than the update
+
+    def _temporary(self, bucket: int) -> bool:
+        """True if the update works on a copy of the bucket's master."""
+        return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
+
+    def _bind(self, hand: Hand) -> None:
+        """Let the shards be views of the master in hand, or of a copy in the dtype of the update, and their states of
+        those in hand."""
+        bucket, staged = hand.span.bucket, self._is_staged(hand)
+        if not staged and not self._temporary(bucket):
+            return
+        exact = hand.master.to(self._update_dtypes[bucket])
+        for shard in self._shards[bucket]:
+            shard.tensor.data = self._buffer.view_of(shard.fragment, exact)
+            if staged and hand.states:
+                state = self._inner.state.get(shard.tensor) or {}
+                held = {name: flat for name, flat in hand.states.items() if name in state}
+                state.update({name: self._buffer.view_of(shard.fragment, flat) for name, flat in held.items()})
+
+    def _unbind(self, hand: Hand) -> None:
+        """The reverse. What the update has not written in place reaches what is in hand."""
+        bucket, staged = hand.span.bucket, self._is_staged(hand)
+        shards = self._shards[bucket]
+        if staged:
+            for shard in shards:
+                self._put_back(shard, hand.states)
+        if self._temporary(bucket):
+            self._write_back(bucket, hand.master)
+        elif staged:
+            for shard in shards:
+                shard.tensor.data = self._buffer.view_of(shard.fragment, self._buffer.master[bucket])
+        if staged:
+            self._rest_states(shards)
+
+    def _is_staged(self, hand: Hand) -> bool:
+        """True if the update is not given the master itself."""
+        return hand.master is not self._buffer.master[hand.span.bucket]
+
+    def _write_back(self, bucket: int, master: torch.Tensor) -> None:
+        """Let ``master`` have the values of the shards, which are copies, and these no memory."""
+        for shard in self._shards[bucket]:
+            if shard.tensor.numel():
+                self._buffer.view_of(shard.fragment, master).copy_(shard.tensor)
+                shard.tensor.data = shard.tensor.new_empty(0)
+
+    def _put_back(self, shard: OptimParamShard, held: Mapping[str, torch.Tensor]) -> None:
+        state = self._inner.state.get(shard.tensor) or {}
+        for name, flat in held.items():
+            if name in state:
+                view = self._buffer.view_of(shard.fragment, flat)
+                if address(state[name]) != address(view):
+                    view.copy_(state[name])
+                state[name] = self._buffer.view_of(shard.fragment, self._on_disk[shard.fragment.slot.bucket][name])
+
+
+def _split_sizes(fragments: Sequence[Fragment], numel: int) -> list[int]:
+    """Lengths that cut a shard into gap, fragment, gap, fragment, …, gap."""
+    sizes, position = [], 0
+    for fragment in fragments:
+        sizes += [fragment.shard_start - position, fragment.numel]
+        position = fragment.shard_start + fragment.numel
+    return [*sizes, numel - position]
