@@ -264,8 +264,8 @@ class Loader:
             except Exception as error:
                 said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 raise CheckpointError(
-                    f"{_CALL}, of '{reader.path}': rank {self._host.rank}: {said.rstrip('. ')}. The engine holds a part "
-                    "of it: load another one"
+                    f"{_CALL}, of '{reader.path}': rank {self._host.rank}: {said.rstrip('. ')}. The engine holds a "
+                    "part of it: load another one"
                 ) from error
 
         ranks.run(lambda: reader.trust(make_room))
