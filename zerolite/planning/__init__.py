@@ -32,14 +32,8 @@ __all__ = [
     "plan",
 ]
 
-_HOMES = {
-    "errors": ("PlanError",),
-    "make": ("plan",),
-    "settings": ("compare",),
-    "result": ("Comparison", "Peak", "Plan", "TimePoint", "Traffic"),
-    "sources": ("load_batch", "load_model_fn"),
-}
+_RESULT = ("Comparison", "Peak", "Plan", "TimePoint", "Traffic")
+_HOMES = dict.fromkeys(_RESULT, "result") | dict.fromkeys(("load_batch", "load_model_fn"), "sources")
+_HOMES |= {"PlanError": "errors", "compare": "settings", "plan": "make"}
 
-__getattr__ = lazy_names(
-    __name__, {name: f"zerolite.planning.{module}" for module, names in _HOMES.items() for name in names}
-)
+__getattr__ = lazy_names(__name__, {name: f"zerolite.planning.{module}" for name, module in _HOMES.items()})

@@ -24,9 +24,8 @@ from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import DryMachine, WithoutMemory, on_the_cpu, without_memory
 from zerolite.planning.places import Grid
 from zerolite.planning.skeleton import DrySkeleton
-from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step
+from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step, walk_through_parameters
 from zerolite.planning.tracker import MADE, Flops, Fullest, MemoryTracker
-from zerolite.planning.walk import walk_through_parameters
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import collector_off, is_fake, machine, use_machine
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER

@@ -21,10 +21,9 @@ from zerolite.planning.initialize import initialize
 from zerolite.planning.make import ConfigLike, of_micro_batch, silent
 from zerolite.planning.places import Grid
 from zerolite.planning.result import AT_REST, Items, Traffic
-from zerolite.planning.steps import STEP, loss_fn_of, train_one_step
+from zerolite.planning.steps import STEP, loss_fn_of, train_one_step, walk_through_parameters
 from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import summarize
-from zerolite.planning.walk import walk_through_parameters
 from zerolite.utils.accelerator import collector_off, default_device
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import map_tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,3 +129,19 @@ def loss_of(output: Any) -> torch.Tensor:
             return tensor if tensor.numel() == 1 else tensor.float().mean()
     what = f"a tensor of {output.dtype}" if isinstance(output, torch.Tensor) else type(output).__name__
     raise ValueError(f"expected a loss or a floating tensor from the model, got {what}; give a loss function")
+
+
+def walk_through_parameters(model: torch.nn.Module) -> None:
+    """Replace the forwards of ``model``'s modules: each calls its children in the order of registration, then adds
+    nothing of each of its own parameters to the scalar that passes through. So hooks run, parameters are gathered and
+    gradients come, one parameter at a time, as in a real backward, without activations."""
+    for module in model.modules():
+        module.forward = functools.partial(_walk, module)
+
+
+def _walk(module: torch.nn.Module, value: torch.Tensor) -> torch.Tensor:
+    for child in module.children():
+        value = child(value)
+    for parameter in module.parameters(recurse=False):
+        value = value + parameter.sum().to(value.dtype)
+    return value
