@@ -48,6 +48,8 @@ def loss(output):
     return output.square().sum()
 """
 
+GRIDS = ("--input-spec", "int64[1]", "--device-memory", "1GB")
+
 Ask = Callable[..., tuple[int, str, str]]
 
 
@@ -155,6 +157,11 @@ def test_check_is_asked_for(ask: Ask, made: list[Any], monkeypatch: pytest.Monke
         (["--loss", "m:f"], "--loss needs --batch or --input-spec"),
         (["--check"], "--check needs --batch or --input-spec"),
         (["--check", "--batch", "m:f", "--compare"], "leave out --compare, --nodes and --rank"),
+        (["--grids"], "--grids needs --device-memory, and --batch or --input-spec"),
+        (["--grids", "--compare", *GRIDS], "leave out --compare"),
+        (["--grids", "--rank", "0", *GRIDS], "leave out --rank"),
+        (["--speeds", "1,1GB,1GB"], "--speeds is for --grids"),
+        (["--speeds", "fast", "--grids", *GRIDS], "expected three amounts a second"),
     ],
 )
 def test_mistakes_of_the_command_line(ask: Ask, made: list[Any], options: list[str], sentence: str) -> None:
@@ -191,10 +198,7 @@ def test_mistakes_of_the_config_are_told_verbatim(ask: Ask, made: list[Any], con
     ("model", "options", "sentence"),
     [
         ("plan_models:bild", (), "module 'plan_models' has no 'bild'; did you mean 'build'?"),
-        ("plan_modles:build", (), "importing 'plan_modles' failed with ModuleNotFoundError"),
-        ("nonsuch/config.json", (), "there is no file 'nonsuch/config.json'"),
         ("plan_models:build", ("--input-spec", "x:int64"), "expected name:dtype[sizes] for each tensor"),
-        ("plan_models:build", ("--batch", "plan_models:nonsuch"), "--batch plan_models:nonsuch: module"),
         ("plan_models:build", ("--batch", "plan_models:make_batch", "--loss", "plan_models:los"), "mean 'loss'?"),
     ],
 )

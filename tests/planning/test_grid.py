@@ -18,7 +18,6 @@ from zerolite.config import ConfigError
 from zerolite.pipe.order import orders
 from zerolite.pipe.schedules import ONE_PART, available_schedules
 from zerolite.planning.bubble import bubble
-from zerolite.planning.command import parse_command_line
 from zerolite.planning.errors import PlanError
 from zerolite.planning.grids import Speeds, compare_grids
 from zerolite.planning.make import plan
@@ -270,18 +269,3 @@ def test_few_micro_batches_stand_for_many() -> None:
     for few, all_of_them in zip(few_of_them.stages, made.stages, strict=True):
         assert (few.traffic, few.flops) == (all_of_them.traffic, all_of_them.flops)
         assert few.peak.bytes == pytest.approx(all_of_them.peak.bytes, rel=0.01)
-
-
-def test_mistakes_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    begin = ["--model", "m:f", "--config", "{}", "--world-size", "4"]
-    batch = ["--input-spec", "int64[1]", "--device-memory", "1GB"]
-    for more, sentence in (
-        (["--grids"], "--grids needs --device-memory, and --batch or --input-spec"),
-        (["--grids", "--compare", *batch], "leave out --compare"),
-        (["--grids", "--rank", "1", *batch], "leave out --rank"),
-        (["--speeds", "1,1GB,1GB"], "--speeds is for --grids"),
-        (["--speeds", "fast", "--grids", *batch], "expected three amounts a second"),
-    ):
-        with pytest.raises(SystemExit):
-            parse_command_line([*begin, *more])
-        assert sentence in capsys.readouterr().err
