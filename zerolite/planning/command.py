@@ -168,7 +168,8 @@ def find_problem(options: argparse.Namespace) -> str | None:
     if options.grids:
         if options.device_memory is None or not (options.batch or options.input_spec):
             return "--grids needs --device-memory, and --batch or --input-spec: it looks for the fastest grid that fits"
-        others = [name for name in ("compare", "check", "png", "rank") if getattr(options, name) not in (None, False)]
+        others = [name for name in ("compare", "check", "png") if getattr(options, name)]
+        others += ["rank"] if options.rank is not None else []
         if others:
             return f"--grids plans several grids: leave out --{others[0]}"
     if options.png and importlib.util.find_spec("matplotlib") is None:
