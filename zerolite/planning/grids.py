@@ -61,8 +61,8 @@ class Candidate:
 
 
 class Blocks(NamedTuple):
-    """Repeated blocks of a model. block, rest: what one of them computes of all that the model does, and what the
-    largest other module does."""
+    """Repeated blocks of a model. block, rest: what the smallest of them computes of all that the model does, and what
+    the largest other module does."""
 
     number: int = 0
     block: float = 0.0
@@ -91,11 +91,12 @@ def _blocks(outcomes: Iterable[Outcome]) -> Blocks:
     children = {path: [name for name in classes if name.rpartition(".")[0] == path] for path in lists}
     alike = [path for path, names in children.items() if names and len({classes[name] for name in names}) == 1]
     path = max(alike, key=lambda path: len(children[path]), default="")
-    whole, inside = sum(flops.values()), sum(n for name, n in flops.items() if name.startswith(f"{path}."))
-    if not path or len(children[path]) < _MANY or not whole:
+    whole, names = sum(flops.values()), children.get(path, [])
+    if len(names) < _MANY or not whole:
         return Blocks()
+    blocks = [sum(n for name, n in flops.items() if f"{name}.".startswith(f"{block}.")) for block in names]
     rest = max((n for name, n in flops.items() if not name.startswith(f"{path}.")), default=0)
-    return Blocks(len(children[path]), inside / len(children[path]) / whole, rest / whole)
+    return Blocks(len(names), min(blocks) / whole, rest / whole)
 
 
 def _is_divided(config: ZeroliteConfig) -> bool:
@@ -157,7 +158,8 @@ class _Search:
             config = with_blocks(config, zero_optimization={"stage": 1})
         made = job(config)  # at the config's own grid: for what each parameter takes, and the operations
         self._base = self._planned(made, range(made.grid.pipe))
-        self._blocks = _blocks(self._outcomes[made.grid, made.config.zero_optimization.chosen_stage].values())
+        outcomes = self._outcomes[made.grid, made.config.zero_optimization.chosen_stage].values()
+        self._blocks = _blocks(outcomes) if made.grid.tensor == 1 else Blocks()  # of whole modules
 
     def result(self) -> Comparison:
         limit, rows = self._memory[0] or 0, self._trials.rows
