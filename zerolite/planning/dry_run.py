@@ -289,7 +289,7 @@ class _Run:
                     module._forward_pre_hooks.clear()
                     module._forward_hooks.clear()
                 walk_through_parameters(model)
-                staged, loss_fn = staged and _Unscheduled(staged), None
+                staged = loss_fn = None  # there is nothing to send
             tracker.item, tracker.place = OTHER, DEVICE
             engine = build_engine(
                 model, job.config, job.make_arguments(), topology, device, job.device, staged, loss_fn
@@ -332,18 +332,6 @@ class _Run:
                 yield
         finally:
             self._mode.stepping = False
-
-
-class _Unscheduled:
-    """A stage of a pipeline in an engine that is called like any other: without a batch there is nothing to send."""
-
-    passes, loss_fn = 1, None
-
-    def __init__(self, staged: Any) -> None:
-        self.ties = staged.ties
-
-    def runner(self, parts: Any) -> None:
-        return None
 
 
 def _of_peers(engine: Engine) -> int:
