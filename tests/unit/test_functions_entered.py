@@ -61,7 +61,7 @@ def plain_step(zero: dict[str, Any]) -> list[set[tuple[str, str, int]]]:
 
 
 # Of forward, backward and step: functions that have a name, and files that have them.
-@pytest.mark.parametrize(("stage", "most"), [(2, [(6, 3), (79, 19), (150, 33)]), (3, [(25, 6), (95, 24), (168, 40)])])
+@pytest.mark.parametrize(("stage", "most"), [(2, [(6, 3), (76, 18), (144, 33)]), (3, [(25, 6), (94, 23), (161, 38)])])
 def test_a_plain_step_enters_few_functions_and_files(stage: int, most: list[tuple[int, int]]) -> None:
     for found, (functions, files) in zip(plain_step({"stage": stage}), most, strict=True):
         named = sorted(entry for entry in found if not entry[1].startswith("<"))

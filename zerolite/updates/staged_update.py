@@ -132,7 +132,6 @@ class StagedSpans:
         self.groups: list[list[Span]] = []
 
     def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
-        """See :class:`~zerolite.zero.step_update.StagedUpdate`."""
         alignment = SPAN_ALIGNMENT if self._method.cuts_buckets else 0
         elements = sum(numel for of_place in buckets.values() for _, numel in of_place)
         several = max(_SMALLEST, elements // _SEVERAL)  # there is something to overlap
@@ -140,7 +139,6 @@ class StagedSpans:
         self.groups = [group for of_place in buckets.values() for group in sub_groups(of_place, most, alignment)]
 
     def run(self, publish: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
-        """See :class:`~zerolite.zero.step_update.StagedUpdate`."""
         if not publish:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
                 self._buffer.follow(bucket)

@@ -69,7 +69,6 @@ class TorchUpdate:
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """See :class:`UpdateMethod`."""
         shards: list[OptimParamShard] = []
         taken: list[Hand] = []
         exact: list[torch.Tensor] = []
@@ -159,7 +158,6 @@ class TorchUpdate:
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
-        """See :class:`UpdateMethod`."""
         group = self._inner.param_groups[shard.group]
         device = self._device_of(shard)
         parameter = self._buffer.parameters[shard.fragment.slot.index]

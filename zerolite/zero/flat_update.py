@@ -81,7 +81,7 @@ class FlatUpdate:
         self._fresh = False
 
     def begin(self, used: frozenset[int] | None) -> None:
-        """See :class:`UpdateMethod`. Raises ValueError for a param group that the kernels cannot follow."""
+        """Raises ValueError for a param group that the kernels cannot follow."""
         groups = self._inner.param_groups
         for index, group in enumerate(groups):
             key = self._rule.unsupported(group)
@@ -104,7 +104,6 @@ class FlatUpdate:
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """See :class:`UpdateMethod`."""
         groups, names = self._inner.param_groups, self._rule.states if self._states is not None else ()
         for launch in self._plan(hands, used):
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
@@ -161,7 +160,7 @@ class FlatUpdate:
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
-        """See :class:`UpdateMethod`; the tensors are views in the rule's dtype."""
+        """The tensors are views in the rule's dtype."""
         step = int(numbers["step"]) if "step" in numbers else int(bool(tensors))
         if step > self._steps:
             for other in self._all():
