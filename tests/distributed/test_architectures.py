@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.distributed.cases.tensor_parallel import compare
-from tests.distributed.test_tensor_parallel import GRADIENTS, LOSS
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import SGD, config
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.tensor_parallel import GRADIENTS, LOSS, compare
 from tests.toolkit.training import raised
 
 pytestmark = [

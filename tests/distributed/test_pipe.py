@@ -1,265 +1,312 @@
-"""Pipelines against plain PyTorch on the joint batch: losses, norms and parameters; what is sent; what goes wrong."""
+"""Pipelines against plain PyTorch on the joint batch: losses, norms and parameters; what is sent; what is held."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import importlib.util
+import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.toolkit.pool import Pools
+import zerolite
+from tests.toolkit import reference
+from tests.toolkit.configs import SGD, STATIC_SCALE, config
+from tests.toolkit.partitioned import raises
+from tests.toolkit.pipes import (
+    KINDS,
+    NAMED,
+    WIDTH,
+    batches_of,
+    cross_entropy,
+    float_batch,
+    module_of,
+    plain_loss,
+    token_batch,
+)
+from tests.toolkit.ranks import on_ranks
+from zerolite.comm import record
 from zerolite.pipe.schedules import available_schedules
 
-CASES = "tests.distributed.cases.pipe"
 RELATIVE = 1e-6  # fp32: only the order differs in which micro-batches are summed
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # a flip of the last place, in what a step's sums come from
 
 
-def run(pools: Pools, world: int, function: str, **kwargs: Any) -> list[Any]:
-    return pools(world).run(f"{CASES}:{function}", kwargs, timeout=180)
-
-
-def assert_matches(results: list[dict[str, Any]], relative: float = RELATIVE) -> None:
-    names = set()
-    for result in results:
-        assert result["losses"] == results[0]["losses"] and result["norms"] == results[0]["norms"]
-        assert result["losses"] == pytest.approx(result["wanted_losses"], rel=relative)
-        assert result["norms"] == pytest.approx(result["wanted_norms"], rel=relative)
-        for evaluated, wanted in result["evals"]:
-            assert evaluated == pytest.approx(wanted, rel=relative)
-        for name, value in result["parameters"].items():
-            torch.testing.assert_close(value, result["wanted"][name], rtol=relative, atol=relative)
-        names |= set(result["parameters"])
-    assert names == set(results[0]["wanted"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sequential", [False, True])
-def test_layers_with_buffers_alone(pools: Pools, sequential: bool) -> None:
-    results = run(pools, 2, "train", kind="buffers", sequential=sequential)
-    assert_matches(results)
-    found = {name: value for result in results for name, value in result["buffers"].items()}
-    assert set(found) == set(results[0]["wanted_buffers"])
+def assert_everywhere(engine: Any, found: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
+    """This rank has some of the wanted values, and all ranks together have all."""
     for name, value in found.items():
-        torch.testing.assert_close(value, results[0]["wanted_buffers"][name])
+        torch.testing.assert_close(value, wanted[name], rtol=relative, atol=relative, msg=lambda m, n=name: f"{n}: {m}")
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(found))
+    assert {name for some in names for name in some} == set(wanted)
 
 
-def sent(result: dict[str, Any]) -> Counter[tuple[str, str]]:
-    return Counter((op, tag) for op, tag, _ in result["calls"])
+def train(
+    kind: str,
+    stages: int = 2,
+    schedule: str = "1f1b",
+    micro_batches: int = 4,
+    steps: int = 3,
+    lengths: tuple[int, ...] = (3,),
+    zero: int = 0,
+    sequential: bool = False,
+    other_seed: bool = False,
+    mine: bool = False,
+    **pipeline: Any,
+) -> tuple[Any, Any]:
+    """Train a pipeline beside plain PyTorch on the joint batch; return the engine, and a recorder of its last step.
+    sequential: the layers are in an nn.Sequential. other_seed: each rank starts from other values. mine: with an
+    optimizer made before."""
+    settings = config(zero, "fp32", micro_batches, clip=0.5)
+    settings["pipeline"] = {"stages": stages, "schedule": schedule, **pipeline}
+    torch.manual_seed(7)
+    if kind in NAMED:
+        build, make = NAMED[kind]
+        model, loss_fn = build(), cross_entropy if kind == "example" else None
+        whole = copy.deepcopy(model)
+    else:
+        _, make, loss_fn = KINDS[kind]
+        model = module_of(kind)
+        whole = copy.deepcopy(model)
+        whole.build(range(len(whole.specs)))
+        if sequential:
+            whole = nn.Sequential(*whole.functions.values())
+            model = copy.deepcopy(whole)
+    for parameter in model.parameters() if other_seed else ():
+        parameter.data.add_(dist.get_rank())
+    given: dict[str, Any] = {"loss_fn": loss_fn if sequential or kind in NAMED else None}
+    if mine:
+        settings.pop("optimizer")
+        given["optimizer"] = torch.optim.SGD(model.parameters(), **SGD[1])
+    engine = zerolite.initialize(model, settings, **given)
+    data, rank = engine.data_parallel_world_size, engine.data_parallel_rank
+    optimizer = torch.optim.SGD(whole.parameters(), **SGD[1])
+    for step in range(steps):
+        batches = batches_of(make, step, micro_batches, data, lengths[step % len(lengths)])
+        wanted = plain_loss(whole.eval(), batches, loss_fn)
+        assert engine.eval_batch(iter(batches[rank])).item() == pytest.approx(wanted, rel=RELATIVE)
+        with record() as recorder:
+            loss = engine.train_batch(iter(batches[rank])).item()
+        optimizer.zero_grad()
+        assert loss == pytest.approx(plain_loss(whole.train(), batches, loss_fn, backward=True), rel=RELATIVE)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5).item()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=RELATIVE)
+        optimizer.step()
+    found = {name: p.detach() for name, p in engine.module.named_parameters()}
+    assert_everywhere(engine, found, {name: p.detach() for name, p in whole.named_parameters()}, RELATIVE)
+    if kind in NAMED:  # buffers too
+        torch.testing.assert_close(
+            dict(engine.full_state_dict()), dict(whole.state_dict()), rtol=RELATIVE, atol=RELATIVE
+        )
+    else:
+        assert_everywhere(engine, dict(engine.module.named_buffers()), dict(whole.named_buffers()), RELATIVE)
+    return engine, recorder
 
 
 # -------------------------------------------------------------------- the same numbers
 
 
-def test_a_tied_model_on_two_stages(pools: Pools) -> None:
-    results = run(pools, 2, "train", kind="tied", lengths=(3, 5))
-    assert_matches(results)
-    assert results[0]["micro_steps"] == 4 * 4
-    for result, others in zip(results, reversed(results), strict=True):
-        assert {name.split(".")[1] for name in result["parameters"]} & {
-            name.split(".")[1] for name in others["parameters"]
-        } == {"0"}
-        # One message for each micro-batch and direction, and nothing else but two exchanges on the host, the loss, the
-        # norm and the gradient of what is shared.
-        assert sent(result) == {
-            ("send", "pipe"): 4,
-            ("receive", "pipe"): 4,
-            ("all_reduce", "control"): 2,
-            ("all_reduce", "loss"): 1,
-            ("all_reduce", "stats"): 1,
-            ("all_reduce", "shared_gradients"): 1,
-        }
+@on_ranks(2, timeout=120)
+def test_a_tied_model_on_two_stages() -> None:
+    engine, recorder = train("tied", lengths=(3, 5), steps=4)
+    assert engine.micro_steps == 4 * 4
+    # One message for each micro-batch and direction, and nothing else but two exchanges on the host, the loss, the norm
+    # and the gradient of what is shared.
+    assert Counter((call.op, call.tag) for call in recorder.calls) == {
+        ("send", "pipe"): 4,
+        ("receive", "pipe"): 4,
+        ("all_reduce", "control"): 2,
+        ("all_reduce", "loss"): 1,
+        ("all_reduce", "stats"): 1,
+        ("all_reduce", "shared_gradients"): 1,
+    }
 
 
-def test_two_pipelines_meet_along_each_dimension(pools: Pools) -> None:
-    results = run(pools, 4, "train", kind="blocks", steps=1)
-    assert_matches(results)
-    for result in results:
-        assert result["met"] == [("pipe", 2), ("data", 2)] * 2
+@on_ranks(4)
+def test_two_pipelines_meet_along_each_dimension() -> None:
+    _, recorder = train("blocks", steps=1)
+    met = [(call.dimension, call.ranks) for call in recorder.select(tag="control")]
+    assert met == [("pipe", 2), ("data", 2)] * 2
 
 
-def test_a_model_divided_by_names(pools: Pools) -> None:
-    results = run(pools, 2, "train_named", kind="TiedGpt", other_seed=True, mine=True)
-    assert_matches(results)
-    assert "positions" not in results[1]["parameters"] and "embed.weight" in results[1]["parameters"]
+@on_ranks(2)
+def test_a_model_divided_by_names() -> None:
+    engine, _ = train("TiedGpt", lengths=(4, 6), other_seed=True, mine=True)
+    names = [name for name, _ in engine.module.named_parameters()]
+    assert dist.get_rank() == 0 or ("positions" not in names and "embed.weight" in names)
 
 
 @pytest.mark.slow
+@on_ranks(2, timeout=180)
 @pytest.mark.parametrize("schedule", available_schedules())
-@pytest.mark.parametrize("kind", ["blocks", "tied", "pairs"])
-def test_schedules(pools: Pools, schedule: str, kind: str) -> None:
-    method = "uniform" if kind == "pairs" else "parameters"
-    results = run(pools, 2, "train", kind=kind, schedule=schedule, pipeline={"partition_method": method})
-    assert_matches(results)
-    if schedule in ("gpipe", "1f1b") and kind != "pairs":
-        assert all(sent(result)["send", "pipe"] == sent(result)["receive", "pipe"] == 4 for result in results)
+def test_schedules(schedule: str) -> None:
+    for kind, method in (("tied", "parameters"), ("pairs", "uniform")):
+        _, recorder = train(kind, schedule=schedule, partition_method=method)
+        if schedule in ("gpipe", "1f1b") and kind == "tied":
+            assert recorder.count("send", "pipe") == recorder.count("receive", "pipe") == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [
-        (2, {"kind": "modules", "sequential": True, "lengths": (3, 5, 2)}),
-        (2, {"kind": "tied", "zero": 1}),
-        (2, {"kind": "tied", "pipeline": {"activation_checkpoint_interval": 2}}),
-        (2, {"kind": "blocks", "pipeline": {"partition_method": "type:block"}}),
-        (2, {"kind": "blocks", "schedule": "zero_bubble", "pipeline": {"chunks": 1}}),
-        (2, {"kind": "blocks", "schedule": "gpipe", "micro_batches": 1}),
-        (2, {"kind": "tied", "stages": 1}),
-        (4, {"kind": "tied", "stages": 4}),
-        (4, {"kind": "tied", "stages": 4, "schedule": "gpipe", "micro_batches": 3}),
-        (4, {"kind": "tied", "zero": 1}),
-        (4, {"kind": "tied", "zero": 1, "schedule": "interleaved_1f1b", "lengths": (3, 4)}),
-        (4, {"kind": "tied", "zero": 1, "schedule": "zbv"}),
-        (4, {"kind": "blocks", "zero": 0, "schedule": "zero_bubble"}),
-        (3, {"kind": "tied", "stages": 3, "micro_batches": 5}),
+GRIDS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"kind": "inplace", "sequential": True, "lengths": (3, 5, 2)},
+        {"kind": "buffers"},
+        {"kind": "buffers", "sequential": True},
+        {"kind": "tied", "zero": 1, "activation_checkpoint_interval": 2},
+        {"kind": "blocks", "partition_method": "type:block"},
+        {"kind": "blocks", "schedule": "zero_bubble", "chunks": 1},
+        {"kind": "blocks", "schedule": "gpipe", "micro_batches": 1},
+        {"kind": "tied", "stages": 1},
     ],
-)
-def test_grids_and_options(pools: Pools, world: int, settings: dict[str, Any]) -> None:
-    assert_matches(run(pools, world, "train", **settings))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [
-        (2, {"kind": "Checkpointed"}),
-        (2, {"kind": "Checkpointed", "schedule": "zbv"}),
-        (2, {"kind": "Opened"}),
-        (2, {"kind": "Normed"}),
-        (2, {"kind": "Caching"}),
-        (2, {"kind": "TiedGpt", "schedule": "interleaved_1f1b"}),
-        (2, {"kind": "TiedGpt", "schedule": "zero_bubble", "pipeline": {"split": ["blocks.1", "blocks.2", "head"]}}),
-        (2, {"kind": "example", "loss": True}),
-        (2, {"kind": "gpt2"}),
-        (2, {"kind": "llama", "mine": True}),
-        (2, {"kind": "llama", "schedule": "zero_bubble"}),
-        (4, {"kind": "TiedGpt", "stages": 4}),
-        (4, {"kind": "TiedGpt", "zero": 1}),
-        (4, {"kind": "gpt2", "zero": 1, "schedule": "interleaved_1f1b"}),
+    3: [{"kind": "tied", "stages": 3, "micro_batches": 5}],
+    4: [
+        {"kind": "tied", "stages": 4, "schedule": "gpipe", "micro_batches": 3},
+        {"kind": "tied", "zero": 1, "schedule": "interleaved_1f1b", "lengths": (3, 4)},
+        {"kind": "tied", "zero": 1, "schedule": "zbv"},
+        {"kind": "blocks", "schedule": "zero_bubble"},
     ],
-)
-def test_divided_models(pools: Pools, world: int, settings: dict[str, Any]) -> None:
-    if settings["kind"] in ("gpt2", "llama"):
-        pytest.importorskip("transformers")
-    results = run(pools, world, "train_named", **settings)
-    assert_matches(results)
-    whole, wanted = results[0]["whole"], results[0]["wanted_whole"]
-    assert set(whole) == set(wanted)
-    for name, value in whole.items():  # buffers too
-        torch.testing.assert_close(value, wanted[name], rtol=RELATIVE, atol=RELATIVE)
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_half_precision(pools: Pools, precision: str, schedule: str) -> None:
-    results = run(pools, 2, "train_half", precision=precision, schedule=schedule)
-    assert_matches(results, HALF[precision])
-    assert results[0]["dtypes"] == [{"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]]
+@on_ranks(*GRIDS, timeout=240)
+def test_grids_and_options() -> None:
+    for settings in GRIDS[dist.get_world_size()]:
+        train(**settings)
+
+
+DIVIDED: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"kind": "Checkpointed"},
+        {"kind": "Checkpointed", "schedule": "zbv"},
+        {"kind": "Opened"},
+        {"kind": "Normed"},
+        {"kind": "Caching"},
+        {"kind": "TiedGpt", "schedule": "zero_bubble", "split": ["blocks.1", "blocks.2", "head"]},
+        {"kind": "example"},
+        {"kind": "gpt2"},
+        {"kind": "llama", "mine": True},
+        {"kind": "llama", "schedule": "zero_bubble"},
+    ],
+    4: [{"kind": "TiedGpt", "stages": 4}, {"kind": "gpt2", "zero": 1, "schedule": "interleaved_1f1b"}],
+}
+
+
+@pytest.mark.slow
+@on_ranks(*DIVIDED, timeout=300)
+def test_divided_models() -> None:
+    missing = ("gpt2", "llama") if importlib.util.find_spec("transformers") is None else ()
+    for settings in DIVIDED[dist.get_world_size()]:
+        if settings["kind"] not in missing:
+            train(lengths=(4, 6), **settings)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize(("precision", "schedule"), [("bf16", "zero_bubble"), ("fp16", "1f1b")])
+def test_half_precision(precision: str, schedule: str) -> None:
+    """Masters in fp32, beside the reference of the other stages' tests."""
+    settings = config(1, precision, 4, clip=0.5)
+    settings["pipeline"] = {"stages": 2, "schedule": schedule}
+    model = module_of("tied")
+    whole = copy.deepcopy(model)
+    whole.build(range(len(whole.specs)))
+    engine = zerolite.initialize(model, settings)
+    batches = [batches_of(token_batch, step, length=3 + 2 * (step % 2))[0] for step in range(6)]
+    losses, norms = [], []
+    for step in batches:
+        losses.append(engine.train_batch(iter(step)).item())
+        norms.append(engine.get_global_grad_norm())
+
+    def loss_of(compute: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(compute(batch[0]).float(), batch[1])
+
+    scale = STATIC_SCALE if precision == "fp16" else 1.0
+    by_micro = [[[micro] for micro in step] for step in batches]
+    wanted = reference.train(whole, loss_of, by_micro, precision, SGD, 0.5, scale)
+    assert losses == pytest.approx(wanted.losses, rel=HALF[precision])
+    assert norms == pytest.approx(wanted.norms, rel=HALF[precision])
+    assert {p.dtype for p in engine.module.parameters()} == {reference.DTYPES[precision]}
+    found = {name: p.detach().float() for name, p in engine.module.named_parameters()}
+    assert_everywhere(engine, found, wanted.parameters, HALF[precision])
 
 
 # -------------------------------------------------------------------- what is held, and what comes out
 
 
-@pytest.mark.slow
-def test_activations_go_with_their_backward(pools: Pools) -> None:
-    assert run(pools, 2, "in_flight", schedule="1f1b") == [2, 1]
-    assert run(pools, 2, "in_flight", schedule="gpipe") == [6, 6]
-    assert run(pools, 2, "in_flight", schedule="1f1b", evaluate=True) == [1, 1]
-    assert run(pools, 4, "in_flight", schedule="1f1b") == [4, 3, 2, 1]
+class Kept:
+    """Lives as long as a node of the graph."""
+
+
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Kept) -> Tensor:
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Counts(nn.Module):
+    """Knows how many of its outputs are alive: activations between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = Kept()
+        self.alive.add(token)
+        self.most = max(self.most, len(self.alive))
+        return Keeping.apply(self.inner(x), token)  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
-def test_what_eval_batch_gives(pools: Pools) -> None:
-    (loss, *nothing), (same, *something) = run(pools, 2, "outputs")
-    assert loss == same and nothing == [True, True] and something == [False, False]
+@on_ranks(2, 4)
+def test_activations_go_with_their_backward() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for schedule, evaluate, wanted in (("1f1b", False, world - rank), ("gpipe", False, 6), ("1f1b", True, 1)):
+        settings = config(0, "fp32", 6)
+        settings["pipeline"] = {"stages": world, "schedule": schedule}
+        model = nn.Sequential(*(Counts() for _ in range(world)))
+        counted = model[rank]
+        engine = zerolite.initialize(model, settings, loss_fn=F.mse_loss)
+        gc.disable()
+        try:
+            (engine.eval_batch if evaluate else engine.train_batch)(iter(batches_of(float_batch, 0, 6)[0]))
+        finally:
+            gc.enable()
+        assert not len(counted.alive), "activations of a step that has ended"
+        assert counted.most == wanted, (schedule, evaluate)
+
+
+def settings_of(micro_batches: int = 2, **more: Any) -> dict[str, Any]:
+    return config(0, "fp32", micro_batches) | {"pipeline": {"stages": 2, **more}}
 
 
 @pytest.mark.slow
-def test_parameters_are_asked_for_too_early(pools: Pools) -> None:
-    for said in run(pools, 2, "before_initialize"):
-        assert "2 ranks" in said and "num_stages=1" in said
-
-
-# -------------------------------------------------------------------- failures
-
-
-def test_a_layer_that_fails_is_known_everywhere_and_the_next_step_is_right(pools: Pools) -> None:
-    first, second = run(pools, 2, "fail", where=1)
-    assert first[0] == "FileNotFoundError: the layer has lost its file"
-    assert second[0] == "RuntimeError: engine.train_batch: rank 0 failed: " + first[0]
-    late, _ = run(pools, 2, "fail", where=1, at=99)
-    assert first[1:] == second[1:] and len(late) == 3
-    assert first[1] != late[1]  # it missed a step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "settings", "rank", "step"),
-    [
-        (2, {"where": 3, "at": 6}, 1, 1),
-        (2, {"where": 0, "at": 2, "schedule": "gpipe"}, 0, 0),
-        (2, {"where": 2, "at": 3, "schedule": "zbv"}, 1, 0),
-        (2, {"where": 1, "at": 1, "schedule": "interleaved_1f1b"}, 1, 0),
-        (2, {"where": 1, "backward": True}, 0, 0),
-        (2, {"where": 2, "backward": True, "schedule": "zero_bubble"}, 0, 0),
-        (4, {"where": 2, "at": 2}, 2, 0),
-    ],
-)
-def test_failures(pools: Pools, world: int, settings: dict[str, Any], rank: int, step: int) -> None:
-    said = run(pools, world, "fail", **settings)
-    assert said[rank][step].startswith("FileNotFoundError")
-    for other in set(range(world // 2)):
-        assert said[other][step].startswith(
-            ("FileNotFoundError", f"RuntimeError: engine.train_batch: rank {rank} failed")
-        )
-    for lines in said:
-        assert lines[step + 1 :] == said[0][step + 1 :] or settings.get("backward")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_iterators_that_end(pools: Pools, world: int) -> None:
-    for said in run(pools, world, "starve", rank=0, have=2):
-        assert said.startswith("RuntimeError") and "none any more on rank 0" in said
-    for said in run(pools, world, "starve", rank=-1, have=2):
-        assert said.startswith("StopIteration")
-    *others, last = run(pools, world, "starve", rank=world - 1, have=1, raises=True)
-    assert last == "FileNotFoundError: no more shards"
-    for said in others:
-        assert last in said and f"rank {world - 1}" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(
-    ("what", "said"), [("values", "other values"), ("shapes", "other shapes"), ("length", "(5, 6)")]
-)
-def test_stages_read_the_same_data(pools: Pools, what: str, said: str, world: int) -> None:
-    """The last rank reads other data; in two pipelines those of the other one are told, too."""
-    for sentence in run(pools, world, "differ", what=what):
-        assert said in sentence and sentence.startswith(("RuntimeError", "ValueError"))
-        assert what == "length" or f"on rank {world - 1} than on rank {world // 2 - 1}" in sentence
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"kind": "Skips"}, ["'stem.bias'", "part 0", "'blocks.2'", "skip connection"]),
-        ({"kind": "TiedGpt", "pipeline": {"split": ["blocks.7"]}}, ["'blocks.7'", "did you mean blocks.3"]),
-        ({"kind": "TiedGpt", "pipeline": {"split": ["blocks.1.up"]}}, ["blocks.0.down.bias", "blocks.1.up"]),
-        ({"kind": "TiedGpt", "pipeline": {"split": ["blocks"]}}, ["'blocks'", "called by itself"]),
-        ({"kind": "module", "pipeline": {"split": ["layers.2"]}}, ["pipeline.split", "PipelineModule"]),
-        ({"kind": "three stages"}, ["num_stages = 2", "got 3"]),
-        ({"kind": "broken"}, ["could not be divided", "in_features"]),
-        ({"kind": "frozen", "pipeline": {"partition_method": "uniform"}}, ["trained parameter"]),
-        ({"kind": "module", "micro_batches": 1}, ["got 1 (", "'1f1b'"]),
-        ({"kind": "module", "pipeline": {"schedule": "interleaved_1f1b", "chunks": 4}}, ["= 8", "got 6"]),
-    ],
-)
-def test_what_cannot_be_a_pipeline(pools: Pools, settings: dict[str, Any], said: list[str]) -> None:
-    for sentence in run(pools, 2, "refuse", **settings):
-        assert all(part in sentence for part in said), sentence
+@on_ranks(2)
+def test_what_eval_batch_gives() -> None:
+    """The loss, outputs of the last stage, or both; the outputs are those of a whole model."""
+    model = module_of("blocks")
+    with raises(RuntimeError, "2 ranks", "num_stages=1"):
+        list(model.parameters())
+    whole = copy.deepcopy(model)
+    whole.build(range(len(whole.specs)))
+    engine = zerolite.initialize(model, settings_of())
+    batches = batches_of(float_batch, 0, 2)[0]
+    loss, made = engine.eval_batch(iter(batches), return_logits=True)
+    alone = engine.eval_batch(iter(batches), compute_loss=False)
+    assert loss.item() == pytest.approx(plain_loss(whole, [batches], F.mse_loss), rel=RELATIVE)
+    assert (made is None) == (alone is None) == (dist.get_rank() == 0)
+    for one, other, (inputs, _) in zip(made or (), alone or (), batches, strict=False):
+        assert torch.equal(one, other) and torch.allclose(one, whole(inputs))

@@ -1,30 +1,36 @@
-"""Modules that stay in fp32, at every stage, against plain PyTorch with the same casts; and the table of dtypes in
-docs/precision.md, cell by cell."""
+"""Modules that stay in fp32, at every stage, against plain PyTorch with the same casts; and their corners.
+
+The table of dtypes in docs/precision.md is checked in test_precision_table.py.
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
-from pathlib import Path
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.cases import precision as cases
-from tests.toolkit import reference
-from tests.toolkit.compare import EPSILON, HALF_RELATIVE, assert_same_bits, mean_losses
-from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, config
-from tests.toolkit.pool import Pools
+import zerolite
+from tests.toolkit import models, reference
+from tests.toolkit.compare import EPSILON, HALF_RELATIVE, assert_same_bits, everywhere_equal
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, Optimizer, config
+from tests.toolkit.drop_in import rank_mean
+from tests.toolkit.partitioned import raises
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import snapshot
+from zerolite.zero import GatheredParameters
 
-CASES = "tests.distributed.cases.precision"
-STEPS = 5
-CLIP = 0.4
+PATTERNS = ["*.norm", "gate", "positions", "blocks.?.adapter"]
+WIDTH, LENGTH, STEPS, CLIP = 7, 7, 5, 0.4
 FOREACH = (ADAMW[0], {**ADAMW[1], "foreach": True})  # torch's own arithmetic
 # Where the order of sums flips the rounding of an activation, gradients differ by a share of 2^-8 of a contribution,
 # and what is kept in fp32 by that times lr.
 FLIPPED = 2e-4
-OPTIMIZERS = {"adamw": ADAMW, "sgd": SGD, "foreach": FOREACH}
 STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
     "0": (0, None),
     "1": (1, None),
@@ -32,311 +38,441 @@ STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
     "3": (3, PARTITIONED["moving"]),
     "3-one-unit": (3, PARTITIONED["one unit"]),
 }
-WORLDS = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 
 
-def settings(
-    stage: str, precision: str, accumulation: int, optimizer: str, clip: float = 0.0, low: bool = False
-) -> dict[str, Any]:
-    number, zero = STAGES[stage]
-    result = config(number, precision, accumulation, clip, OPTIMIZERS[optimizer], zero, fp32_modules=cases.PATTERNS)
-    if low:
-        result[precision][f"{precision}_master_weights_and_grads"] = True
-    return result
+class Gate(nn.Module):
+    """``x [..., W]`` -> a dict with a tuple in it; what the best score multiplies is for the caller to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+        self.linear.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor, *, temperature: Tensor) -> dict[str, Any]:
+        scores = (self.linear(x) / temperature).softmax(-1)
+        return {"scores": scores, "best": tuple(scores.max(-1, keepdim=True))}
 
 
-@functools.cache
-def expected(
-    world: int, precision: str, accumulation: int, optimizer: str, clip: float, low: bool
-) -> reference.Trajectory:
-    scale = STATIC_SCALE if precision == "fp16" else 1.0
-    dtype = reference.DTYPES[precision]
-    return cases.train_plain(dtype, OPTIMIZERS[optimizer], world, accumulation, STEPS, clip, scale, low)
+class Block(nn.Module):
+    """A layer in 16 bits with an adapter, which is checkpointed and called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 11)
+        self.down = nn.Linear(11, WIDTH)
+        self.adapter = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
+        self.adapter[0].weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(x)))
+        x = x + checkpoint(self.adapter, x, use_reentrant=False)
+        return x + self.adapter(x)
+
+
+class Mixed(nn.Module):
+    """``tokens [B, T]`` -> logits ``[B, T, vocabulary]``. With ``PATTERNS`` in fp32: a norm that all blocks share, a
+    router, an embedding, adapters; frozen parameters on both sides, one with no dimension, a tied weight in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(models.VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = Gate()
+        self.gain = nn.Parameter(torch.tensor(0.75))
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, models.VOCABULARY)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(self.norm(x))
+        routed = self.gate(x, temperature=torch.full((1,), 0.5, dtype=x.dtype))
+        value, _ = routed["best"]
+        x = x + self.gain * value * self.frozen(x) + routed["scores"].mean(-1, keepdim=True)
+        return self.head(self.norm(x))
+
+
+class ByHand(nn.Module):
+    """fp32 around one module, written out: every 16-bit argument to fp32, every fp32 result to ``dtype``."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.dtype = dtype
+
+    def forward(self, x: Tensor, **kwargs: Tensor) -> Any:
+        result = self.inner(x.float() if x.is_floating_point() else x, **{k: v.float() for k, v in kwargs.items()})
+        if isinstance(result, dict):
+            value, index = result["best"]
+            return {"scores": result["scores"].to(self.dtype), "best": (value.to(self.dtype), index)}
+        return result.to(self.dtype)
+
+
+def plain_model(dtype: torch.dtype) -> nn.Module:
+    """:class:`Mixed` in ``dtype``, except for what ``PATTERNS`` means."""
+    model, exact = models.build(Mixed).to(dtype), models.build(Mixed)
+    pairs = [(model, exact, name) for name in ("norm", "gate", "positions")]
+    for owner, source, name in [*pairs, *((model.blocks[i], exact.blocks[i], "adapter") for i in range(2))]:
+        setattr(owner, name, ByHand(getattr(source, name), dtype))
+    return model
+
+
+def train(config: dict[str, Any], steps: int = STEPS, init: bool = False, compiled: bool = False) -> dict[str, Any]:
+    """init: the model is built in zero.Init. compiled: a block and the norm are compiled (dynamo only)."""
+    with zerolite.zero.Init(enabled=init):
+        model = models.build(Mixed)
+    if compiled:
+        torch._dynamo.reset()
+        model.norm.compile(backend="eager")
+        model.blocks[0].compile(backend="eager")
+    engine = zerolite.initialize(model, config)
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(engine.gradient_accumulation_steps):
+            loss = models.token_loss(engine, models.token_batch(step, micro, engine.rank, 2, LENGTH))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    assert (engine.global_steps, engine.skipped_steps) == (steps, 0)
+    with GatheredParameters(engine.module, check=False):
+        everywhere_equal(engine.module)
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    masters = dict(zip(trained, zerolite.get_full_master(trained.values()), strict=True))
+    buffer, parameters = engine.parameter_access._buffer, snapshot(engine)
+    with torch.no_grad():
+        for parameter in engine.full_state_dict().values():
+            parameter.zero_()
+    engine.load_full_state_dict(parameters | {"head.weight": parameters["embed.weight"]})
+    assert_same_bits(parameters, snapshot(engine), "saved and loaded")
+    separate = {slot.name: buffer.separate[slot.bucket] for slot in buffer.layout.slots}
+    return {"losses": losses, "norms": norms, "parameters": parameters, "masters": masters, "separate": separate}
 
 
 def in_fp32(name: str) -> bool:
     return name.startswith(("norm.", "gate.", "positions.")) or ".adapter." in name
 
 
-FAST = {(2, "bf16", 2), (2, "fp16", 1)}
-MATRIX = [
-    pytest.param(*entry, marks=() if entry in FAST else pytest.mark.slow)
-    for entry in itertools.product((1, 2, 3), ("bf16", "fp16"), (1, 2))
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "precision", "accumulation"), MATRIX)
-def test_all_stages_match_casts_by_hand(pools: Pools, world: int, precision: str, accumulation: int) -> None:
-    variants = [("foreach", 0.0, False), ("adamw", CLIP, False), ("sgd", CLIP, True)]
-    runs = {
-        f"{stage} {number}": {
-            "config": settings(stage, precision, accumulation, optimizer, clip, low),
-            "steps": STEPS,
-        }
-        for number, (optimizer, clip, low) in enumerate(variants)
-        for stage in STAGES
-    }
-    ranks = pools(world).run(f"{CASES}:train_many", {"runs": runs}, timeout=240)
-    for number, (optimizer, clip, low) in enumerate(variants):
-        wanted = expected(world, precision, accumulation, optimizer, clip, low)
-        for stage in STAGES:
-            results = [results[f"{stage} {number}"] for results in ranks]
-            assert_dtypes(results[0], precision, low)
-            for other in results[1:]:
-                assert_same_bits(results[0]["parameters"], other["parameters"], "parameters of two ranks")
-            assert_same_bits(results[0]["parameters"], results[0]["reloaded"], "saved and loaded")
-            # Stages 0 and 1 sum a window's gradients and then reduce; stages 2 and 3 do it as the reference does.
-            exact = optimizer == "foreach" and (accumulation == 1 or stage[0] in "23" or world == 1)
-            assert_matches(results, wanted, precision, accumulation, exact)
-        assert_stages_agree(ranks[0], number, accumulation)
-
-
-def assert_dtypes(result: dict[str, Any], precision: str, low: bool) -> None:
-    half = reference.DTYPES[precision]
-    for name, value in result["parameters"].items():
+def assert_dtypes(found: dict[str, Any], half: torch.dtype, low: bool) -> None:
+    """``separate``: the master is other memory than the parameter."""
+    for name, value in found["parameters"].items():
         assert value.dtype is (torch.float32 if in_fp32(name) else half), name
-    for name, value in result["masters"].items():
+    for name, value in found["masters"].items():
         assert value.dtype is (half if low and not in_fp32(name) else torch.float32), name
-        assert result["second copies"][name] is (not low and not in_fp32(name)), f"{name}: masters"
-    assert result["steps"] == (STEPS, 0)
+        assert found["separate"][name] is (not low and not in_fp32(name)), f"{name}: masters"
 
 
-def assert_matches(
-    results: list[dict[str, Any]], wanted: reference.Trajectory, precision: str, accumulation: int, exact: bool
-) -> None:
-    result, relative = results[0], HALF_RELATIVE[precision]
-    assert mean_losses(results, accumulation) == pytest.approx(wanted.losses, rel=1e-6 if exact else relative)
-    assert result["norms"] == pytest.approx(wanted.norms, rel=1e-6 if exact else relative)
+def assert_matches(found: dict[str, Any], wanted: reference.Trajectory, precision: str, exact: bool) -> None:
+    relative = 1e-6 if exact else HALF_RELATIVE[precision]
+    steps = torch.tensor(found["losses"], dtype=torch.float64).view(STEPS, -1).mean(1)
+    dist.all_reduce(steps)
+    assert (steps / dist.get_world_size()).tolist() == pytest.approx(wanted.losses, rel=relative)
+    assert found["norms"] == pytest.approx(wanted.norms, rel=relative)
     if exact:
-        assert_same_bits(result["parameters"], wanted.parameters, "engine and plain PyTorch")
-        trained = {name: wanted.masters[name] for name in result["masters"]}
-        assert_same_bits(result["masters"], trained, "masters of the engine and of plain PyTorch")
-        return
+        trained = {name: wanted.masters[name] for name in found["masters"]}
+        assert_same_bits(found["masters"], trained, "masters of the engine and of plain PyTorch")
     for name, value in wanted.parameters.items():
-        difference = (result["parameters"][name].float() - value.float()).abs()
+        difference = (found["parameters"][name].float() - value).abs()
         unit = 2e-6 if in_fp32(name) else EPSILON[precision]
-        assert torch.all(difference <= unit * value.float().abs() + FLIPPED), f"{name}: {difference.max()}"
-
-
-def assert_stages_agree(runs: dict[str, dict[str, Any]], number: int, accumulation: int) -> None:
-    pairs = [("0", "1"), ("2", "3"), ("2", "3-one-unit")]
-    for one, other in [*pairs, ("0", "2")] if accumulation == 1 else pairs:
-        a, b = runs[f"{one} {number}"], runs[f"{other} {number}"]
-        assert_same_bits(a["parameters"], b["parameters"], f"stages {one} and {other}")
-        assert_same_bits(a["masters"], b["masters"], f"masters of stages {one} and {other}")
-        assert a["losses"] == b["losses"]
-        assert b["norms"] == pytest.approx(a["norms"], rel=1e-14, abs=0)
+        bound = 0.0 if exact else unit * value.abs() + FLIPPED
+        assert torch.all(difference <= bound), f"{name}: {difference.max()}"
 
 
 @pytest.mark.slow
-def test_ways_to_build_and_to_compile(pools: Pools) -> None:
-    runs = {
-        f"{stage} {how}": {"config": settings(stage, "bf16", 1, "adamw"), "steps": 3, "how": how}
-        for stage, how in (("0", ""), ("3", "init"), ("0", "compiled"), ("3", "compiled"))
-    }
-    results = pools(2).run(f"{CASES}:train_many", {"runs": runs}, timeout=120)[0]
-    for name in list(runs)[1:]:
-        assert_same_bits(results["0 "]["parameters"], results[name]["parameters"], name)
+@on_ranks(1, 2, 3, timeout=240)
+@pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 2), ("fp16", 1)])
+def test_all_stages_match_casts_by_hand(precision: str, accumulation: int) -> None:
+    world, dtype = dist.get_world_size(), reference.DTYPES[precision]
+    variants: list[tuple[Optimizer, float, bool]] = [(FOREACH, 0.0, False), (ADAMW, CLIP, False), (SGD, CLIP, True)]
+    batches = [
+        [[models.token_batch(step, m, r, 2, LENGTH) for r in range(world)] for m in range(accumulation)]
+        for step in range(STEPS)
+    ]
+    for optimizer, clip, low in variants:
+        scale = STATIC_SCALE if precision == "fp16" else 1.0
+        masters = "rounded" if low else "fp32"
+        wanted = reference.train(
+            models.build(Mixed),
+            models.token_loss,
+            batches,
+            precision,
+            optimizer,
+            clip,
+            scale,
+            masters,
+            compute=plain_model(dtype),
+        )
+        runs = {}
+        for stage, (number, zero) in STAGES.items():
+            settings = config(number, precision, accumulation, clip, optimizer, zero, fp32_modules=PATTERNS)
+            if low:
+                settings[precision][f"{precision}_master_weights_and_grads"] = True
+            runs[stage] = found = train(settings)
+            assert_dtypes(found, dtype, low)
+            # Stages 0 and 1 sum a window's gradients and then reduce; stages 2 and 3 do it as the reference does.
+            exact = optimizer is FOREACH and (accumulation == 1 or stage[0] in "23" or world == 1)
+            assert_matches(found, wanted, precision, exact)
+        for one, other in [("0", "1"), ("2", "3"), ("2", "3-one-unit"), *([("0", "2")] if accumulation == 1 else [])]:
+            for what in ("parameters", "masters"):
+                assert_same_bits(runs[one][what], runs[other][what], f"{what} of stages {one} and {other}")
+            assert runs[one]["losses"] == runs[other]["losses"]
+            assert runs[other]["norms"] == pytest.approx(runs[one]["norms"], rel=1e-14, abs=0)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_ways_to_build_and_to_compile() -> None:
+    whole, moving = (
+        config(stage, "bf16", 1, 0.0, ADAMW, zero, fp32_modules=PATTERNS) for stage, zero in (STAGES["0"], STAGES["3"])
+    )
+    wanted = train(whole, 3)["parameters"]
+    for found in (train(moving, 3, init=True), train(whole, 3, compiled=True), train(moving, 3, compiled=True)):
+        assert_same_bits(found["parameters"], wanted, "built in zero.Init, or compiled")
 
 
 # -------------------------------------------------------------------- corners
-
-HEAD = {"fp32_modules": ["head"]}
-CORNERS = [0, 2, 3]
 
 
 def corner(stage: int, precision: str = "bf16", **more: Any) -> dict[str, Any]:
     zero = PARTITIONED["moving"] if stage == 3 else None
     if precision == "autocast":
         more, precision = {"torch_autocast": {"enabled": True}, **more}, "fp32"
-    return config(stage, precision, 1, 0.0, ADAMW, zero, **HEAD, **more)
+    return config(stage, precision, 1, 0.0, ADAMW, zero, **{"fp32_modules": ["head"], **more})
 
 
-@pytest.mark.parametrize("stage", CORNERS)
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_outputs_where_an_fp32_module_comes_last(pools: Pools, stage: int, precision: str) -> None:
-    found = pools(2).run(f"{CASES}:head_last", {"config": corner(stage, precision)})[0]
-    half = reference.DTYPES[precision]
+class Headed(nn.Module):
+    """``x [B, 7]`` -> ``[B, 3]`` through a trunk in 16 bits and a head that is to be in fp32. ``widen``: the head is
+    called with fp32. ``fails``: it raises."""
+
+    def __init__(self, widen: bool = False) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(7, 7)
+        self.head = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+        self.head[1].bias.requires_grad_(False)
+        self.head.register_forward_hook(self._note)
+        self.widen = widen
+        self.fails = False
+        self.outputs: list[torch.dtype] = []
+
+    def _note(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.outputs.append(output.dtype)
+        if self.fails:
+            raise ArithmeticError("as the test wants it")
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        return self.head(hidden.float() if self.widen else hidden)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp16"), (3, "bf16")])
+def test_outputs_where_an_fp32_module_comes_last(stage: int, precision: str) -> None:
+    """By how the head is called and by the mode torch is in."""
+    half, x, outputs = reference.DTYPES[precision], models.float_batch(0, 0, 0)[0], []
     for widen in (False, True):
-        wanted = found[f"train {widen}"]
+        engine = zerolite.initialize(models.build(Headed, widen=widen), corner(stage, precision))
+        wanted = engine(x).detach()
         assert wanted.dtype is torch.float32
-        for name in ("no_grad", "inference"):
-            assert torch.equal(found[f"{name} {widen}"], wanted), f"{name} {widen}"
-        direct = found[f"module {widen}"]
+        with torch.no_grad():
+            assert torch.equal(engine(x), wanted)
+            direct = engine.module(x.to(half))
+        with torch.inference_mode():
+            assert torch.equal(engine(x), wanted)
         assert direct.dtype is (torch.float32 if widen else half) and torch.equal(direct.float(), wanted)
-    rounded, exact = found["train False"], found["train True"]
+        outputs.append(wanted)
+    rounded, exact = outputs
     assert torch.equal(rounded, exact.to(half).float()) and not torch.equal(rounded, exact)
 
 
-@pytest.mark.fast("fp32-bf16")
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("output_dtype", [None, "fp32", "16 bits"])
-def test_outputs_beside_a_loss_are_not_copied(pools: Pools, precision: str, output_dtype: str | None) -> None:
-    half = reference.DTYPES[precision]
-    logits = torch.float32 if output_dtype == "fp32" else half
-    for stage in (0, 3) if output_dtype is None else (1,):
-        settings = config(stage, precision, 1, 0.0, ADAMW, PARTITIONED["moving"] if stage == 3 else None)
-        settings[precision]["output_dtype"] = precision if output_dtype == "16 bits" else output_dtype
-        for found in pools(2).run(f"{CASES}:beside_a_loss", {"config": settings}):
-            assert all(found["same"].values()), found["same"]
-            copies = 1 if logits is torch.float32 else 0
-            assert found["train"] == found["eval"] == (torch.float32, logits, copies)
-            assert found["no loss"] is (half if output_dtype == "16 bits" else torch.float32)
-            assert found["module"] is half
-
-
-@pytest.mark.fast("bf16-0")
-@pytest.mark.parametrize("stage", CORNERS)
+@pytest.mark.fast("bf16-0-2")
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", ["bf16", "autocast"])
-def test_an_exception_inside_leaves_nothing_behind(pools: Pools, stage: int, precision: str) -> None:
-    for found in pools(2).run(f"{CASES}:exceptions", {"config": corner(stage, precision)}):
-        assert found["message"] == "as the test wants it" and not found["autocast"]
-        assert_same_bits(found["first"], found["second"], "after an exception and without one")
+def test_an_exception_inside_leaves_nothing_behind(stage: int, precision: str) -> None:
+    engines = [zerolite.initialize(models.build(Headed), corner(stage, precision)) for _ in range(2)]
+    engines[0].module.fails = True
+    with raises(ArithmeticError, "as the test wants it"):
+        engines[0](models.float_batch(0, 0, 0)[0])
+    engines[0].module.fails = False
+    assert not torch.is_autocast_enabled("cpu")
+    for engine in engines:
+        for step in range(2):
+            engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
+            engine.step()
+    assert_same_bits(snapshot(engines[0]), snapshot(engines[1]), "after an exception and without one")
 
 
-@pytest.mark.parametrize("stage", CORNERS)
-def test_parameters_that_are_trained_later(pools: Pools, stage: int) -> None:
-    ranks = pools(2).run(f"{CASES}:grown", {"config": corner(stage)})
-    for found in ranks:
-        assert_same_bits(found["after"], ranks[0]["after"], "parameters of two ranks")
-        inside = {name: value for name, value in found["after"].items() if name.startswith("head.")}
-        assert len(inside) == (4 if stage == 3 else 6)
-        assert {value.dtype for value in inside.values()} == {torch.float32}
-        assert set(found["masters"].values()) == {torch.float32}
-        assert found["outputs"] == {torch.bfloat16}
-        assert found["before"]["head.1.bias"].dtype is torch.float32
-        assert not torch.equal(found["before"]["head.1.bias"], found["after"]["head.1.bias"])
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_are_trained_later(stage: int) -> None:
+    """A frozen parameter of an fp32 module that is trained from the second step on; below stage 3 also a module that
+    is added and matches. And the state of the optimizer, saved and loaded."""
+    model = models.build(Headed)
+    engine = zerolite.initialize(model, corner(stage))
+
+    def step(number: int) -> None:
+        engine.backward(models.square_loss(engine, models.float_batch(number, 0, engine.rank)))
+        engine.step()
+
+    step(0)
+    before = snapshot(engine)
+    model.head[1].bias.requires_grad_(True)
+    step(1)
+    if stage < 3:
+        torch.manual_seed(3)
+        model.head.append(nn.LayerNorm(3))
+        engine.optimizer.add_param_group({"params": model.head[2].parameters()})
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    step(2)
+    with GatheredParameters(model, check=False):
+        everywhere_equal(model)
+    after = snapshot(engine)
+    inside = [value.dtype for name, value in after.items() if name.startswith("head.")]
+    assert inside == [torch.float32] * (4 if stage == 3 else 6)
+    assert all(zerolite.get_full_master(p).dtype is torch.float32 for p in model.parameters())
+    assert set(model.outputs) == {torch.bfloat16}
+    assert not torch.equal(before["head.1.bias"], after["head.1.bias"])
 
 
-@pytest.mark.parametrize("stage", CORNERS)
-def test_an_engine_takes_its_casts_with_it(pools: Pools, stage: int) -> None:
-    for found in pools(2).run(f"{CASES}:ended", {"config": corner(stage)}):
-        assert 'fp32_modules: expected patterns of names of modules in the model, got "haed"' in found["message"]
-        assert '"head"' in found["message"] and found["untouched"] == {torch.float32}
-        assert found["during"] == ["head", "head.0", "head.1"] and found["after"] == []
-        assert {found["dtypes"][name] for name in ("trunk.weight", "trunk.bias")} == {torch.float32}
-        assert found["dtypes"]["head.0.weight"] is torch.bfloat16 and found["again"] is torch.float32
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_takes_its_casts_with_it(stage: int) -> None:
+    """A refused call leaves the model as it was; an engine over a copy has casts of its own."""
+    model = models.build(Headed)
+
+    def wrapped() -> list[str]:
+        return sorted(name for name, module in model.named_modules() if "forward" in vars(module))
+
+    words = ('fp32_modules: expected patterns of names of modules in the model, got "haed"', '"head"')
+    with raises(zerolite.ConfigError, *words):
+        zerolite.initialize(model, corner(stage, fp32_modules=["haed"]))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    engine = zerolite.initialize(model, corner(stage))
+    assert wrapped() == ["head", "head.0", "head.1"]
+    with GatheredParameters(model, check=False):
+        other = zerolite.initialize(copy.deepcopy(model), corner(stage, fp32_modules=["trunk"]))
+    dtypes = {name: p.dtype for name, p in snapshot(other).items()}
+    assert dtypes["trunk.weight"] is dtypes["trunk.bias"] is torch.float32
+    assert dtypes["head.0.weight"] is torch.bfloat16
+    assert other(models.float_batch(0, 0, 0)[0]).dtype is torch.float32
+    del engine
+    assert wrapped() == []
 
 
-@pytest.mark.parametrize("stage", CORNERS)
-def test_gradients_travel_in_fp32_unless_all_are_asked_not_to(pools: Pools, stage: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_travel_in_fp32_unless_all_are_asked_not_to(stage: int) -> None:
+    """Of the head, the only ones there are."""
     safe = {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}
     for more, wanted in (
         ({}, torch.float32),
         ({"bf16": {"enabled": False}, "torch_autocast": safe}, torch.float32),
         ({"communication_data_type": "bf16"}, torch.bfloat16),
     ):
-        assert pools(2).run(f"{CASES}:reduced_in", {"config": corner(stage, **more)})[0] == {wanted}
+        model = models.build(Headed)
+        model.trunk.requires_grad_(False)
+        engine = zerolite.initialize(model, corner(stage, **more))
+        with zerolite.comm.record() as calls:
+            engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
+            engine.step()
+        assert {call.dtype for call in calls.select(tag="gradients")} == {wanted}
 
 
-# -------------------------------------------------------------------- the table of dtypes
+class Masked(nn.Module):
+    """A table and a mask in fp32, whatever the parameters are; a batch norm."""
 
-TABLE_CASES = "tests.distributed.cases.precision_table"
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "precision.md"
-MODES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": STATIC_SCALE}},
-    "bf16 low": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-    "fp16 low": {"fp16": {"enabled": True, "loss_scale": STATIC_SCALE, "fp16_master_weights_and_grads": True}},
-    "bf16 lowest": {
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-    },
-    "autocast bf16": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
-    "autocast fp16": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": STATIC_SCALE}},
-}
-BATCH_NORM = "BatchNorm"
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(7, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
+        self.register_buffer("mask", torch.eye(WIDTH))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.alias = self.mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)) @ self.mask)
 
 
-def tables() -> list[dict[str, dict[str, str]]]:
-    """The document's tables with a column for each mode: row, mode, cell."""
-    found: list[dict[str, dict[str, str]]] = []
-    modes: list[str] | None = None
-    for line in DOCUMENT.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
-        if cells and cells[0] == "" and len(cells) > 2:
-            modes = cells[1:]
-            found.append({})
-        elif not cells:
-            modes = None
-        elif modes is not None and not cells[0].startswith("---"):
-            assert cells[0] not in found[-1], f"{cells[0]} is there twice"
-            found[-1][cells[0]] = dict(zip(modes, cells[1:], strict=True))
-    return found
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_are_cast_where_the_config_says_so(stage: int) -> None:
+    """A forward in which a buffer meets an activation names the key; with it, it works."""
+    settings = corner(stage, fp32_modules=[])
+    x, y = models.float_batch(0, 0, 0)
+    with raises(RuntimeError, "(Masked)", '"data_types": {"buffer_dtype": "bf16"}'):
+        zerolite.initialize(models.build(Masked), settings)(x)
+    engine = zerolite.initialize(models.build(Masked), settings | {"data_types": {"buffer_dtype": "bf16"}})
+    losses = []
+    for _ in range(3):
+        losses.append(models.square_loss(engine, (x, y)))
+        engine.backward(losses[-1])
+        engine.step()
+    assert losses[-1] < losses[0] and engine.alias is engine.module.mask
+    wanted = {"mask": torch.bfloat16, "count": torch.int64, "norm.num_batches_tracked": torch.int64}
+    wanted |= dict.fromkeys(("norm.running_mean", "norm.running_var"), torch.float32)
+    assert {name: buffer.dtype for name, buffer in engine.module.named_buffers()} == wanted
 
 
-BODY, EXACT = tables()
-PARTS = {"body": BODY, "exact": EXACT}
+class Speaker(nn.Module):
+    """``tokens [B, T]`` -> logits ``[B, T, 97]``, and their loss if there are targets: as Hugging Face's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, WIDTH)
+        self.head = nn.Linear(WIDTH, 97)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embed(tokens)))
+        if targets is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
 
 
-def table_config(stage: str, mode: str, part: str, accumulation: int = 1) -> dict[str, Any]:
-    number, zero = STAGES[stage]
-    patterns = {} if part == "body" else {"fp32_modules": [part]}
-    zero = {**(zero or {}), "reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000}
-    return config(number, "fp32", accumulation, 0.0, ADAMW, zero, **MODES[mode], **patterns)
+class Fp32Copies(TorchDispatchMode):
+    """Count the fp32 tensors of at least ``numel`` elements that operations make."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.made = numel, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += isinstance(out, Tensor) and out.dtype is torch.float32 and out.numel() >= self.numel
+        return out
 
 
-def measured(pools: Pools, world: int, stage: str, part: str) -> dict[tuple[str, str], set[str]]:
-    """Return the contents of each cell (row, mode), on all ranks, with one micro-batch and with two."""
-    runs = {
-        f"{mode}, {accumulation}": {"config": table_config(stage, mode, part, accumulation), "part": part}
-        for mode in MODES
-        for accumulation in (1, 2)
-    }
-    cells: dict[tuple[str, str], set[str]] = {}
-    for results in pools(world).run(f"{TABLE_CASES}:measure_many", {"runs": runs}, timeout=240):
-        for name, rows in results.items():
-            for row, cell in rows.items():
-                cells.setdefault((row, name.partition(",")[0]), set()).add(cell)
-    return cells
-
-
-@pytest.mark.fast("2-exact")
-@pytest.mark.parametrize("part", list(PARTS))
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_cell_of_the_table(pools: Pools, world: int, part: str) -> None:
-    cells: dict[tuple[str, str], set[str]] = {}
-    for stage in ("0", "1", "2", "3"):
-        for key, found in measured(pools, world, stage, part).items():
-            cells.setdefault(key, set()).update(found)
-    wanted = {(row, mode): {cell} for row, modes in PARTS[part].items() for mode, cell in modes.items()}
-    wanted = {key: cell for key, cell in wanted.items() if key[0] != BATCH_NORM}
-    if world == 1:
-        wanted = {key: cell for key, cell in wanted.items() if "travel" not in key[0]}
-    assert cells == wanted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-def test_batch_norm(pools: Pools, world: int) -> None:
-    for part, patterns in (("body", []), ("exact", ["norm"])):
-        for stage in ("0", "3"):
-            configs = {mode: table_config(stage, mode, part) | {"fp32_modules": patterns} for mode in MODES}
-            for results in pools(world).run(f"{TABLE_CASES}:batch_norm", {"configs": configs}):
-                assert results == PARTS[part][BATCH_NORM]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-def test_batch_norm_trains_as_in_plain_pytorch(pools: Pools, world: int) -> None:
-    for stage, (number, zero) in STAGES.items():
-        setting = config(number, "bf16", 1, 0.0, ("SGD", {"lr": 0.0625}), zero)
-        for differing in pools(world).run(f"{TABLE_CASES}:batch_norm_parity", {"config": setting, "lr": 0.0625}):
-            assert differing == [], stage
-
-
-@pytest.mark.parametrize("stage", ["0", "3"])
-def test_buffers_are_cast_where_the_config_says_so(pools: Pools, stage: int) -> None:
-    setting = {"config": table_config(stage, "bf16", "body"), "buffer_dtype": "bf16"}
-    for rank in pools(2).run(f"{CASES}:buffers_cast", setting):
-        assert "must have the same dtype" in rank["error"] or "expected" in rank["error"]
-        assert "(Masked)" in rank["error"] and '"data_types": {"buffer_dtype": "bf16"}' in rank["error"]
-        wanted = {"mask": torch.bfloat16, "count": torch.int64, "norm.num_batches_tracked": torch.int64}
-        assert rank["buffers"] == wanted | dict.fromkeys(("norm.running_mean", "norm.running_var"), torch.float32)
-        assert rank["losses"][-1] < rank["losses"][0] and rank["alias"]
-
-
-def test_the_tables_have_all_modes() -> None:
-    for table in PARTS.values():
-        assert all(list(cells) == list(MODES) for cells in table.values())
+@pytest.mark.fast("0-bf16-None-2")
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "precision", "output_dtype"),
+    [(0, "bf16", None), (3, "fp16", None), (1, "fp16", "fp32"), (1, "bf16", "bf16")],
+)
+def test_outputs_beside_a_loss_are_not_copied(stage: int, precision: str, output_dtype: str | None) -> None:
+    half = reference.DTYPES[precision]
+    settings = corner(stage, precision, fp32_modules=[])
+    settings[precision]["output_dtype"] = output_dtype
+    engine, plain = zerolite.initialize(models.build(Speaker), settings), models.build(Speaker).to(half)
+    torch.manual_seed(5 + engine.rank)
+    tokens, targets = torch.randint(97, (2, 3, 13))
+    copies = 1 if output_dtype == "fp32" else 0
+    with Fp32Copies(tokens.numel() * 97) as training:
+        out = engine(tokens, targets)
+    wanted = plain(tokens, targets)
+    for name, value in wanted.items():
+        assert torch.equal(out[name], value.to(out[name].dtype)), name
+    with torch.no_grad():
+        with Fp32Copies(tokens.numel() * 97) as evaluation:
+            graded = engine.eval()(tokens, targets)
+        assert engine(tokens)["logits"].dtype is (half if output_dtype == precision else torch.float32)
+        assert engine.module(tokens)["logits"].dtype is half
+    for found, mode in ((out, training), (graded, evaluation)):
+        assert found["loss"].dtype is torch.float32 and mode.made == copies
+        assert found["logits"].dtype is (torch.float32 if copies else half)
+    engine.train().backward(out["loss"])
+    (wanted["loss"].float() * 4.0).backward()
+    for p, p_plain in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        mean = rank_mean(p_plain.grad.float()) / 4.0
+        torch.testing.assert_close(zerolite.get_full_grad(p), mean, rtol=2**-7, atol=1e-6)

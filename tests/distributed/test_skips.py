@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from tests.toolkit import models
 from tests.toolkit.compare import CLIP, assert_same_bits
-from tests.toolkit.configs import ADAMW, config, dynamic_fp16
+from tests.toolkit.configs import ADAMW, PARTITIONED, config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
 from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, snapshot
 
 
@@ -54,29 +55,6 @@ def bad_step(
     }
 
 
-def bad_for_ever(config: dict[str, Any], attempts: int) -> dict[str, Any]:
-    """Every gradient of rank 0 is infinite; until the engine raises."""
-    engine = make_engine(config)
-    before = snapshot(engine)
-    if dist.get_rank() == 0:
-        poison(engine, "up.weight", float("inf"))
-    scales = []
-    for attempt in range(attempts):
-        scales.append(engine.loss_scale)
-        engine.backward(models.token_loss(engine, models.token_batch(attempt, 0, dist.get_rank())))
-        try:
-            engine.step()
-        except Exception as error:
-            unchanged = all(torch.equal(before[name], value) for name, value in snapshot(engine).items())
-            return {
-                "attempt": attempt,
-                "error": f"{type(error).__name__}: {error}",
-                "scales": scales,
-                "unchanged": unchanged,
-            }
-    return {"attempt": None, "error": "", "scales": scales, "unchanged": True}
-
-
 def scale_growth(config: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train an Mlp; the parameters and the scale after each step."""
     engine = make_engine(config, "Mlp")
@@ -93,20 +71,21 @@ def scale_growth(config: dict[str, Any], steps: int) -> dict[str, Any]:
 # -------------------------------------------------------------------- the tests
 
 
+STATIC = {"enabled": True, "loss_scale": 4}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
 
 
 def setting(stage: int, precision: str, accumulation: int) -> dict[str, Any]:
-    if precision == "fp16":
-        return config(
-            stage, accumulation=accumulation, clip=CLIP, optimizer=ADAMW, fp16=dynamic_fp16(), scheduler=SCHEDULER
-        )
-    return config(stage, precision, accumulation, CLIP, ADAMW, scheduler=SCHEDULER)
+    more = {"fp16": dynamic_fp16()} if precision == "fp16" else {}
+    precision = "fp32" if precision == "fp16" else precision
+    return config(stage, precision, accumulation, CLIP, ADAMW, zero_of(stage), scheduler=SCHEDULER, **more)
 
 
-@pytest.mark.fast("0-fp16", "1-fp32", "2-bf16")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+def zero_of(stage: int) -> dict[str, Any]:
+    return PARTITIONED["moving"] if stage == 3 else {}
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (1, "fp32"), (2, "bf16"), (3, "fp16")])
 def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage: int, precision: str) -> None:
     accumulation, bad_rank, value, loop = {
         "fp32": (1, 1, math.nan, "engine"),
@@ -143,56 +122,58 @@ def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage:
     assert "step 4" in told[0]  # as global_steps counts it
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_too_many_skips_in_a_row_raise_on_all_ranks(pools: Pools, stage: int) -> None:
+def bad_for_ever(config: dict[str, Any]) -> tuple[list[float], str]:
+    """Every gradient of rank 0 is infinite until the engine raises: the scales of the loss, and the error."""
+    engine = make_engine(config)
+    before = snapshot(engine)
+    if dist.get_rank() == 0:
+        poison(engine, "up.weight", float("inf"))
+    scales = []
+    for attempt in range(10):
+        scales.append(engine.loss_scale)
+        engine.backward(models.token_loss(engine, models.token_batch(attempt, 0, dist.get_rank())))
+        try:
+            engine.step()
+        except Exception as error:
+            assert_same_bits(snapshot(engine), before, "before and after the skipped steps")
+            return scales, str(error)
+    raise AssertionError("nothing was raised")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_too_many_skips_in_a_row_raise_on_all_ranks(stage: int) -> None:
     for precision in ("fp32", "bf16"):
-        limited = config(stage, precision, max_consecutive_skipped_steps=3)
-        for result in pools(2).run(bad_for_ever, {"config": limited, "attempts": 6}):
-            assert result["attempt"] == 2
-            assert result["unchanged"]
-            for word in ("max_consecutive_skipped_steps", "3", "up.weight", "rank 0"):
-                assert word in result["error"], result["error"]
+        scales, error = bad_for_ever(config(stage, precision, zero=zero_of(stage), max_consecutive_skipped_steps=3))
+        assert len(scales) == 3
+        for word in ("max_consecutive_skipped_steps", "3", "up.weight", "rank 0"):
+            assert word in error, error
+    low = dynamic_fp16(initial_scale_power=3, min_loss_scale=1)
+    scales, error = bad_for_ever(config(stage, zero=zero_of(stage), fp16=low))
+    assert scales == [8, 4, 2, 1]
+    for word in ("up.weight", "minimum", "bf16", "4 in"):
+        assert word in error, error
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_fp16_at_its_minimum_scale_says_so(pools: Pools, stage: int) -> None:
-    low = config(stage, fp16=dynamic_fp16(initial_scale_power=3, min_loss_scale=1))
-    for result in pools(2).run(bad_for_ever, {"config": low, "attempts": 10}):
-        assert result["scales"] == [8, 4, 2, 1]
-        assert result["attempt"] == 3
-        assert result["unchanged"]
-        for word in ("up.weight", "minimum", "bf16", "4 in"):
-            assert word in result["error"], result["error"]
-
-
-@pytest.mark.fast("0")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gradient(pools: Pools, stage: int) -> None:
+@on_ranks(1, 2)
+def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gradient() -> None:
     """Scales are powers of two and no value is near fp16's limits: a run whose scale grows every second step equals
     one whose scale is 4 for ever."""
-    growing = config(stage, clip=CLIP, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=2))
-    static = config(stage, clip=CLIP, fp16={"enabled": True, "loss_scale": 4})
-    for world in (1, 2):
-        grown = pools(world).run(scale_growth, {"config": growing, "steps": 6})[0]
-        fixed = pools(world).run(scale_growth, {"config": static, "steps": 6})[0]
-        assert grown["scales"] == [4, 4, 8, 8, 16, 16]
-        assert fixed["scales"] == [4] * 6
+    for stage in (0, 1, 2):
+        growing = config(stage, clip=CLIP, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=2))
+        grown, fixed = scale_growth(growing, 6), scale_growth(config(stage, clip=CLIP, fp16=STATIC), 6)
+        assert grown["scales"] == [4, 4, 8, 8, 16, 16] and fixed["scales"] == [4] * 6
         # fp16 gradients below 2^-14 lose bits at the smaller scale: at most 2^-24 / 4 each, far below one unit of a
         # weight.
-        for step in range(6):
-            assert grown["norms"][step] == pytest.approx(fixed["norms"][step], rel=1e-5)
-            for name, value in fixed["snapshots"][step].items():
-                torch.testing.assert_close(grown["snapshots"][step][name], value, rtol=2.0**-10, atol=2.0**-20)
+        assert grown["norms"] == pytest.approx(fixed["norms"], rel=1e-5)
+        torch.testing.assert_close(grown["snapshots"], fixed["snapshots"], rtol=2.0**-10, atol=2.0**-20)
 
 
-def test_a_growing_scale_and_sgd_without_clipping(pools: Pools) -> None:
+@on_ranks(2)
+def test_a_growing_scale_and_sgd_without_clipping() -> None:
     """On the growth step an update half or twice as large would show at once: plain SGD moves by lr × gradient."""
     plain = ("SGD", {"lr": 0.5, "foreach": True})
-    growing = config(1, optimizer=plain, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=1))
-    static = config(1, optimizer=plain, fp16={"enabled": True, "loss_scale": 4})
-    grown = pools(2).run(scale_growth, {"config": growing, "steps": 3})[0]
-    fixed = pools(2).run(scale_growth, {"config": static, "steps": 3})[0]
+    grown = scale_growth(config(1, optimizer=plain, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=1)), 3)
+    fixed = scale_growth(config(1, optimizer=plain, fp16=STATIC), 3)
     assert grown["scales"] == [4, 8, 16]
-    for step in range(3):
-        for name, value in fixed["snapshots"][step].items():
-            torch.testing.assert_close(grown["snapshots"][step][name], value, rtol=2.0**-10, atol=2.0**-14)
+    torch.testing.assert_close(grown["snapshots"], fixed["snapshots"], rtol=2.0**-10, atol=2.0**-14)

@@ -15,7 +15,7 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config
-from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import snapshot
 from zerolite.engine import build_stage3
 
@@ -24,17 +24,13 @@ STEPS = 4
 
 
 class Block(nn.Module):
-    def __init__(self, experts: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.feed = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
 
-    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
-        x = x + self.feed(torch.tanh(self.mix(x)))
-        for index, expert in enumerate(self.experts):
-            x = x if index == skip else x + expert(x)
-        return x
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.feed(torch.tanh(self.mix(x)))
 
 
 class Blocks(nn.Module):
@@ -44,7 +40,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.use = use
         self.embed = nn.Embedding(models.VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(3 if use == "experts" else 0) for _ in range(6))
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
         self.head = nn.Linear(WIDTH, models.VOCABULARY)
         if use == "tied":
             self.head.weight = self.embed.weight
@@ -62,10 +58,8 @@ class Blocks(nn.Module):
             return x + block.feed(torch.tanh(block.mix(x)))
         if self.use == "twice":
             return block(block(x))
-        if self.use == "experts":  # each rank leaves out another one
-            return block(x, dist.get_rank())
-        if self.use in ("checkpointed", "reentrant"):
-            return checkpoint(block, x, use_reentrant=self.use == "reentrant")
+        if self.use == "checkpointed":
+            return checkpoint(block, x, use_reentrant=True)
         return block(x)
 
 
@@ -98,37 +92,35 @@ def train(config: dict[str, Any], use: str) -> dict[str, Any]:
     return found
 
 
-# -------------------------------------------------------------------- the tests
-
-
-USES = ["forward", "inside", "twice", "tied", "experts", "checkpointed", "reentrant"]
+USES = ["forward", "inside", "twice", "tied", "checkpointed"]
 UNITS = ["", "embed", *(f"blocks.{index}" for index in range(6)), "head"]
 BLOCK = 6 * 7 + 12 * 7 + 6 * 13  # elements
 EDGES = 11 * 6 + 11 * 7  # of the embedding and the head
 
 
-@pytest.mark.fast("forward")
-@pytest.mark.parametrize("use", [use if use in USES[:5] else pytest.param(use, marks=pytest.mark.slow) for use in USES])
-def test_blocks_in_every_use_give_the_numbers_of_plain_training(pools: Pools, use: str) -> None:
+@pytest.mark.fast("forward-2")
+@on_ranks(2)
+@pytest.mark.parametrize("use", USES)
+def test_blocks_in_every_use_give_the_numbers_of_plain_training(use: str) -> None:
     moving = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     kept = {**moving, "stage3_max_reuse_distance": 10 * BLOCK, "stage3_prefetch_bucket_size": 1}
-    plain = pools(2).run(train, {"config": config(0, optimizer=ADAMW), "use": use})[0]
+    plain = train(config(0, optimizer=ADAMW), use)
     for zero in (moving, kept):
-        case = {"config": config(3, optimizer=ADAMW, zero=zero), "use": use}
-        for result in pools(2).run(train, case):
-            assert result["units"] == UNITS and result["followed"]
-            assert_same_bits(result["parameters"], plain["parameters"], use)
+        result = train(config(3, optimizer=ADAMW, zero=zero), use)
+        assert result["units"] == UNITS and result["followed"]
+        assert_same_bits(result["parameters"], plain["parameters"], use)
 
 
-@pytest.mark.fast("forward")
+@pytest.mark.fast("forward-2")
+@on_ranks(2)
 @pytest.mark.parametrize("use", ["forward", "inside"])
-def test_at_most_two_blocks_are_whole_at_a_time(pools: Pools, use: str) -> None:
+def test_at_most_two_blocks_are_whole_at_a_time(use: str) -> None:
     zero = {
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 1,  # from one call inside a block to the next
         "stage3_prefetch_bucket_size": 1,
     }
-    result = pools(2).run(train, {"config": config(3, zero=zero), "use": use})[0]
+    result = train(config(3, zero=zero), use)
     assert BLOCK <= result["most"] <= 2 * BLOCK + EDGES
     # Forward 8 units, backward 7: the head's values are kept, and the embedding's are not needed.
     assert result["gathers"] <= 15

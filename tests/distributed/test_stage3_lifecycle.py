@@ -2,119 +2,267 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.distributed.cases import stage3_lifecycle as cases
-from tests.toolkit.pool import Pools
+import zerolite
+from tests.toolkit.compare import assert_same
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.stage3_cases import left_gathered
+from tests.toolkit.stage3_net import WIDTH, batch, loss_of, make_engine, one_loss, train
+from zerolite.zero import ZeroParamStatus
 
-CASES = "tests.distributed.cases.stage3_lifecycle"
-STEPS = 8
-SLOW = pytest.mark.slow
-SETTINGS = ["move", "keep", "tight"]
-GROUPS = {
-    "reading": [name for name in cases.DISTURBANCES if "raises" not in name and "fail" not in name],
-    "failed evaluation": [name for name in cases.DISTURBANCES if "fail" in name],
-    "forward raises": [name for name in cases.DISTURBANCES if name.startswith("forward raises")],
-    "backward raises": [name for name in cases.DISTURBANCES if name.startswith("backward raises")],
-    "plain backward raises": [name for name in cases.DISTURBANCES if name.startswith("plain backward raises")],
+SETTINGS = ("moving", "kept", "tight")
+
+
+class Boom(Exception):
+    """Error that the failing parts raise."""
+
+
+# ---------------------------------------------------------------- disturbances
+
+
+def no_grad(engine: Any, step: int) -> Any:
+    with torch.no_grad():
+        return engine(batch(step, 7))
+
+
+def inference_mode(engine: Any, step: int) -> Any:
+    with torch.inference_mode():
+        return [engine(batch(step, micro)).clone() for micro in (7, 8)]
+
+
+def raw_module(engine: Any, step: int) -> Any:
+    engine.eval()
+    with torch.no_grad():
+        results = [engine.module(batch(step, 7)), engine.module.blocks[1](torch.ones(2, WIDTH))]
+    engine.train()
+    return results
+
+
+def raw_module_with_grad(engine: Any, step: int) -> Any:
+    return [engine.module(batch(step, 7)).detach(), engine.module.blocks[1](torch.ones(2, WIDTH)).detach()]
+
+
+def forward_only(engine: Any, step: int) -> Any:
+    """Under grad, and the graphs are kept while the next forward runs."""
+    outputs = [engine(batch(step, micro)) for micro in (7, 8, 9)]
+    return [output.detach() for output in outputs]
+
+
+def input_gradient(engine: Any, step: int) -> Any:
+    """Only the inputs' gradient is asked for: none of the parameters gets one."""
+    x = batch(step, 7).requires_grad_()
+    result = torch.autograd.grad(engine(x).square().sum(), x)
+    engine.zero_grad()
+    return result
+
+
+def dropped_backward(engine: Any, step: int) -> Any:
+    engine.backward(loss_of(engine, step, 7))
+    engine.zero_grad()
+
+
+def clone_and_state(engine: Any, step: int) -> Any:
+    """Reading values in the middle of training."""
+    with zerolite.zero.GatheredParameters(engine.module):
+        inside = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    return [inside, engine.full_state_dict()]
+
+
+def _raise(error: type[BaseException], x: Tensor) -> Tensor:
+    raise error("on purpose")
+
+
+def _raise_in_backward(error: type[BaseException], x: Tensor) -> Tensor:
+    x = x.view_as(x)  # the module's output itself may carry other hooks
+    x.register_hook(lambda gradient: _raise(error, gradient))
+    return x
+
+
+@contextlib.contextmanager
+def acting(engine: Any, place: str, action: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    actions = engine.module.actions
+    actions[place] = action
+    try:
+        yield
+    finally:
+        del actions[place]
+
+
+def failing_forward(place: str, error: type[BaseException], engine: Any, step: int) -> Any:
+    with acting(engine, place, functools.partial(_raise, error)):
+        try:
+            engine(batch(step, 7))
+        except error as caught:
+            assert str(caught) == "on purpose"
+        else:
+            raise AssertionError("it was to raise")
+    if error is Boom:
+        assert not left_gathered(engine), left_gathered(engine)
+
+
+def failing_evaluation(engine: Any, step: int) -> Any:
+    with torch.no_grad():
+        failing_forward("inside the block", Boom, engine, step)
+
+
+def failing_backward(place: str, plain: bool, engine: Any, step: int) -> Any:
+    """The gradients that did come are dropped as in any PyTorch loop: by zero_grad."""
+    with acting(engine, place, functools.partial(_raise_in_backward, Boom)):
+        loss = loss_of(engine, step, 7)
+    try:
+        loss.backward() if plain else engine.backward(loss)
+    except Boom:
+        pass
+    else:
+        raise AssertionError("it was to raise")
+    engine.zero_grad()
+    if not (plain and place == "model ends"):  # raised before any hook of the engine could see that a backward began
+        assert not left_gathered(engine), left_gathered(engine)
+
+
+def failing_then_forward(engine: Any, step: int) -> Any:
+    """A failed plain backward, then straight on with an evaluation, its graph still alive."""
+    with acting(engine, "inside the block", functools.partial(_raise_in_backward, Boom)):
+        loss = loss_of(engine, step, 7)
+    with contextlib.suppress(Boom):
+        loss.backward()
+    result = no_grad(engine, step)
+    engine.zero_grad()
+    return result
+
+
+FORWARD_PLACES = ["model begins", "after the first", "block begins", "inside the block", "block ends", "model ends"]
+BACKWARD_PLACES = FORWARD_PLACES[1:]
+GROUPS: dict[str, list[Callable[[Any, int], Any]]] = {
+    "reading": [
+        no_grad,
+        inference_mode,
+        raw_module,
+        raw_module_with_grad,
+        forward_only,
+        input_gradient,
+        dropped_backward,
+        clone_and_state,
+        functools.partial(failing_forward, "inside the block", KeyboardInterrupt),
+    ],
+    "failed evaluation": [failing_evaluation, failing_then_forward],
+    "forward raises": [functools.partial(failing_forward, place, Boom) for place in FORWARD_PLACES],
+    "backward raises": [functools.partial(failing_backward, place, False) for place in BACKWARD_PLACES],
+    "plain backward raises": [functools.partial(failing_backward, place, True) for place in BACKWARD_PLACES],
 }
 
 
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Return where two nested results differ. Tensors by their bits; norms, sums in double over other parts, in 14
-    digits."""
-    if isinstance(one, torch.Tensor):
-        return [] if one.shape == other.shape and torch.equal(one, other) else [path]
-    if isinstance(one, dict):
-        if list(one) != list(other):
-            return [f"{path}: other keys"]
-        return [line for key in one for line in differences(one[key], other[key], f"{path}.{key}")]
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return [f"{path}: other length"]
-        return [
-            line for i, pair in enumerate(zip(one, other, strict=True)) for line in differences(*pair, f"{path}[{i}]")
-        ]
-    if isinstance(one, float):
-        return [] if one == pytest.approx(other, rel=1e-14) else [f"{path}: {one!r}, {other!r}"]
-    return [] if one == other else [f"{path}: {one!r}, {other!r}"]
-
-
-def assert_same(one: Any, other: Any, what: str) -> None:
-    found = differences(one, other)
-    assert not found, f"{what}: {found[:5]} and {max(0, len(found) - 5)} more differ"
-
-
-def compared(result: dict[str, Any]) -> dict[str, Any]:
-    return {key: result[key] for key in ("seen", "disturbed", "norms", "state")}
-
-
-def run(pools: Pools, world: int, names: list[str], kind: str, stage: int, setting: str = "move") -> Any:
-    runs = {name: {kind: name, "steps": STEPS} for name in names}
-    kwargs = {"runs": runs, "stage": stage, "setting": setting}
-    return pools(world).run(f"{CASES}:train_many", kwargs, timeout=120)
-
-
-def test_every_disturbance_is_in_one_group() -> None:
-    assert sorted(cases.DISTURBANCES) == sorted(name for names in GROUPS.values() for name in names)
+def undisturbed(groups: list[str], settings: tuple[str, ...], at: tuple[int, ...] = (0, 2, 6)) -> None:
+    """What a disturbance computes is what stage 2 computes, and training ends in the bits of a run without it."""
+    alone = train(make_engine(2))
+    for disturb in (disturb for group in groups for disturb in GROUPS[group]):
+        wanted = train(make_engine(2), disturb=disturb, at=at)
+        for setting in settings:
+            found = train(make_engine(3, setting), disturb=disturb, at=at)
+            for key in ("seen", "disturbed", "norms", "state"):
+                assert_same(found[key], wanted[key], f"{disturb}, {setting}: {key}, stage 2")
+                if key != "disturbed":
+                    assert_same(found[key], alone[key], f"{disturb}, {setting}: {key}, undisturbed")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=SLOW)])
-def test_loops(pools: Pools, world: int) -> None:
-    names = list(cases.LOOPS)
-    expected = run(pools, world, names, "loop", 2)
-    for setting in SETTINGS:
-        for rank, results in enumerate(run(pools, world, names, "loop", 3, setting)):
-            for name, result in results.items():
-                assert not result["left"], f"{name}, {setting}: {result['left']} stayed gathered"
-                assert_same(compared(expected[rank][name]), compared(result), f"{name}, {setting}, rank {rank}")
-                # Double backward is served on demand: it is unknown when its weights are needed for the last time.
-                planned = {False} if name == "gradient penalty" else {True}
-                assert set(result["followed"][3:]) == planned, f"{name}, {setting}: {result['followed']}"
-
-
-def test_loops_match_plain_pytorch(pools: Pools) -> None:
-    """One process: the numbers that both stages give are those of the model alone."""
-    (results,) = run(pools, 1, list(cases.LOOPS), "loop", 3)
-    for name, result in results.items():
-        wanted = cases.train(cases.Plain(cases.build()), steps=STEPS, loop=name)
-        assert result["norms"] == pytest.approx(wanted["norms"], rel=1e-5), name
-        torch.testing.assert_close(
-            result["seen"], wanted["seen"], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+@on_ranks(2, timeout=180)
+@pytest.mark.parametrize("group", GROUPS)
+def test_disturbances(group: str) -> None:
+    """In the first step, while the trace is recorded, and while a plan is followed."""
+    undisturbed([group], SETTINGS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [name if name == "move" else pytest.param(name, marks=SLOW) for name in SETTINGS])
-@pytest.mark.parametrize("group", list(GROUPS))
-@pytest.mark.parametrize("world", [pytest.param(1, marks=SLOW), 2])
-def test_disturbances(pools: Pools, world: int, group: str, setting: str) -> None:
-    """In the first step, while the trace is recorded, and while a plan is followed. What a disturbance computes is
-    what stage 2 computes, and training ends in the bits of a run without it."""
-    undisturbed = run(pools, world, ["one loss"], "loop", 2)
-    expected = run(pools, world, GROUPS[group], "disturbance", 2)
-    for rank, results in enumerate(run(pools, world, GROUPS[group], "disturbance", 3, setting)):
-        for name, result in results.items():
-            assert not result["left"], f"{name}: {result['left']} stayed gathered"
-            assert_same(compared(expected[rank][name]), compared(result), f"{name}, rank {rank}, stage 2")
-            alone = compared(undisturbed[rank]["one loss"])
-            assert_same(alone, {**compared(result), "disturbed": []}, f"{name}, rank {rank}, undisturbed")
+@on_ranks(1, timeout=180)
+def test_disturbances_of_one_rank() -> None:
+    undisturbed(list(GROUPS), ("moving",))
 
 
-@pytest.mark.fast("whole")
-@pytest.mark.parametrize("setting", ["one", "whole"])
-def test_one_unit_and_whole_parameters(pools: Pools, setting: str) -> None:
-    names = ["inference_mode", "forward only", "forward raises: inside the block", "backward raises: block ends"]
-    expected = run(pools, 2, ["one loss"], "loop", 2)[0]["one loss"]["state"]
-    for name, result in run(pools, 2, names, "disturbance", 3, setting)[0].items():
-        assert not result["left"], name
-        assert_same(expected, result["state"], name)
+@on_ranks(2)
+def test_whole_parameters() -> None:
+    """Nothing is released, or the whole model is one unit."""
+    alone = train(make_engine(2))["state"]
+    for place in ("inside the block", "block ends"):
+        for fails in (
+            functools.partial(failing_forward, place, Boom),
+            functools.partial(failing_backward, place, False),
+        ):
+            for setting in ("defaults", "one unit"):
+                assert_same(train(make_engine(3, setting), disturb=fails)["state"], alone, f"{fails}, {setting}")
 
 
-def test_what_a_user_has_made_whole_follows_updates(pools: Pools) -> None:
-    for same in pools(2).run(f"{CASES}:whole_by_hand", {}):
-        assert same == [True] * 3
+# ---------------------------------------------------------------- loops: one step each; give what to compare
+
+
+def two_forwards_two_backwards(engine: Any, step: int) -> Any:
+    losses = [loss_of(engine, step, 0), loss_of(engine, step, 1)]
+    for loss in losses if step % 2 else reversed(losses):
+        engine.backward(loss)
+    return losses
+
+
+def interleaved(engine: Any, step: int) -> Any:
+    first = loss_of(engine, step, 0)
+    second = loss_of(engine, step, 1)
+    engine.backward(first)
+    third = loss_of(engine, step, 2)
+    third.backward()
+    second.backward()
+    return [first, second, third]
+
+
+def gradient_penalty(engine: Any, step: int) -> Any:
+    x = batch(step).requires_grad_()
+    output = engine(x)
+    (of_input,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    loss = output.square().mean() + 0.1 * of_input.square().sum()
+    engine.backward(loss)
+    return [loss, of_input]
+
+
+def block_alone(engine: Any, step: int) -> Any:
+    """A part of the model is called by itself in the same graph."""
+    hidden = engine.module.blocks[1](torch.ones(2, WIDTH))
+    loss = loss_of(engine, step) + hidden.square().mean()
+    engine.backward(loss)
+    return loss
+
+
+LOOPS = [one_loss, two_forwards_two_backwards, interleaved, gradient_penalty, block_alone]
+
+
+@pytest.mark.slow
+@on_ranks(1, 2, timeout=180)
+def test_loops() -> None:
+    for loop in LOOPS:
+        wanted = train(make_engine(2), loop=loop)
+        for setting in SETTINGS:
+            found = train(make_engine(3, setting), loop=loop)
+            for key in ("seen", "norms", "state"):
+                assert_same(found[key], wanted[key], f"{loop}, {setting}: {key}")
+            # Double backward is served on demand: it is unknown when its weights are needed for the last time.
+            assert set(found["followed"][3:]) == {loop is not gradient_penalty}, f"{loop}, {setting}"
+
+
+@on_ranks(2)
+def test_what_a_user_has_made_whole_follows_updates() -> None:
+    """A parameter has the values of its master after each step: also where ``p.all_gather()`` has made it whole before
+    the update, until the next forward releases it."""
+    engine = make_engine(3)
+    weight: Any = max(engine.module.parameters(), key=lambda parameter: parameter.ds_numel)
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        if step == 1:
+            weight.all_gather()
+        engine.step()
+        assert (weight.ds_status is ZeroParamStatus.AVAILABLE) is (step == 1), step
+        assert torch.equal(weight.detach(), zerolite.get_full_master(weight)), step

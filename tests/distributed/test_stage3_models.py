@@ -1,151 +1,334 @@
-"""Stage 3 with what real models do: the bits of stage 2, and nothing left gathered after any step."""
+"""Stage 3 gives the bits of stage 2 for models whose inputs, outputs and uses of parameters are not those of a plain
+stack of layers, and for the larger modules of torch.nn; nothing is left gathered after any step."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.distributed.cases import stage3_cases, stage3_graphs, stage3_library, stage3_models
-from tests.toolkit.configs import ADAMW, config
-from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.stage3_cases import LENGTH, WIDTH, Block, Case, Cases, batch, loss_of, tokens
 
-CASES = list(stage3_cases.CLASSES)
-assert stage3_models and stage3_graphs and stage3_library  # they fill the list
+CASES = Cases()
 
-# The first variant of each model, and all whose graphs differ, run always.
-_VARIED = (
-    "Lora",
-    "SharedBias-not",
-    "Checkpointed",
-    "CheckpointedInPart",
-    "TiedHead",
-    "ReturnedParameter",
-    "ViewChangedInPlace",
-)
-_FIRST = {name.split("-")[0]: name for name in reversed(CASES)}
-FAST_AND_SLOW = [
-    name if name.startswith(_VARIED) or name in _FIRST.values() else pytest.param(name, marks=pytest.mark.slow)
-    for name in CASES
-]
+# -------------------------------------------------------------------- what goes in and comes out
 
-_ALL = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
-SETTINGS: dict[str, dict[str, Any]] = {
-    # Everything is released after every use.
-    "everything moves": {**_ALL, "stage3_max_reuse_distance": 0},
-    # Kept between forward and backward.
-    "kept": _ALL,
-    # One unit or two ahead, and evictions.
-    "tight": {
-        **_ALL,
-        "stage3_prefetch_bucket_size": 100,
-        "stage3_max_live_parameters": 250,
-        "stage3_max_reuse_distance": 200,
-    },
-    # The whole model is one unit.
-    "one unit": {"stage3_param_persistence_threshold": 0},
+
+@dataclasses.dataclass
+class Pair:
+    first: Tensor
+    second: Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlottedPair:
+    first: Tensor
+    second: Tensor
+
+
+class NamedPair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class ObjectPair:
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.inner = {"deep": [first]}
+        self.second = second
+
+
+PACK: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "slots": SlottedPair,
+    "namedtuple": NamedPair,
+    "object": ObjectPair,
+    "nested": lambda a, b: {"x": [(a, {"y": Pair(a, b)})], "n": 1},
+}
+UNPACK: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
+    "slots": lambda v: (v.first, v.second),
+    "namedtuple": tuple,
+    "object": lambda v: (v.inner["deep"][0], v.second),
+    "nested": lambda v: (v["x"][0][1]["y"].first, v["x"][0][0]),
 }
 
 
-# A gradient that comes in two parts, from two inner backwards: until a plan is followed the second part is reduced by
-# itself, and mean(a) + mean(b) is rounded otherwise than mean(a + b).
-FIRES_TWICE = ("CheckpointedInside-reentrant",)
+@CASES.variants(**{kind: kind for kind in PACK})
+class Outputs(Case):
+    """A child and the model itself return a structure."""
+
+    class Split(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind = kind
+            self.first, self.second = Block(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            return PACK[self.kind](self.first(x), self.second(x))
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.one, self.two = self.Split(kind), self.Split(kind)
+
+    def forward(self, x: Tensor) -> Any:
+        a, b = UNPACK[self.kind](self.one(x))
+        return PACK[self.kind](*UNPACK[self.kind](self.two(a * b.sigmoid())))
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        a, b = UNPACK[engine.module.kind](engine(batch(step)))
+        return loss_of(a) + loss_of(b).sqrt()
 
 
-def run(
-    pools: Pools, world: int, name: str, settings: dict[str, dict[str, Any]] = SETTINGS, **more: Any
-) -> list[dict[str, Any]]:
-    """A case at stage 2 and at stage 3 under each of the settings, on each rank; compared."""
-    extra = stage3_cases.CLASSES[name].zero
-    configs = {"stage 2": config(2, optimizer=ADAMW, **more)}
-    configs |= {key: config(3, optimizer=ADAMW, zero={**zero, **extra}, **more) for key, zero in settings.items()}
-    arguments = {"name": name, "configs": configs}
-    ranks = pools(world).run("tests.distributed.cases.stage3_cases:train_all", arguments, timeout=90)
-    problems = [
-        f"rank {rank}, {key}: {problem}"
-        for rank, results in enumerate(ranks)
-        for key, result in results.items()
-        for problem in differences(result, results["stage 2"], exact=name not in FIRES_TWICE)
-    ]
-    assert not problems, "\n".join(problems)
-    return ranks
+@CASES.add
+class KeywordInputs(Case):
+    """Keyword-only inputs, structures as inputs, one of them an activation, and integers that need no gradient."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.table = nn.Embedding(13, WIDTH)
+
+        def forward(self, *, hidden: dict[str, Tensor], ids: Tensor, scale: float = 2.0) -> Tensor:
+            return self.linear(hidden["x"]) * scale + self.table(ids)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), self.Inner()
+
+    def forward(self, x: Tensor, *, ids: Tensor, flag: bool) -> Tensor:
+        return self.second(hidden={"x": self.first(x)}, ids=ids) if flag else x
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        return loss_of(engine(x=batch(step), ids=tokens(step), flag=True))
 
 
-def differences(result: dict[str, Any], wanted: dict[str, Any], exact: bool = True) -> list[str]:
-    """In what a run is not the other one's equal, and what it left gathered."""
-    problems = [f"left gathered {result['left'][:8]}"] if result["left"] else []
-    losses = wanted["losses"] if exact else pytest.approx(wanted["losses"], rel=1e-6)  # of weights that are as close
-    close = {"losses": losses, "evaluations": pytest.approx(wanted["evaluations"], rel=1e-6)}
-    for what, expected in {"tied": wanted["tied"], "trained": wanted["trained"], **close}.items():
-        if result[what] != expected:
-            problems.append(f"{what} {result[what]}, expected {wanted[what]}")
-    state, other = result["state"], wanted["state"]
-    if list(state) != list(other):
-        return [*problems, f"names {list(state)}, expected {list(other)}"]
-    same = torch.equal if exact else partial(torch.allclose, rtol=1e-5, atol=1e-6)
-    wrong = [k for k in other if not same(state[k], other[k]) or state[k].stride() != other[k].stride()]
-    return [*problems, f"{wrong} differ"] if wrong else problems
+@CASES.add
+class OutputWithoutGradient(Case):
+    """A unit whose result is cut off from the graph, one under no_grad, and one that returns its input."""
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.probe = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, self.probe(x.detach())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.quiet, self.same, self.last = Block(), Block(), self.Same(), Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            mask = self.quiet(x) > 0
+        kept, probe = self.same(self.last(x))
+        return kept * mask + self.cut(x).detach(), probe
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        a, b = engine(batch(step))
+        return loss_of(a) + loss_of(b)
 
 
-@pytest.mark.fast("Frozen-middle", "TiedHead-called", "BorrowedWeight", "Bags-sum")
-@pytest.mark.parametrize("name", FAST_AND_SLOW)
-def test_stage_3_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
-    stable = stage3_cases.CLASSES[name].stable
-    for results in run(pools, 2, name):
-        for setting in SETTINGS:
-            assert results[setting]["units"] and all(results[setting]["gathers"]), setting
-            assert stable is None or results[setting]["following"][-1] is stable, setting
-        assert len(results["one unit"]["units"]) == 1 < len(results["kept"]["units"])
-        assert results["everything moves"]["gathers"][-1] > results["one unit"]["gathers"][-1]
+# -------------------------------------------------------------------- who uses which parameter
+
+
+@CASES.add
+class SeveralUses(Case):
+    """One module many times in a forward, also through another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_block, self.head = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.head(self.step_block(x)) + self.head(x)
+        return x
+
+
+@CASES.add
+class Recursive(Case):
+    """A module that calls itself."""
+
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.split, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor, depth: int) -> Tensor:
+            if not depth:
+                return x * self.weight
+            below = self(torch.tanh(self.split(x)), depth - 1)
+            return below + self(x, depth - 1) * self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = self.Tree()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tree(x, 3)
+
+
+@CASES.variants(called=False, functional=True)
+class TiedHead(Case):
+    """A head with the embedding's weight, as a module with the same parameter or as a function of it."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.functional = functional
+        self.embed, self.block = nn.Embedding(13, WIDTH), Block()
+        if not functional:
+            self.head = nn.Linear(WIDTH, 13, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.block(self.embed(ids))
+        return F.linear(hidden, self.embed.weight) if self.functional else self.head(hidden)
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        return F.cross_entropy(engine(tokens(step)).flatten(0, 1), tokens(step).flatten())
+
+
+@CASES.add
+class BorrowedWeight(Case):
+    """A weight of a module that is never called, used by functions in other modules' forwards, and at the root."""
+
+    class Borrower(nn.Module):
+        def __init__(self, lender: nn.Linear) -> None:
+            super().__init__()
+            self.own = nn.Linear(WIDTH, WIDTH)
+            self.__dict__["lender"] = lender  # not a child
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.linear(self.own(x), self.lender.weight, self.lender.bias)
+            return torch.addmm(self.lender.bias, x.flatten(0, 1), self.lender.weight.t()).view_as(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender = nn.Linear(WIDTH, WIDTH)
+        self.stack = nn.ModuleList(self.Borrower(self.lender) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.stack:
+            x = torch.tanh(layer(x))
+        return x * self.lender.weight.sum()
+
+
+@CASES.variants(itself=0, view=1, inside=2)
+class ReturnedParameter(Case):
+    """A module whose forward returns its parameter, a view of it, or a tuple with both."""
+
+    class Positions(nn.Module):
+        def __init__(self, how: int) -> None:
+            super().__init__()
+            self.how, self.table = how, nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.table, self.table[None, : x.shape[1]], (self.table, self.table[:1]))[self.how]
+
+    def __init__(self, how: int) -> None:
+        super().__init__()
+        self.first, self.positions, self.last = Block(), self.Positions(how), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, table = self.first(x), self.positions(x)
+        if isinstance(table, tuple):
+            table = table[0] * table[1]
+        return self.last(x * table) + table
+
+
+@CASES.add
+class ParameterContainers(Case):
+    """ParameterList and ParameterDict, by index, by iteration, nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(3)])
+        self.dict = nn.ParameterDict({"a": torch.randn(WIDTH), "b": torch.ones(WIDTH)})
+        self.grouped = nn.ModuleDict({"x": nn.ParameterList([torch.randn(WIDTH)]), "y": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.list:
+            x = torch.tanh(x @ weight)
+        x = x * self.dict["a"] + self.list[0].diagonal()
+        return self.grouped["y"](x * sum(self.dict.values())) + self.grouped["x"][0]
+
+
+# -------------------------------------------------------------------- larger modules of torch.nn
+
+
+class _Library(Case):
+    """Training, and evaluation before it."""
+
+    @staticmethod
+    def step(engine: Any, step: int) -> Tensor:
+        with torch.no_grad():
+            engine.module.evaluations.append(loss_of(engine.eval()(batch(step))).item())
+        return loss_of(engine.train()(batch(step)))
+
+
+@CASES.variants(
+    lstm=lambda: nn.LSTM(WIDTH, 7, 2, batch_first=True, bidirectional=True, dropout=0.2),
+    gru=lambda: nn.GRU(WIDTH, 5, 2, bias=False),
+)
+class Recurrent(_Library):
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.recurrent = nn.Linear(WIDTH, WIDTH), build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.recurrent(self.first(x))
+        return y.sum(-1) + (state[0] if isinstance(state, tuple) else state).sum()
+
+
+@CASES.add
+class Attention(_Library):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        options: dict[str, Any] = {"kdim": WIDTH, "vdim": WIDTH, "add_bias_kv": True, "bias": False}
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y, weights = self.attention(x, x, x, need_weights=not self.training)
+        return y if weights is None else y * weights.sum()
+
+
+@pytest.mark.fast("TiedHead-called-2", "BorrowedWeight-2", "SeveralUses-2")
+@on_ranks(2, timeout=90)
+@pytest.mark.parametrize("name", list(CASES))
+def test_stage_3_gives_the_bits_of_stage_2(name: str) -> None:
+    found = CASES.compare(name)
+    assert all(result["units"] and all(result["gathers"]) for result in found.values())
+    assert len(found["one unit"]["units"]) == 1 < len(found["kept"]["units"])
+    assert found["moving"]["gathers"][-1] > found["one unit"]["gathers"][-1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_one_process_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
-    run(pools, 1, name, {key: SETTINGS[key] for key in ("everything moves", "kept")})
+@on_ranks(1, 3, timeout=90)
+def test_other_numbers_of_ranks() -> None:
+    for name in ("SeveralUses", "TiedHead-functional", "Recurrent-lstm"):
+        CASES.compare(name, ("moving", "tight"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["MixtureOfExperts", "UnusedOnSomeRanks", "TiedHead-functional", "Lora-checkpointed"])
-def test_three_ranks_give_the_bits_of_stage_2(pools: Pools, name: str) -> None:
-    run(pools, 3, name, {key: SETTINGS[key] for key in ("everything moves", "tight")})
+@on_ranks(2, timeout=90)
+def test_accumulation_in_bf16_gives_the_bits_of_stage_2() -> None:
+    CASES.compare("TiedHead-functional", ("moving", "kept"), precision="bf16", accumulation=2)
 
 
-@pytest.mark.fast("TiedHead-functional")
-@pytest.mark.parametrize("name", ["SeveralUses", "TiedHead-functional", "Checkpointed-reentrant", "Lora-plain"])
-def test_accumulation_in_bf16_gives_the_bits_of_stage_2(pools: Pools, name: str) -> None:
-    settings = {key: SETTINGS[key] for key in ("everything moves", "kept")}
-    run(pools, 2, name, settings, precision="bf16", accumulation=2)
-
-
-def test_what_is_frozen_has_no_gradient_no_master_and_no_state(pools: Pools) -> None:
-    for name in ("Lora-plain", "HeadOnly"):
-        for results in run(pools, 2, name, {"kept": SETTINGS["kept"]}):
-            kept = results["kept"]
-            adapters = [key for key in kept["state"] if key.endswith((".a", ".b"))]
-            assert sorted(kept["trained"]) == sorted(adapters or ["head.weight", "head.bias"])
-            trained = sum(kept["trained"].values())
-            padding = 16 * len(kept["trained"])  # what a part may lack of half of its parameter, or have more
-            assert trained <= kept["reduced"][-1] < trained + 2 * padding
-            assert trained / 2 - padding < kept["masters"] < trained / 2 + padding
-            assert trained - 2 * padding < kept["states"] < trained + 2 * padding  # AdamW has two
-            assert sum(value.numel() for value in kept["state"].values()) > 3 * trained
-
-
-def test_a_tied_weight_is_counted_once(pools: Pools) -> None:
-    for results in run(pools, 2, "TiedHead-called", {"kept": SETTINGS["kept"]}):
-        kept = results["kept"]
-        assert kept["tied"]["embed.weight"] == ["embed.weight", "head.weight"]
-        assert "head.weight" not in kept["trained"] and "embed.weight" in kept["trained"]
-
-
-@pytest.mark.slow
-def test_a_plan_is_followed_again_after_other_branches(pools: Pools) -> None:
-    moving = {key: zero for key, zero in SETTINGS.items() if key != "one unit"}
-    for results in run(pools, 2, "ChangingBranches", moving):
-        for setting in moving:
-            following = results[setting]["following"]
-            assert following[4] and not any(following[5:7]), setting
-            assert following[-1], setting
+@on_ranks(2)
+def test_a_tied_weight_is_counted_once() -> None:
+    kept = CASES.compare("TiedHead-called", ("kept",))["kept"]
+    assert kept["tied"]["embed.weight"] == ["embed.weight", "head.weight"]
+    assert "head.weight" not in kept["trained"] and "embed.weight" in kept["trained"]

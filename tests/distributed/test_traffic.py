@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.partitioned import raises
 from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import (
     gathered,
     plain_calls,
@@ -27,78 +29,15 @@ from tests.toolkit.training import engine_window, make_engine, snapshot
 from zerolite.comm import NullCommunicator, host_group, use_communicator
 
 
-def calls_per_step(config: dict[str, Any], model: str = "OddModel") -> dict[str, Any]:
+def calls_of_a_step(config: dict[str, Any]) -> tuple[list[Any], int]:
     """The collectives of the third window and of reading its norm, and the number of trained elements."""
-    engine = make_engine(config, model)
+    engine = make_engine(config)
     for step in range(3):
         with zerolite.comm.record() as recorder:
-            engine_window(engine, model, step, config["gradient_accumulation_steps"])
+            engine_window(engine, "OddModel", step, config["gradient_accumulation_steps"])
             engine.get_global_grad_norm()
             engine.module  # noqa: B018 waits for the gathers that are still in flight
-    trained = [p.numel() for p in engine.module.parameters() if p.requires_grad]
-    return {"calls": plain_calls(recorder), "numel": sum(trained)}
-
-
-def initial_sync(config: dict[str, Any], same: bool) -> dict[str, Any]:
-    """Build with one seed or with one seed per rank."""
-    model = models.build(models.Buffered, seed=5 if same else 5 + dist.get_rank())
-    mine = {name: value.clone() for name, value in model.state_dict().items()}
-    with zerolite.comm.record() as recorder:
-        engine = zerolite.initialize(model, config)
-    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    return {"mine": mine, "parameters": snapshot(engine), "buffers": buffers, "calls": plain_calls(recorder)}
-
-
-def buffers_after_training(config: dict[str, Any], broadcast: bool) -> dict[str, Any]:
-    engine = make_engine(config, "Buffered", broadcast_buffers=broadcast)
-    with torch.no_grad():
-        engine.module.offset.fill_(float(dist.get_rank()))
-        engine.module.calls.fill_(10 * dist.get_rank())
-    with zerolite.comm.record() as recorder:
-        engine_window(engine, "Buffered", 0, 1)
-    engine.eval()
-    with zerolite.comm.record() as evaluation, torch.no_grad():
-        engine(models.float_batch(0, 0, 0)[0])
-    return {
-        "offset": engine.module.offset.clone(),
-        "calls": engine.module.calls.clone(),
-        "broadcasts": recorder.count(tag="buffers"),
-        "dtypes": len({buffer.dtype for buffer in engine.module.buffers()}),
-        "in evaluation": len(evaluation.calls),
-    }
-
-
-def host_groups(config: dict[str, Any], directory: str) -> dict[str, list[str]]:
-    """The purposes of the gloo groups that have been asked for after each of these."""
-    asked: list[str] = []
-    found, make = {}, host_group.second_group
-
-    def note(parent: Any, backend: str, purpose: str) -> Any:
-        asked.append(purpose)
-        return make(parent, backend, purpose)
-
-    host_group.second_group = note  # type: ignore[assignment]
-    try:
-        engine = make_engine(config)
-        engine_window(engine, "OddModel", 0, 1)
-        found["a step"] = list(asked)
-        engine.save_checkpoint(directory)
-        engine.save_checkpoint(directory)
-        found["two checkpoints"] = list(asked)
-        engine.full_optimizer_state_dict()
-        found["whole states"] = asked[len(found["two checkpoints"]) :]
-    finally:
-        host_group.second_group = make
-    return found
-
-
-def different_models(config: dict[str, Any]) -> str:
-    width = 5 + dist.get_rank()
-    try:
-        make_engine(config, "OddModel", {"width": width})
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
+    return plain_calls(recorder), sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
 
 
 # -------------------------------------------------------------------- stage 3
@@ -124,8 +63,8 @@ def stage3_calls(
     steps: int = 5,
     evaluate: bool = False,
 ) -> dict[str, Any]:
-    """The collectives of every window, after which nothing may be left gathered; of an evaluation after each window
-    (``evaluate``), and what the engine moves."""
+    """The collectives of every window, of an evaluation after each (``evaluate``), and what the engine moves. Nothing
+    is left gathered."""
     engine = stage3_engine(config, model, sizes)
     windows, evaluations, following = [], [], []
     for step in range(steps):
@@ -146,129 +85,123 @@ def stage3_calls(
     return {"windows": windows, "evaluations": evaluations, "following": following, **what_moves(engine)}
 
 
-# -------------------------------------------------------------------- addresses
-
-
-def unaligned(configs: Sequence[dict[str, Any]], world: int) -> list[dict[str, int]]:
-    """For each config, as the last of ``world`` ranks that send nothing: how many collectives of each kind ran from
-    `initialize` to the second step and a state dict, and how many of their buffers do not begin on 16 bytes."""
-    found = []
-    for settings in configs:
-        with use_communicator(lambda rank, _: NullCommunicator(world - 1, world)), zerolite.comm.record() as recorder:
-            engine = make_engine(settings | {"consistency_check_interval": 0})
-            for step in range(3):
-                engine_window(engine, "OddModel", step, 1)
-            engine.full_state_dict()
-        counts = Counter(call.op for call in recorder.calls)
-        found.append({**counts, "unaligned": sum(call.unaligned for call in recorder.calls)})
-    return found
-
-
-# -------------------------------------------------------------------- the tests
-
-
 BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2, "torch.float64": 8}
 
 
-@pytest.mark.fast("2-1-bf16")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world", [2, 4])
-def test_collectives_and_bytes_of_a_step(pools: Pools, world: int, accumulation: int, precision: str) -> None:
+@pytest.mark.fast("1-bf16-2")
+@on_ranks(2, 4)
+@pytest.mark.parametrize(("accumulation", "precision"), [(1, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_collectives_and_bytes_of_a_step(accumulation: int, precision: str) -> None:
     for stage in (0, 1, 2):
-        setting = config(stage, precision, accumulation, 0.4, ADAMW)
-        for result in pools(world).run(calls_per_step, {"config": setting}):
-            calls = result["calls"]
-            gradients = [call for call in calls if call[4] == "gradients"]
-            parameters = [call for call in calls if call[4] == "parameters"]
-            others = [call for call in calls if call[4] not in ("gradients", "parameters")]
-            passes = accumulation if stage == 2 else 1
-            buckets = len(gradients) // passes
-            assert buckets >= 3, "the test needs several buckets"
-            assert Counter(call[0] for call in gradients) == {
-                ("all_reduce" if stage == 0 else "reduce_scatter"): buckets * passes
-            }
-            assert Counter(call[0] for call in parameters) == ({} if stage == 0 else {"all_gather": buckets})
-            assert [(call[0], call[4]) for call in others] == [("all_reduce", "stats")]
-            assert others[0][3] < 1000
-            # Each slot of a bucket is padded to 32 elements, a bucket to 32 × world: what is left is the model, once
-            # per pass and phase.
-            padding = 32 * (16 + buckets * world)
-            sent = sum(call[1] for call in gradients) / passes
-            assert result["numel"] <= sent <= result["numel"] + padding
-            if stage:
-                assert sum(call[1] for call in parameters) == sent
-            for call in calls:
-                assert call[3] == call[1] * BYTES[call[2]]
-            dtype = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
-            assert {call[2] for call in parameters} <= {dtype}
-            # Stages 0 and 1 sum several 16-bit gradients in fp32 before they send them; a single one travels as it is.
-            if accumulation == 1 or stage == 2:
-                assert {call[2] for call in gradients} == {dtype}
+        calls, numel = calls_of_a_step(config(stage, precision, accumulation, 0.4, ADAMW))
+        gradients, parameters = ([call for call in calls if call[4] == tag] for tag in ("gradients", "parameters"))
+        others = [call for call in calls if call[4] not in ("gradients", "parameters")]
+        passes = accumulation if stage == 2 else 1
+        buckets = len(gradients) // passes
+        assert buckets >= 3, "the test needs several buckets"
+        reduction = "all_reduce" if stage == 0 else "reduce_scatter"
+        assert Counter(call[0] for call in gradients) == {reduction: buckets * passes}
+        assert Counter(call[0] for call in parameters) == ({} if stage == 0 else {"all_gather": buckets})
+        assert [(call[0], call[4]) for call in others] == [("all_reduce", "stats")] and others[0][3] < 1000
+        # Each slot of a bucket is padded to 32 elements, a bucket to 32 × world: what is left is the model, once per
+        # pass and phase.
+        padding = 32 * (16 + buckets * dist.get_world_size())
+        sent = sum(call[1] for call in gradients) / passes
+        assert numel <= sent <= numel + padding
+        assert not stage or sum(call[1] for call in parameters) == sent
+        assert all(call[3] == call[1] * BYTES[call[2]] for call in calls)
+        dtype = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
+        assert {call[2] for call in parameters} <= {dtype}
+        # Stages 0 and 1 sum several 16-bit gradients in fp32 before they send them; a single one travels as it is.
+        if accumulation == 1 or stage == 2:
+            assert {call[2] for call in gradients} == {dtype}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_one_process_sends_nothing(pools: Pools, stage: int) -> None:
-    assert pools(1).run(calls_per_step, {"config": config(stage)})[0]["calls"] == []
+@on_ranks(1)
+def test_one_process_sends_nothing() -> None:
+    for stage in (0, 1, 2):
+        assert calls_of_a_step(config(stage))[0] == []
 
 
-@pytest.mark.fast("fp32-1")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_rank_0s_values_become_everyones(pools: Pools, stage: int, precision: str) -> None:
-    ranks = pools(3).run(initial_sync, {"config": config(stage, precision), "same": False})
-    assert not torch.equal(ranks[0]["mine"]["net.first.weight"], ranks[1]["mine"]["net.first.weight"])
-    for result in ranks:
-        for name, value in result["parameters"].items():
-            assert torch.equal(value, ranks[0]["mine"][name].to(value.dtype)), name
-        assert_same_bits(result["buffers"], {name: ranks[0]["mine"][name] for name in result["buffers"]}, "buffers")
-        assert {name: buffer.dtype for name, buffer in result["buffers"].items()} == {
-            "offset": torch.float32,
-            "calls": torch.int64,
-            "wide": torch.float64,
-        }
+@on_ranks(3)
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp32")])
+def test_rank_0s_values_become_everyones(stage: int, precision: str) -> None:
+    """Models that are equal are checked, and not sent."""
+    first = models.build(models.Buffered, seed=5).state_dict()
+    for same in (False, True):
+        model = models.build(models.Buffered, seed=5 if same else 5 + dist.get_rank())
+        with zerolite.comm.record() as recorder:
+            engine = zerolite.initialize(model, config(stage, precision))
+        found = snapshot(engine) | dict(engine.module.named_buffers())
+        assert_same_bits(found, {name: first[name].to(value.dtype) for name, value in found.items()}, "values")
+        dtypes = {name: buffer.dtype for name, buffer in engine.module.named_buffers()}
+        assert dtypes == {"offset": torch.float32, "calls": torch.int64, "wide": torch.float64}
+    assert not recorder.select("broadcast") and sum(call.nbytes for call in recorder.calls) < 1000
 
 
-def test_equal_models_are_checked_and_not_sent(pools: Pools) -> None:
-    for stage in (0, 2):
-        for result in pools(3).run(initial_sync, {"config": config(stage), "same": True}):
-            assert not [call for call in result["calls"] if call[0] == "broadcast"]
-            assert sum(call[3] for call in result["calls"]) < 1000
-            for name, value in result["parameters"].items():
-                assert torch.equal(value, result["mine"][name])
+@on_ranks(2)
+def test_different_models_are_refused_on_all_ranks() -> None:
+    with raises(RuntimeError, "different models"):
+        make_engine(config(1), "OddModel", {"width": 5 + dist.get_rank()})
 
 
-def test_different_models_are_refused_on_all_ranks(pools: Pools) -> None:
-    for message in pools(2).run(different_models, {"config": config(1)}):
-        assert "different models" in message
+@on_ranks(2)
+def test_buffers_are_sent_before_each_training_forward_if_asked() -> None:
+    for broadcast in (True, False):
+        engine, rank = make_engine(config(1), "Buffered", broadcast_buffers=broadcast), dist.get_rank()
+        with torch.no_grad():
+            engine.module.offset.fill_(float(rank))
+            engine.module.calls.fill_(10 * rank)
+        with zerolite.comm.record() as recorder:
+            engine_window(engine, "Buffered", 0, 1)
+        engine.eval()
+        with zerolite.comm.record() as evaluation, torch.no_grad():
+            engine(models.float_batch(0, 0, 0)[0])
+        assert torch.equal(engine.module.offset, torch.full((3,), 0.0 if broadcast else float(rank)))
+        assert engine.module.calls == (2 if broadcast else 10 * rank + 2)  # one training and one evaluation forward
+        assert recorder.count(tag="buffers") == (3 if broadcast else 0), "one for each dtype"
+        assert not evaluation.calls
 
 
-def test_buffers_are_sent_before_each_training_forward_if_asked(pools: Pools) -> None:
-    for rank, result in enumerate(pools(2).run(buffers_after_training, {"config": config(1), "broadcast": True})):
-        assert torch.equal(result["offset"], torch.zeros(3)), rank
-        assert result["calls"] == 2  # one training and one evaluation forward, from rank 0's zero
-        assert result["broadcasts"] == result["dtypes"]
-        assert result["in evaluation"] == 0
-    for rank, result in enumerate(pools(2).run(buffers_after_training, {"config": config(1), "broadcast": False})):
-        assert torch.equal(result["offset"], torch.full((3,), float(rank)))
-        assert result["calls"] == 10 * rank + 2
-        assert result["broadcasts"] == 0
-
-
-@pytest.mark.fast("2", "6")
-@pytest.mark.parametrize("world", [2, 3, 6])
-def test_every_buffer_of_a_collective_begins_on_16_bytes(pools: Pools, world: int) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_every_buffer_of_a_collective_begins_on_16_bytes(ranks: int) -> None:
     """From other addresses NCCL takes a slow path. Sizes are odd, parameters 0-dim, empty, tied and frozen."""
-    zero = {0: {}, "moving": MOVING, "some stay": {**MOVING, "stage3_param_persistence_threshold": 30}}
-    settings = [
-        config(stage, precision, 1, 0.4, ADAMW, zero=keys)
-        for stage, kinds in ((1, (0,)), (2, (0,)), (3, ("moving", "some stay")))
-        for keys in (zero[kind] for kind in kinds)
-        for precision in ("fp32", "bf16")
-    ]
-    for found in pools(1).run(unaligned, {"configs": settings, "world": world})[0]:
-        assert found["all_gather"] >= 9 and found["reduce_scatter"] >= 6
-        assert found["unaligned"] == 0, found
+    some = {**MOVING, "stage3_param_persistence_threshold": 30}
+    for stage, zero in ((1, {}), (2, {}), (3, MOVING), (3, some)):
+        for precision in ("fp32", "bf16"):
+            settings = config(stage, precision, 1, 0.4, ADAMW, zero=zero, consistency_check_interval=0)
+            # The last of so many ranks, which send nothing.
+            alone = use_communicator(lambda rank, _: NullCommunicator(ranks - 1, ranks))
+            with alone, zerolite.comm.record() as recorder:
+                engine = make_engine(settings)
+                for step in range(3):
+                    engine_window(engine, "OddModel", step, 1)
+                engine.full_state_dict()
+            assert recorder.count("all_gather") >= 9 and recorder.count("reduce_scatter") >= 6
+            assert not [call for call in recorder.calls if call.unaligned]
+
+
+@on_ranks(2)
+def test_the_hosts_meet_over_a_group_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    """None is made in a job that saves none: each rank of gloo connects to all others. What is no checkpoint goes over
+    another one: a save in the background may be using the first."""
+    asked: list[str] = []
+    make = host_group.second_group
+
+    def note(parent: Any, backend: str, purpose: str) -> Any:
+        asked.append(purpose)
+        return make(parent, backend, purpose)
+
+    with mock.patch.object(host_group, "second_group", note):
+        engine = make_engine(config(2))
+        engine_window(engine, "OddModel", 0, 1)
+        assert asked == []
+        engine.save_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path)
+        assert asked == ["checkpoint"]
+        engine.full_optimizer_state_dict()
+        assert asked == ["checkpoint", "whole model"]
 
 
 # -------------------------------------------------------------------- stage 3
@@ -331,9 +264,7 @@ def others(window: list[Call]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.fast("2-1-bf16")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("world", "accumulation", "precision"), [(2, 1, "bf16"), (3, 3, "fp32"), (4, 1, "fp32")])
 def test_stage_3_gathers_twice_and_reduces_once(pools: Pools, world: int, accumulation: int, precision: str) -> None:
     result = stage3(pools, world, SHORT, accumulation, precision=precision)
     units, buckets = tower_units(world), tower_buckets(world)
@@ -427,7 +358,6 @@ def test_stage_3_frozen_base(pools: Pools) -> None:
         assert reductions(window) == adapters
 
 
-@pytest.mark.fast("tied")
 @pytest.mark.parametrize("functional", [False, True], ids=["tied", "called"])
 def test_stage_3_tied_weights_are_one(pools: Pools, functional: bool) -> None:
     weight, middle = whole(55, 2), whole(25, 2)
@@ -460,10 +390,3 @@ def test_stage_3_recomputation_gathers_as_planned(pools: Pools, reentrant: bool)
     assert gathers(result["windows"][-1]) == [*units, *rest[-2::-1], first]
     result = stage3(pools, 2, MOVING, **case)
     assert gathers(result["windows"][-1]) == units
-
-
-def test_the_hosts_meet_over_a_group_when_a_checkpoint_is_saved(pools: Pools, tmp_path: Path) -> None:
-    """None is made in a job that saves none: each rank of gloo connects to all others. What is no checkpoint goes over
-    another one: a save in the background may be using the first."""
-    for asked in pools(2).run(host_groups, {"config": config(2), "directory": str(tmp_path)}):
-        assert asked == {"a step": [], "two checkpoints": ["checkpoint"], "whole states": ["whole model"]}

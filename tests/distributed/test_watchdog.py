@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.pool import Pools, WorkerDied
+from tests.toolkit.ranks import on_ranks
 from zerolite.comm import flight_recorder
 from zerolite.diagnostics import watchdog
 from zerolite.diagnostics.position import WATCHDOG
@@ -80,9 +81,8 @@ def part(
             time.sleep(0.6 * timeout_s)
         if doing == "sleep":
             time.sleep(FOR_EVER)
-        elif (
-            doing == "exited"
-        ):  # as the launcher says it; a process that stands still breaks no connection, as with NCCL
+        elif doing == "exited":
+            # As the launcher says it. A process that stands still breaks no connection, as with NCCL.
             store = torch.distributed.distributed_c10d._get_default_store()
             while isinstance(store, torch.distributed.PrefixStore):
                 store = store.underlying_store
@@ -121,117 +121,19 @@ def _wait_outside() -> None:
     time.sleep(FOR_EVER)
 
 
-def beats(stage: int, steps: int) -> dict[str, Any]:
-    """Return how often the watchdog writes to its store and what the main thread does there."""
-    settings = config(stage, zero=PARTITIONED["moving"] if stage == 3 else None)
-    engine = zerolite.initialize(Model(), {**settings, "desync_timeout_s": 1.0})
-    assert watchdog._current is not None
-    dog = watchdog._current
-    calls: list[tuple[str, str, str]] = []
-    real = dog._store
-
-    class Counting:
-        alone = False
-
-        def __getattr__(self, name: str) -> Any:
-            def call(*args: Any) -> Any:
-                calls.append((name, str(args[0]), threading.current_thread().name))
-                return getattr(real, name)(*args)
-
-            return call
-
-    dog._store = Counting()  # type: ignore[assignment]
-    try:
-        for _ in range(steps):
-            engine.backward(engine(torch.randn(2, 8)).square().mean())
-            engine.step()
-            time.sleep(0.15)
-        time.sleep(0.3)
-    finally:
-        dog._store = real
-    del engine
-    threads = [thread for thread in threading.enumerate() if thread.name == WATCHDOG]
-    return {"calls": calls, "threads": len(threads)}
-
-
-def signalled() -> str:
-    """Return the output of SIGUSR1 while the main thread waits for another rank."""
-    rank = int(torch.distributed.get_rank())
-    engine = zerolite.initialize(Model(), config(2))
-    assert watchdog._current is not None
-    dog = watchdog._current
-    if not dog._signalled:  # the pool listens to that signal itself: write what the handler would
-        real, read, written = sys.stderr, *os.pipe()
-        sys.stderr = os.fdopen(written, "w", buffering=1)
-        try:
-            if rank == 0:
-                timer = threading.Timer(0.3, lambda: os.write(dog._woken, b"Current thread: a stack"))
-                timer.start()
-            else:
-                time.sleep(1.0)
-            engine.backward(engine(torch.randn(2, 8)).square().mean())
-            engine.step()
-            time.sleep(0.3)
-        finally:
-            sys.stderr.close()
-            sys.stderr = real
-        with os.fdopen(read) as file:
-            said = file.read()
-    del engine
-    return said
-
-
-def lost(stage: int, last_words: str) -> str:
-    """Return the error of a collective when another process has gone, which rank 1 pretends."""
-    rank = int(torch.distributed.get_rank())
-    engine = zerolite.initialize(Model(), config(stage))
-    assert watchdog._current is not None
-    dog = watchdog._current
-    said = ""
-    if rank == ODD:
-        dog._say_ended(last_words)
-    torch.distributed.barrier()
-    if rank != ODD:
-        error = dog.explain(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:17320"))
-        said = str(error)
-        assert dog.explain(RuntimeError("shape mismatch")) is None
-    torch.distributed.barrier()
-    if rank == ODD:
-        dog._store.add("endings", -1)
-    torch.distributed.barrier()
-    del engine
-    return said
-
-
-# -------------------------------------------------------------------- the tests
-
-
 TIMEOUT_S = 1.5
-
-slow = pytest.mark.slow
 
 # How rank 1 parts from the others, at which stages, and what the message says then.
 PARTINGS: dict[str, tuple[tuple[int, ...], list[str]]] = {
-    "sleep": ((0, 1, 2, 3), ["rank 1 is outside of the engine", "in part", "engine.join()", "waits for no rank"]),
+    "sleep": ((1, 2), ["rank 1 is outside of the engine", "in part", "engine.join()", "waits for no rank"]),
     "fewer": ((0, 3), ["rank 1 is outside of the engine", "in _wait_outside", "engine.join()"]),
-    "sleep in forward": ((0, 1, 2, 3), ["rank 1 is slow or stuck in the forward", "in forward", "desync_timeout_s"]),
-    "save": ((0, 1, 2, 3), ["rank 1 called engine.save_checkpoint(), and the other", "on all ranks"]),
+    "sleep in forward": ((0, 3), ["rank 1 is slow or stuck in the forward", "in forward", "desync_timeout_s"]),
+    "save": ((0, 2, 3), ["rank 1 called engine.save_checkpoint(), and the other", "on all ranks"]),
     "branch": ((3,), ["'experts.first'", "'experts.second'", "leaf_modules", "number 4 in this step"]),
     "stop": ((1, 3), ["rank 1: no answer, last seen in step", "rank 1 died", "native code"]),
     "gradient": ((1, 3), ["rank 1 called an operation on p.grad, and the other", "on all ranks"]),
     "metric": ((1, 3), ["rank 1 called engine.reduce(), and the other", "for metrics"]),
 }
-FAST = {("sleep", 2), ("branch", 3)}
-
-
-def partings() -> list[Any]:
-    found = []
-    for how, (stages, _) in PARTINGS.items():
-        for stage in stages:
-            for world_size in (2, 3):
-                marks = [] if (how, stage) in FAST and world_size == 2 else [slow]
-                found.append(pytest.param(how, stage, world_size, marks=marks, id=f"{how}-{stage}-{world_size}"))
-    return found
 
 
 def run_until_ended(pools: Pools, world_size: int, directory: Path, case: dict[str, Any]) -> tuple[str, list[str]]:
@@ -243,7 +145,10 @@ def run_until_ended(pools: Pools, world_size: int, directory: Path, case: dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how, stage, world_size", partings())
+@pytest.mark.parametrize(
+    ("how", "stage", "world_size"),
+    [(how, stage, 2 + stage % 2) for how, (stages, _) in PARTINGS.items() for stage in stages],
+)
 def test_every_rank_ends_with_the_same_diagnosis(
     pools: Pools, tmp_path: Path, how: str, stage: int, world_size: int
 ) -> None:
@@ -259,11 +164,11 @@ def test_every_rank_ends_with_the_same_diagnosis(
         assert sentence in message, message
     for rank in answered:
         assert re.search(rf"ranks? ([0-9, -]|and)*\b{rank}\b", message)
-    assert "Stack of rank" in message and "cases/watchdog.py" in message
+    assert "Stack of rank" in message and "test_watchdog.py" in message
     assert f"step {AT + 1}, in" in message
 
 
-@slow
+@pytest.mark.slow
 def test_a_rank_that_has_exited_is_not_waited_for(pools: Pools, tmp_path: Path) -> None:
     """Long before the timeout."""
     case = {"how": "exited", "stage": 2, "timeout_s": 20.0}
@@ -274,41 +179,35 @@ def test_a_rank_that_has_exited_is_not_waited_for(pools: Pools, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage, world_size",
-    [(0, 2), pytest.param(1, 3, marks=slow), pytest.param(2, 2, marks=slow), pytest.param(3, 2, marks=slow)],
-)
-def test_slow_ranks_below_the_timeout_are_left_alone(pools: Pools, tmp_path: Path, stage: int, world_size: int) -> None:
-    case = {"how": "slow", "stage": stage, "timeout_s": 1.0, "directory": str(tmp_path)}
-    for result in pools(world_size).run(part, case):
-        assert result["steps"] == 4 and not result["raised"]
+@on_ranks(2)
+def test_slow_ranks_below_the_timeout_are_left_alone(tmp_path: Path) -> None:
+    for stage in (0, 2, 3):
+        found = part("slow", stage, 1.0, str(tmp_path))
+        assert found["steps"] == 4 and not found["raised"]
     assert not list(tmp_path.glob("record*"))
 
 
-def test_ranks_may_wait_for_ever_where_the_config_says_so(pools: Pools, tmp_path: Path) -> None:
-    case = {"how": "slow", "stage": 1, "timeout_s": 0, "directory": str(tmp_path)}
-    assert [result["steps"] for result in pools(2).run(part, case)] == [4, 4]
+@on_ranks(2)
+def test_ranks_may_wait_for_ever_where_the_config_says_so(tmp_path: Path) -> None:
+    assert part("slow", 1, 0, str(tmp_path))["steps"] == 4
 
 
-def test_ranks_that_find_out_by_themselves_raise_it(pools: Pools, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_ranks_that_find_out_by_themselves_raise_it(tmp_path: Path) -> None:
     """Shared memory compares what is launched. The workers live on, and the next question is a new one."""
-    case = {"how": "metric", "stage": 2, "timeout_s": 30.0, "directory": str(tmp_path)}
-    for result in pools(2).run(part, case):
-        message = result["raised"]
-        assert f"rank {result['rank']}: the ranks launched different collectives" in message
-        assert "rank 0: reduce_scatter for gradients" in message and "rank 1: all_gather for metrics" in message
-        assert "engine.reduce()" in message
-    case = {"how": "skip the step", "stage": 2, "timeout_s": 30.0, "directory": str(tmp_path)}
-    for result in pools(2).run(part, case):
-        assert re.search("all_reduce of .* for 'stats'|reduce_scatter of .* for 'gradients'", result["raised"])
-        assert "reduce_scatter for gradients" in result["raised"] and "engine.step()" in result["raised"]
-    case = {"how": "branch", "stage": 3, "timeout_s": 30.0, "directory": str(tmp_path)}
-    for result in pools(2).run(part, case):
-        assert "number 4 in this step: rank 0: 'experts.first' entered; rank 1: 'experts.second'" in result["raised"]
+    said = part("metric", 2, 30.0, str(tmp_path))["raised"]
+    assert f"rank {torch.distributed.get_rank()}: the ranks launched different collectives" in said
+    assert "rank 0: reduce_scatter for gradients" in said and "rank 1: all_gather for metrics" in said
+    assert "engine.reduce()" in said
+    said = part("skip the step", 2, 30.0, str(tmp_path))["raised"]
+    assert re.search("all_reduce of .* for 'stats'|reduce_scatter of .* for 'gradients'", said)
+    assert "reduce_scatter for gradients" in said and "engine.step()" in said
+    said = part("branch", 3, 30.0, str(tmp_path))["raised"]
+    assert "number 4 in this step: rank 0: 'experts.first' entered; rank 1: 'experts.second'" in said
     assert not list(tmp_path.glob("record*"))
 
 
-@slow
+@pytest.mark.slow
 def test_ranks_that_go_on_after_they_have_raised_it_are_ended_too(pools: Pools, tmp_path: Path) -> None:
     """There is one question until the next initialize, and no rank waits for ever after it."""
     _, messages = run_until_ended(pools, 2, tmp_path, {"how": "metric", "stage": 2, "timeout_s": 1.5, "caught": True})
@@ -316,32 +215,90 @@ def test_ranks_that_go_on_after_they_have_raised_it_are_ended_too(pools: Pools, 
     assert "rank 1: all_gather for metrics" in messages[0]
 
 
-def test_a_step_costs_one_small_write_beside_the_main_thread(pools: Pools) -> None:
-    for result in pools(2).run(beats, {"stage": 1, "steps": 5}):
-        calls = result["calls"]
-        written = [key for name, key, _ in calls if name == "set"]
-        assert 1 <= len(written) <= 6 and all(key.startswith("beat/") for key in written)
-        assert {name for name, _, _ in calls} == {"set", "has"}  # and one look for questions, per period
-        assert {thread for _, _, thread in calls} == {"zerolite watchdog"} and result["threads"] == 1
+@on_ranks(2)
+def test_a_step_costs_one_small_write_beside_the_main_thread() -> None:
+    engine = zerolite.initialize(Model(), {**config(1), "desync_timeout_s": 1.0})
+    assert watchdog._current is not None
+    dog, calls = watchdog._current, []
+    real = dog._store
+
+    class Counting:
+        alone = False
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any) -> Any:
+                calls.append((name, str(args[0]), threading.current_thread().name))
+                return getattr(real, name)(*args)
+
+            return call
+
+    dog._store = Counting()  # type: ignore[assignment]
+    try:
+        for _ in range(5):
+            engine.backward(engine(torch.randn(2, 8)).square().mean())
+            engine.step()
+            time.sleep(0.15)
+        time.sleep(0.3)
+    finally:
+        dog._store = real
+    written = [key for name, key, _ in calls if name == "set"]
+    assert 1 <= len(written) <= 6 and all(key.startswith("beat/") for key in written)
+    assert {name for name, _, _ in calls} == {"set", "has"}  # and one look for questions, per period
+    assert {thread for _, _, thread in calls} == {WATCHDOG}
+    assert len([thread for thread in threading.enumerate() if thread.name == WATCHDOG]) == 1
 
 
 @pytest.mark.slow
-def test_sigusr1_prints_the_position_of_a_rank_that_waits(pools: Pools) -> None:
-    said = pools(2).run(signalled)[0]
-    assert re.search(
-        r"zerolite: SIGUSR1: rank 0 stands in step 1, in engine\.backward\(\)( of engine [0-9]+)?, at ", said
-    )
-    assert "waits for" in said and "a stack" in said
+@on_ranks(2)
+def test_sigusr1_prints_the_position_of_a_rank_that_waits() -> None:
+    rank = int(torch.distributed.get_rank())
+    engine = zerolite.initialize(Model(), config(2))
+    assert watchdog._current is not None
+    dog = watchdog._current
+    assert not dog._signalled  # the pool listens to that signal itself: write what the handler would
+    real, read, written = sys.stderr, *os.pipe()
+    sys.stderr = os.fdopen(written, "w", buffering=1)
+    try:
+        if rank == 0:
+            threading.Timer(0.3, lambda: os.write(dog._woken, b"Current thread: a stack")).start()
+        else:
+            time.sleep(1.0)
+        engine.backward(engine(torch.randn(2, 8)).square().mean())
+        engine.step()
+        time.sleep(0.3)
+    finally:
+        sys.stderr.close()
+        sys.stderr = real
+    with os.fdopen(read) as file:
+        said = file.read()
+    where = r"zerolite: SIGUSR1: rank 0 stands in step 1, in engine\.backward\(\)( of engine [0-9]+)?, at "
+    assert rank or (re.search(where, said) and "waits for" in said and "a stack" in said), said
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
-    "last_words, expected",
+    ("last_words", "expected"),
     [
         ("normally", ["rank 1 ended normally after step 0", "Uneven batches?", "engine.join()"]),
         ("with ValueError: bad data", ["rank 1 ended with ValueError: bad data", "Its process died"]),
     ],
 )
-def test_a_lost_connection_is_explained(pools: Pools, last_words: str, expected: list[str]) -> None:
-    said = pools(2).run(lost, {"stage": 2, "last_words": last_words})[0]
-    for sentence in ["rank 0 has lost another rank", "Connection closed by peer", *expected]:
-        assert sentence in said, said
+def test_a_lost_connection_is_explained(last_words: str, expected: list[str]) -> None:
+    """The error of a collective when another process has gone, which rank 1 pretends."""
+    rank = int(torch.distributed.get_rank())
+    engine = zerolite.initialize(Model(), config(2))
+    assert watchdog._current is not None
+    dog = watchdog._current
+    if rank == ODD:
+        dog._say_ended(last_words)
+    torch.distributed.barrier()
+    if rank != ODD:
+        said = str(dog.explain(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:17320")))
+        for sentence in ["rank 0 has lost another rank", "Connection closed by peer", *expected]:
+            assert sentence in said, said
+        assert dog.explain(RuntimeError("shape mismatch")) is None
+    torch.distributed.barrier()
+    if rank == ODD:
+        dog._store.add("endings", -1)
+    torch.distributed.barrier()
+    del engine

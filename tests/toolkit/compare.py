@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -57,3 +58,26 @@ def _bits(value: Any) -> Any:
         return value
     flat = value.detach().cpu().contiguous().view(-1)
     return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same(one: Any, other: Any, what: str = "") -> None:
+    """Two nested results are equal: tensors by their bits, floats (norms are sums of doubles in any order) in 14
+    digits."""
+    found = _differences(one, other)
+    assert not found, f"{what}: {found[:5]} and {max(0, len(found) - 5)} more differ"
+
+
+def _differences(one: Any, other: Any, path: str = "") -> list[str]:
+    if isinstance(one, Tensor):
+        return [] if one.shape == other.shape and torch.equal(one, other) else [path]
+    if isinstance(one, dict):
+        if list(one) != list(other):
+            return [f"{path}: other keys"]
+        return [line for key in one for line in _differences(one[key], other[key], f"{path}.{key}")]
+    if isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [f"{path}: other length"]
+        pairs = enumerate(zip(one, other, strict=True))
+        return [line for i, pair in pairs for line in _differences(*pair, f"{path}[{i}]")]
+    same = math.isclose(one, other, rel_tol=1e-14) if isinstance(one, float) else one == other
+    return [] if same else [f"{path}: {one!r}, {other!r}"]

@@ -48,12 +48,14 @@ def train(
     clip: float = 0.0,
     loss_scale: float = 1.0,
     masters: str = "fp32",
+    compute: nn.Module | None = None,
 ) -> Trajectory:
     """Train ``model`` (fp32, its values become the final masters). ``batches[step][micro][rank]`` is one rank's
     micro-batch.
 
     precision: "fp32", "bf16", "fp16", or "autocast" (fp32 weights under torch.autocast to bf16). masters, for bf16
     and fp16: "fp32"; "rounded" (kept in 16 bits, updated in fp32); "none" (everything in 16 bits, states too).
+    compute: the model in 16 bits, where that is not ``model.to(dtype)``; modules called "inner" have no name.
     """
     torch.set_num_threads(1)  # as in the workers: 16-bit sums over a batch depend on how many threads share them
     if precision == "fp32":
@@ -61,7 +63,7 @@ def train(
     elif precision == "autocast":
         run = _Autocast(model)
     else:
-        run = _MixedPrecision(model, DTYPES[precision], loss_scale, masters)
+        run = _MixedPrecision(model, compute, DTYPES[precision], loss_scale, masters)
     trained = [p for p in run.masters.values() if p.requires_grad]
     torch_optimizer = make_optimizer(optimizer[0], trained, optimizer[1])
     trajectory = Trajectory()
@@ -76,7 +78,7 @@ def train(
                     parameter.grad.mul_(clip / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         torch_optimizer.step()
         run.publish()
-    trajectory.parameters = {name: p.detach().float().clone() for name, p in run.compute.named_parameters()}
+    trajectory.parameters = {name: p.detach().float().clone() for name, p in _named(run.compute)}
     trajectory.masters = {name: p.detach().clone() for name, p in run.masters.items()}
     return trajectory
 
@@ -89,6 +91,10 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
 def join(batches: Sequence[Any]) -> Any:
     """Concatenate micro-batches along the batch dimension."""
     return tuple(torch.cat([batch[i] for batch in batches]) for i in range(len(batches[0])))
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name.replace(".inner", ""), parameter) for name, parameter in model.named_parameters()]
 
 
 class _Fp32:
@@ -106,19 +112,21 @@ class _Fp32:
 
 
 class _MixedPrecision:
-    def __init__(self, model: nn.Module, dtype: torch.dtype, loss_scale: float, masters: str) -> None:
-        self.compute = copy.deepcopy(model).to(dtype)
-        if masters == "rounded":
-            model.to(dtype).float()
-        elif masters == "none":
+    def __init__(
+        self, model: nn.Module, compute: nn.Module | None, dtype: torch.dtype, loss_scale: float, masters: str
+    ) -> None:
+        self.compute = compute or copy.deepcopy(model).to(dtype)
+        if masters == "none":
             model.to(dtype)
         self.rounds = masters == "rounded"
         self.masters = dict(model.named_parameters())
         self.loss_scale = loss_scale
-        self.dtype = dtype
+        if self.rounds:
+            self.publish()
 
     def gradients(self, loss_of: LossFunction, window: Sequence[Sequence[Any]]) -> float:
         sums: dict[str, Tensor] = {}
+        dtypes = {name: parameter.dtype for name, parameter in _named(self.compute)}
         total = 0.0
         for ranks in window:
             mean: dict[str, Tensor] = {}
@@ -127,22 +135,22 @@ class _MixedPrecision:
                 loss = loss_of(self.compute, batch)
                 (loss * self.loss_scale / len(window)).backward()
                 total += loss.item()
-                for name, parameter in self.compute.named_parameters():
+                for name, parameter in _named(self.compute):
                     if parameter.grad is not None:
                         gradient = parameter.grad.float()
                         mean[name] = mean[name] + gradient if name in mean else gradient
             for name, gradient in mean.items():
                 gradient = gradient / len(ranks)
+                if len(window) == 1 or self.rounds:
+                    gradient = gradient.to(dtypes[name])
                 sums[name] = sums[name] + gradient if name in sums else gradient
         for name, gradient in sums.items():
-            if len(window) == 1:
-                gradient = gradient.to(self.dtype).float()
-            self.masters[name].grad = (gradient / self.loss_scale).to(self.masters[name].dtype)
+            self.masters[name].grad = (gradient.float() / self.loss_scale).to(self.masters[name].dtype)
         return total / sum(len(ranks) for ranks in window)
 
     def publish(self) -> None:
         with torch.no_grad():
-            for name, parameter in self.compute.named_parameters():
+            for name, parameter in _named(self.compute):
                 parameter.copy_(self.masters[name])
                 if self.rounds:
                     self.masters[name].copy_(parameter)

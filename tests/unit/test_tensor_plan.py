@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from examples.gpt.model import GPT, GPTConfig
-from tests.distributed.cases.tensor_parallel import CPU, Nano, Settings, Shapes, Stack
+from tests.toolkit.tensor_parallel import CPU, Nano, Settings, Shapes, Stack
 from zerolite.comm import dry_communicator
 from zerolite.tensor_parallel import RowParallelLinear, TensorPlanError, parallelize_module
 from zerolite.tensor_parallel.plan import Style, matches, parse_style, resolve

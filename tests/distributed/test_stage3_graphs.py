@@ -1,5 +1,5 @@
-"""Models whose graphs are not those of a plain forward and backward: frozen and unused parameters, checkpointing,
-in-place operations, functions of their own, changing branches."""
+"""Stage 3 gives the bits of stage 2 for graphs that are not those of a plain forward and backward: frozen and unused
+parameters, checkpointing, in-place operations, functions of their own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
-from tests.distributed.cases.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, batch, case, cases, loss_of
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases
+
+CASES = Cases()
+
 
 plain_checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
 reentrant_checkpoint = partial(checkpointing.checkpoint, use_reentrant=True)
@@ -45,7 +49,9 @@ class Stack(Case):
 # -------------------------------------------------------------------- frozen and unused
 
 
-@cases(middle=("blocks.1.", "blocks.2."), first=("first.", "blocks.0."), last=("blocks.3.",), biases=("bias", "gain"))
+@CASES.variants(
+    middle=("blocks.1.", "blocks.2."), first=("first.", "blocks.0."), last=("blocks.3.",), biases=("bias", "gain")
+)
 class Frozen(Stack):
     """Some parameters are frozen from the start: whole units, or parts of units."""
 
@@ -53,19 +59,6 @@ class Frozen(Stack):
         super().__init__()
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not any(part in name for part in parts))
-
-
-@case
-class HeadOnly(Stack):
-    """Everything is frozen but a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(super().forward(x))
 
 
 class LoraLinear(nn.Module):
@@ -79,7 +72,7 @@ class LoraLinear(nn.Module):
         return self.base(x) + x @ self.a.t() @ self.b.t()
 
 
-@cases(plain=lambda f, x: f(x), checkpointed=plain_checkpoint)
+@CASES.variants(plain=lambda f, x: f(x), checkpointed=plain_checkpoint)
 class Lora(Stack):
     """Adapters on a base of which everything is frozen."""
 
@@ -94,40 +87,7 @@ class Lora(Stack):
         return self.call(self.blocks[index], x)
 
 
-@cases(units=("blocks.1.", "first."), parts=("bias",), most=("blocks.", "weight"))
-class FreezeMidway(Stack):
-    """Parameters are frozen after two steps and trained again after five."""
-
-    stable = None
-
-    def __init__(self, parts: tuple[str, ...]) -> None:
-        super().__init__()
-        self.parts = parts
-
-    def prepare(self, step: int) -> None:
-        for name, parameter in self.named_parameters():
-            if any(part in name for part in self.parts):
-                parameter.requires_grad_(not 2 <= step < 5)
-
-
-@case
-class Unused(Stack):
-    """A block that is never called, a parameter that its module does not use, a branch that takes no part in the
-    loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never, self.useless, self.aside = Block(), nn.Parameter(torch.ones(WIDTH)), Block()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x), self.aside(x)
-
-    @staticmethod
-    def step(engine: Any, step: int) -> Tensor:
-        return loss_of(engine(batch(step))[0])
-
-
-@case
+@CASES.add
 class UnusedOnSomeRanks(Stack):
     """Module of which each rank uses other parameters, step by step."""
 
@@ -145,41 +105,10 @@ class UnusedOnSomeRanks(Stack):
         return x @ ways[2] if (self.number + dist.get_rank()) % 2 else x @ ways[0] @ ways[0]
 
 
-class ExpertsMoeBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor, skip: int) -> Tensor:
-        weights = self.router(x).softmax(-1)
-        used = [index for index in range(3) if index != skip]
-        return torch.stack([self.experts[i](x) * weights[..., i : i + 1] for i in used]).sum(0)
-
-
-@case
-class MixtureOfExperts(Case):
-    """An expert gets nothing on one rank, another one on the other rank; one expert gets nothing at all."""
-
-    zero = {"leaf_modules": ["*MoeBlock"]}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.moe, self.second_moe = nn.Linear(WIDTH, WIDTH), ExpertsMoeBlock(), ExpertsMoeBlock()
-        self.number = 0
-
-    def prepare(self, step: int) -> None:
-        self.number = step
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.moe(self.first(x), (dist.get_rank() + self.number) % 3)
-        return self.second_moe(x, 1 if dist.get_rank() == 0 else self.number % 2)
-
-
 # -------------------------------------------------------------------- checkpointing
 
 
-@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint, to_the_end=checkpoint_to_the_end)
+@CASES.variants(plain=plain_checkpoint, reentrant=reentrant_checkpoint, to_the_end=checkpoint_to_the_end)
 class Checkpointed(Stack):
     """Every block."""
 
@@ -191,7 +120,7 @@ class Checkpointed(Stack):
         return self.call(self.blocks[index], x)
 
 
-@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint)
+@CASES.variants(plain=plain_checkpoint, reentrant=reentrant_checkpoint)
 class CheckpointedInPart(Checkpointed):
     """Every other block; one of the blocks is frozen, another one in part; the last two are one segment."""
 
@@ -205,18 +134,7 @@ class CheckpointedInPart(Checkpointed):
         return self.call(lambda y: self.blocks[3](self.blocks[2](y) * self.first.bias), x)
 
 
-@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint)
-class CheckpointedNested(Checkpointed):
-    """A checkpoint in a checkpoint."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        def pair(index: int, x: Tensor) -> Tensor:
-            return self.call(self.blocks[index + 1], self.call(self.blocks[index], x))
-
-        return self.call(pair, 2, self.call(pair, 0, self.first(x)))
-
-
-@cases(plain=plain_checkpoint, reentrant=reentrant_checkpoint)
+@CASES.variants(plain=plain_checkpoint)
 class CheckpointedInside(Checkpointed):
     """A module whose own parameters surround a checkpoint, whose function closes over one of them, several times."""
 
@@ -233,7 +151,7 @@ class CheckpointedInside(Checkpointed):
         return self.call(self.blocks[0], x) * self.scale
 
 
-@case
+@CASES.add
 class CheckpointedSelectively(Stack):
     """Matrix products are saved, the rest is recomputed."""
 
@@ -247,13 +165,7 @@ class CheckpointedSelectively(Stack):
         return plain_checkpoint(self.blocks[index], x, context_fn=contexts)
 
 
-@case
-class CheckpointedSequence(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpointing.checkpoint_sequential(self.blocks, 2, self.first(x), use_reentrant=False)
-
-
-# -------------------------------------------------------------------- called directly, changed in place
+# -------------------------------------------------------------------- handed on, changed in place
 
 
 class BiasBlock(nn.Module):
@@ -272,7 +184,7 @@ class BiasBlock(nn.Module):
         return x + self.down(torch.tanh(inside + bias)), bias
 
 
-@cases(plain=None, reentrant=True, not_reentrant=False)
+@CASES.variants(plain=None, reentrant=True, not_reentrant=False)
 class SharedBias(Case):
     """Each block is one unit. The gradient of the bias is complete in the middle of the first block's backward, when
     the blocks after it have been repeated."""
@@ -295,39 +207,8 @@ class SharedBias(Case):
         return x
 
 
-@case
-class CalledDirectly(Stack):
-    """Parts of the model are called without it, and without the engine. As part of a larger unit such a call is
-    served on demand."""
-
-    stable = None
-
-    @staticmethod
-    def step(engine: Any, step: int) -> Tensor:
-        model = engine.module
-        x = model.blocks[2].up(model.blocks[0](model.first(batch(step))))
-        return loss_of(model.blocks[2].down(x)) + loss_of(engine(batch(step + 1)))
-
-
-@cases(relu=F.relu_, add=lambda y: y.add_(1), slice=lambda y: y[..., :2].mul_(2), fill=lambda y: y[..., 0].zero_())
-class ChangedInPlace(Stack):
-    """The output of every block, by its caller."""
-
-    def __init__(self, change: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.change = change
-
-    def run(self, index: int, x: Tensor) -> Tensor:
-        y = self.blocks[index](x)
-        self.change(y)
-        return y
-
-
-@cases(
-    slice=lambda y: y[..., :WIDTH],
-    transposed=lambda y: y.transpose(0, 1),
-    flat=lambda y: y.view(-1, WIDTH),
-    expanded=lambda y: y.unsqueeze(0),
+@CASES.variants(
+    slice=lambda y: y[..., :WIDTH], transposed=lambda y: y.transpose(0, 1), flat=lambda y: y.view(-1, WIDTH)
 )
 class ViewChangedInPlace(Case):
     """A module that returns a view of what it computed; its caller changes that in place."""
@@ -354,7 +235,7 @@ class ViewChangedInPlace(Case):
         return z
 
 
-@case
+@CASES.add
 class InputChangedInPlace(Stack):
     """A module that writes into its input and returns it, and results written into a larger tensor."""
 
@@ -399,7 +280,7 @@ class _Product(torch.autograd.Function):
         return gradient @ weight, torch.einsum("bti,btj->ij", gradient, x), None, None
 
 
-@cases(saved="saved", attribute="attribute", module="module")
+@CASES.variants(saved="saved", attribute="attribute", module="module")
 class OwnFunction(Stack):
     """A custom autograd.Function with a module's weight, inside the module and outside of it."""
 
@@ -420,22 +301,7 @@ class OwnFunction(Stack):
         return _Product.apply(self.two(x), self.first.weight, self.first, self.how)
 
 
-@case
-class AsksForAttributes(Stack):
-    """Questions about other modules' parameters, and one that is then used by a custom autograd.Function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            weight = block.up.weight
-            if isinstance(weight, Tensor) and weight.dtype == x.dtype and weight.shape == (HIDDEN, WIDTH):
-                x = x.to(block.down.weight.device) + weight.new_ones(WIDTH)
-        x = super().forward(x)
-        weight = self.first.weight
-        product: Tensor = _Product.apply(x.to(weight.dtype), weight, self.first, "saved")
-        return product + self.blocks[3].up.bias.double().sum().float()
-
-
-@cases(value=False, graph=True)
+@CASES.variants(value=False, graph=True)
 class GradientInForward(Case):
     """A forward that differentiates one of its modules by an input; ``graph``: that is differentiated again, so that
     weights stay to the end of the step."""
@@ -454,43 +320,29 @@ class GradientInForward(Case):
         return self.last(x + force) + self.energy(x)
 
 
-# -------------------------------------------------------------------- changes from step to step
+@pytest.mark.fast("Frozen-middle-2")
+@on_ranks(2, timeout=90)
+@pytest.mark.parametrize("name", list(CASES))
+def test_stage_3_gives_the_bits_of_stage_2(name: str) -> None:
+    found = CASES.compare(name)
+    assert len(found["one unit"]["units"]) == 1 < len(found["kept"]["units"])
+    assert found["moving"]["gathers"][-1] > found["one unit"]["gathers"][-1]
 
 
-@case
-class ChangingBranches(Stack):
-    """Model whose blocks run in one order for a while, then in another, then as before."""
-
-    stable, steps = None, 16
-    orders = [(0, 1, 2, 3)] * 5 + [(0, 2), (3, 1, 0), (0, 1, 2, 3), (1, 1, 1)] + [(0, 1, 2, 3)] * 7
-
-    def prepare(self, step: int) -> None:
-        self.order = self.orders[step]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for index in self.order:
-            x = self.run(index, x)
-        return x
+@pytest.mark.slow
+@on_ranks(1, 3, timeout=90)
+def test_other_numbers_of_ranks() -> None:
+    for name in ("UnusedOnSomeRanks", "Lora-checkpointed", "Checkpointed-reentrant"):
+        CASES.compare(name, ("moving", "tight"))
 
 
-@case
-class TrainAndEval(Stack):
-    """An evaluation before and after every forward in training, of the engine and of a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.norm(super().forward(x).transpose(1, 2)))
-
-    @staticmethod
-    def step(engine: Any, step: int) -> Tensor:
-        with torch.no_grad():
-            before = loss_of(engine.eval()(batch(step)))
-        loss = loss_of(engine.train()(batch(step)))
-        with torch.no_grad():
-            after = loss_of(engine.eval().module.blocks[1](batch(step)))
-        engine.train()
-        return loss + before + after
+@on_ranks(2)
+def test_what_is_frozen_has_no_gradient_no_master_and_no_state() -> None:
+    kept = CASES.compare("Lora-plain", ("kept",))["kept"]
+    assert sorted(kept["trained"]) == sorted(key for key in kept["state"] if key.endswith((".a", ".b")))
+    trained = sum(kept["trained"].values())
+    padding = 16 * len(kept["trained"])  # what a part may lack of half of its parameter, or have more
+    assert trained <= kept["reduced"][-1] < trained + 2 * padding
+    assert trained / 2 - padding < kept["masters"] < trained / 2 + padding
+    assert trained - 2 * padding < kept["states"] < trained + 2 * padding  # AdamW has two
+    assert sum(value.numel() for value in kept["state"].values()) > 3 * trained

@@ -1,4 +1,4 @@
-"""Loops that use ``p.grad`` in unusual places, written once for an engine and for plain PyTorch (see drop_in.py)."""
+"""Loops that use ``p.grad`` in unusual places, over an engine and in plain PyTorch: the same bits at every stage."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.drop_in import STAGES, Case, Run, _outcome
+from tests.toolkit.ranks import on_ranks
 
 CLIPPED = 2e-7  # a clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double
-
 LOOPS: dict[str, tuple[Case, tuple[int, ...]]] = {}
 
 
@@ -33,35 +34,9 @@ def loop(
     return register
 
 
-def compare(names: Sequence[str], directory: str) -> dict[str, str]:
-    """Return the loops, variants and stages that differ from plain PyTorch, with the difference."""
-    wrong: dict[str, str] = {}
-    warnings.simplefilter("ignore")
-    for name in names:
-        the_case, stages = LOOPS[name]
-        Run.directory = directory  # type: ignore[attr-defined]
-        for number, variant in enumerate(the_case.variants or (None,)):
-            arguments = (variant,) if the_case.variants else ()
-            wanted = Run(None)
-            the_case.function(wanted, *arguments)
-            reference = (wanted.parameters(), wanted.seen)
-            for stage in stages:
-                where = f"{name}, {variant}, stage {stage}"
-                Run.directory = f"{directory}/{name}-{number}-{stage}"  # type: ignore[attr-defined]
-                Path(Run.directory).mkdir(exist_ok=True)  # type: ignore[attr-defined]
-                outcome = _outcome(the_case, arguments, stage, "moving", reference)
-                if outcome != "works":
-                    wrong[where] = outcome
-            gc.collect()
-    return wrong
-
-
 def own_gradient(run: Run, name: str = "first.weight") -> torch.Tensor:
     shape = run.initial[name].shape
     return torch.linspace(-1, 1, shape.numel()).view(shape)
-
-
-# ---------------------------------------------------------------- between an assignment and the step
 
 
 def save(run: Run, how: str) -> None:
@@ -75,15 +50,7 @@ def save(run: Run, how: str) -> None:
     run.engine.save_checkpoint(run.directory)  # type: ignore[attr-defined]
 
 
-SAVED = [
-    (1, "without", "save"),
-    (1, "after", "offload_states"),
-    (1, "without", "offload_states"),
-    (2, "between", "offload_states"),
-]
-
-
-@loop(SAVED, reordered=True)
+@loop([(1, "without", "save"), (1, "after", "offload_states"), (2, "between", "offload_states")], reordered=True)
 def assigned_before_a_checkpoint(run: Run, variant: tuple[int, str, str]) -> None:
     accumulation, when, how = variant
     run.start(accumulation=accumulation)
@@ -104,15 +71,11 @@ def assigned_before_a_checkpoint(run: Run, variant: tuple[int, str, str]) -> Non
     run.train(accumulation, start=7)
 
 
-# ---------------------------------------------------------------- memory that the user has, stage 0
-
-
 def _views(gradient: Any, how: str) -> Any:
     return {
         "view": lambda: gradient.view(-1),
         "row": lambda: gradient[0],
         "of detach": lambda: gradient.detach().view(-1),
-        "of data": lambda: gradient.data.t(),
         "numpy": lambda: torch.from_numpy(gradient.numpy()),
         "dlpack": lambda: torch.utils.dlpack.from_dlpack(gradient),
     }[how]()
@@ -141,7 +104,7 @@ def used_in_inference_mode(run: Run, number: int) -> None:
         run.torch_step()
 
 
-@loop(["view", "row", "of detach", "of data", "numpy", "dlpack"], stages=(0,), close=CLIPPED)
+@loop(["view", "of detach", "numpy", "dlpack"], stages=(0,), close=CLIPPED)
 def view_written_after_a_norm(run: Run, how: str) -> None:
     run.start(clip=0.3)
     for step in range(2):
@@ -170,61 +133,6 @@ def looked_at_on_one_rank(run: Run, how: str) -> None:
         run.see([p.grad.norm().double() for p in run.module.parameters()])
         if run.plain:
             nn.utils.clip_grad_norm_(run.module.parameters(), 0.3)
-        run.torch_step()
-
-
-@loop(stages=(1, 2, 3))
-def written_to_a_gathered_copy(run: Run) -> None:
-    """Write to a gathered gradient: it raises, since its array is read-only and the write would be lost."""
-    run.start()
-    run.backward(run.loss(0))
-    run.average()
-    array = run.module.first.weight.grad.numpy()
-    run.see(torch.from_numpy(array.copy()))
-    if not run.plain and run.world > 1:
-        try:
-            array[0] = 1.0
-            raise AssertionError("written in vain")
-        except ValueError as error:
-            assert "read-only" in str(error)
-    run.torch_step()
-
-
-@loop(["view", "row", "of detach", "of data"], stages=(0,))
-def multiplied_under_a_view(run: Run, how: str) -> None:
-    run.start()
-    for step in range(2):
-        run.backward(run.loss(step))
-        run.average()
-        gradient = run.module.first.weight.grad
-        gradient.mul_(0.75)
-        view = _views(gradient, how)
-        run.see(view)
-        gradient.mul_(0.5)
-        run.see(view)
-        torch._foreach_mul_([p.grad for p in run.module.parameters()], 0.25)
-        run.see(view)
-        run.torch_step()
-
-
-# ---------------------------------------------------------------- assigned between backwards
-
-
-@loop(["divided", "sums"], reordered=True)
-def assigned_between_backwards(run: Run, how: str) -> None:
-    """With ``divide_plain_backward`` the engine divides the gradients of a backward, and nothing else."""
-    divided = how == "divided"
-    run.start(accumulation=2, more={"divide_plain_backward": divided} if not run.plain else None)
-    for step in range(2):
-        for micro in range(2):
-            loss = run.loss(step, micro)
-            (loss / 2 if run.plain and divided else loss).backward()
-            run.average()
-            if not micro:
-                run.module.first.weight.grad = own_gradient(run)
-                run.module.second.bias.grad = run.module.second.bias.grad * 3.0
-        run.average()
-        run.see([p.grad for p in run.module.parameters()])
         run.torch_step()
 
 
@@ -268,10 +176,7 @@ def neighbours_of_an_assigned_tensor(run: Run) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-# ---------------------------------------------------------------- scalers
-
-
-@loop(["mask", "tensor", "both", "not finite", "not finite here", "kept"], close=CLIPPED)
+@loop(["both", "not finite here", "kept"], close=CLIPPED)
 def unscaled_after_a_change(run: Run, how: str) -> None:
     run.start()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
@@ -279,14 +184,12 @@ def unscaled_after_a_change(run: Run, how: str) -> None:
         scaler.scale(run.loss(step)).backward()
         run.average()
         first, second = run.module.first, run.module.second
-        if how in ("mask", "both", "kept"):
+        if how in ("both", "kept"):
             mask = (torch.arange(91) % 2).view(13, 7).float()
             first.weight.grad = first.weight.grad * mask
             second.bias.grad = second.bias.grad + 0.5  # of which the last of three ranks has nothing
-        if how in ("tensor", "both"):
+        if how == "both":
             second.weight.grad = own_gradient(run, "second.weight")
-        if how == "not finite" and step == 1:
-            first.weight.grad = first.weight.grad * torch.full((13, 7), float("inf"))
         if how == "not finite here" and step == 1:  # in the last rank's part
             mask = torch.ones(13, 7)
             mask[12, 6] = float("inf")
@@ -300,9 +203,6 @@ def unscaled_after_a_change(run: Run, how: str) -> None:
         scaler.update()
         run.optimizer.zero_grad()
         run.see(scaler.get_scale())
-
-
-# ---------------------------------------------------------------- after an exception
 
 
 class _Boom(Exception):
@@ -335,63 +235,6 @@ def failed_backward(run: Run, how: str) -> None:
     handle.remove()
 
 
-# ---------------------------------------------------------------- set_full_grad and its like
-
-
-@loop(["assigned", "shown", "set again", "after a norm"], close=CLIPPED)
-def dropped_by_call(run: Run, how: str) -> None:
-    run.start()
-    run.train(1)
-    run.backward(run.loss(1))
-    run.average()
-    weight = run.module.first.weight
-    if how == "after a norm":
-        run.see(nn.utils.get_total_norm([p.grad for p in run.module.parameters()]))
-    if how != "shown":
-        weight.grad = own_gradient(run)
-    if run.plain:
-        weight.grad = None
-    else:
-        zerolite.set_full_grad(weight, None)
-    run.see([p.grad is None for p in run.module.parameters()])
-    if how == "set again":
-        if run.plain:
-            weight.grad = own_gradient(run) * 0.5
-        else:
-            zerolite.set_full_grad(weight, own_gradient(run) * 0.5)
-        run.see(weight.grad)
-    run.see(nn.utils.clip_grad_norm_(list(run.module.parameters()), 0.3))
-    run.torch_step()
-    run.train(1, start=2)
-
-
-@loop(["zero_grad", "none", "set_full_grad"])
-def assigned_and_dropped(run: Run, how: str) -> None:
-    """A tensor in ``p.grad`` does not outlive what takes its place."""
-    run.start()
-    run.train(1)
-    run.backward(run.loss(1))
-    run.average()
-    weight = run.module.first.weight
-    weight.grad = own_gradient(run) * 1e3
-    if not run.plain and how == "none":
-        save(run, "offload_states")
-    elif not run.plain and how == "zero_grad":
-        run.engine.reduce_gradients()  # looks at it, and keeps it for the statistics
-    if how == "zero_grad":
-        run.optimizer.zero_grad()
-        run.backward(run.loss(2))
-        run.average()
-    elif how == "none":
-        weight.grad = None
-    elif run.plain:
-        weight.grad = own_gradient(run)
-    else:
-        zerolite.set_full_grad(weight, own_gradient(run))
-    run.see([p.grad is None or p.grad.clone() for p in run.module.parameters()])
-    run.torch_step()
-
-
 @loop(["full", "clip"], close=CLIPPED)
 def read_after_an_assignment(run: Run, how: str) -> None:
     """Statistics that have been collected before an assignment do not stand for it."""
@@ -411,9 +254,6 @@ def read_after_an_assignment(run: Run, how: str) -> None:
     run.torch_step()
 
 
-# ---------------------------------------------------------------- parameters that rest elsewhere
-
-
 @loop(["cpu", "nvme"], stages=(3,), close=CLIPPED)
 def parameters_offloaded(run: Run, device: str) -> None:
     path = {"nvme_path": run.directory, "max_in_cpu": 0} if device == "nvme" else {}  # type: ignore[attr-defined]
@@ -426,3 +266,35 @@ def parameters_offloaded(run: Run, device: str) -> None:
         run.module.second.bias.grad.add_(1.0)
         run.see([p.grad for p in run.module.parameters()], run.module.second.weight.grad[1:, ::2].clone())
         run.torch_step()
+
+
+# ---------------------------------------------------------------- the tests
+
+
+def compare(name: str, directory: Path) -> None:
+    case, stages = LOOPS[name]
+    warnings.simplefilter("ignore")
+    for variant in case.variants or (None,):
+        arguments = (variant,) if case.variants else ()
+        Run.directory = str(directory)  # type: ignore[attr-defined]
+        wanted = Run(None)
+        case.function(wanted, *arguments)
+        reference = (wanted.parameters(), wanted.seen)
+        for stage in stages:
+            outcome = _outcome(case, arguments, stage, "moving", reference)
+            assert outcome == "works", f"{name}, {variant}, stage {stage}: {outcome}"
+        gc.collect()
+
+
+@pytest.mark.fast("looked_at_on_one_rank-2", "read_after_an_assignment-2")
+@on_ranks(2, timeout=120)
+@pytest.mark.parametrize("name", list(LOOPS))
+def test_a_loop_is_that_of_plain_pytorch(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path)
+
+
+@pytest.mark.slow
+@on_ranks(1, 3, timeout=240)
+def test_other_numbers_of_ranks(tmp_path: Path) -> None:
+    for name in LOOPS:
+        compare(name, tmp_path)

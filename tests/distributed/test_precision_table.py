@@ -1,20 +1,27 @@
-"""Measurements of the dtypes in docs/precision.md: one function for each group of rows."""
+"""The table of dtypes in docs/precision.md, measured cell by cell."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerolite
 from tests.toolkit import models
+from tests.toolkit.configs import ADAMW, PARTITIONED, STATIC_SCALE, config
 from tests.toolkit.drop_in import rank_mean
+from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import snapshot
 from zerolite.zero import GatheredParameters
 
 Rows = dict[str, str]
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "precision.md"
+
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BUFFERS = {"single": torch.float32, "wide": torch.float64, "short": torch.bfloat16, "count": torch.int64}
@@ -22,6 +29,49 @@ OTHERS = {"ids": torch.int64, "mask": torch.bool, "bytes": torch.uint8}
 FLOATING = {"float": torch.float32, "double": torch.float64, "bfloat": torch.bfloat16, "half": torch.float16}
 HALVES = ("bfloat", "half")
 WIDTHS = {"body": 24, "exact": 8}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": STATIC_SCALE}},
+    "bf16 low": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "fp16 low": {"fp16": {"enabled": True, "loss_scale": STATIC_SCALE, "fp16_master_weights_and_grads": True}},
+    "bf16 lowest": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+    },
+    "autocast bf16": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+    "autocast fp16": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": STATIC_SCALE}},
+}
+BATCH_NORM = "BatchNorm"
+
+
+def tables() -> list[dict[str, dict[str, str]]]:
+    """The document's tables with a column for each mode: row, mode, cell."""
+    found: list[dict[str, dict[str, str]]] = []
+    modes: list[str] | None = None
+    for line in DOCUMENT.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if cells and cells[0] == "" and len(cells) > 2:
+            modes = cells[1:]
+            found.append({})
+        elif not cells:
+            modes = None
+        elif modes is not None and not cells[0].startswith("---"):
+            assert cells[0] not in found[-1], f"{cells[0]} is there twice"
+            found[-1][cells[0]] = dict(zip(modes, cells[1:], strict=True))
+    return found
+
+
+BODY, EXACT = tables()
+PARTS = {"body": BODY, "exact": EXACT}
+
+
+def table_config(stage: int, mode: str, part: str, accumulation: int = 1) -> dict[str, Any]:
+    patterns = {} if part == "body" else {"fp32_modules": [part]}
+    zero = {**(PARTITIONED["moving"] if stage == 3 else {}), "reduce_bucket_size": 10_000}
+    zero |= {"allgather_bucket_size": 10_000}
+    return config(stage, "fp32", accumulation, 0.0, ADAMW, zero, **MODES[mode], **patterns)
 
 
 class Part(nn.Module):
@@ -80,11 +130,6 @@ def measure(config: dict[str, Any], part: str) -> Rows:
     engine.step()
     rows |= _values(engine, own, part)
     return rows | (_body(engine, own, outputs) if part == "body" else _exact(engine, own, outputs))
-
-
-def measure_many(runs: dict[str, dict[str, Any]]) -> dict[str, Rows]:
-    """Several of :func:`measure` in one call, by name."""
-    return {name: measure(**run) for name, run in runs.items()}
 
 
 def call(engine: Any) -> Any:
@@ -198,7 +243,20 @@ def _without_loss(engine: Any) -> str:
     return said(found)
 
 
-# -------------------------------------------------------------------- BatchNorm
+@pytest.mark.fast("exact-2")
+@on_ranks(1, 2, timeout=240)
+@pytest.mark.parametrize("part", list(PARTS))
+def test_every_cell_of_the_table(part: str) -> None:
+    cells: dict[tuple[str, str], set[str]] = {}
+    for mode in MODES:
+        for stage in range(4):
+            for accumulation in (1, 2):
+                for row, cell in measure(table_config(stage, mode, part, accumulation), part).items():
+                    cells.setdefault((row, mode), set()).add(cell)
+    wanted = {(row, mode): {cell} for row, modes in PARTS[part].items() for mode, cell in modes.items()}
+    alone = dist.get_world_size() == 1
+    assert cells == {key: c for key, c in wanted.items() if key[0] != BATCH_NORM and not (alone and "travel" in key[0])}
+    assert all(list(row) == list(MODES) for row in PARTS[part].values())
 
 
 class Normed(nn.Module):
@@ -211,40 +269,49 @@ class Normed(nn.Module):
         return self.norm(self.layer(x))
 
 
-def batch_norm(configs: dict[str, dict[str, Any]]) -> Rows:
-    """ "works", by name, if running statistics are updated in fp32 by what the rank's batch is."""
-    return {name: _batch_norm(config) for name, config in configs.items()}
+@pytest.mark.slow
+@on_ranks(1, 2)
+def test_batch_norm() -> None:
+    """Running statistics are updated in fp32 by what the rank's batch is, in all modes."""
+    for part, patterns in (("body", []), ("exact", ["norm"])):
+        assert set(PARTS[part][BATCH_NORM].values()) == {"works"}
+        for stage in (0, 3):
+            for mode in MODES:
+                settings = table_config(stage, mode, part) | {"fp32_modules": patterns}
+                engine = zerolite.initialize(models.build(Normed), settings)
+                batch = models.float_batch(0, 0, engine.rank, 2)
+                engine.backward(models.square_loss(engine, batch))
+                engine.step()
+                norm = engine.module.norm
+                assert norm.running_mean.dtype is norm.running_var.dtype is torch.float32
+                wanted = 0.1 * models.build(Normed).layer(batch[0]).mean(0)
+                torch.testing.assert_close(norm.running_mean, wanted, rtol=0, atol=1e-3)
+                assert norm.num_batches_tracked == 1
 
 
-def _batch_norm(config: dict[str, Any]) -> str:
-    engine = zerolite.initialize(models.build(Normed), config)
-    batch = models.float_batch(0, 0, engine.rank, 2)
-    engine.backward(models.square_loss(engine, batch))
-    engine.step()
-    norm = engine.module.norm
-    assert norm.running_mean.dtype is norm.running_var.dtype is torch.float32 and norm.num_batches_tracked == 1
-    wanted = 0.1 * models.build(Normed).layer(batch[0]).mean(0)
-    torch.testing.assert_close(norm.running_mean, wanted, rtol=0, atol=1e-3)
-    return "works"
-
-
-def batch_norm_parity(config: dict[str, Any], lr: float) -> list[str]:
-    """Return the differences from plain PyTorch after three steps of SGD in bf16, with its batch norm in fp32."""
-    engine, plain = zerolite.initialize(models.build(Normed), config), models.build(Normed)
-    masters = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    plain.layer.to(torch.bfloat16)
-    for step in range(3):
-        x, y = models.float_batch(step, 0, engine.rank)
-        loss = models.square_loss(engine, (x, y))
-        engine.backward(loss)
-        engine.step()
-        wanted = nn.functional.mse_loss(plain(x.to(torch.bfloat16)).float(), y)
-        wanted.backward()
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                masters[name] -= lr * rank_mean(p.grad).float()
-                p.copy_(masters[name])
-                p.grad = None
-    found = {**snapshot(engine), **dict(engine.module.named_buffers())}
-    same = {name: torch.equal(value, found[name]) for name, value in plain.state_dict().items()}
-    return [name for name, equal in {**same, "loss": torch.equal(loss, wanted)}.items() if not equal]
+@pytest.mark.slow
+@on_ranks(2, 3)
+def test_batch_norm_trains_as_in_plain_pytorch() -> None:
+    """Three steps of SGD in bf16, with the batch norm in fp32."""
+    lr = 0.0625
+    for stage in range(4):
+        zero = PARTITIONED["moving"] if stage == 3 else None
+        engine = zerolite.initialize(models.build(Normed), config(stage, "bf16", 1, 0.0, ("SGD", {"lr": lr}), zero))
+        plain = models.build(Normed)
+        masters = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        plain.layer.to(torch.bfloat16)
+        for step in range(3):
+            x, y = models.float_batch(step, 0, engine.rank)
+            loss = models.square_loss(engine, (x, y))
+            engine.backward(loss)
+            engine.step()
+            wanted = models.square_loss(plain, (x.to(torch.bfloat16), y))
+            wanted.backward()
+            with torch.no_grad():
+                for name, p in plain.named_parameters():
+                    masters[name] -= lr * rank_mean(p.grad).float()
+                    p.copy_(masters[name])
+                    p.grad = None
+        found = {**snapshot(engine), **dict(engine.module.named_buffers())}
+        assert torch.equal(loss, wanted)
+        assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
