@@ -178,12 +178,6 @@ def test_states_of_torchs_own_optimizers_and_masters_in_16_bits() -> None:
     low_bits = moments(settings(2, "bf16", bf16=low))["after"]
     assert low_bits["master_weights"] == 0  # they are the compute parameters
     assert low_bits["optimizer_states"] == 2 * 2 * flat(2) // 2
-    # There is memory for them before the first step.
-    for name, stage in {"Adadelta": 0, "ASGD": 1, "NAdam": 2, "RAdam": 3, "Rprop": 3, "Adafactor": 0}.items():
-        found = moments(settings(stage), name, windows=1)
-        made, after = (found[moment]["optimizer_states"] for moment in ("made", "after"))
-        small = 4 * 3 * 5 + 4 * 4 * 13  # a few counts of each parameter; Adafactor's sums over rows and columns
-        assert 0 < made <= after <= made + small, (name, made, after)
 
 
 @on_ranks(2)
