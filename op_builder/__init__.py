@@ -5,9 +5,9 @@ In a checkout this package is `op_builder/` beside `csrc/`. In a wheel both are 
 works in both.
 """
 
-from .errors import OpUnavailable
-from .load import OpStatus, build_into, csrc_path, load, status
-from .ops import OPS
+from .build import csrc_path
+from .load import OpStatus, build_into, load, status
+from .ops import OPS, OpUnavailable
 from .store import describe_cache
 from .tools import describe_tools
 

@@ -1,14 +1,31 @@
-"""List of the kernel libraries and their sources; a new library is one entry here."""
+"""List of the kernel libraries and their sources, where a new library is one entry; and the error of this package."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+WITHOUT_KERNELS = "or set ZEROLITE_KERNELS=0 to train on PyTorch's own operations without this message."
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
 HOST = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread")
+
+
+class OpUnavailable(RuntimeError):
+    """Kernels cannot be used here; training goes on with PyTorch's own operations.
+
+    Attributes:
+        cause: what is wrong, a sentence.
+        remedy: what to do about it, a sentence.
+        log: the compiler's whole output, or None if it did not come to that.
+    """
+
+    def __init__(self, cause: str, remedy: str, log: Path | None = None) -> None:
+        super().__init__(f"{cause} {remedy}")
+        self.cause, self.remedy, self.log = cause, remedy, log
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,14 @@
-"""Cache of built libraries: private directories, and a checksum at the end of each library."""
+"""Cache of built libraries: private directories, and a lock for those who build."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
-import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-SEAL_BYTES = hashlib.sha256().digest_size
 
 
 def cache_root() -> Path:
@@ -73,32 +68,3 @@ def build_lock(path: Path, patience_s: float) -> Iterator[None]:
             except OSError:
                 break
         yield
-
-
-def seal(library: Path) -> None:
-    """Append the SHA-256 of a library to it, which loaders of ELF files ignore. Loading half a library can end the
-    process instead of failing, so a library is loaded only if its checksum is right."""
-    with open(library, "r+b") as file:
-        file.write(hashlib.sha256(file.read()).digest())
-
-
-def is_whole(library: Path) -> bool:
-    """Return True if the file is there and ends with its own SHA-256."""
-    try:
-        content = library.read_bytes()
-    except OSError:
-        return False
-    return len(content) > SEAL_BYTES and hashlib.sha256(content[:-SEAL_BYTES]).digest() == content[-SEAL_BYTES:]
-
-
-def put(library: Path, target: Path) -> None:
-    """Copy a library to its place, where readers see all of it or nothing."""
-    handle, partial = tempfile.mkstemp(suffix=".part", dir=target.parent)
-    try:
-        os.close(handle)
-        shutil.copyfile(library, partial)
-        os.chmod(partial, 0o755)
-        os.replace(partial, target)
-    except OSError:
-        os.unlink(partial)
-        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -11,31 +12,44 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import WITHOUT_KERNELS, OpUnavailable
-from .ops import Op
+from .ops import WITHOUT_KERNELS, Op, OpUnavailable
 
 Command = tuple[str, ...]
 
 
 def find_compilers(op: Op, torch_cuda: str | None) -> tuple[Command, ...]:
-    """Return the compiler of an op, and for CUDA the C++ compiler behind or beside it; raise OpUnavailable if none."""
+    """Return the compiler of an op, and for CUDA the C++ compiler behind or beside it.
+
+    Raises:
+        OpUnavailable: there is none, or nvcc is of another major version than torch's CUDA: a driver that serves torch
+            need not serve a newer toolkit's runtime.
+    """
     if op.kind == "cpp":
         return (find_cxx(),)
-    return (find_nvrtc(torch_cuda) if op.kind == "nvrtc" else find_nvcc(), find_cxx())
+    if op.kind == "nvrtc":
+        return find_nvrtc(torch_cuda), find_cxx()
+    nvcc = find_nvcc()
+    version = ask_version(nvcc)
+    wanted = (torch_cuda or version).partition(".")[0]
+    if version.partition(".")[0] != wanted:
+        raise OpUnavailable(
+            f"{nvcc[0]} is of CUDA {version}, and torch was built with CUDA {torch_cuda}: the major versions must be "
+            "equal.",
+            f"Set CUDA_HOME to a toolkit of CUDA {wanted}, {WITHOUT_KERNELS}",
+        )
+    return nvcc, find_cxx()
 
 
 def find_cxx() -> Command:
     """Return the C++ compiler: `CXX`, otherwise g++, clang++ or c++ on the PATH."""
     chosen = shlex.split(os.environ.get("CXX", ""))
-    commands = [chosen] if chosen else [["g++"], ["clang++"], ["c++"]]
-    for program, *words in commands:
+    for program, *words in [chosen] if chosen else [["g++"], ["clang++"], ["c++"]]:
         path = shutil.which(program)
         if path is not None:
             return (path, *words)
+    missing = f"no program {chosen[0]!r}, which CXX names," if chosen else "neither g++, clang++ nor c++"
     raise OpUnavailable(
-        "There is no C++ compiler: "
-        + (f"no program {chosen[0]!r}, which CXX names," if chosen else "neither g++, clang++ nor c++")
-        + " is on the PATH.",
+        f"There is no C++ compiler: {missing} is on the PATH.",
         f"Install one (on Debian and Ubuntu: apt install g++) or set CXX to one, {WITHOUT_KERNELS}",
     )
 
@@ -43,15 +57,15 @@ def find_cxx() -> Command:
 def find_nvcc() -> Command:
     """Return CUDA's compiler: in `CUDA_HOME` or `CUDA_PATH`, otherwise on the PATH, otherwise in /usr/local/cuda.
 
-    torch.utils.cpp_extension looks in the same places, but takes longer to import than a cached library to load.
+    torch.utils.cpp_extension looks in the same places, but its import takes a second, and writes to stderr where there
+    is a toolkit and no GPU.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
     path = shutil.which("nvcc", path=places)
     if path is None:
         raise OpUnavailable(
-            "There is no CUDA compiler: no nvcc in "
-            + (f"{places} (of CUDA_HOME or CUDA_PATH)." if home else "the PATH and /usr/local/cuda/bin."),
+            f"There is no CUDA compiler: no nvcc in {places if home else 'the PATH and /usr/local/cuda/bin'}.",
             f"Install the CUDA toolkit of torch's CUDA version or set CUDA_HOME to it, {WITHOUT_KERNELS}",
         )
     host = shlex.split(os.environ.get("CXX", ""))
@@ -81,39 +95,20 @@ def find_nvrtc(torch_cuda: str | None) -> Command:
     return (sys.executable, str(Path(__file__).resolve().with_name("nvrtc.py")), *max(found)[1:])
 
 
-def find_ninja() -> Command:
-    """Return ninja: that of the `ninja` package in this environment, otherwise one on the PATH."""
-    path = _packaged_ninja() or shutil.which("ninja")
+def find_ninja() -> str:
+    """Return the path of ninja: of the `ninja` package in this environment, otherwise on the PATH."""
+    places = os.environ.get("PATH", "")
+    with contextlib.suppress(ImportError):
+        from ninja import BIN_DIR
+
+        places = f"{BIN_DIR}:{places}"
+    path = shutil.which("ninja", path=places)
     if path is None:
         raise OpUnavailable(
             "There is no ninja: neither the package `ninja` is installed nor is the program on the PATH.",
             f"Install it with `pip install ninja`, {WITHOUT_KERNELS}",
         )
-    return (path,)
-
-
-def _packaged_ninja() -> str | None:
-    from importlib import metadata  # slow, and needed only where something is compiled
-
-    try:
-        files = metadata.files("ninja") or []
-    except metadata.PackageNotFoundError:
-        return None
-    paths = [os.path.normpath(str(file.locate())) for file in files if file.name == "ninja"]
-    return next(filter(shutil.which, paths), None)
-
-
-def check_tools(op: Op, compilers: tuple[Command, ...], torch_cuda: str | None) -> None:
-    """Run each tool once. Raise OpUnavailable if one does not run, or if nvcc is of another major version than torch:
-    a driver that serves torch need not serve a newer toolkit's runtime."""
-    versions = [ask_version(command) for command in (*compilers, find_ninja())]
-    wanted = (torch_cuda or versions[0]).partition(".")[0]
-    if op.kind == "cuda" and versions[0].partition(".")[0] != wanted:
-        raise OpUnavailable(
-            f"{compilers[0][0]} is of CUDA {versions[0]}, and torch was built with CUDA {torch_cuda}: the major "
-            "versions must be equal.",
-            f"Set CUDA_HOME to a toolkit of CUDA {wanted}, {WITHOUT_KERNELS}",
-        )
+    return path
 
 
 def ask_version(command: Command) -> str:
@@ -132,8 +127,12 @@ def ask_version(command: Command) -> str:
 
 def describe_tools() -> dict[str, str]:
     """Return the version and path of each tool, or why there is none, as `zerolite report` prints them."""
-    tools: dict[str, Callable[[], Command]]
-    tools = {"C++ compiler": find_cxx, "nvcc": find_nvcc, "NVRTC": lambda: find_nvrtc(None), "ninja": find_ninja}
+    tools: dict[str, Callable[[], Command]] = {
+        "C++ compiler": find_cxx,
+        "nvcc": find_nvcc,
+        "NVRTC": lambda: find_nvrtc(None),
+        "ninja": lambda: (find_ninja(),),
+    }
     found = {}
     for name, find in tools.items():
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from op_builder import OpUnavailable, build_into, nvrtc
+from op_builder import OpUnavailable, build, build_into, nvrtc
 from op_builder.tools import find_nvrtc
 from tests.ops.cuda_calls import LENGTHS, Dtypes, make_call
 from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, RULES, UPDATE_ROOM, check_update, cpu
@@ -214,7 +214,7 @@ def test_nvrtc_compiles_the_kernels(compiled: Path) -> None:
         assert image.count(lowered(kernel).encode() + b"\0") >= 2, kernel
 
 
-def test_nvrtc_says_what_does_not_compile(tmp_path: Path) -> None:
+def test_nvrtc_says_what_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         find_nvrtc(None)
     except OpUnavailable as error:
@@ -222,7 +222,6 @@ def test_nvrtc_says_what_does_not_compile(tmp_path: Path) -> None:
     shutil.copytree(CSRC, tmp_path / "csrc")
     with (tmp_path / "csrc/cuda/update.cuh").open("a") as source:
         source.write("\n__device__ int broken = undefined_name;\n")
-    with pytest.raises(
-        OpUnavailable, match=r'(?s)Compiling cuda_kernels_nvrtc .* failed.*"undefined_name" is undefined'
-    ):
-        build_into(tmp_path / "out", "cuda_kernels_nvrtc", capability=(9, 0), csrc=tmp_path / "csrc")
+    monkeypatch.setattr(build, "csrc_path", lambda: tmp_path / "csrc")
+    with pytest.raises(OpUnavailable, match=r'(?s)Compiling cuda_kernels_nvrtc failed.*"undefined_name" is undefined'):
+        build_into(tmp_path / "out", "cuda_kernels_nvrtc", capability=(9, 0))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,19 +63,15 @@ case "$*" in
 esac
 exec {gxx} "$@"
 """
-# Two threads of a process load at once.
 ELSEWHERE = """\
 import json, sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import op_builder
+op_builder.build.csrc_path = lambda: Path(sys.argv[1])
 result = {}
 try:
-    with ThreadPoolExecutor(2) as threads:
-        answers = threads.map(lambda _: op_builder.load("cpu_kernels", csrc=Path(sys.argv[1])).answer(), range(2))
-        (result["answer"],) = set(answers)
-    status = op_builder.status("cpu_kernels", csrc=Path(sys.argv[1]))
-    result.update(reason=status.reason, path=str(status.path))
+    result["answer"] = op_builder.load("cpu_kernels").answer()
+    result["path"] = str(op_builder.status("cpu_kernels").path)
 except op_builder.OpUnavailable as error:
     result["error"] = str(error)
 print(json.dumps(result))
@@ -141,7 +137,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     here = tmp_path / "a place"  # a space, as paths may have
     place = Place(here)
     (place.csrc / "cpu").mkdir(parents=True)
@@ -150,23 +146,25 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     place.cxx.write_text(WRAPPER.format(here=str(here).replace(" ", "\\ "), gxx=GXX))
     place.cxx.chmod(0o755)
     (here / "tmp").mkdir()
-    for variable in ("ZEROLITE_KERNELS", "ZEROLITE_BUILD_TIMEOUT", "CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME"):
+    for variable in ("ZEROLITE_KERNELS", "CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("ZEROLITE_CACHE_DIR", str(place.cache))
     monkeypatch.setenv("CXX", str(place.cxx).replace(" ", "\\ "))
     monkeypatch.setenv("TMPDIR", str(here / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
-    return place
+    monkeypatch.setattr(build, "csrc_path", lambda: place.csrc)
+    yield place
+    load_module._load.cache_clear()
 
 
 @needs_compiler
 def test_each_object_has_the_instruction_set_of_its_own_flags(place: Place) -> None:
-    library = load_function("cpu_kernels", csrc=place.csrc)
+    library = load_function("cpu_kernels")
     assert library.answer() == 42
     levels = {"plain": 0, "avx2": 1, "avx512": 2} if X86 else {"plain": 0}
     assert {name: library[f"level_{name}"]() for name in levels} == levels
     assert not any("-march=native" in call for call in place.calls())
-    assert load_function("cpu_kernels", csrc=place.csrc) is library
+    assert load_function("cpu_kernels") is library
     assert place.links() == 1 and place.work() == []
 
 
@@ -180,55 +178,43 @@ def test_a_warm_load_runs_no_program(place: Place) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("changed", ["source", "header", "shared header", "compiler"])
+@pytest.mark.parametrize("changed", ["source", "header", "shared header"])
 def test_a_change_builds_anew(place: Place, changed: str) -> None:
     place.elsewhere()
     assert place.links() == 1
-    if changed == "compiler":
-        os.utime(place.cxx, ns=(1, 1))
-    else:
-        names = {"source": "cpu/kernels.cpp", "header": "cpu/answer.h", "shared header": "shared.h"}
-        path = place.csrc / names[changed]
-        path.write_text(path.read_text().replace("// old", "// new"))
+    names = {"source": "cpu/kernels.cpp", "header": "cpu/answer.h", "shared header": "shared.h"}
+    path = place.csrc / names[changed]
+    path.write_text(path.read_text().replace("// old", "// new"))
     assert place.elsewhere()["answer"] == 42
     assert place.links() == 2
     assert len(list((place.cache / "kernels").glob("*.so"))) == 2
 
 
 @needs_compiler
-def test_the_key_does_not_depend_on_where_the_sources_lie(place: Place) -> None:
-    place.elsewhere()
-    moved = Place(place.here)
-    place.csrc.rename(place.here / "moved $HOME")
-    (place.here / "csrc").symlink_to(place.here / "moved $HOME")
-    assert moved.elsewhere()["answer"] == 42
-    assert place.links() == 1
-
-
-@needs_compiler
-def test_a_path_with_a_dollar_sign(place: Place) -> None:
+def test_a_path_with_a_dollar_sign(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = place.here / "$odd: 'name'"
     place.csrc.rename(odd)
-    assert load_function("cpu_kernels", csrc=odd).answer() == 42
+    monkeypatch.setattr(build, "csrc_path", lambda: odd)
+    assert load_function("cpu_kernels").answer() == 42
 
 
-def test_flags_are_part_of_the_key(place: Place) -> None:
+def test_flags_are_part_of_the_key(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     op = op_builder.OPS["cpu_kernels"]
-    contents = {
-        build.make_recipe(changed, place.csrc, None, None).prefix
-        for changed in (
-            op,
-            dataclasses.replace(op, flags=(*op.flags, "-g")),
-            dataclasses.replace(op, link_flags=(*op.link_flags, "-g")),
-            dataclasses.replace(op, sources=op.sources[:-1]),
-        )
-    }
-    assert len(contents) == 4
+    names = set()
+    for changed in (
+        op,
+        dataclasses.replace(op, flags=(*op.flags, "-g")),
+        dataclasses.replace(op, link_flags=(*op.link_flags, "-g")),
+        dataclasses.replace(op, sources=op.sources[:-1]),
+    ):
+        monkeypatch.setitem(op_builder.OPS, "cpu_kernels", changed)
+        names.add(build.make_recipe("cpu_kernels", None, None).file_name)
+    assert len(names) == 4
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_eight_processes_of_two_threads_build_once(place: Place) -> None:
+def test_eight_processes_build_once(place: Place) -> None:
     processes = [place.start() for _ in range(8)]
     assert [finish(process)["answer"] for process in processes] == [42] * 8
     assert place.links() == 1 and place.work() == []
@@ -301,24 +287,6 @@ def test_those_who_waited_for_a_failure_fail_with_it(place: Place) -> None:
     assert len(place.calls("dispatch.cpp")) == 1
 
 
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("damage", ["half", "empty", "other", "sealed nonsense"])
-def test_a_damaged_library_is_built_again_once(place: Place, damage: str) -> None:
-    place.elsewhere()
-    library = place.library()
-    content = library.read_bytes()
-    broken = {"half": content[: len(content) // 2], "empty": b"", "other": content[:-40] + bytes(40)}
-    library.unlink()
-    library.write_bytes(broken.get(damage, b"nonsense"))
-    if damage == "sealed nonsense":
-        store.seal(library)
-    assert place.elsewhere()["answer"] == 42
-    assert place.links() == 2
-    assert place.elsewhere()["answer"] == 42
-    assert place.links() == 2 and store.is_whole(library)
-
-
 def spoil(cache: Path, how: str) -> str:
     """Make a cache directory unusable; return what the environment must say."""
     if how == "a file":
@@ -357,11 +325,11 @@ UNUSABLE = [
 @needs_compiler
 @pytest.mark.parametrize("how", UNUSABLE)
 def test_an_unusable_cache_is_left_alone(place: Place, how: str) -> None:
-    """The library is built for the one process, in a directory that is gone afterwards; the status says why."""
+    """The library is built for the one process, in a directory that is gone afterwards."""
     chosen = spoil(place.cache, how)
     result = place.elsewhere(ZEROLITE_CACHE_DIR=chosen)
     assert result["answer"] == 42
-    assert "cache cannot be used" in result["reason"] and result["path"] == "None"
+    assert result["path"] == "None"
     assert list((place.here / "tmp").iterdir()) == []
     assert not list(place.here.glob("cache/**/*.so"))
 
@@ -370,7 +338,7 @@ def test_an_unusable_cache_is_left_alone(place: Place, how: str) -> None:
 def test_no_home_directory(place: Place) -> None:
     changes = {"ZEROLITE_CACHE_DIR": "", "HOME": "nowhere"}
     result = place.elsewhere(**changes)
-    assert result["answer"] == 42 and "no home directory" in result["reason"]
+    assert result["answer"] == 42
     assert not (place.here / "nowhere").exists()
 
 
@@ -393,7 +361,6 @@ def test_a_full_or_read_only_file_system(place: Place, options: str) -> None:
     )
     result = json.loads(output.stdout)
     assert result["answer"] == 42, result
-    assert ("No space left" if "ro" not in options else "Read-only") in result["reason"]
     assert list((place.here / "tmp").iterdir()) == []
 
 
@@ -405,21 +372,21 @@ def test_no_directory_at_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(28, "No space left on device", "/tmp/x")
 
     monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
-    with pytest.raises(OpUnavailable, match=r"(?s)no directory to build.*proc.*No space left.*ZEROLITE_CACHE_DIR"):
-        load_function("cpu_kernels", csrc=place.csrc)
+    with pytest.raises(OpUnavailable, match=r"no directory to build.*No space left.*ZEROLITE_CACHE_DIR"):
+        load_function("cpu_kernels")
 
 
 @needs_compiler
 def test_a_compile_error_quotes_the_compiler_and_keeps_the_log(place: Place) -> None:
     (place.csrc / "cpu" / "dispatch.cpp").write_text("int f() { return no_such_name; }\n")
     with pytest.raises(OpUnavailable) as caught:
-        load_function("cpu_kernels", csrc=place.csrc)
+        load_function("cpu_kernels")
     error = caught.value
     assert "no_such_name" in error.cause and "dispatch.cpp:1" in error.cause and "CXX" in error.remedy
     assert error.log is not None and str(error.log) in error.cause and "no_such_name" in error.log.read_text()
     attempts = len(place.calls("dispatch.cpp"))
     with pytest.raises(OpUnavailable, match="no_such_name"):
-        load_function("cpu_kernels", csrc=place.csrc)
+        load_function("cpu_kernels")
     assert len(place.calls("dispatch.cpp")) == attempts, "a failure is final for the process"
     (place.csrc / "cpu" / "dispatch.cpp").write_text(DISPATCH)
     assert place.elsewhere()["answer"] == 42 and place.work() == []
@@ -429,28 +396,21 @@ def test_a_compile_error_quotes_the_compiler_and_keeps_the_log(place: Place) -> 
 @needs_compiler
 def test_a_build_that_takes_too_long_is_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     (place.here / "hang").write_text("30")
-    monkeypatch.setenv("ZEROLITE_BUILD_TIMEOUT", "0.5")
+    monkeypatch.setattr(build, "BUILD_S", 0.5)
     start = time.monotonic()
-    with pytest.raises(OpUnavailable, match=r"longer than 0\.5 s \(ZEROLITE_BUILD_TIMEOUT\)"):
-        load_function("cpu_kernels", csrc=place.csrc)
+    with pytest.raises(OpUnavailable, match=r"longer than 0\.5 s"):
+        load_function("cpu_kernels")
     assert time.monotonic() - start < 10
     for pid in (place.here / "pids").read_text().split():
         wait_until(lambda pid=pid: not Path("/proc", pid).exists())  # type: ignore[misc]
     assert place.work() == []
 
 
-@pytest.mark.parametrize("value", ["soon", "0", "-3", ""])
-def test_a_wrong_timeout_is_said(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROLITE_BUILD_TIMEOUT", value)
-    with pytest.raises(OpUnavailable, match=f"ZEROLITE_BUILD_TIMEOUT expects a positive number.*{value!r}"):
-        build.build_timeout_s()
-
-
-def check_unavailable(csrc: Path, *parts: str) -> None:
+def check_unavailable(*parts: str) -> None:
     """Both `load` and `status` give the same reason."""
-    status = op_builder.status("cpu_kernels", csrc=csrc)
+    status = op_builder.status("cpu_kernels")
     with pytest.raises(OpUnavailable) as caught:
-        load_function("cpu_kernels", csrc=csrc)
+        load_function("cpu_kernels")
     assert not status.compatible and not status.built
     assert status.reason == str(caught.value) == f"{caught.value.cause} {caught.value.remedy}"
     for part in parts:
@@ -460,13 +420,7 @@ def check_unavailable(csrc: Path, *parts: str) -> None:
 def test_no_compiler(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    check_unavailable(place.csrc, "no C++ compiler", "apt install g++", "ZEROLITE_KERNELS=0")
-
-
-@pytest.mark.parametrize(("cxx", "part"), [("no-such-cxx -O2", "'no-such-cxx'"), ("false", "status 1")])
-def test_a_wrong_compiler(place: Place, cxx: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", cxx)
-    check_unavailable(place.csrc, part, "CXX")
+    check_unavailable("no C++ compiler", "apt install g++", "ZEROLITE_KERNELS=0")
 
 
 @pytest.mark.slow
@@ -477,7 +431,7 @@ def test_a_failure_keeps_nothing_of_its_first_caller(place: Place, monkeypatch: 
     def call() -> weakref.ref[OpUnavailable]:
         mine = OpUnavailable("", "")  # a local variable, of any class
         with pytest.raises(OpUnavailable, match="no-such-cxx"):
-            op_builder.load("cpu_kernels", csrc=place.csrc)
+            op_builder.load("cpu_kernels")
         return weakref.ref(mine)
 
     first = call()
@@ -487,33 +441,20 @@ def test_a_failure_keeps_nothing_of_its_first_caller(place: Place, monkeypatch: 
 
 @needs_compiler
 def test_no_ninja(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "_packaged_ninja", lambda: None)
+    monkeypatch.setitem(sys.modules, "ninja", None)
     monkeypatch.setenv("PATH", "")
-    check_unavailable(place.csrc, "no ninja", "pip install ninja")
-
-
-def test_ninja_is_that_of_the_package_before_that_of_the_path(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    packaged = tools._packaged_ninja()
-    if packaged is None:
-        pytest.skip("the package `ninja` is not installed")
-    other = place.here / "ninja"
-    other.write_text("#!/bin/sh\n")
-    other.chmod(0o755)
-    monkeypatch.setenv("PATH", str(place.here))
-    assert tools.find_ninja() == (packaged,)
-    monkeypatch.setattr(tools, "_packaged_ninja", lambda: None)
-    assert tools.find_ninja() == (str(other),)
+    check_unavailable("no ninja", "pip install ninja")
 
 
 def test_kernels_switched_off(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROLITE_KERNELS", "0")
-    check_unavailable(place.csrc, "ZEROLITE_KERNELS=0")
+    check_unavailable("ZEROLITE_KERNELS=0")
     assert place.calls() == [] and not place.cache.exists()
 
 
 def test_missing_sources(place: Place) -> None:
     (place.csrc / "cpu" / "kernels.cpp").unlink()
-    check_unavailable(place.csrc, "kernels.cpp", "incomplete", "--force-reinstall")
+    check_unavailable("kernels.cpp", "incomplete", "--force-reinstall")
 
 
 def test_unknown_op() -> None:
@@ -523,57 +464,31 @@ def test_unknown_op() -> None:
 
 @needs_compiler
 def test_status_builds_nothing_and_says_where(place: Place) -> None:
-    status = op_builder.status("cpu_kernels", csrc=place.csrc)
+    status = op_builder.status("cpu_kernels")
     assert (status.compatible, status.reason, status.built, status.path) == (True, "", False, None)
     assert [call for call in place.calls() if "--version" not in call] == []
     place.elsewhere()
-    status = op_builder.status("cpu_kernels", csrc=place.csrc)
+    status = op_builder.status("cpu_kernels")
     assert (status.compatible, status.built, status.path) == (True, True, place.library())
-
-
-@needs_compiler
-def test_without_a_compiler_a_library_of_the_same_sources_will_do(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A library of the same sources is used on a compute node whose home directory is that of a login node with a
-    compiler."""
-    place.elsewhere()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "")
-    assert op_builder.status("cpu_kernels", csrc=place.csrc).path == place.library()
-    assert load_function("cpu_kernels", csrc=place.csrc).answer() == 42
-    with open(place.csrc / "shared.h", "a") as file:
-        file.write("// changed\n")
-    assert not load_module._stored(build.make_recipe(op_builder.OPS["cpu_kernels"], place.csrc, None, None))[0]
 
 
 @needs_compiler
 def test_a_library_built_ahead_needs_neither_compiler_nor_cache(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     prebuilt = place.here / "prebuilt"
-    built = op_builder.build_into(prebuilt, "cpu_kernels", csrc=place.csrc)
+    built = op_builder.build_into(prebuilt, "cpu_kernels")
     assert built.parent == prebuilt and not place.cache.exists() and list(prebuilt.iterdir()) == [built]
     monkeypatch.setattr(load_module, "PREBUILT", prebuilt)
     calls = place.calls()
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("ZEROLITE_CACHE_DIR", "/proc/zerolite")
-    status = op_builder.status("cpu_kernels", csrc=place.csrc)
+    status = op_builder.status("cpu_kernels")
     assert status.built and status.path == built
-    assert load_function("cpu_kernels", csrc=place.csrc).answer() == 42
+    assert load_function("cpu_kernels").answer() == 42
     assert place.calls() == calls
-    other = place.here / "other"
-    shutil.copytree(place.csrc, other)
-    (other / "cpu" / "answer.h").write_text("#define ANSWER 43\n")
-    check_unavailable(other, "no-such-compiler")
-
-
-@needs_compiler
-def test_a_damaged_library_built_ahead_is_not_used(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = op_builder.build_into(place.here / "prebuilt", "cpu_kernels", csrc=place.csrc)
-    built.write_bytes(built.read_bytes()[:1000])
-    monkeypatch.setattr(load_module, "PREBUILT", built.parent)
-    assert load_function("cpu_kernels", csrc=place.csrc).answer() == 42
-    assert place.library().exists()
+    (place.csrc / "cpu" / "answer.h").write_text("#define ANSWER 43\n")
+    load_module._load.cache_clear()
+    check_unavailable("no-such-compiler")
 
 
 @pytest.fixture
@@ -596,33 +511,33 @@ def fake_nvcc(place: Place, monkeypatch: pytest.MonkeyPatch, release: str) -> No
 
 def test_cuda_of_another_major_version(place: Place, cuda_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvcc(place, monkeypatch, "11.8")
-    status = op_builder.status("cuda_kernels", capability=(9, 0), torch_cuda="12.6", csrc=cuda_source)
+    status = op_builder.status("cuda_kernels", capability=(9, 0), torch_cuda="12.6")
     assert not status.compatible
     assert "is of CUDA 11.8, and torch was built with CUDA 12.6" in status.reason and "CUDA_HOME" in status.reason
     with pytest.raises(OpUnavailable, match=r"CUDA 11\.8"):
-        load_function("cuda_kernels", capability=(9, 0), torch_cuda="12.6", csrc=cuda_source)
+        load_function("cuda_kernels", capability=(9, 0), torch_cuda="12.6")
     if GXX is not None:
-        assert op_builder.status("cuda_kernels", capability=(9, 0), torch_cuda="11.1", csrc=cuda_source).compatible
+        assert op_builder.status("cuda_kernels", capability=(9, 0), torch_cuda="11.1").compatible
 
 
 def test_no_nvcc(place: Place, cuda_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", "/no such toolkit")
-    reason = op_builder.status("cuda_kernels", capability=(9, 0), csrc=cuda_source).reason
+    reason = op_builder.status("cuda_kernels", capability=(9, 0)).reason
     assert "no nvcc in /no such toolkit/bin" in reason
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setattr(tools.shutil, "which", lambda name, path=None: None)
-    reason = op_builder.status("cuda_kernels", capability=(9, 0), csrc=cuda_source).reason
+    reason = op_builder.status("cuda_kernels", capability=(9, 0)).reason
     assert "no CUDA compiler" in reason and "ZEROLITE_KERNELS=0" in reason
 
 
 def test_no_gpu(place: Place, cuda_source: Path) -> None:
-    assert "no compute capability" in op_builder.status("cuda_kernels", csrc=cuda_source).reason
+    assert "no compute capability" in op_builder.status("cuda_kernels").reason
 
 
 def test_cuda_commands_name_the_architecture(place: Place, cuda_source: Path) -> None:
     op = op_builder.OPS["cuda_kernels"]
-    plans = [build.make_recipe(op, cuda_source, capability, None) for capability in ((9, 0), (12, 0))]
-    assert plans[0].prefix != plans[1].prefix
+    plans = [build.make_recipe("cuda_kernels", capability, None) for capability in ((9, 0), (12, 0))]
+    assert plans[0].file_name != plans[1].file_name
     command = plans[1].compile_command(op.sources[0], (("/cuda/bin/nvcc",), ("g++",)))
     assert command[0] == "/cuda/bin/nvcc" and "--fmad=false" in command
     assert command[command.index("-gencode") + 1] == "arch=compute_120,code=sm_120"
@@ -632,9 +547,9 @@ def test_cuda_commands_name_the_architecture(place: Place, cuda_source: Path) ->
 @needs_compiler
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 def test_cuda_is_compiled_where_there_is_no_gpu(place: Place, cuda_source: Path) -> None:
-    assert load_function("cuda_kernels", capability=(9, 0), csrc=cuda_source).answer() == 7
-    assert op_builder.status("cuda_kernels", capability=(9, 0), csrc=cuda_source).built
-    assert not op_builder.status("cuda_kernels", capability=(8, 0), csrc=cuda_source).built
+    assert load_function("cuda_kernels", capability=(9, 0)).answer() == 7
+    assert op_builder.status("cuda_kernels", capability=(9, 0)).built
+    assert not op_builder.status("cuda_kernels", capability=(8, 0)).built
 
 
 def test_one_package_under_both_names(tmp_path: Path) -> None:
