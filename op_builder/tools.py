@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,12 +97,7 @@ def find_nvrtc(torch_cuda: str | None) -> Command:
 
 def find_ninja() -> str:
     """Return the path of ninja: of the `ninja` package in this environment, otherwise on the PATH."""
-    places = os.environ.get("PATH", "")
-    with contextlib.suppress(ImportError):
-        from ninja import BIN_DIR
-
-        places = f"{BIN_DIR}:{places}"
-    path = shutil.which("ninja", path=places)
+    path = shutil.which("ninja", path=f"{sysconfig.get_path('scripts')}:{os.environ.get('PATH', '')}")
     if path is None:
         raise OpUnavailable(
             "There is no ninja: neither the package `ninja` is installed nor is the program on the PATH.",

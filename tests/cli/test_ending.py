@@ -168,17 +168,6 @@ def test_a_rank_that_fails_ends_the_job(start, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", ["", "failing(); raise RuntimeError('no batches')\n"], ids=["success", "failure"])
-def test_an_error_in_a_thread_is_told_at_the_end(start, body: str) -> None:
-    reader = "def read():\n    raise ValueError('the reader broke')\n"
-    reader += "if RANK == '1':\n    t = threading.Thread(target=read, name='reader'); t.start(); t.join(); up()\n"
-    job = start(PRELUDE + reader + f"wait_for('up.1')\nif RANK == '0':\n    {body or 'pass'}\n", "--nproc", "2")
-    assert job.finish() == (1 if body else 0)
-    assert "thread 'reader': ValueError: the reader broke" in job.stderr and "in read" in job.stderr
-    assert ("RuntimeError: no batches" in headline(job.stderr)) if body else True
-
-
-@pytest.mark.slow
 def test_segmentation_fault_shows_the_stack(start) -> None:
     job = start(OTHERS_WAIT + "import ctypes\ndef deep():\n    ctypes.string_at(0)\ndeep()\n", "--nproc", "2")
     assert job.finish() == 128 + signal.SIGSEGV, job.stderr

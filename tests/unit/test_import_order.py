@@ -36,6 +36,7 @@ THIRD_PARTY = {
     "zerolite.config": {"pydantic", "pydantic_core", "hjson"},
     "zerolite.optim.keyword_params": {"pydantic"},
     "zerolite.checkpoint": {"pydantic"},
+    "zerolite.launcher.processes": {"psutil"},
     "zerolite.utils.network": {"psutil"},
     "zerolite.diagnostics.report": {"cpuinfo"},
     "zerolite.monitor.memory_report": {"psutil"},

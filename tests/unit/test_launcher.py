@@ -13,7 +13,7 @@ import pytest
 from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
 from zerolite.launcher.failures import Failure, NodeOutcome
 from zerolite.launcher.job import NodeJob, find_target_problem, run_module
-from zerolite.launcher.processes import JobProcesses, ProcessStat, descendants
+from zerolite.launcher.processes import JobProcesses
 from zerolite.launcher.rank_start import rank_command, threads_per_rank
 from zerolite.utils import resources
 from zerolite.utils.failure_record import FailureRecord
@@ -292,9 +292,6 @@ class TestFailures:
 
 
 class TestRank:
-    def test_cpus(self) -> None:
-        assert rank.parse_cpus("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
-
     def test_what_only_says_that_a_peer_has_gone(self) -> None:
         class DistNetworkError(RuntimeError):
             pass
@@ -326,21 +323,11 @@ class TestMemoryKills:
         (tmp_path / "memory" / "job").mkdir(parents=True)
         control = tmp_path / "memory" / "job" / "memory.oom_control"
         control.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
-        assert memory_kills.counter_files(tmp_path, tmp_path / "membership") == [control]
-
-    def test_nothing_known(self, tmp_path: Path) -> None:
-        assert not memory_kills.MemoryKills(tmp_path, tmp_path / "none").happened()
+        assert memory_kills.counter_file(tmp_path, tmp_path / "membership") == control
+        assert not memory_kills.MemoryKills(tmp_path, tmp_path / "none").happened(), "nothing is known"
 
 
 class TestProcesses:
-    def test_descendants(self) -> None:
-        def stat(pid: int, parent: int) -> ProcessStat:
-            return ProcessStat(pid, "x", "S", parent, pid, pid)
-
-        table = {pid: stat(pid, parent) for pid, parent in [(2, 1), (3, 2), (4, 3), (5, 1), (6, 99)]}
-        assert descendants(table, [2]) == {3, 4}
-        assert descendants(table, [1]) == {2, 3, 4, 5}
-
     def test_marker_finds_what_is_no_descendant(self) -> None:
         """And another job's process, or one with a longer marker, is not found."""
         command = "exec setsid sleep 100 </dev/null >/dev/null 2>&1 & echo $!"

@@ -441,7 +441,7 @@ def test_a_failure_keeps_nothing_of_its_first_caller(place: Place, monkeypatch: 
 
 @needs_compiler
 def test_no_ninja(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ninja", None)
+    monkeypatch.setattr(tools.sysconfig, "get_path", lambda _: "/nowhere")
     monkeypatch.setenv("PATH", "")
     check_unavailable("no ninja", "pip install ninja")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import socket
@@ -9,19 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.launcher import remote
-from zerolite.launcher.check import CheckSpec, Facts, Reach, candidate_addresses, node_index, own_versions
+from zerolite.launcher import node, remote
 from zerolite.launcher.hosts import Host, HostsError
-from zerolite.launcher.job import NodeJob, gloo_variables, run_module
+from zerolite.launcher.job import NodeJob, run_module
+from zerolite.launcher.node import node_index
 from zerolite.launcher.options import LaunchRequest
-from zerolite.launcher.plan import check_reachable, make_node_jobs, make_plan, own_part
-from zerolite.launcher.preflight import Answer, clock_offset, find_problems
+from zerolite.launcher.plan import check_reachable, first_addresses, make_node_jobs, make_plan, own_part
 from zerolite.launcher.remote_commands import Route, exported_variables, make_commands, pack, unpack
 from zerolite.utils import network
 from zerolite.utils.listening import SECRET_VARIABLE
 
 NAMES = ["host1", "host2", "host3"]
-SPEC = CheckSpec("abc", NAMES, ["host1"], True, 29500, "/work dir", ["train.py"])
 
 
 def make_route(launcher: str, **changes: object) -> Route:
@@ -92,33 +91,6 @@ def test_a_process_learns_which_node_it_is() -> None:
             node_index(told, NAMES, {})
 
 
-def test_addresses_of_the_first_host_to_try() -> None:
-    environ = {"SSH_CONNECTION": "10.0.0.1 5000 10.0.0.2 22"}
-    assert candidate_addresses(SPEC, environ) == ["host1", "10.0.0.1"]
-    assert candidate_addresses(SPEC, {}) == ["host1"]
-    given = CheckSpec("abc", NAMES, ["10.9.9.9"], False, 29500, "/", ["train.py"])
-    assert candidate_addresses(given, environ) == ["10.9.9.9"]
-
-
-def make_facts(host: str, **changes: object) -> Facts:
-    fields: dict[str, object] = {"time": 1000.0, "versions": own_versions(), "at_work": True, "target_problem": None}
-    return Facts(host=host, **{**fields, "devices": 0, **changes})  # type: ignore[arg-type]
-
-
-def facts_with_devices(host: str, devices: int) -> Facts:
-    return make_facts(host, devices=devices)
-
-
-def find(hosts: list[Host], answers: list[Answer]) -> list[str]:
-    return [f"{host}: {problem}" for host, problem in find_problems(make_route("ssh"), hosts, SPEC, answers)]
-
-
-def make_answers(*facts: Facts | None) -> list[Answer]:
-    answers = [Answer(one, Reach("host1", "eth0"), "did not answer", asked=999.0, answered=1002.0) for one in facts]
-    answers[0].reach = Reach(interface="eth0")
-    return answers
-
-
 @pytest.mark.parametrize(
     ("launcher", "host", "complaint"),
     [
@@ -140,58 +112,50 @@ def test_ssh_gets_the_user_and_the_checks_the_name() -> None:
     assert command.argv[0] == "ssh" and command.argv[-2] == "ann@fd00::3"
 
 
-def test_hosts_that_fit_have_no_problems() -> None:
-    hosts = [Host(name, 2) for name in NAMES]
-    assert find(hosts, make_answers(*(make_facts(name) for name in NAMES))) == []
-    assert find(hosts, make_answers(*(make_facts(name, devices=2) for name in NAMES))) == []
+def test_a_host_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
+    job = NodeJob(["t.py"], job_id="abc", nproc=3, cwd=str(tmp_path), versions=node.own_versions())
+    assert node.find_problems(job) == []
+    other = dataclasses.replace(job, versions={**job.versions, "torch": "1.0"}, cwd="/nowhere")
+    torch, directory = node.find_problems(other)
+    assert "where torch 1.0 was expected" in torch and "has no working directory '/nowhere'" in directory
+    assert "there is no script 'x.py'" in node.find_problems(dataclasses.replace(job, target=["x.py"]))[0]
+    few = dataclasses.replace(job, env={"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert "has 2 CUDA devices and 3 slots in the hostfile" in node.find_problems(few)[0]
+    last = dataclasses.replace(few, nproc=1, devices=[3])
+    assert "has 2 CUDA devices and 4 devices up to the last" in node.find_problems(last)[0]
 
 
-@pytest.mark.parametrize(
-    ("second", "complaint"),
-    [
-        (None, "host2: did not answer"),
-        (make_facts("host2", time=1100.0), "host2: has a clock 98 s ahead of this host's: expected at most 60 s"),
-        (make_facts("host2", time=900.0), "host2: has a clock 99 s behind this host's"),
-        (make_facts("host1"), "host2: calls itself 'host1', as host1 does"),
-        (make_facts("host2", versions={**own_versions(), "torch": ""}), "host2: has no torch where torch"),
-        (make_facts("host2", versions={**own_versions(), "python": "2.7"}), "host2: has python 2.7 where python 3."),
-        (make_facts("host2", at_work=False, target_problem="x"), "host2: has no working directory '/work dir'"),
-        (make_facts("host2", target_problem="there is no script"), "host2: cannot run the job: there is no script"),
-    ],
-)
-def test_what_does_not_fit_is_named(second: Facts | None, complaint: str) -> None:
-    hosts = [Host(name, 2) for name in NAMES]
-    (problem,) = find(hosts, make_answers(make_facts("host1"), second, make_facts("host3")))
-    assert problem.startswith(complaint)
+class Answered:
+    """A part whose host has answered, or has not."""
+
+    def __init__(self, name: str, devices: int, *problems: str, status: int | None = None, errors: bytes = b"") -> None:
+        self.name, self.status, self.errors = name, status, errors
+        self.answer = None if status else {"problems": problems, "devices": devices}
 
 
-def test_slots_without_devices_are_named() -> None:
-    hosts = [Host("host1", 2), Host("host2", 3), Host("host3", 1, (3,))]
-    found = find(hosts, make_answers(*map(facts_with_devices, NAMES, (2, 1, 3))))
-    assert [problem.partition(":")[0] for problem in found] == ["host2", "host3"]
-    assert "has 1 CUDA device and 3 slots in the hostfile" in found[0]
-    assert "has 3 CUDA devices and 4 devices up to the last that is asked for" in found[1]
-    found = find(hosts, make_answers(*map(facts_with_devices, NAMES, (2, 0, 4))))
-    assert len(found) == 1 and found[0].startswith("host2: has 0 CUDA devices")
+def test_the_problems_of_all_hosts_are_told_at_once(hostfile: str) -> None:
+    request = LaunchRequest(["t.py"], hostfile=hostfile)
+    plan = make_plan(request)
+    plan = dataclasses.replace(plan, route=dataclasses.replace(plan.route, here=None))
+    nodes = make_node_jobs(request, plan)
+    names = [host.name for host in plan.hosts]
 
+    def told(*parts: Answered) -> str:
+        with pytest.raises(remote.CannotStart) as caught:
+            remote.check_answers(plan, nodes, {part.name: part for part in parts})  # type: ignore[misc]
+        return str(caught.value)
 
-def test_a_host_that_does_not_reach_the_first_is_named_unless_that_one_is_to_blame() -> None:
-    hosts = [Host(name, 1) for name in NAMES]
-    answers = make_answers(*(make_facts(name) for name in NAMES))
-    answers[2].reach = Reach(failed={"host1": "no answer", "10.0.0.1": "Connection refused"})
-    (problem,) = find(hosts, answers)
-    assert problem.startswith(
-        "host3: cannot reach host1 at port 29500 (host1: no answer; 10.0.0.1: Connection refused)"
-    )
-    answers[0].facts = make_facts("host1", port_problem="Address already in use")
-    (problem,) = find(hosts, answers)
-    assert problem.startswith("host1: cannot listen at port 29500")
-
-
-def test_a_clock_is_right_if_it_was_read_while_it_was_asked() -> None:
-    assert clock_offset(1001.0, 1000.0, 1020.0) == 0.0
-    assert clock_offset(1030.0, 1000.0, 1020.0) == 10.0
-    assert clock_offset(995.0, 1000.0, 1020.0) == -5.0
+    first = Answered(names[0], 2)
+    remote.check_answers(plan, nodes, {n: Answered(n, 0) for n in names})  # type: ignore[misc]
+    refused = Answered("host2", 0, status=255, errors=b"Hello\nssh: No route to host\n")
+    text = told(first, refused, Answered("host3", 0))
+    assert "host2: cannot be reached by ssh (ssh: No route to host)" in text
+    assert "host3: has 0 CUDA devices and 4 slots in the hostfile" in text, "the others have some"
+    assert text.endswith("--exclude host2@host3")
+    missing = Answered("host2", 4, status=127, errors=b"exec: python: not found")
+    assert "host2: cannot run " in told(first, missing, Answered("host3", 4, "has a problem"))
 
 
 @pytest.fixture
@@ -208,18 +172,24 @@ def test_each_node_gets_its_part(hostfile: str, monkeypatch: pytest.MonkeyPatch)
     request = LaunchRequest(["t.py"], ["a"], hostfile=hostfile, exclude="host2:1-3", num_nodes=(2, 8), env={"K": "v"})
     plan = make_plan(request)
     assert plan.route.here == 0 and plan.min_nodes == 2 and plan.port in network.PORTS
-    reaches = [Reach(None, "eth1"), Reach("node-one", "eth0"), Reach("10.0.0.1", "")]
-    first, second, third = make_node_jobs(request, plan, reaches)
+    first, second, third = make_node_jobs(request, plan)
     assert (first.nproc, second.nproc, third.nproc) == (2, 1, 4) and second.devices == [0]
     assert (first.min_nodes, first.max_nodes, third.node_rank) == (2, 3, 2)
-    assert (first.master_addr, second.master_addr, third.master_addr) == ("node-one", "node-one", "10.0.0.1")
-    secret = first.env.pop(SECRET_VARIABLE)
+    assert {part.master_addr for part in (first, second, third)} == {socket.gethostname()}
+    secret = first.env[SECRET_VARIABLE]
     assert len(secret) == 32 and secret == second.env[SECRET_VARIABLE] == third.env[SECRET_VARIABLE]
-    assert first.env == {"NCCL_X": "1", "K": "v", "GLOO_SOCKET_IFNAME": "eth1"}
-    assert "GLOO_SOCKET_IFNAME" not in third.env
+    assert first.env == {"NCCL_X": "1", "K": "v", SECRET_VARIABLE: secret}
     assert first.job_id == third.job_id and first.watch_stdin
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    assert make_node_jobs(request, plan, reaches)[0].env["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+def test_addresses_of_the_first_host_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "own_addresses", lambda: ["10.0.0.5", "10.1.0.5"])
+    monkeypatch.setattr(network, "resolve", lambda name: {"here": ["127.0.1.1"], "there": ["10.0.0.9"]}.get(name, []))
+    assert first_addresses(None, "here", True) == ["here", "10.0.0.5", "10.1.0.5"], "as Debian names a machine"
+    assert first_addresses(None, "there", True) == ["there", "10.0.0.9"]
+    assert first_addresses(None, "localhost", True) == ["10.0.0.5", "10.1.0.5"]
+    assert first_addresses(None, "alias", False) == ["alias"]
+    assert first_addresses("10.9.9.9", "here", True) == ["10.9.9.9"]
 
 
 def test_several_nodes_need_a_hostfile() -> None:
@@ -271,14 +241,3 @@ def test_this_host() -> None:
     assert network.is_this_host(socket.gethostname()) and not network.is_this_host("192.0.2.77")
     assert network.interface_of("127.0.0.1") is None and network.interface_of("::ffff:127.0.0.1") is None
     assert network.plain_address("::ffff:10.0.0.1") == "10.0.0.1"
-
-
-def test_gloo_is_told_an_interface_only_where_it_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "interface_addresses", lambda: iter([("lo", "127.0.0.1"), ("eth7", "10.0.0.5")]))
-    monkeypatch.setattr(network, "address_towards", lambda name: "10.0.0.5" if name == "host1" else "127.0.1.1")
-    job = NodeJob(["t.py"], job_id="abc", max_nodes=2, master_addr="host1")
-    assert gloo_variables(job, {}) == {"GLOO_SOCKET_IFNAME": "eth7"}
-    assert gloo_variables(job, {"GLOO_SOCKET_IFNAME": "x"}) == {}
-    assert gloo_variables(NodeJob(["t.py"], job_id="abc", master_addr="host1"), {}) == {}
-    first = NodeJob(["t.py"], job_id="abc", max_nodes=2, master_addr="localhost")
-    assert gloo_variables(first, {}) == {"GLOO_SOCKET_IFNAME": "eth7"}

@@ -23,17 +23,18 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from zerolite.launcher.board import LOST_S, Board
-from zerolite.launcher.failures import Failure, NodeOutcome, count, exit_status, headline, in_order, thread_notes
+from zerolite.launcher.failures import Failure, NodeOutcome, count, exit_status, headline, in_order
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
 from zerolite.launcher.logs import RankLogs
 from zerolite.launcher.meeting import Meeting, MeetingError, host_name
 from zerolite.launcher.memory_kills import MemoryKills
-from zerolite.launcher.processes import JobProcesses, send_to_groups
+from zerolite.launcher.processes import JobProcesses, send
 from zerolite.launcher.rank import BIND_VARIABLE, PARENT_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, rank_command
 from zerolite.launcher.supervisor import CPP_LOG_VARIABLE, INTERRUPT, QUIET, READY, say
 from zerolite.utils import failure_record
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT, FailureRecord
+from zerolite.utils.network import GLOO_VARIABLE, interface_towards
 
 MONITOR_INTERVAL_S = 0.05
 
@@ -60,9 +61,10 @@ class Agent(LocalElasticAgent):
         self.job = job
         self.host = host_name()
         self.meeting = Meeting(job, self.host)
+        if job.max_nodes > 1:
+            self._choose_interface()
         self.logs = RankLogs(log_dir, job.log_dir is not None, job.tee, rank_variables(job))
         self.processes = JobProcesses(os.environ[JOB_ID_VARIABLE], spare=[os.getppid()])
-        self.board: Board | None = None
         self.stopping = False
         self.failures: list[Failure] = []
         self._outcome = outcome
@@ -73,8 +75,27 @@ class Agent(LocalElasticAgent):
         super().__init__(make_spec(job, self.meeting), self.logs)
 
     @property
+    def board(self) -> Board | None:
+        """Board of the current attempt; None where there is one node."""
+        return self.meeting.board
+
+    @property
     def ranks_run(self) -> bool:
         return self._pcontext is not None
+
+    def _choose_interface(self) -> None:
+        """Have gloo use the interface that leads to the first node, unless the user has chosen one."""
+        if GLOO_VARIABLE in os.environ:
+            return
+        interface = interface_towards(self.meeting.address)
+        if interface is not None:
+            os.environ[GLOO_VARIABLE] = interface
+            if self.job.node_rank == 0:
+                say(
+                    f"{GLOO_VARIABLE}={interface} here, and on each other host the interface that leads to this one; "
+                    "gloo would look for the host's own name, which often means 127.0.1.1; set it yourself to choose "
+                    "another"
+                )
 
     def rank_pids(self) -> dict[int, int]:
         """The process of each local rank, which leads a process group."""
@@ -84,11 +105,6 @@ class Agent(LocalElasticAgent):
         meeting = self.meeting
         nodes, world = len(meeting.hosts), worker_group.workers[0].world_size
         self._remaining_restarts = max(0, self.job.max_restarts - meeting.restarts)
-        if self.board is not None:
-            self.board.close()
-        self.board = None
-        if nodes > 1:
-            self.board = Board(self.job.master_addr, meeting.port, meeting.attempt, meeting.node, meeting.hosts)
         self.failures, self._unfinished_since, self._noted_done = [], {}, False
         self._told_of = set()
         self.logs.attempt = meeting.attempt
@@ -129,7 +145,7 @@ class Agent(LocalElasticAgent):
             return RunResult(WorkerState.HEALTHY if None in codes.values() else WorkerState.FAILED)
         failed = self._failed_ranks(codes)
         board = self.board
-        if failed or (board is not None and (board.failed or board.gone) and not board.all_done):
+        if failed or (board is not None and (board.failures or board.gone) and not board.all_done):
             return self._fail(worker_group, failed)
         if None in codes.values() or not self._done_everywhere():
             return RunResult(WorkerState.HEALTHY)
@@ -160,8 +176,8 @@ class Agent(LocalElasticAgent):
         self._settle(failed, seen)
         self.failures = [self._failure(worker_group, rank, code, seen[rank]) for rank, code in failed.items()]
         board = self.board
-        if board is not None and board.gone and not board.failed:
-            sentence = f"the first node, {self.job.master_addr}, has gone: its agent has ended or cannot be reached"
+        if board is not None and board.gone and not board.failures:
+            sentence = f"the first node, {self.meeting.address}, has gone: its agent has ended or cannot be reached"
             self.failures.append(Failure(host=self.host, seen=time.time(), of_agent=sentence))
         everywhere = in_order(self.failures + (board.failures if board is not None else []))
         if everywhere and all(failure.consequence for failure in everywhere):
@@ -187,7 +203,7 @@ class Agent(LocalElasticAgent):
     def _settle(self, failed: dict[int, int], seen: dict[int, float]) -> None:
         """Wait a little: for ranks that have reported an error and are about to end, and for the cause of it all."""
         start = time.monotonic()
-        while failed and not (self.board is not None and self.board.failed):
+        while failed and not (self.board is not None and self.board.failures):
             waited = time.monotonic() - start
             if waited > (SETTLE_S if self._cause_is_missing(failed) else LEAVING_S if self._leaving(failed) else 0.0):
                 return
@@ -247,24 +263,14 @@ class Agent(LocalElasticAgent):
     def outcome(self) -> NodeOutcome:
         """Return the outcome of the job, as this node knows it."""
         if self.board is None:
-            return NodeOutcome(self.failures, True, self.meeting.attempt, self._thread_notes())
+            return NodeOutcome(self.failures, True, self.meeting.attempt)
         speaks = self.meeting.node == 0 or self.board.gone
-        return NodeOutcome(self.failures + self.board.failures, speaks, self.meeting.attempt, self._thread_notes())
-
-    def _thread_notes(self) -> list[str]:
-        """Lines about errors in threads of the local ranks, in the order of the ranks."""
-        lines: list[str] = []
-        for rank, path in sorted(self.logs.error_files.items()):
-            record = failure_record.read(path + failure_record.THREAD)
-            if record is not None:
-                lines += thread_notes(rank, self.host, record, self.logs.outputs[rank])
-        return lines
+        return NodeOutcome(self.failures + self.board.failures, speaks, self.meeting.attempt)
 
     def leave(self) -> None:
         """Let the other nodes go on without this one; the first node lets them leave before it."""
-        if self.board is not None:
+        if self.board is not None and not self.board.gone:
             self.board.leave()
-            self.board.close()
 
 
 def make_spec(job: NodeJob, meeting: Meeting) -> WorkerSpec:
@@ -320,12 +326,12 @@ class Guard:
             self._end_everything()
         self.agent.stopping = True
         if letter == INTERRUPT:
-            send_to_groups(self.agent.rank_pids().values(), signal.SIGINT)
+            send(self.agent.rank_pids().values(), signal.SIGINT, os.killpg)
 
     def _cut_off(self) -> None:
         """This node has lost the first one, so that nothing can be told to anybody."""
         assert self.agent is not None
-        sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.job.master_addr}, for "
+        sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.meeting.address}, for "
         failure = Failure(host=self.agent.host, of_agent=f"{sentence}{LOST_S:.0f} s")
         tell(self._outcome, NodeOutcome([failure]).to_json())
         self._end_everything()

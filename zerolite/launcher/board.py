@@ -1,4 +1,4 @@
-"""Failure store: agents of a job's nodes report failures to each other and notice lost nodes."""
+"""Failures, signs of life and successes of a job's nodes, which they tell each other through the first node's store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
@@ -22,26 +21,27 @@ LOST_S = 20.0
 LEAVE_S = 5.0
 """Seconds for which the first node, which hosts the store, waits for the others to have left."""
 
-CONNECT_TIMEOUT = timedelta(seconds=10)
-
 
 class Board:
     """One attempt's board. A thread of its own looks at it until :meth:`close`.
 
     Args:
-        address, port: of the store.
+        store: a connection to the first node's store that nothing else uses.
         attempt: what is posted in one attempt is not seen in another.
         node: this node's number.
         hosts: the nodes' host names, by number.
+        again: key of the store that counts the nodes which want all to start again.
 
     Attributes:
         gone: whether the connection to the store is broken.
         all_done: whether the ranks of all nodes have succeeded.
+        waiting: how many nodes want all to start again.
     """
 
-    def __init__(self, address: str, port: int, attempt: int, node: int, hosts: Sequence[str]) -> None:
-        connection = TCPStore(address, port, is_master=False, timeout=CONNECT_TIMEOUT, wait_for_workers=False)
-        self._store = PrefixStore(f"zerolite/board_{attempt}", connection)
+    def __init__(self, store: TCPStore, attempt: int, node: int, hosts: Sequence[str], again: str) -> None:
+        self._root = store
+        self._again = again
+        self._store = PrefixStore(f"zerolite/board_{attempt}", store)
         self._node = node
         self._hosts = list(hosts)
         self._last_seen = time.monotonic()
@@ -50,6 +50,7 @@ class Board:
         self._beats: dict[int, tuple[int, float]] = {}
         self.gone = False
         self.all_done = False
+        self.waiting = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zerolite board", daemon=True)
         self._thread.start()
@@ -65,42 +66,31 @@ class Board:
         return [failure for posted in list(self._posts.values()) for failure in posted]
 
     @property
-    def failed(self) -> bool:
-        """True if another node has failed or is lost."""
-        return bool(self._posts)
-
-    @property
     def lost(self) -> list[str]:
         """Hosts of the nodes that gave no sign of life for too long."""
         return [self._hosts[node] for node, posted in list(self._posts.items()) if any(f.of_agent for f in posted)]
 
-    def post(self, failures: Sequence[Failure], node: int | None = None) -> bool:
-        """Tell the other nodes that ``node``, this one by default, has failed. Whether that worked."""
+    def post(self, failures: Sequence[Failure], node: int | None = None) -> None:
+        """Tell the other nodes that ``node``, this one by default, has failed."""
         text = json.dumps([self._node if node is None else node, [failure.to_json() for failure in failures]])
-        try:
+        with contextlib.suppress(RuntimeError):
             self._store.set(f"post/{self._store.add('posts', 1)}", text)
-        except RuntimeError:
-            return False
-        return True
+
+    def note_done(self) -> None:
+        """Say that this node's ranks have succeeded."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add("done", 1)
 
     def leave(self) -> None:
         """Say that this node's ranks have ended. The first node then waits for the others, for a while."""
-        if self.gone:
-            return
-        try:
+        self.close()
+        with contextlib.suppress(RuntimeError):
             self._store.add("left", 1)
             deadline = time.monotonic() + LEAVE_S
             while self._node == 0 and time.monotonic() < deadline:
                 if self._store.add("left", 0) + len(self.lost) >= len(self._hosts):
                     return
                 time.sleep(LOOK_S / 4)
-        except RuntimeError:
-            return
-
-    def note_done(self) -> None:
-        """Say that this node's ranks have succeeded."""
-        with contextlib.suppress(RuntimeError):
-            self._store.add("done", 1)
 
     def close(self) -> None:
         """End the thread."""
@@ -117,6 +107,7 @@ class Board:
                         self._look_for_lost()
                 self._read_posts()
                 self.all_done = self._store.add("done", 0) >= len(self._hosts)
+                self.waiting = self._root.add(self._again, 0)
                 self._last_seen = time.monotonic()
             except RuntimeError:
                 self.gone = not self._closed.is_set()

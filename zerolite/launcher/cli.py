@@ -8,11 +8,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import socket
 import sys
 from collections.abc import Sequence
 
-from zerolite.launcher.job import NodeJob, find_target_problem
+from zerolite.launcher.job import NodeJob, find_port_problem, find_target_problem
 from zerolite.launcher.options import LaunchRequest, build_parser, read_options
 from zerolite.utils.resources import default_nproc, find_nproc_problem
 
@@ -72,21 +71,6 @@ def find_node_problem(request: LaunchRequest) -> str | None:
     return None
 
 
-def find_port_problem(port: int | None) -> str | None:
-    """Say why the processes cannot meet at this port, or return None."""
-    if port is None:
-        return None
-    if not 1 <= port <= 65535:
-        return f"--master-port expects a TCP port, 1 to 65535, and got {port}; leave it out to have a free one chosen"
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-    except OSError as error:
-        return f"--master-port {port} cannot be used ({error.strerror}); leave it out to have a free one chosen"
-    return None
-
-
 def make_local_job(request: LaunchRequest) -> NodeJob:
     """This machine's part: all of the job, or one node's where every node has a command of its own.
 
@@ -101,15 +85,12 @@ def make_local_job(request: LaunchRequest) -> NodeJob:
     job = NodeJob.of(request, nproc=nproc, min_nodes=fewest, max_nodes=most)
     if most == 1:
         return dataclasses.replace(job, master_port=request.master_port or 0)
-    from zerolite.launcher.job import gloo_variables
-
-    job = dataclasses.replace(
+    return dataclasses.replace(
         job,
-        node_rank=request.node_rank,
+        node_rank=request.node_rank or 0,
         master_addr=request.master_addr or job.master_addr,
         master_port=request.master_port or DEFAULT_PORT,
     )
-    return dataclasses.replace(job, env={**gloo_variables(job, os.environ), **job.env})
 
 
 def open_closed_streams() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,13 +78,11 @@ class NodeOutcome:
         failures: of all nodes as far as known, none for success.
         speaks: whether this node's supervisor prints the last lines; one node does.
         attempt: which attempt it was, 0 for the first.
-        notes: further last lines, of this node alone; also where the job succeeded.
     """
 
     failures: list[Failure] = field(default_factory=list)
     speaks: bool = True
     attempt: int = 0
-    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps({**dataclasses.asdict(self), "failures": [f.to_json() for f in self.failures]})
@@ -190,13 +187,6 @@ def describe(outcome: NodeOutcome, host: str) -> list[str]:
         others_text = f"other {count(ended, 'rank')} were" if ended > 1 else "other rank was"
         lines.append(f"zerolite: the {others_text} ended, if still running")
     return lines
-
-
-def thread_notes(rank: int, host: str, record: FailureRecord, output: Sequence[str]) -> list[str]:
-    """Lines about an error that has ended a thread of a rank, other than its main one."""
-    when = time.strftime("%H:%M:%S", time.localtime(record.time))
-    lines = [f"zerolite: rank {rank} on host {host} lost a thread at {when}, {record.message.splitlines()[0]}"]
-    return [*lines, *record.traceback.rstrip().splitlines()] if output else [f"{lines[0]} (see above)"]
 
 
 def said(failure: Failure) -> str:

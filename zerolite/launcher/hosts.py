@@ -181,16 +181,12 @@ def parse_slots(text: str, where: str) -> tuple[int, ...]:
 def select_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
     """Return the hosts that the filters leave, in the order of ``hosts``.
 
-    With ``include``, only what it names; with ``exclude``, all but what it names. Slots are the indices of a host's
-    CUDA devices, counted from 0.
+    With ``include``, only what it names; with ``exclude``, all but what it names; not both. Slots are the indices of a
+    host's CUDA devices, counted from 0.
 
     Raises:
-        HostsError: both are given; a filter is malformed, names what is not there, or leaves nothing.
+        HostsError: a filter is malformed, names what is not there, or leaves nothing.
     """
-    if include is not None and exclude is not None:
-        raise HostsError(
-            "--include and --exclude cannot be given together: say either what to use or what to leave out"
-        )
     if include is not None:
         chosen = checked_filter(hosts, include, "--include")
         return [restrict(host, chosen[host.name]) for host in hosts if host.name in chosen]

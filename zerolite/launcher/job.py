@@ -8,12 +8,11 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from zerolite.utils.network import GLOO_VARIABLE, interface_towards
 
 JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"
 """In the environment of every process of a job, so that none is overlooked when the job ends."""
@@ -53,15 +52,19 @@ def find_target_problem(target: Sequence[str], python: bool) -> str | None:
     return None if os.access(name, os.R_OK) else f"the script {name!r} cannot be read: check its permissions"
 
 
-def gloo_variables(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return gloo's interface for a node that finds it for itself, as a variable of the environment.
-
-    Empty where it is set already, where there is one node, and where no interface leads to the first node.
-    """
-    if job.max_nodes == 1 or GLOO_VARIABLE in environ or GLOO_VARIABLE in job.env:
-        return {}
-    interface = interface_towards(job.master_addr)
-    return {} if interface is None else {GLOO_VARIABLE: interface}
+def find_port_problem(port: int | None) -> str | None:
+    """Say why the processes cannot meet at this port, or return None."""
+    if port is None:
+        return None
+    if not 1 <= port <= 65535:
+        return f"--master-port expects a TCP port, 1 to 65535, and got {port}; leave it out to have a free one chosen"
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+    except OSError as error:
+        return f"--master-port {port} cannot be used ({error.strerror}); leave it out to have a free one chosen"
+    return None
 
 
 @dataclass(frozen=True)
@@ -97,24 +100,35 @@ class NodeJob(JobSpec):
         job_id: hexadecimal, the same on all nodes; the value of :data:`JOB_ID_VARIABLE`.
         nproc: processes on this node, 1 or more.
         min_nodes, max_nodes: how many nodes the job may have; equal unless it is elastic.
-        node_rank: this node's place, 0 or more; None where nodes are numbered as they come (an elastic job).
+        node_rank: this node's place, 0 or more.
         master_addr: host name or address of the first node, as the others reach it.
-        several_addresses: whether the nodes reach the first one at different addresses, so that it listens at all.
+        other_addresses: those to try where the first node cannot be reached at ``master_addr``.
         master_port: TCP port on the first node; 0 for a free one, where there is one node.
+        join_s: seconds in which all nodes must have come.
         devices: indices of the CUDA devices to use on this node; None for all that are visible.
         watch_stdin: whether signals come through standard input, and the node's part ends when it closes.
+        cwd: the working directory; None where the node has a command of its own.
+        versions: of what must be the same on all hosts.
     """
 
     job_id: str
     nproc: int = 1
     min_nodes: int = 1
     max_nodes: int = 1
-    node_rank: int | None = 0
+    node_rank: int = 0
     master_addr: str = "127.0.0.1"
-    several_addresses: bool = False
+    other_addresses: list[str] = field(default_factory=list)
     master_port: int = 0
+    join_s: float = 300.0
     devices: list[int] | None = None
     watch_stdin: bool = False
+    cwd: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the job goes on with fewer nodes when some are lost."""
+        return self.min_nodes < self.max_nodes
 
     @classmethod
     def of(cls, spec: JobSpec, **fields: Any) -> NodeJob:

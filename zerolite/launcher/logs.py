@@ -6,15 +6,17 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Mapping
+from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from zerolite.launcher.failures import TAIL_LINES
-from zerolite.launcher.follow_files import FileFollower
-from zerolite.utils.failure_record import THREAD
 
 _TAIL_BYTES = 16384
+_LOOK_S = 0.05
+_CHUNK = 1 << 20  # bytes read at once
 
 
 class RankLogs(LogsSpecs):
@@ -56,9 +58,8 @@ class RankLogs(LogsSpecs):
             destination.stdouts[local_rank] = f"{start}.out" if to_file else ""
             destination.stderrs[local_rank] = f"{start}.err" if to_file else ""
             destination.error_files[local_rank] = f"{start}.json"
-            for suffix in ("", THREAD):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(f"{start}.json{suffix}")
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(f"{start}.json")
             self.outputs[rank] = [f"{start}.out", f"{start}.err"] if to_file else []
             self.error_files[rank] = f"{start}.json"
             env["TORCHELASTIC_ERROR_FILE"] = f"{start}.json"
@@ -94,6 +95,69 @@ class RankLogs(LogsSpecs):
             if free < _TAIL_BYTES:
                 last += f"\n(what is missing could not be written: {free} bytes are free in {self.root_log_dir})"
         return last.strip()
+
+
+class _File:
+    """One file whose lines are copied."""
+
+    def __init__(self, path: str, prefix: str) -> None:
+        self._path, self._prefix = path, prefix.encode()
+        self._file: BinaryIO | None = None
+        self._begun = b""  # a line without an end so far
+
+    def take(self, last: bool = False) -> bytes:
+        """Return what is to be written now, in whole lines. ``last``: nothing more comes."""
+        if self._file is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._file = open(self._path, "rb")
+        data = self._file.read(_CHUNK) if self._file is not None else b""
+        text = self._begun + data
+        whole, end, rest = text.rpartition(b"\n")
+        # Without a prefix a rest may be a prompt or dots: it appears when nothing has followed it for a moment.
+        if rest and (last or len(rest) > _CHUNK or not (data or self._prefix)):
+            whole, end, rest = text, b"", b""
+        self._begun = rest
+        if not self._prefix or not whole + end:
+            return whole + end
+        return b"".join(self._prefix + line + b"\n" for line in whole.split(b"\n"))
+
+
+class FileFollower:
+    """Copies lines of several files to the terminal until :meth:`stop`. torch's TailLog writes half a line where one
+    write crosses a page of the file, and takes a progress bar's `\\r` for the end of a line.
+
+    Args:
+        files: by rank; they may not be there yet.
+        prefixes: what stands before each line, by rank; "" for nothing.
+    """
+
+    def __init__(self, files: Mapping[int, str], stream: BinaryIO, prefixes: Mapping[int, str]) -> None:
+        self._files = [_File(path, prefixes[rank]) for rank, path in files.items()]
+        self._stream = stream
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zerolite output", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Copy what is left; the ranks have ended."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0 if self._copy() else _LOOK_S):
+            pass
+        while self._copy():
+            pass
+        self._copy(last=True)
+
+    def _copy(self, last: bool = False) -> bool:
+        """Return whether there was anything."""
+        text = b"".join([file.take(last) for file in self._files])
+        if text:
+            with contextlib.suppress(OSError):  # the terminal has gone
+                self._stream.write(text)
+                self._stream.flush()
+        return bool(text)
 
 
 def read_tail(path: str, lines: int = TAIL_LINES) -> str:

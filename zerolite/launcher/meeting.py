@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import pickle
 import socket
 import time
 from datetime import timedelta
@@ -13,105 +11,57 @@ from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-    dynamic_rendezvous,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from zerolite.launcher.board import Board
 from zerolite.launcher.job import NodeJob
+from zerolite.utils import network
 from zerolite.utils.listening import keep_store
-
-JOIN_S = 300
-"""Seconds in which all nodes must have come."""
 
 LAST_CALL_S = 10
 """Seconds for which an elastic job waits for further nodes when the fewest are there."""
 
-_UNNUMBERED = 1 << 30
+ATTEMPT_S = 5.0
+"""Each address of the first node is tried for so long, in turn."""
+
+_LOOK_S = 0.1
+
+_AGAIN = "zerolite/again/{}"
+"""Key that counts the nodes which want all to start again after an attempt: they have failed, or come later."""
 
 
 class MeetingError(RuntimeError):
     """The nodes of a job did not come together; the message says which, and what to do."""
 
 
-class _StateReader(pickle.Unpickler):
-    """Unpickler of the state of torch's rendezvous, which torch keeps in the store by pickle, and of nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _STATE_CLASSES:
-            return super().find_class(module, name)
-        raise MeetingError(
-            f"the rendezvous store holds something that no agent has written there: its state names '{module}.{name}'. "
-            "Another program writes to the store: let only the hosts of the job reach its port (--master-port)."
-        )
-
-
-_STATE_CLASSES = {
-    (dynamic_rendezvous.__name__, "_RendezvousState"),
-    (dynamic_rendezvous.__name__, "_NodeDesc"),
-    *(("datetime", name) for name in ("datetime", "timedelta", "timezone")),
-}
-
-
-class _CheckedBackend(C10dRendezvousBackend):
-    """Hands on a state to be unpickled only if it holds what a state may hold: the store takes what anybody writes."""
-
-    def get_state(self) -> Any:
-        return self._checked(super().get_state())
-
-    def set_state(self, state: bytes, token: Any = None) -> Any:
-        return self._checked(super().set_state(state, token))
-
-    def _checked(self, found: Any) -> Any:
-        if found is not None:
-            _StateReader(io.BytesIO(found[0])).load()
-        return found
-
-
 class Meeting(RendezvousHandler):
-    """The rendezvous of the agents: of a fixed set of nodes, or torch's dynamic one where nodes may come and go.
+    """The rendezvous of the agents, before each attempt: the first node decides which nodes take part.
 
-    A node's number in the job follows its `node_rank`; where that is None, the order of torch's rendezvous.
+    Those are all nodes, or in an elastic job those that come in time. The others start again for one that comes later.
 
     Attributes:
         store: this agent's connection to the store.
-        rank_store: the same to the store of the current attempt's ranks.
+        address: of the first node, as this one reaches it.
+        rank_store: as ``store``, to the store of the current attempt's ranks.
         attempt: number of this start of the ranks, 0 for the first; the same on all nodes.
         restarts: how many of them followed a failure.
         node: this node's number in the current attempt.
         hosts: the host names of the current attempt's nodes, by number.
+        board: of the current attempt; None where there is one node.
     """
 
     def __init__(self, job: NodeJob, host: str) -> None:
         self._job = job
         self._host = host
-        self.store = connect(job)
+        self.store, self.address = connect(job)
         self.rank_store = self.store
         self._run_id: str = self.store.get("zerolite/run_id").decode()
         self.attempt = -1
         self.restarts = 0
-        self.node = job.node_rank or 0
+        self._number = job.node_rank
+        self.node = self._number
         self.hosts: list[str] = []
-        self._dynamic = self._make_dynamic() if is_dynamic(job) else None
-
-    def _make_dynamic(self) -> DynamicRendezvousHandler:
-        backend = _CheckedBackend(self.store, self._run_id)
-        timeout = RendezvousTimeout(join=timedelta(seconds=JOIN_S), last_call=timedelta(seconds=LAST_CALL_S))
-        job = self._job
-        handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-            self._run_id, self.store, backend, job.min_nodes, job.max_nodes, timeout=timeout
-        )
-        return handler
-
-    @property
-    def port(self) -> int:
-        """The store's TCP port."""
-        return int(self.store.port)
+        self.board: Board | None = None
 
     @property
     def use_agent_store(self) -> bool:
@@ -123,140 +73,168 @@ class Meeting(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until the nodes of the next attempt are there. Raises MeetingError naming those that do not come."""
-        if self._dynamic is None:
-            place, nodes = self._job.node_rank or 0, self._job.max_nodes
-            self.attempt += 1
-            round_store = PrefixStore(f"zerolite/round_{self.attempt}", self.store)
-        else:
-            info = self._join()
-            place, nodes, round_store = info.rank, info.world_size, PrefixStore("zerolite", info.store)
-        self._introduce(round_store, place, nodes)
-        address = RendezvousStoreInfo(self._job.master_addr, self._agree_on_port(round_store))
-        return RendezvousInfo(round_store, self.node, nodes, address)
+        if self.board is not None:
+            self.board.close()
+            self.board = None
+        self.attempt += 1
+        if self.attempt == 0 and self._number:
+            self._find_attempt()
+        while True:
+            store = PrefixStore(f"zerolite/attempt_{self.attempt}", self.store)
+            nodes, self.restarts, port = self._meet(store)
+            if self._number in nodes:
+                break
+            self._ask_for_next()
+        self.node = nodes.index(self._number)
+        self.hosts = [store.get(f"host/{number}").decode() for number in nodes]
+        if self.attempt and self._number:
+            self.rank_store = connect_to(self.address, port)
+        if len(nodes) > 1:
+            own = connect_to(self.address, int(self.store.port))
+            self.board = Board(own, self.attempt, self.node, self.hosts, _AGAIN.format(self.attempt))
+        return RendezvousInfo(store, self.node, len(nodes), RendezvousStoreInfo(self.address, port))
 
-    def _join(self) -> RendezvousInfo:
-        assert self._dynamic is not None
-        try:
-            return self._dynamic.next_rendezvous()
-        except RendezvousTimeoutError as error:
+    def _find_attempt(self) -> None:
+        """This node may have come later than the others: find the attempt that is to begin."""
+        self.attempt = int(self.store.get("zerolite/attempt"))
+        if not self.store.check([f"zerolite/attempt_{self.attempt}/start"]):
+            return
+        if not self._job.is_elastic:
             raise MeetingError(
-                f"fewer than {self._job.min_nodes} nodes came within {JOIN_S} s, the fewest that --num-nodes allows"
-            ) from error
-
-    def _introduce(self, store: PrefixStore, place: int, nodes: int) -> None:
-        """Learn who the nodes are, and agree on their order and on the number of the attempt."""
-        number = _UNNUMBERED if self._job.node_rank is None else self._job.node_rank
-        if store.add(f"came/{place}", 1) > 1:
-            other = json.loads(store.get(f"node/{place}"))[1]
-            raise MeetingError(
-                f"two nodes were started as number {place}: {other} and {self._host}. Give each node a --node-rank of "
-                "its own, 0 for the one at --master-addr."
+                f"the job has begun already: another node was started as number {self._number}. Give each node a "
+                "--node-rank of its own, 0 for the one at --master-addr."
             )
-        store.set(f"node/{place}", json.dumps([number, self._host]))
-        self._wait_for_all(store, nodes)
-        found = [json.loads(store.get(f"node/{other}")) for other in range(nodes)]
-        order = sorted(range(nodes), key=lambda other: (found[other][0], other))
-        self.node = order.index(place)
-        self.hosts = [found[other][1] for other in order]
-        if self._dynamic is not None:
-            if place == 0:
-                numbers = [self.store.add("zerolite/attempts", 1) - 1, self.store.add("zerolite/restarts", 0)]
-                store.set("attempt", json.dumps(numbers))
-            self.attempt, self.restarts = json.loads(store.get("attempt"))
+        self._ask_for_next()
 
-    def _agree_on_port(self, store: PrefixStore) -> int:
-        """The port of the ranks' store, which the first node hosts. When they start again they need an empty one."""
-        if hosts_store(self._job):
-            if self.attempt:
-                self.rank_store = _keep_store(self._job, 0)
-            store.set("port", str(self.rank_store.port))
-        elif self.attempt:
-            port = int(store.get("port"))
-            self.rank_store = TCPStore(self._job.master_addr, port, is_master=False, wait_for_workers=False)
-        return int(store.get("port"))
+    def _ask_for_next(self) -> None:
+        """The current attempt runs without this node: have the others start again with it."""
+        self.store.add(_AGAIN.format(self.attempt), 1)
+        self.attempt += 1
 
-    def _wait_for_all(self, store: PrefixStore, nodes: int) -> None:
-        deadline = time.monotonic() + JOIN_S
-        while not store.check([f"node/{other}" for other in range(nodes)]):
-            if time.monotonic() > deadline:
-                missing = [str(other) for other in range(nodes) if not store.check([f"node/{other}"])]
+    def _meet(self, store: PrefixStore) -> tuple[list[int], int, int]:
+        """Come to an attempt. Return the numbers of the nodes that take part, how many attempts have failed before, and
+        the port of the ranks' store."""
+        if store.add(f"came/{self._number}", 1) > 1:
+            other = store.get(f"host/{self._number}").decode()
+            raise MeetingError(
+                f"two nodes were started as number {self._number}: {other} and {self._host}. Give each node a "
+                "--node-rank of its own, 0 for the one at --master-addr."
+            )
+        store.set(f"host/{self._number}", self._host)
+        store.add("count", 1)
+        if self._number == 0:
+            nodes = self._choose_nodes(store)
+            if self.attempt:  # when the ranks start again they need an empty store
+                self.rank_store = _keep_store(self._job, self.address, 0)
+            restarts = self.store.add("zerolite/restarts", 0)
+            store.set("start", json.dumps([nodes, restarts, int(self.rank_store.port)]))
+        while not store.check(["start"]):
+            time.sleep(_LOOK_S)
+        nodes, restarts, port = json.loads(store.get("start"))
+        return nodes, restarts, port
+
+    def _choose_nodes(self, store: PrefixStore) -> list[int]:
+        """As the first node: wait for the others, and return the numbers of those that have come."""
+        job = self._job
+        self.store.set("zerolite/attempt", str(self.attempt))
+        began = time.monotonic()
+        last_call = float("inf")
+        while (count := store.add("count", 0)) < job.max_nodes and time.monotonic() < last_call:
+            if count >= job.min_nodes:
+                last_call = min(last_call, time.monotonic() + LAST_CALL_S)
+            elif time.monotonic() - began > job.join_s:
+                before = dict(enumerate(self.hosts))  # in the attempt before this one, if all nodes were in it
+                missing = [
+                    f"{number} ({before[number]})" if number in before else str(number)
+                    for number in range(job.max_nodes)
+                    if not store.check([f"host/{number}"])
+                ]
                 raise MeetingError(
-                    f"of {nodes} nodes, number {', '.join(missing)} did not come within {JOIN_S} s. Start `zerolite` "
-                    "on every node with the same --num-nodes, --master-addr and --master-port."
+                    f"of {job.min_nodes} nodes, number {', '.join(missing)} did not come within {job.join_s:.0f} s. "
+                    "Start `zerolite` on every node with the same --num-nodes, --master-addr and --master-port."
                 )
-            time.sleep(0.1)
+            time.sleep(_LOOK_S)
+        return [number for number in range(job.max_nodes) if store.check([f"host/{number}"])]
 
     def note_failure(self, why: str) -> None:
         """Say why the current attempt ends; counted once, whichever nodes say it."""
         if self.store.add(f"zerolite/failed_in/{self.attempt}", 1) == 1:
             self.store.set(f"zerolite/why/{self.attempt}", why)
-            self.restarts = self.store.add("zerolite/restarts", 1)
+            self.store.add("zerolite/restarts", 1)
+        self.store.add(_AGAIN.format(self.attempt), 1)
 
     def why_last_failed(self) -> str:
         """Why the attempt before this one ended; "" if no failure ended it."""
         key = f"zerolite/why/{self.attempt - 1}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
-    def is_closed(self) -> bool:
-        return self._dynamic is not None and bool(self._dynamic.is_closed())
-
-    def set_closed(self) -> None:
-        if self._dynamic is not None:
-            self._dynamic.set_closed()
-
     def num_nodes_waiting(self) -> int:
-        """Nodes that want to come in, in a job that allows them."""
-        return 0 if self._dynamic is None else int(self._dynamic.num_nodes_waiting())
+        """More than 0 if a node wants all to start again."""
+        return 0 if self.board is None else self.board.waiting
 
     def get_run_id(self) -> str:
         return self._run_id
 
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: nodes that come later find no store."""
+
     def shutdown(self) -> bool:
-        return True if self._dynamic is None else bool(self._dynamic.shutdown())
+        return True
 
 
-def connect(job: NodeJob) -> TCPStore:
-    """The job's store, which the first node hosts. Raises MeetingError if it cannot be made or reached."""
-    hosts = hosts_store(job)
-    host = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
-    address = f"{host}:{job.master_port}"
+def connect(job: NodeJob) -> tuple[Any, str]:
+    """Return the job's store, which the first node hosts, and the first node's address. Raises MeetingError."""
+    if job.node_rank:
+        address = find_first(job)
+        return connect_to(address, job.master_port, job.join_s), address
+    address = next(filter(network.resolve, (job.master_addr, *job.other_addresses)), job.master_addr)
     try:
-        timeout = timedelta(seconds=JOIN_S)
-        if hosts:
-            store = _keep_store(job, job.master_port, timeout)
-            store.set("zerolite/run_id", job.job_id)
-        else:
-            store = TCPStore(job.master_addr, job.master_port, timeout=timeout, wait_for_workers=False)
-            store.get("zerolite/run_id")
+        store = _keep_store(job, address, job.master_port)
     except (RuntimeError, OSError) as error:
-        problem = str(error).splitlines()[0]
-        if hosts:
-            raise MeetingError(
-                f"the rendezvous store could not be started at {address}: {problem}. Choose another --master-port, and "
-                "check that --master-addr is an address of this machine."
-            ) from error
         raise MeetingError(
-            f"the rendezvous store of the first node did not answer at {address} within {JOIN_S} s: {problem}. Check "
-            "that the first node's command runs, the address and port, and that no firewall closes the port."
+            f"the rendezvous store could not be started at {_shown(address, job.master_port)}: "
+            f"{str(error).splitlines()[0]}. Choose another --master-port, and check that --master-addr is an address "
+            "of this machine."
         ) from error
-    return store
+    store.set("zerolite/run_id", job.job_id)
+    return store, address
 
 
-def _keep_store(job: NodeJob, port: int, timeout: timedelta = timedelta(seconds=JOIN_S)) -> TCPStore:
-    make = functools.partial(TCPStore, timeout=timeout, wait_for_workers=False)
-    if job.several_addresses:
-        return make(job.master_addr, port, is_master=True)
-    return keep_store(make, job.master_addr, port, torch.__version__)
+def find_first(job: NodeJob) -> str:
+    """Return the first address at which the first node's store is reached. Raises MeetingError."""
+    deadline = time.monotonic() + job.join_s
+    while True:
+        tried = []
+        for address in (job.master_addr, *job.other_addresses):
+            try:
+                socket.create_connection((address, job.master_port), timeout=ATTEMPT_S).close()
+                return address
+            except (OSError, UnicodeError) as error:
+                tried.append(f"{_shown(address, job.master_port)}: {getattr(error, 'strerror', None) or error}")
+        if time.monotonic() > deadline:
+            raise MeetingError(
+                f"host {host_name()} cannot reach the first node's rendezvous store within {job.join_s:.0f} s "
+                f"({'; '.join(tried)}). Check that the first node's command runs, the address (--master-addr) and port "
+                "(--master-port), and that no firewall closes the port."
+            )
+        time.sleep(_LOOK_S)
 
 
-def hosts_store(job: NodeJob) -> bool:
-    """True if this node is the first, whose agent hosts the store."""
-    return job.max_nodes == 1 or job.node_rank == 0
+def connect_to(address: str, port: int, timeout_s: float = 10.0) -> TCPStore:
+    """Return a connection to a store of the first node. Raises RuntimeError."""
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def is_dynamic(job: NodeJob) -> bool:
-    """True if the set of nodes may change from attempt to attempt, or several nodes start again together."""
-    return job.max_nodes > 1 and (job.min_nodes < job.max_nodes or job.max_restarts > 0)
+def _keep_store(job: NodeJob, address: str, port: int) -> TCPStore:
+    make = functools.partial(TCPStore, timeout=timedelta(seconds=job.join_s), wait_for_workers=False)
+    return keep_store(make, address, port, torch.__version__)
+
+
+def _shown(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def host_name() -> str:

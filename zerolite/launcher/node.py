@@ -1,26 +1,106 @@
-"""Entry point of a node: run this node's part of a job.
+"""Entry point of a node: check this host, and run its part of a job.
 
-Without arguments, or with `ssh`, the job comes as the first line of the standard input, over which the launcher then
-gives signs of life. With two, of :func:`zerolite.launcher.remote_commands.pack`, it comes by mpirun, srun or pdsh, and
-the node's part ends when its output has no reader any more.
+Without arguments, the job is the first line of the standard input. With `ssh`, this host then says on stderr whether it
+can take part, and starts at the byte `GO`. With two arguments, of :func:`zerolite.launcher.remote_commands.pack`, the
+job comes by mpirun, srun or pdsh; it starts at once, and ends when its output has no reader any more.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import select
 import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import metadata
+from typing import Any
 
-from zerolite.launcher.check import node_index
-from zerolite.launcher.job import NodeJob, read_line
+from zerolite.launcher.job import NodeJob, find_target_problem, read_line
 from zerolite.launcher.remote_commands import unpack
+from zerolite.utils.resources import count_cuda_devices
+from zerolite.version import __version__
 
-END_MARK = b"zerolite-node-ended\n"
-"""Behind the last line on stderr of a node that ended by itself. Without it, the connection was lost."""
+MARK = b"zerolite-node "
+"""Begins the lines on stderr that are for the launcher: whether this host can take part, and that it has ended by
+itself. Without the second, the connection was lost."""
+
+GO = b"g"
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of what must be the same on all hosts, found without importing torch."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    return {"python": ".".join(platform.python_version_tuple()[:2]), "zerolite": __version__, "torch": torch}
+
+
+def count_devices(job: NodeJob) -> int:
+    """Return the number of CUDA devices that the ranks of this host may see."""
+    return count_cuda_devices({**os.environ, **job.env})
+
+
+def check(job: NodeJob) -> dict[str, Any]:
+    """Return what the launcher must know of this host before the start: its problems, and the number of its devices."""
+    return {"problems": find_problems(job), "devices": count_devices(job)}
+
+
+def find_problems(job: NodeJob) -> list[str]:
+    """Say why this host cannot run its part: what was expected, what was found, and what to do."""
+    problems = []
+    for what, found in own_versions().items():
+        expected = job.versions.get(what, found)
+        if found != expected:
+            problems.append(
+                f"has {f'{what} {found}' if found else f'no {what}'} where {what} {expected} was expected, as where "
+                f"the job was started: install the same version for {sys.executable!r}"
+            )
+    if job.cwd is not None and not is_here(job.cwd):
+        problems.append(f"has no working directory {job.cwd!r}: start where all hosts have the same one, or share it")
+    elif (problem := find_target_problem(job.target, job.python)) is not None:
+        problems.append(f"cannot run the job: {problem}; copy or share what is to run")
+    if count_devices(job):
+        problems += find_device_problems(job, count_devices(job))
+    return problems
+
+
+def find_device_problems(job: NodeJob, found: int) -> list[str]:
+    """Say that a host has fewer CUDA devices than its part needs."""
+    needed = job.nproc if job.devices is None else max(job.devices) + 1
+    if found >= needed:
+        return []
+    asked = "slots in the hostfile" if job.devices is None else "devices up to the last that is asked for"
+    return [
+        f"has {found} CUDA device{'s' if found != 1 else ''} and {needed} {asked}: correct the hostfile or the filter "
+        f"(CUDA_VISIBLE_DEVICES counts, where it is set)"
+    ]
+
+
+def is_here(directory: str) -> bool:
+    """True if this is the working directory."""
+    try:
+        return os.path.samefile(directory, ".")
+    except OSError:
+        return False
+
+
+def node_index(node: str, hosts: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Return which of the hosts a process is on, told by number, name, or a variable that holds either.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    told = environ.get(node, node)
+    if told in hosts:
+        return list(hosts).index(told)
+    if told.isdecimal() and int(told) < len(hosts):
+        return int(told)
+    raise ValueError(f"this process was started on {told!r}, which is none of the hosts: {', '.join(hosts)}")
 
 
 def read_job(argv: Sequence[str], environ: Mapping[str, str]) -> NodeJob:
@@ -29,6 +109,13 @@ def read_job(argv: Sequence[str], environ: Mapping[str, str]) -> NodeJob:
         return NodeJob.from_json(read_line(0))
     content = unpack(argv[0])
     return NodeJob.from_json(content["jobs"][node_index(argv[1], content["hosts"], environ)])
+
+
+def tell_launcher(**content: Any) -> None:
+    """Write a line for the launcher; it may have gone."""
+    with suppress(OSError):
+        sys.stderr.flush()
+        os.write(2, MARK + json.dumps(content).encode() + b"\n")
 
 
 def end_with_reader() -> None:
@@ -41,22 +128,28 @@ def end_with_reader() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run this node's part; return its exit status."""
-    from zerolite.launcher.supervisor import run_node
+    """Run this node's part; return its exit status, 2 if this host cannot take part."""
+    from zerolite.launcher.supervisor import run_node, say
 
+    by_ssh, by_tool = list(argv) == ["ssh"], len(argv) == 2
     try:
         job = read_job(argv, os.environ)
     except (ValueError, TypeError, KeyError) as error:
-        print(
-            f"zerolite: this node's part of the job cannot be read ({error}): do the versions differ?", file=sys.stderr
-        )
+        say(f"this node's part of the job cannot be read ({error}): do the versions differ?")
         return 2
-    if len(argv) == 2:
+    if by_ssh:
+        tell_launcher(**check(job))
+        if os.read(0, 1) != GO:
+            return 2
+    if by_tool:
+        problems = find_problems(job)
+        for problem in problems:
+            say(f"host {os.uname().nodename} {problem}")
+        if problems:
+            return 2
         threading.Thread(target=end_with_reader, daemon=True).start()
     try:
         return run_node(job)
     finally:
-        if list(argv) == ["ssh"]:
-            with suppress(OSError):
-                sys.stderr.flush()
-                os.write(2, END_MARK)
+        if by_ssh:
+            tell_launcher(ended=True)

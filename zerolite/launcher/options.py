@@ -18,21 +18,13 @@ LAUNCHERS = ("ssh", "pdsh", "openmpi", "slurm")
 
 @dataclass(frozen=True)
 class LaunchRequest(JobSpec):
-    """A checked command line.
+    """A checked command line. Attributes are named as the options; what is None was not given.
 
     Attributes:
-        nproc: processes on each node; None for the default of the node (its slots in the hostfile, else its devices).
-        num_nodes: (fewest, most) nodes, as asked for; None for all hosts of the hostfile, or for this machine.
-        node_rank: this node's place, where every node is started by a command of its own.
-        master_addr: the first node, as the others reach it; None if not given.
-        master_port: TCP port of the rendezvous on the first node; None for a free one.
-        hostfile: its path; None if not asked for. Not read yet.
+        num_nodes: (fewest, most) nodes.
         include, exclude: filters such as `host1:0,2@host2`, as given; not both.
-        launcher: how other nodes are reached, one of :data:`LAUNCHERS`.
-        launcher_args: further arguments of the launcher's own command (of ssh, mpirun, ...), split as a shell does.
-        ssh_port: TCP port of the other nodes' sshd; None for what ssh's own configuration says.
+        launcher_args: split as a shell does.
         no_ssh: every node is started by a command of its own.
-        dry_run: print the commands that would run, and run nothing.
     """
 
     nproc: int | None = None

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from zerolite.launcher.job import run_module
-from zerolite.launcher.node import END_MARK
+from zerolite.launcher.node import GO, MARK
 from zerolite.launcher.remote_commands import Invocation
 
-SIGN_OF_LIFE = b"."
 BYTE_OF_SIGNAL = {signal.SIGINT: b"\x03", signal.SIGTERM: b"\x14", signal.SIGHUP: b"\x01"}
 
 _terminal = threading.Lock()
@@ -26,23 +25,26 @@ class Part:
 
     Attributes:
         name: of the host, or of the tool.
-        nodes: indices of the hosts on which it runs something.
         status: exit status, 128 + n if signal n ended it; None while it runs.
         closed: whether it was ended from here.
+        answer: what the host said before its start; None if it has not said anything.
+        errors: what came on stderr until then.
     """
 
-    def __init__(self, name: str, command: Invocation, first_line: str | None, here: bool) -> None:
+    def __init__(self, name: str, command: Invocation, first_line: str | None, here: bool = False) -> None:
         """Start the process.
 
         Args:
-            first_line: of its standard input, over which it then gets signs of life; None if it takes no input.
+            first_line: of its standard input, through which it then gets signals; None if it takes no input.
             here: whether it runs on this host without a connection, and writes to the terminal itself.
         """
         self.name = name
-        self.nodes: Sequence[int] = command.nodes
+        self.tool = command.argv[0]
         self.status: int | None = None
         self.closed = False
-        self._marked = here or first_line is None
+        self.answer: dict[str, Any] | None = None
+        self.errors = b""
+        self._ended_by_itself = here or first_line is None
         self._tells = first_line is not None
         # mpirun, srun and pdsh do not care whether this process is still there.
         guard = [] if self._tells else [sys.executable, *run_module("zerolite.launcher.guard")]
@@ -55,17 +57,13 @@ class Part:
             start_new_session=True,
         )
         self._forwarders: list[threading.Thread] = []
-        if first_line is not None:
-            self._write(first_line.encode() + b"\n")
-
-    def start_forwarding(self) -> None:
-        """Pass its output on, line by line; to be called when all processes are started."""
-        process = self._process
-        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for source, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
             if source is not None:
                 thread = threading.Thread(target=self._forward, args=(source, target.buffer), daemon=True)
                 thread.start()
                 self._forwarders.append(thread)
+        if first_line is not None:
+            self._write(first_line.encode() + b"\n")
 
     def look(self) -> bool:
         """Return whether it has ended, and note how."""
@@ -79,11 +77,11 @@ class Part:
     @property
     def lost(self) -> bool:
         """True if it has ended without a word of the node: the connection, or the node, has gone."""
-        return self.status not in (None, 0) and not self._marked
+        return self.status not in (None, 0) and not self._ended_by_itself
 
-    def give_sign_of_life(self) -> None:
-        if self._tells and self.status is None:
-            self._write(SIGN_OF_LIFE)
+    def go(self) -> None:
+        """Have the node, which has been checked, start its ranks."""
+        self._write(GO)
 
     def pass_on(self, number: signal.Signals) -> None:
         """Hand a signal to the node. mpirun, srun and pdsh know no Ctrl-C that leaves time, so they end."""
@@ -114,12 +112,16 @@ class Part:
 
     def _forward(self, source: BinaryIO, target: BinaryIO) -> None:
         for line in iter(source.readline, b""):
-            if line == END_MARK:
-                self._marked = True
-                continue
-            if self.closed and line.startswith(b"zerolite: "):
-                continue  # that it was ended is no news
-            with _terminal, suppress(OSError, ValueError):
-                target.write(line)
-                target.flush()
+            if line.startswith(MARK):
+                message = json.loads(line[len(MARK) :])
+                if "ended" in message:
+                    self._ended_by_itself = True
+                else:
+                    self.answer = message
+            elif self._tells and self.answer is None:
+                self.errors += line  # a greeting of the login shell, or why there is no answer
+            elif not (self.closed and line.startswith(b"zerolite: ")):  # that it was ended is no news
+                with _terminal, suppress(OSError, ValueError):
+                    target.write(line)
+                    target.flush()
         source.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import subprocess
@@ -11,14 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerolite.launcher.check import Reach
 from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile, select_hosts
-from zerolite.launcher.job import NodeJob, gloo_variables
+from zerolite.launcher.job import NodeJob
+from zerolite.launcher.node import own_versions
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.remote_commands import Route, exported_variables
 from zerolite.utils import network
 from zerolite.utils.listening import SECRET_VARIABLE
 from zerolite.utils.resources import default_nproc
+
+JOIN_S = 120.0
+"""Nodes that are started together must have come together within this time."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,13 @@ def allocated_hosts(nproc: int | None) -> list[Host]:
 
 
 def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
-    """Return the addresses at which the others may reach the first host, the likeliest first."""
+    """Return the addresses at which the others may reach the first host, the likeliest first: its name in the hostfile
+    may be one that only ssh's configuration knows."""
     if given is not None:
         return [given]
     names = [] if name in ("localhost", "::1") or name.startswith("127.") else [name]
-    return [*names, *network.own_addresses()] or [name] if here else [name]
+    known = [address for address in network.resolve(name) if not network.is_loopback(address)]
+    return [*names, *(known or (network.own_addresses() if here else []))] or [name]
 
 
 def make_part(request: LaunchRequest, hosts: Sequence[Host], rank: int, **fields: Any) -> NodeJob:
@@ -140,34 +144,31 @@ def make_part(request: LaunchRequest, hosts: Sequence[Host], rank: int, **fields
     )
 
 
-def make_node_jobs(request: LaunchRequest, job: JobPlan, reaches: Sequence[Reach] | None) -> list[NodeJob]:
-    """Return each node's part. Without ``reaches`` (nothing was checked) all take the likeliest address."""
+def make_node_jobs(request: LaunchRequest, job: JobPlan) -> list[NodeJob]:
+    """Return each node's part."""
     variables = {**exported_variables(os.environ), **request.env}
     if request.dry_run:  # whose commands are printed
         variables.pop(SECRET_VARIABLE, None)
     else:
         variables.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
-    set_gloo = network.GLOO_VARIABLE not in variables and reaches is not None and len(job.hosts) > 1
-    several = len({reach.address for reach in reaches or () if reach.address}) > 1
-    common = next((reach.address for reach in reaches or () if reach.address), job.addresses[0])
-    parts = []
-    for i in range(len(job.hosts)):
-        reach = Reach() if reaches is None else reaches[i]
-        interface = reach.interface if set_gloo else ""
-        parts.append(
-            make_part(
-                request,
-                job.hosts,
-                i,
-                job_id=job.job_id,
-                master_addr=reach.address or common,
-                several_addresses=several,
-                master_port=job.port,
-                env={**variables, **({network.GLOO_VARIABLE: interface} if interface else {})},
-                watch_stdin=job.route.launcher == "ssh",
-            )
+    first, *others = job.addresses
+    return [
+        make_part(
+            request,
+            job.hosts,
+            i,
+            job_id=job.job_id,
+            master_addr=first,
+            other_addresses=others,
+            master_port=job.port,
+            join_s=JOIN_S,
+            env=variables,
+            watch_stdin=job.route.launcher == "ssh",
+            cwd=job.route.cwd,
+            versions=own_versions(),
         )
-    return parts
+        for i in range(len(job.hosts))
+    ]
 
 
 def own_part(request: LaunchRequest, default_port: int) -> NodeJob:
@@ -189,5 +190,4 @@ def own_part(request: LaunchRequest, default_port: int) -> NodeJob:
     if not 0 <= rank < len(hosts):
         raise HostsError(f"--node-rank is {rank}, and there are {len(hosts)} hosts, counted from 0: {', '.join(names)}")
     address, port = request.master_addr or names[0], request.master_port or default_port
-    job = make_part(request, hosts, rank, master_addr=address, master_port=port)
-    return dataclasses.replace(job, env={**gloo_variables(job, os.environ), **job.env})
+    return make_part(request, hosts, rank, master_addr=address, master_port=port)

@@ -14,7 +14,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import traceback
 import types
 from typing import NoReturn
@@ -23,7 +22,7 @@ from zerolite.launcher.processes import die_with_parent
 from zerolite.utils import failure_record
 
 BIND_VARIABLE = "ZEROLITE_BIND_CPUS"
-"""The logical CPUs to which this rank is bound, as in `0-3,8`; unset for no binding."""
+"""The logical CPUs to which this rank is bound, as in `0,1,8`; unset for no binding."""
 
 PARENT_VARIABLE = "ZEROLITE_AGENT_PID"
 """The process that starts the ranks; a rank does not outlive it."""
@@ -43,15 +42,6 @@ _NETWORK_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "Dist
 
 _PRINTERS = ("sys", "torch.distributed.distributed_c10d", "zerolite.diagnostics.uncaught")
 """Modules whose hooks for uncaught exceptions only print them."""
-
-
-def parse_cpus(text: str) -> set[int]:
-    """`"0-3,8"` is {0, 1, 2, 3, 8}. Raises ValueError for anything else."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -86,21 +76,6 @@ def report(error: BaseException) -> int:
     if not interrupted or getattr(sys.excepthook, "__module__", "") not in _PRINTERS:
         sys.excepthook(type(error), error, tb)  # of Ctrl-C the launcher itself tells, in one line for all ranks
     return 128 + signal.SIGINT if interrupted else 1
-
-
-def note_thread_errors() -> None:
-    """Leave a record of an error that ends a thread, from now on. Python prints it, and the process goes on."""
-    show = threading.excepthook
-
-    def note(args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is not SystemExit:
-            name = args.thread.name if args.thread is not None else "of no name"
-            lines = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-            message = "".join(traceback.format_exception_only(args.exc_type, args.exc_value)).strip()
-            failure_record.write(f"thread {name!r}: {message}", "".join(lines), suffix=failure_record.THREAD)
-        show(args)
-
-    threading.excepthook = note
 
 
 def new_main() -> types.ModuleType:
@@ -147,13 +122,13 @@ def run_command(name: str, arguments: list[str]) -> NoReturn:
 
 def prepare() -> None:
     """Prepare the process for any script: the end with the agent, the cores, input and output, the stack at a fatal
-    signal, errors of threads."""
+    signal."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         die_with_parent(int(parent))
     cpus = os.environ.pop(BIND_VARIABLE, None)
     if cpus is not None:
-        os.sched_setaffinity(0, parse_cpus(cpus))
+        os.sched_setaffinity(0, set(map(int, cpus.split(","))))
     if os.environ.get("RANK", "0") != "0":  # what is typed is for rank 0
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -162,7 +137,6 @@ def prepare() -> None:
         sys.stdout.reconfigure(line_buffering=True)  # every line at once, and whole
     with contextlib.suppress(ValueError, OSError):  # stderr may be closed
         faulthandler.enable()
-    note_thread_errors()
 
 
 def main(argv: list[str]) -> int:

@@ -1,21 +1,51 @@
-"""Start and end of a job on several hosts."""
+"""Start and end of a job on several hosts, and its course as the host sees it where the job was started."""
 
 from __future__ import annotations
 
+import shlex
+import signal
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from zerolite.launcher import supervisor
-from zerolite.launcher.check import CheckSpec, Reach
-from zerolite.launcher.follow import Signals, follow_parts
-from zerolite.launcher.hosts import Host, HostsError
-from zerolite.launcher.job import NodeJob
+from zerolite.launcher.hosts import HostsError
+from zerolite.launcher.job import NodeJob, find_port_problem
+from zerolite.launcher.node import check, find_device_problems
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.parts import Part
 from zerolite.launcher.plan import JobPlan, make_node_jobs, make_part, make_plan
-from zerolite.launcher.preflight import ChecksFailed, check_hosts
-from zerolite.launcher.remote_commands import make_commands, pack
-from zerolite.launcher.supervisor import say
-from zerolite.utils import network
+from zerolite.launcher.remote_commands import Route, make_commands, pack
+from zerolite.launcher.supervisor import INTERRUPT_S, say
+
+NODE = "zerolite.launcher.node"
+
+CHECK_S = 45.0
+"""A host that has not answered by then does not take part."""
+
+LOOK_S = 0.05
+
+OWN_END_S = 7.0
+"""Nodes end by themselves when one has failed; those that have not by then are ended."""
+
+LOST_END_S = 1.0
+"""As above, where a connection was lost: the nodes cannot know so soon."""
+
+CLOSED_END_S = 8.0
+"""A connection whose node has not ended for so long after its input was closed is cut."""
+
+
+class CannotStart(Exception):
+    """Some hosts cannot take part; the message says which, and what to do."""
+
+
+def note_signals() -> list[signal.Signals]:
+    """Return the list in which the signals appear that this process gets from now on, to be handed to the nodes."""
+    received: list[signal.Signals] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, lambda number, _: received.append(signal.Signals(number)))
+    return received
 
 
 def run(request: LaunchRequest) -> int:
@@ -24,37 +54,24 @@ def run(request: LaunchRequest) -> int:
         job = make_plan(request)
         if len(job.hosts) == 1 and job.route.here == 0:
             return run_here(request, job)
+        nodes = make_node_jobs(request, job)
         if request.dry_run:
-            return print_commands(request, job)
-        reaches = check(request, job)
-    except HostsError as error:
+            return print_commands(job, nodes)
+        if job.route.here == 0 and (problem := find_port_problem(job.port)) is not None:
+            raise CannotStart(problem)
+        signals = note_signals()
+        parts: list[Part] = []
+        try:
+            start_parts(job, nodes, parts, signals)
+            return follow_parts(job, parts, signals)
+        finally:
+            for part in parts:
+                part.kill()
+    except (HostsError, CannotStart) as error:
         say(str(error))
-        return 2
-    except ChecksFailed as error:
-        say_problems(error, job.hosts)
         return 2
     except KeyboardInterrupt:
         return 130
-    nodes = make_node_jobs(request, job, reaches)
-    say_interfaces(job.hosts, nodes)
-    with Signals() as signals:
-        return follow_parts(job, start_parts(job, nodes), signals)
-
-
-def check(request: LaunchRequest, job: JobPlan) -> list[Reach]:
-    """Check all hosts; return how each reaches the first. Raises ChecksFailed."""
-    spec = CheckSpec(
-        job_id=job.job_id,
-        hosts=[host.name for host in job.hosts],
-        addresses=job.addresses,
-        from_launcher=job.route.here == 0 and request.master_addr is None,
-        port=job.port,
-        cwd=job.route.cwd,
-        target=request.target,
-        python=request.python,
-        visible=request.env.get("CUDA_VISIBLE_DEVICES"),
-    )
-    return check_hosts(job.route, job.hosts, spec)
 
 
 def run_here(request: LaunchRequest, job: JobPlan) -> int:
@@ -66,64 +83,169 @@ def run_here(request: LaunchRequest, job: JobPlan) -> int:
     return supervisor.run_node(part)
 
 
-def start_parts(job: JobPlan, nodes: Sequence[NodeJob]) -> list[Part]:
-    """Start all nodes."""
+def start_parts(job: JobPlan, nodes: Sequence[NodeJob], parts: list[Part], signals: list[signal.Signals]) -> None:
+    """Start all nodes; by ssh, when all have said that they can take part. Raises CannotStart."""
     lines = [node.to_json() for node in nodes]
-    parts: list[Part] = []
-    if job.route.launcher == "ssh":
-        for command in make_commands(job.route, "zerolite.launcher.node", None):
-            node = command.nodes[0]
-            parts.append(Part(job.hosts[node].name, command, lines[node], here=node == job.route.here))
-    else:
-        payload = pack({"hosts": [host.name for host in job.hosts], "jobs": lines})
-        command = make_commands(job.route, "zerolite.launcher.node", payload)[0]
-        parts.append(Part(command.argv[0], command, None, here=False))
-    for part in parts:
-        part.start_forwarding()
-    return parts
-
-
-def say_problems(error: ChecksFailed, hosts: Sequence[Host]) -> None:
-    """Name all that does not fit."""
-    say("nothing was started, since not all hosts can take part:")
-    for host, problem in error.problems:
-        say(f"  {host}: {problem}")
-    bad = {host for host, _ in error.problems}
-    left_out = [host.name for host in hosts if host.name in bad]
-    if left_out and len(left_out) < len(hosts) and hosts[0].name not in left_out:
-        say(f"put that right, or leave out what cannot take part: --exclude {'@'.join(left_out)}")
-
-
-def say_interfaces(hosts: Sequence[Host], nodes: Sequence[NodeJob]) -> None:
-    """Say once which network interface gloo is told to use, and why."""
-    chosen = {host.name: node.env.get(network.GLOO_VARIABLE, "") for host, node in zip(hosts, nodes, strict=True)}
-    names = sorted({interface for interface in chosen.values() if interface})
-    if not names:
-        return
-    if len(names) == 1:
-        what = f"{network.GLOO_VARIABLE}={names[0]} on each host"
-    else:
-        what = f"{network.GLOO_VARIABLE} is " + ", ".join(f"{name} on {host}" for host, name in chosen.items() if name)
-    say(
-        f"{what}: the interface that leads to the first host; gloo would look for the host's own name, which often "
-        f"means 127.0.1.1; set it yourself to choose another"
-    )
-
-
-def print_commands(request: LaunchRequest, job: JobPlan) -> int:
-    """Print what would run, and on which hosts; run nothing. The checks, which find addresses, come before it."""
-    nodes = make_node_jobs(request, job, None)
-    lines = [node.to_json() for node in nodes]
+    names = [host.name for host in job.hosts]
     if job.route.launcher != "ssh":
-        payload = pack({"hosts": [host.name for host in job.hosts], "jobs": lines})
-        print(f"# on {', '.join(host.name for host in job.hosts)}, where the last words but one hold:")
+        (command,) = make_commands(job.route, NODE, pack({"hosts": names, "jobs": lines}))
+        parts.append(start(command.argv[0], command, None))
+        return
+    commands = make_commands(job.route, NODE, None)
+    here = job.route.here
+    for i, command in enumerate(commands):
+        if i != here:
+            parts.append(start(names[i], command, lines[i]))
+    deadline = time.monotonic() + CHECK_S
+    while any(part.answer is None and not part.look() for part in parts) and not signals:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_S)
+    if not signals:
+        check_answers(job, nodes, {part.name: part for part in parts})
+    for part in parts:
+        part.go()
+    if here is not None:
+        parts.insert(here, Part(names[here], commands[here], lines[here], here=True))
+
+
+def start(name: str, command: Any, first_line: str | None) -> Part:
+    try:
+        return Part(name, command, first_line)
+    except OSError as error:
+        raise CannotStart(
+            f"nothing was started: {command.argv[0]!r} cannot be run ({error.strerror}): install it, or choose another "
+            "--launcher"
+        ) from None
+
+
+def check_answers(job: JobPlan, nodes: Sequence[NodeJob], parts: dict[str, Part]) -> None:
+    """Raise CannotStart with the problems of all hosts, if there are any."""
+    problems: list[tuple[str, str]] = []
+    devices: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        name = job.hosts[i].name
+        answer = check(node) if i == job.route.here else parts[name].answer
+        if answer is None:
+            problems.append((name, describe_silence(job.route, parts[name], job.hosts[i].login)))
+            continue
+        devices[i] = answer["devices"]
+        problems += [(name, problem) for problem in answer["problems"]]
+    if any(devices.values()):  # a host without any is at fault only where others have some
+        bare = [i for i, found in devices.items() if not found]
+        problems += [(job.hosts[i].name, text) for i in bare for text in find_device_problems(nodes[i], 0)]
+    if not problems:
+        return
+    lines = ["nothing was started, since not all hosts can take part:"]
+    bad = [host.name for host in job.hosts if host.name in dict(problems)]
+    lines += [f"  {host}: {problem}" for name in bad for host, problem in problems if host == name]
+    if len(bad) < len(job.hosts) and job.hosts[0].name not in bad:
+        lines.append(f"put that right, or leave out what cannot take part: --exclude {'@'.join(bad)}")
+    raise CannotStart("\nzerolite: ".join(lines))
+
+
+def describe_silence(route: Route, part: Part, login: str) -> str:
+    """Say why a host has not answered."""
+    if part.status is None:
+        return f"has not answered within {CHECK_S:.0f} s: check that it is up, and what its login shell does"
+    errors = part.errors.decode(errors="replace").strip()
+    last = errors.splitlines()[-1] if errors else "no message"
+    if part.status == 255:
+        by_hand = shlex.join(["ssh", *route.launcher_args, login])
+        return (
+            f"cannot be reached by ssh ({last}): check its name and the network, and that {by_hand!r} works without a "
+            "password"
+        )
+    if "No module named 'zerolite" in errors or "No module named zerolite" in errors:
+        return f"has no zerolite for {route.interpreter!r}: install it there as here, or share the directory it is in"
+    if part.status in (126, 127):
+        return (
+            f"cannot run {route.interpreter!r}, the Python of this job ({last}): install the same environment at the "
+            f"same path, or share it"
+        )
+    return f"has not reported; ssh ended with status {part.status} ({last})"
+
+
+def follow_parts(job: JobPlan, parts: Sequence[Part], signals: list[signal.Signals]) -> int:
+    """Wait for all nodes, end all when one fails, and return the job's exit status.
+
+    Nodes end by themselves or are told to, and are cut off if that does not help.
+    """
+    passed = 0
+    end_at = kill_at = float("inf")
+    known: set[str] = set()
+    while not have_ended(parts):
+        now = time.monotonic()
+        for number in signals[passed:]:
+            passed += 1
+            for part in parts:
+                part.pass_on(number)
+            gently = number is signal.SIGINT and passed == 1
+            end_at = min(end_at, now + OWN_END_S + (INTERRUPT_S if gently else 0.0))
+        for part in parts:
+            if part.status is not None and part.name not in known:
+                known.add(part.name)
+                if not signals:
+                    end_at = min(end_at, now + time_left(job, part, parts))
+        if now >= end_at:
+            end_at, kill_at = float("inf"), min(kill_at, now + CLOSED_END_S)
+            for part in parts:
+                part.end()
+        if now >= kill_at:
+            for part in parts:
+                part.kill()
+        time.sleep(LOOK_S)
+    return 128 + signals[0] if signals else job_status(job, parts)
+
+
+def have_ended(parts: Sequence[Part]) -> bool:
+    """Look at all, and return whether none runs any more."""
+    return sum(part.look() for part in parts) == len(parts)
+
+
+def time_left(job: JobPlan, part: Part, parts: Sequence[Part]) -> float:
+    """Return the seconds after which the other nodes are told to end, now that this one has ended."""
+    if part.status == 0:
+        return float("inf")
+    if not part.lost:
+        return OWN_END_S
+    left = len([other for other in parts if not other.lost])
+    what = f"the connection to {part.name} is lost (ssh ended with status {part.status})"
+    if may_go_on(job, parts):
+        say(f"{what}; the job goes on with {left} of {len(parts)} hosts, and needs {job.min_nodes}")
+        return float("inf")
+    say(f"{what}; the job ends on all hosts")
+    return LOST_END_S
+
+
+def may_go_on(job: JobPlan, parts: Sequence[Part]) -> bool:
+    """True if an elastic job still has the first host, which keeps the nodes together, and enough others."""
+    left = [part for part in parts if not part.lost]
+    return job.may_lose and len(left) >= job.min_nodes and parts[0] in left
+
+
+def job_status(job: JobPlan, parts: Sequence[Part]) -> int:
+    """The status of the first node, which knows the first failure; else of another that failed by itself; else 1."""
+    if may_go_on(job, parts):
+        parts = [part for part in parts if not part.lost]
+    own = [part.status for part in parts if part.status and not part.lost and not part.closed]
+    if own:
+        return own[0]
+    return 1 if any(part.status for part in parts) else 0
+
+
+def print_commands(job: JobPlan, nodes: Sequence[NodeJob]) -> int:
+    """Print what would run, and on which hosts; run nothing."""
+    lines = [node.to_json() for node in nodes]
+    names = [host.name for host in job.hosts]
+    if job.route.launcher != "ssh":
+        print(f"# on {', '.join(names)}, where the last words but one hold:")
         for line in lines:
             print(f"#   {line}")
-        print(make_commands(job.route, "zerolite.launcher.node", payload)[0].shell_line())
+        print(make_commands(job.route, NODE, pack({"hosts": names, "jobs": lines}))[0].shell_line())
         return 0
-    for command in make_commands(job.route, "zerolite.launcher.node", None):
-        node = command.nodes[0]
-        place = f"{job.hosts[node].name}, this host" if node == job.route.here else job.hosts[node].name
-        print(f"# {place}; to its standard input this line, then a byte every second:\n#   {lines[node]}")
+    for i, command in enumerate(make_commands(job.route, NODE, None)):
+        place = f"{names[i]}, this host" if i == job.route.here else names[i]
+        print(f"# {place}; to its standard input this line, then 'g' to start:\n#   {lines[i]}")
         print(command.shell_line())
     return 0

@@ -28,9 +28,6 @@ from zerolite.utils.listening import SECRET_VARIABLE
 INTERRUPT_S = 20.0
 """Seconds that the ranks have after Ctrl-C."""
 
-SILENCE_S = 30.0
-"""Where another machine sends signs of life, so many seconds without one mean that it or the connection has gone."""
-
 LATE_GRACE_S = 2.0
 """The same as `GRACE_S` for what is left when the agent has ended the ranks, after that time already."""
 
@@ -67,11 +64,10 @@ class Supervisor:
         self.keeps_logs = False
         self._job = job
         self._log_dir = log_dir
-        self._marker = f"{job.job_id}-{secrets.token_hex(2) if job.node_rank is None else job.node_rank}"
+        self._marker = f"{job.job_id}-{job.node_rank}"
         self._processes = JobProcesses(self._marker)
         self._signals: list[int] = []
         self._text = b""
-        self._heard = 0.0
         self._stdin_open = job.watch_stdin
         self._interrupted_at: float | None = None
         self._woken, self._waker = os.pipe()
@@ -130,12 +126,9 @@ class Supervisor:
         outcome = NodeOutcome.from_json(lines[-1])
         if not outcome.failures:
             self._clear_up()
-            for line in outcome.notes:
-                write(line)
             return 0
         self._end_all(LATE_GRACE_S)
-        said = describe(outcome, os.uname().nodename) if outcome.speaks else []
-        for line in [*said, *outcome.notes]:
+        for line in describe(outcome, os.uname().nodename) if outcome.speaks else []:
             write(line)
         self._name_logs()
         return exit_status(outcome.failures)
@@ -165,7 +158,6 @@ class Supervisor:
             letters = os.read(0, 4096)
         except OSError:
             letters = b""
-        self._heard = time.monotonic()
         self._stdin_open = bool(letters)
         self._signals.extend(SIGNAL_BYTES[letter] for letter in letters if letter in SIGNAL_BYTES)
 
@@ -180,25 +172,20 @@ class Supervisor:
                     self._agent.returncode = os.waitstatus_to_exitcode(status)
 
     def _react(self) -> int | None:
-        """React to signals and silence. Return the exit status if that is the job's end, None if it goes on."""
+        """React to signals and a closed connection. Return the exit status if the job ends, None if it goes on."""
         if self._agent.returncode is not None:
             return None
         if self._signals:
             return self._take_signal(self._signals.pop(0))
-        now = time.monotonic()
-        if self._interrupted_at is not None and now - self._interrupted_at > INTERRUPT_S:
+        if self._interrupted_at is not None and time.monotonic() - self._interrupted_at > INTERRUPT_S:
             say(f"the ranks did not finish within {INTERRUPT_S:.0f} s of Ctrl-C and are ended")
             self._end_all()
             return 128 + signal.SIGINT
-        host = os.uname().nodename
         if self._job.watch_stdin and not self._stdin_open:
-            say(f"host {host}: the connection to the launcher has closed; the ranks here are ended")
-        elif self._job.watch_stdin and self._heard and now - self._heard > SILENCE_S:
-            say(f"host {host}: nothing came from the launcher for {SILENCE_S:.0f} s; the ranks here are ended")
-        else:
-            return None
-        self._end_all()
-        return 128 + signal.SIGTERM
+            say(f"host {os.uname().nodename}: the connection to the launcher has closed; the ranks here are ended")
+            self._end_all()
+            return 128 + signal.SIGTERM
+        return None
 
     def _take_signal(self, number: int) -> int | None:
         if number == signal.SIGINT and self._interrupted_at is None and self._ready():
@@ -229,10 +216,9 @@ class Supervisor:
         agent = set() if self._agent.returncode is not None else {self._agent.pid}
         # The agent goes last: the kernel kills the ranks when it does.
         ranks = JobProcesses(self._marker, spare=agent) if agent else self._processes
-        stuck = ranks.end(grace_s, self._hurry)
-        stuck += self._processes.end(0.0, self._hurry)
-        for process in stuck:
-            say(f"process {process.pid} ({process.name}) does not end, not even by SIGKILL: it is stuck in the kernel")
+        stuck = ranks.end(grace_s, self._hurry) | self._processes.end(0.0, self._hurry)
+        for pid, name in stuck.items():
+            say(f"process {pid} ({name}) does not end, not even by SIGKILL: it is stuck in the kernel")
 
     def _hurry(self) -> bool:
         self._reap()
@@ -243,7 +229,7 @@ class Supervisor:
         deadline = time.monotonic() + LEFTOVER_S
         while left := self._processes.find():
             if time.monotonic() > deadline or self._signals:
-                names = ", ".join(f"{process.name} ({pid})" for pid, process in left.items())
+                names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
                 say(f"{count(len(left), 'process')} left behind by the ranks {were(len(left))} ended: {names}")
                 self._end_all()
                 return
@@ -254,7 +240,7 @@ class Supervisor:
         """Say where the output is, and keep it."""
         if not only_if_filled or has_output(self._log_dir):
             self.keeps_logs = True
-            here = "" if self._job.node_rank in (None, 0) else f" on host {os.uname().nodename}"
+            here = "" if self._job.node_rank == 0 else f" on host {os.uname().nodename}"
             say(f"output of the ranks{here}: {self._log_dir}")
 
 
@@ -304,7 +290,7 @@ def agent_command() -> list[str]:
 def share_cores(job: NodeJob) -> None:
     """Say once for the job why OMP_NUM_THREADS is set, if it is."""
     threads = threads_per_rank(job, os.environ)
-    if threads is None or job.node_rank not in (None, 0):
+    if threads is None or job.node_rank != 0:
         return
     from zerolite.utils.resources import count_cores
 

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """The environment variable in which the agent says where the file is to be."""
 
-THREAD = ".thread"
-"""Behind the name of the file: the first error of a thread other than the main one."""
-
 EXIT_COUNT, NUMBERED_EXIT = "zerolite/exits", "zerolite/exits/{}"
 """Keys in the store of the launcher's agent: how many ranks have exited with status 0, and the n-th of them, from 1."""
 
@@ -41,14 +38,10 @@ class FailureRecord:
     consequence: bool = False
 
 
-def write(message: str, traceback: str, consequence: bool = False, suffix: str = "") -> None:
-    """Leave the record of this process, unless there is one already or none was asked for. Raises nothing.
-
-    Args:
-        suffix: of the file's name: :data:`THREAD` for the error of a thread that has not ended the process.
-    """
+def write(message: str, traceback: str, consequence: bool = False) -> None:
+    """Leave the record of this process, unless there is one already or none was asked for. Raises nothing."""
     path = os.environ.get(VARIABLE)
-    if not path or os.path.exists(path := path + suffix):
+    if not path or os.path.exists(path):
         return
     now = time.time()
     extra = {"py_callstack": traceback, "timestamp": str(int(now))}

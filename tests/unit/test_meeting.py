@@ -1,0 +1,96 @@
+"""The agents' rendezvous: who takes part in an attempt, in which order, and how a node comes later."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.cli.helpers import free_port
+from zerolite.launcher import meeting
+from zerolite.launcher.job import NodeJob
+from zerolite.launcher.meeting import Meeting, MeetingError
+
+
+@pytest.fixture
+def nodes() -> list[NodeJob]:
+    job = NodeJob(["t.py"], job_id="abc", min_nodes=3, max_nodes=3, master_port=free_port(), join_s=10.0)
+    return [dataclasses.replace(job, node_rank=number) for number in range(3)]
+
+
+@pytest.fixture
+def threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(4)
+
+
+def come(job: NodeJob, name: str = "") -> Meeting:
+    found = Meeting(job, name or f"host{job.node_rank}")
+    found.next_rendezvous()
+    return found
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def results(coming: list[Future[Meeting]]) -> list[Meeting]:
+    return [future.result(30) for future in coming]
+
+
+def test_all_nodes_come_and_start_again_together(nodes: list[NodeJob], threads: ThreadPoolExecutor) -> None:
+    found = results([threads.submit(come, job) for job in (nodes[0], nodes[2], nodes[1])])
+    assert [one.node for one in found] == [0, 2, 1]
+    assert all(one.hosts == ["host0", "host1", "host2"] and one.attempt == 0 for one in found)
+    assert [one.num_nodes_waiting() for one in found] == [0, 0, 0]
+    for one in found[:2]:
+        one.note_failure("a rank failed")  # counted once
+    wait_until(lambda: all(one.num_nodes_waiting() for one in found))
+    for future in [threads.submit(one.next_rendezvous) for one in found]:
+        future.result(30)
+    assert [(one.attempt, one.restarts, one.why_last_failed()) for one in found] == [(1, 1, "a rank failed")] * 3
+    assert found[0].rank_store.port != found[0].store.port, "the ranks begin with an empty store"
+
+
+def test_two_nodes_with_one_number(nodes: list[NodeJob], threads: ThreadPoolExecutor) -> None:
+    store, _ = meeting.connect(nodes[0])
+    store.set("zerolite/attempt", "0")
+    both = {threads.submit(come, nodes[1], name) for name in ("one", "other")}
+    (refused,), (waiting,) = futures.wait(both, 30, futures.FIRST_COMPLETED)
+    assert "two nodes were started as number 1: " in str(refused.exception())
+    store.set("zerolite/attempt_0/host/0", "host0")
+    store.set("zerolite/attempt_0/start", json.dumps([[0, 1], 0, store.port]))
+    assert waiting.result(30).node == 1
+
+
+def test_nodes_that_do_not_come(nodes: list[NodeJob]) -> None:
+    with pytest.raises(MeetingError, match=r"of 3 nodes, number 1, 2 did not come within 0 s\. Start `zerolite` on"):
+        come(dataclasses.replace(nodes[0], join_s=0.3))
+
+
+def test_an_elastic_job_takes_who_comes_later(
+    nodes: list[NodeJob], threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "LAST_CALL_S", 1.0)
+    jobs = [dataclasses.replace(job, min_nodes=2) for job in nodes]
+    first, last = results([threads.submit(come, job) for job in (jobs[0], jobs[2])])
+    assert first.hosts == last.hosts == ["host0", "host2"] and last.node == 1
+    late = threads.submit(come, jobs[1])
+    wait_until(lambda: first.num_nodes_waiting() and last.num_nodes_waiting())
+    for future in [threads.submit(one.next_rendezvous) for one in (first, last)]:
+        future.result(30)
+    found = late.result(30)
+    assert first.hosts == ["host0", "host1", "host2"] and (found.node, found.attempt, found.restarts) == (1, 1, 0)
+
+
+def test_the_first_node_is_not_reached(nodes: list[NodeJob]) -> None:
+    job = dataclasses.replace(nodes[1], master_addr="127.0.0.1", other_addresses=["127.0.0.2"], join_s=0.5)
+    with pytest.raises(MeetingError, match=r"cannot reach .*127\.0\.0\.1:\d+: Connection refused; 127\.0\.0\.2:"):
+        Meeting(job, "host1")
