@@ -26,7 +26,7 @@ from zerolite.launcher.board import LOST_S, Board
 from zerolite.launcher.failures import Failure, NodeOutcome, count, exit_status, headline, in_order
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
 from zerolite.launcher.logs import RankLogs
-from zerolite.launcher.meeting import Meeting, MeetingError, host_name
+from zerolite.launcher.meeting import REACHED, Meeting, MeetingError, host_name
 from zerolite.launcher.memory_kills import MemoryKills
 from zerolite.launcher.processes import JobProcesses, send
 from zerolite.launcher.rank import BIND_VARIABLE, PARENT_VARIABLE
@@ -34,7 +34,7 @@ from zerolite.launcher.rank_start import bound_cpus, rank_command
 from zerolite.launcher.supervisor import CPP_LOG_VARIABLE, INTERRUPT, QUIET, READY, say
 from zerolite.utils import failure_record
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT, FailureRecord
-from zerolite.utils.network import GLOO_VARIABLE, interface_towards
+from zerolite.utils.network import GLOO_VARIABLE, interface_of, interface_towards
 
 MONITOR_INTERVAL_S = 0.05
 
@@ -61,8 +61,6 @@ class Agent(LocalElasticAgent):
         self.job = job
         self.host = host_name()
         self.meeting = Meeting(job, self.host)
-        if job.max_nodes > 1:
-            self._choose_interface()
         self.logs = RankLogs(log_dir, job.log_dir is not None, job.tee, rank_variables(job))
         self.processes = JobProcesses(os.environ[JOB_ID_VARIABLE], spare=[os.getppid()])
         self.stopping = False
@@ -85,17 +83,18 @@ class Agent(LocalElasticAgent):
 
     def _choose_interface(self) -> None:
         """Have gloo use the interface that leads to the first node, unless the user has chosen one."""
-        if GLOO_VARIABLE in os.environ:
+        if GLOO_VARIABLE in os.environ or len(self.meeting.hosts) == 1:
             return
-        interface = interface_towards(self.meeting.address)
+        first = self.job.node_rank == 0
+        interface = interface_of(self.meeting.store.get(REACHED).decode()) if first else None
+        interface = interface or interface_towards(self.meeting.address)
         if interface is not None:
             os.environ[GLOO_VARIABLE] = interface
-            if self.job.node_rank == 0:
-                say(
-                    f"{GLOO_VARIABLE}={interface} here, and on each other host the interface that leads to this one; "
-                    "gloo would look for the host's own name, which often means 127.0.1.1; set it yourself to choose "
-                    "another"
-                )
+        if interface is not None and first:
+            say(
+                f"{GLOO_VARIABLE}={interface} here, and on each other host the interface that leads to this one; gloo "
+                "would look for the host's own name, which often means 127.0.1.1; set it yourself to choose another"
+            )
 
     def rank_pids(self) -> dict[int, int]:
         """The process of each local rank, which leads a process group."""
@@ -111,6 +110,7 @@ class Agent(LocalElasticAgent):
         if meeting.attempt and meeting.node == 0:
             why = meeting.why_last_failed() or "nodes have come or gone"
             say(f"attempt {meeting.attempt} starts: {count(world, 'rank')} on {count(nodes, 'node')}, because {why}")
+        self._choose_interface()
         if self.stopping:
             os._exit(1)
         started: dict[int, Any] = super()._start_workers(worker_group)

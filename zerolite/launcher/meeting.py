@@ -26,6 +26,9 @@ ATTEMPT_S = 5.0
 
 _LOOK_S = 0.1
 
+REACHED = "zerolite/reached"
+"""Key with the first node's address in numbers, as another node has reached it."""
+
 _AGAIN = "zerolite/again/{}"
 """Key that counts the nodes which want all to start again after an attempt: they have failed, or come later."""
 
@@ -188,8 +191,10 @@ class Meeting(RendezvousHandler):
 def connect(job: NodeJob) -> tuple[Any, str]:
     """Return the job's store, which the first node hosts, and the first node's address. Raises MeetingError."""
     if job.node_rank:
-        address = find_first(job)
-        return connect_to(address, job.master_port, job.join_s), address
+        address, found = find_first(job)
+        store = connect_to(address, job.master_port, job.join_s)
+        store.set(REACHED, found)
+        return store, address
     address = next(filter(network.resolve, (job.master_addr, *job.other_addresses)), job.master_addr)
     try:
         store = _keep_store(job, address, job.master_port)
@@ -203,15 +208,16 @@ def connect(job: NodeJob) -> tuple[Any, str]:
     return store, address
 
 
-def find_first(job: NodeJob) -> str:
-    """Return the first address at which the first node's store is reached. Raises MeetingError."""
+def find_first(job: NodeJob) -> tuple[str, str]:
+    """Return the first address at which the first node's store is reached, as given and in numbers. Raises
+    MeetingError."""
     deadline = time.monotonic() + job.join_s
     while True:
         tried = []
         for address in (job.master_addr, *job.other_addresses):
             try:
-                socket.create_connection((address, job.master_port), timeout=ATTEMPT_S).close()
-                return address
+                with socket.create_connection((address, job.master_port), timeout=ATTEMPT_S) as connection:
+                    return address, str(connection.getpeername()[0])
             except (OSError, UnicodeError) as error:
                 tried.append(f"{_shown(address, job.master_port)}: {getattr(error, 'strerror', None) or error}")
         if time.monotonic() > deadline:

@@ -101,8 +101,11 @@ def start_parts(job: JobPlan, nodes: Sequence[NodeJob], parts: list[Part], signa
         if time.monotonic() > deadline:
             break
         time.sleep(LOOK_S)
-    if not signals:
-        check_answers(job, nodes, {part.name: part for part in parts})
+    if signals:
+        for part in parts:
+            part.end()
+        return
+    check_answers(job, nodes, {part.name: part for part in parts})
     for part in parts:
         part.go()
     if here is not None:
