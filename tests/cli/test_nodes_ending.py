@@ -98,6 +98,7 @@ def test_ctrl_c(make_site: MakeSite) -> None:
     assert job.wait() == 130, job.errors
     site.assert_idle(END_S)
     for name in ("interrupted.0", "interrupted.1", "arrived.0", "arrived.1"):
+        assert (site.directory / name).exists(), (name, job.output, job.errors)
         (site.directory / name).unlink()
     job = site.start(*site.argv("wait.py", "300"))
     site.wait_for("arrived.0", "arrived.1")

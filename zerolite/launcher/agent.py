@@ -114,10 +114,10 @@ class Agent(LocalElasticAgent):
         if self.stopping:
             os._exit(1)
         started: dict[int, Any] = super()._start_workers(worker_group)
+        tell(self._outcome, READY)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else lambda *_: None)
         self.logs.start_tee()
-        tell(self._outcome, READY)
         return started
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:

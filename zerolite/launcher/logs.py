@@ -76,7 +76,7 @@ class RankLogs(LogsSpecs):
         }
         prefixes = {rank: "" if rank == 0 else f"[rank {rank}] " for rank in chosen}
         for stream, place in ((sys.stdout, 0), (sys.stderr, 1)):
-            if stream is None:  # closed when the job was started
+            if stream is None or not chosen:  # closed when the job was started, or nothing to show
                 continue
             files = {rank: paths[place] for rank, paths in chosen.items()}
             self._followers.append(FileFollower(files, stream.buffer, prefixes))
