@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Collection, Mapping
 from typing import BinaryIO
 
@@ -16,6 +17,7 @@ from zerolite.launcher.failures import TAIL_LINES
 
 _TAIL_BYTES = 16384
 _LOOK_S = 0.05
+_PROMPT_S = 0.3
 _CHUNK = 1 << 20  # bytes read at once
 
 
@@ -104,6 +106,7 @@ class _File:
         self._path, self._prefix = path, prefix.encode()
         self._file: BinaryIO | None = None
         self._begun = b""  # a line without an end so far
+        self._read_at = 0.0
 
     def take(self, last: bool = False) -> bytes:
         """Return what is to be written now, in whole lines. ``last``: nothing more comes."""
@@ -111,10 +114,13 @@ class _File:
             with contextlib.suppress(FileNotFoundError):
                 self._file = open(self._path, "rb")
         data = self._file.read(_CHUNK) if self._file is not None else b""
+        if data:
+            self._read_at = time.monotonic()
         text = self._begun + data
         whole, end, rest = text.rpartition(b"\n")
         # Without a prefix a rest may be a prompt or dots: it appears when nothing has followed it for a moment.
-        if rest and (last or len(rest) > _CHUNK or not (data or self._prefix)):
+        alone = not self._prefix and time.monotonic() - self._read_at > _PROMPT_S
+        if rest and (last or len(rest) > _CHUNK or alone):
             whole, end, rest = text, b"", b""
         self._begun = rest
         if not self._prefix or not whole + end:
