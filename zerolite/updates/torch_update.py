@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from zerolite.utils.rounding import follow_
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.layout import Fragment
 from zerolite.zero.optim_shards import Hand, OptimParamShard, State
+from zerolite.zero.stage3.partitioned_parameter import whole_shape
 
 
 class TorchUpdate:
@@ -37,8 +39,13 @@ class TorchUpdate:
         self._shards: list[list[OptimParamShard]] = []
         self._update_dtypes: list[torch.dtype] = []
         self._sizes: list[list[int]] = []
+        self._doubtful: frozenset[int] = frozenset()  # parameters that the device may leave out of the update in hand
+        self._new_states: dict[int, torch.Tensor] = {}  # of those, shards that had no state before, by index
         # States on disk, by bucket and name, laid out like the masters; those of the shards are views of them.
         self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
+        # Memory of states that do not exist yet, by index of the parameter: see _reserve.
+        self._reserved: dict[int, list[torch.Tensor]] = {}
+        self._known_states: dict[tuple[int, torch.dtype, int], dict[str, torch.dtype]] = {}
         step: Any = type(inner).step
         # Without torch's wrapper: hooks on the user's optimizer are of a whole step.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -54,9 +61,19 @@ class TorchUpdate:
             if self._temporary(bucket):
                 self._write_back(bucket, self._buffer.master[bucket])
             self._rest_states(members)
+            self._reserve(members)
 
-    def begin(self, used: frozenset[int] | None) -> None:
-        """Nothing: steps are counted in the states."""
+    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
+        """Steps are counted in the states."""
+        self._doubtful = doubtful
+        self._new_states.clear()
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """Steps are counted on the device."""
+        for index in indices:
+            tensor = self._new_states.pop(index, None)
+            if tensor is not None:  # torch gives a parameter without gradient no state
+                self._inner.state.pop(tensor, None)
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         return self._on_disk.get(bucket, {})
@@ -79,10 +96,16 @@ class TorchUpdate:
             if hand.out is not None:
                 follow_(hand.master, hand.out)
             self._bind(hand)
-            exact.append(hand.gradient.to(self._update_dtypes[hand.span.bucket]))
-            self._show(here, exact[-1])
+            if used is not None and used <= self._doubtful:  # earlier than the others, which scale in place
+                self._show_apart(here, hand.gradient, factor)
+            else:
+                exact.append(hand.gradient.to(self._update_dtypes[hand.span.bucket]))
+                self._show(here, exact[-1])
             shards += here
             taken.append(hand)
+        if self._reserved:  # torch makes the states now
+            for shard in shards:
+                self._reserved.pop(shard.fragment.slot.index, None)
         if exact and (isinstance(factor, torch.Tensor) or factor != 1.0):
             torch._foreach_mul_(exact, factor)
         try:
@@ -110,6 +133,16 @@ class TorchUpdate:
             for shard in shards:
                 shard.tensor.grad = self._buffer.view_of(shard.fragment, gradient)
 
+    def _show_apart(
+        self, shards: Sequence[OptimParamShard], gradient: torch.Tensor, factor: float | torch.Tensor
+    ) -> None:
+        """The same with scaled copies, for parameters that the device may leave out."""
+        for shard in shards:
+            dtype = self._update_dtypes[shard.fragment.slot.bucket]
+            shard.tensor.grad = self._buffer.view_of(shard.fragment, gradient).to(dtype) * factor
+            if shard.tensor not in self._inner.state:
+                self._new_states[shard.fragment.slot.index] = shard.tensor
+
     def _name_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Say whose memory the states are, and where."""
         for shard in shards:
@@ -120,7 +153,9 @@ class TorchUpdate:
                         tag_memory(value, STATES, HOST if place == DISK and not value.dim() else place)
 
     def forget_last(self) -> None:
-        """Nothing: torch's fused kernels count steps on the device, where they see the skip."""
+        """Torch's fused kernels count steps on the device, where they see the skip; a parameter that no rank has used
+        keeps no state of it."""
+        self.leave_out(list(self._new_states))
 
     @property
     def can_skip_on_device(self) -> bool:
@@ -135,13 +170,16 @@ class TorchUpdate:
         return dict(self._inner.state.get(shard.tensor) or {})
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """The states' tensors."""
+        """The states' tensors, and the memory that is reserved for those that do not exist yet."""
+        for tensors in self._reserved.values():
+            yield from tensors
         for shards in self._shards:
             for shard in shards:
                 state = self._inner.state.get(shard.tensor) or {}
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
+        self._reserved.pop(shard.fragment.slot.index, None)
         self._inner.state.pop(shard.tensor, None)
         if state:
             device = self._device_of(shard)
@@ -158,6 +196,7 @@ class TorchUpdate:
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
+        self._reserved.pop(shard.fragment.slot.index, None)
         group = self._inner.param_groups[shard.group]
         device = self._device_of(shard)
         parameter = self._buffer.parameters[shard.fragment.slot.index]
@@ -181,6 +220,48 @@ class TorchUpdate:
             self._rest_states([shard])
             places = {name: state[name] for name in places}
         return places
+
+    def _reserve(self, shards: Iterable[OptimParamShard]) -> None:
+        """Take the memory of the states that torch's optimizers make in their first update, so that a job that cannot
+        fit fails at once; it is given back right before that update. Making the states early would change numbers:
+        some of them start from the first gradient, or from the learning rate of that step."""
+        for shard in shards:
+            numel, bucket = shard.fragment.numel, shard.fragment.slot.bucket
+            if not numel or self._inner.state.get(shard.tensor):
+                continue
+            placement, device = self._buffer.placements.of_optimizer(bucket), self._device_of(shard)
+            for name, dtype in self._states_to_come(shard, device).items():
+                if placement.place == DISK:
+                    self._disk_flat(bucket, name, dtype)  # stays: the state will rest there
+                else:
+                    memory = tag_memory(torch.empty(numel, dtype=dtype, device=device), STATES, placement.place)
+                    self._reserved.setdefault(shard.fragment.slot.index, []).append(memory)
+
+    def _states_to_come(self, shard: OptimParamShard, device: torch.device) -> dict[str, torch.dtype]:
+        """States that have a value for each element, learnt from an update of a tiny tensor. Empty for classes that are
+        neither torch's nor zerolite's: a step of a copy could change what it shares with the original."""
+        inner, kind = self._inner, type(self._inner)
+        slot = shard.fragment.slot
+        dims = len(whole_shape(self._buffer.parameters[slot.index])) if self._buffer.keeps_shape(slot) else 1
+        shape = [2] * max(1, dims)
+        key = shard.group, self._update_dtypes[slot.bucket], len(shape)
+        if key not in self._known_states:
+            tiny = torch.ones(shape, dtype=key[1], device=device).requires_grad_()
+            tiny.grad = torch.zeros_like(tiny)
+            copy = object.__new__(kind)
+            vars(copy).update(vars(inner), state=defaultdict(dict))
+            copy.param_groups = [{**inner.param_groups[shard.group], "params": [tiny]}]
+            if kind.__module__.split(".")[0] in ("torch", "zerolite"):
+                # What it cannot do is said by a check of its own, or by the first update.
+                with torch.no_grad(), contextlib.suppress(AssertionError, RuntimeError, TypeError, ValueError):
+                    self._step(copy)
+            states = copy.state[tiny].items()
+            self._known_states[key] = {
+                name: state.dtype
+                for name, state in states
+                if isinstance(state, torch.Tensor) and state.shape == tiny.shape
+            }
+        return self._known_states[key]
 
     def _device_of(self, shard: OptimParamShard) -> torch.device:
         """Return the device on which the shard is updated."""

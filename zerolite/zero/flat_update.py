@@ -59,7 +59,8 @@ class FlatUpdate:
         self._missed: dict[int, int] = {}  # by index of the parameter
         self._fresh = False  # whether the plan is that of these parameters
         self._counted = False  # whether the last update counted for any
-        # Of the last update: the parameters that took part, None for all; the groups that have no states.
+        # Of the last update: the parameters that took part, None for all; those that the device may have left out; the
+        # groups that have no states.
         self._known: tuple[Any, ...] = ()
         self._idle: list[int] = []  # parameters for which the last update does not count
         self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
@@ -80,7 +81,7 @@ class FlatUpdate:
         self._allocated(groups)
         self._fresh = False
 
-    def begin(self, used: frozenset[int] | None) -> None:
+    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
         """Raises ValueError for a param group that the kernels cannot follow."""
         groups = self._inner.param_groups
         for index, group in enumerate(groups):
@@ -91,7 +92,12 @@ class FlatUpdate:
                     "follow; give it when the optimizer is made, and torch's own implementation is used"
                 )
         self._allocated(groups)
-        self._count(used, groups)
+        self._count(used, doubtful, groups)
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        if self._counted:
+            for index in set(indices).difference(self._idle):
+                self._missed[index] = self._missed.get(index, 0) + 1
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         return {name: flats[bucket] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
@@ -210,12 +216,12 @@ class FlatUpdate:
     def _steps_of(self, shard: OptimParamShard) -> int:
         return self._steps - self._missed.get(shard.fragment.slot.index, 0)
 
-    def _count(self, used: frozenset[int] | None, groups: Groups) -> None:
+    def _count(self, used: frozenset[int] | None, doubtful: frozenset[int], groups: Groups) -> None:
         """One more step for those that take part in it and have states."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        known = (used, without)
+        known = (used, doubtful, without)
         if not self._fresh or known != self._known:
             self._known, self._fresh = known, True
             self._idle = [

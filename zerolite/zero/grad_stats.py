@@ -156,6 +156,10 @@ class StatsVector:
         self._values[-1] = self._values[: self._count].sum()
         self._read = None
 
+    def unused(self, index: int) -> torch.Tensor:
+        """Return, as a 0-dim bool on the device, whether a parameter got no gradient on any rank."""
+        return self._values[self._count + index] == 0
+
     def start_read(self) -> None:
         """Begin the copy to the host, behind the work queued so far."""
         if self._read is None:

@@ -71,8 +71,12 @@ class UpdateMethod(Protocol):
     @property
     def can_skip_on_device(self) -> bool: ...
 
-    def begin(self, used: frozenset[int] | None) -> None:
-        """Begin a step's updates, once, with the parameters that take part (None: all)."""
+    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
+        """Begin a step's updates, once, with the parameters that take part (None: all). doubtful: those of them that
+        the device may leave out."""
+
+    def leave_out(self, indices: Iterable[int]) -> None:
+        """The device has left these doubtful parameters out of the last update."""
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """Return a bucket's states that are laid out like its master, where they rest; those there are."""

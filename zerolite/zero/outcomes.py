@@ -161,10 +161,12 @@ def mean_weight(outcome: GradStats) -> float:
 
 @dataclass(frozen=True)
 class _Unread:
-    """A step whose outcome the host has not read yet."""
+    """A step whose outcome the host has not read yet. doubtful: parameters that this rank has not used, which the
+    device has left out of the update if no other rank has."""
 
     stats: StatsVector
     divisor: float
+    doubtful: frozenset[int]
 
 
 class Outcomes:
@@ -219,10 +221,10 @@ class Outcomes:
             self.checks.note(outcome.extra)
             self.checks.act()
 
-    def leave_unread(self, stats: StatsVector, divisor: float) -> None:
+    def leave_unread(self, stats: StatsVector, divisor: float, doubtful: frozenset[int]) -> None:
         """A step has been taken, or skipped, by the device, for which the host does not wait."""
         stats.start_read()
-        self._unread = _Unread(stats, divisor)
+        self._unread = _Unread(stats, divisor, doubtful)
 
     def grad_norm(self) -> float | None:
         """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
@@ -238,6 +240,8 @@ class Outcomes:
         outcome = unread.stats.get()
         if outcome.weight == 0 or outcome.mixed or not self.applies(outcome):
             self._method.forget_last()
+        elif unread.doubtful:
+            self._method.leave_out(unread.doubtful - outcome.used)
         if self.checks is not None:
             self.checks.note(outcome.extra)
         try:

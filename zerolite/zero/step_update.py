@@ -19,6 +19,9 @@ from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.spans import Span, sub_groups
 
+_MOST_DOUBTFUL = 32  # parameters that are updated one by one, so that the host need not wait
+_NONE: Mapping[int, torch.Tensor] = {}
+
 
 class StagedUpdate(Protocol):
     """Update of what cannot be reached where it rests, by sub-groups of which copies are staged."""
@@ -139,12 +142,17 @@ class StepUpdate:
 
     def _run_unread(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
         """Update, or skip on the device, without reading the statistics: the same gathers on every rank, whatever the
-        outcome. Where this rank has not used all parameters, the host waits for the statistics to learn which of them
-        no rank has used, and does nothing else with them."""
+        outcome. Of parameters that this rank has not used the device leaves out those that no rank has. Where they are
+        many the host waits for the statistics to learn which, and does nothing else with them."""
         divisor = self._scale.own_divisor()
         used: frozenset[int] | None = None
+        doubtful: frozenset[int] = frozenset()
         if len(self._reducer.used) < len(self._buffer.layout.slots):
-            used = vector.get().used if self._world_size > 1 else frozenset(self._reducer.used)
+            used = frozenset(self._reducer.used)
+            if self._world_size > 1:
+                doubtful = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
+            if len(doubtful) > _MOST_DOUBTFUL:
+                used, doubtful = vector.get().used, frozenset()
         total = vector.total_square()
         found_inf = ~torch.isfinite(total) | vector.mixed() if self._outcomes.check_finite else None
         scale = self._scale.on_device(vector)
@@ -156,19 +164,34 @@ class StepUpdate:
             factor = clip_coefficient_on_device(total.sqrt() / scale, max_norm) / scale * given
         if isinstance(factor, torch.Tensor):
             factor = factor.float()
-        self._update(factor, used, None if found_inf is None else found_inf.float(), publish)
-        self._outcomes.leave_unread(vector, divisor)
+        left_out = {index: vector.unused(index) for index in sorted(doubtful)}
+        if found_inf is not None:
+            left_out = {index: unused | found_inf for index, unused in left_out.items()}
+            found_inf = found_inf.float()
+        left_out = {index: flag.float() for index, flag in left_out.items()}
+        self._update(factor, used, found_inf, publish, left_out)
+        self._outcomes.leave_unread(vector, divisor, doubtful)
 
     def _update(
-        self, factor: Factor, used: frozenset[int] | None, found_inf: torch.Tensor | None, publish: bool
+        self,
+        factor: Factor,
+        used: frozenset[int] | None,
+        found_inf: torch.Tensor | None,
+        publish: bool,
+        doubtful: Mapping[int, torch.Tensor] = _NONE,
     ) -> None:
-        """One update, with :meth:`UpdateMethod.update`'s arguments; consumes the gradients. Raises OSError if the disk
-        failed: then some masters are ahead of others."""
-        self._method.begin(used)
+        """One update, with :meth:`UpdateMethod.update`'s arguments; consumes the gradients. doubtful: further
+        parameters, each with a ``found_inf`` of its own. Raises OSError if the disk failed: then some masters are ahead
+        of others."""
+        self._method.begin(used if used is None else used | doubtful.keys(), frozenset(doubtful))
         if self._order is not self._reducer.order.buckets:  # learned in a backward
             self.plan()
 
         def update(hands: Sequence[Hand]) -> None:
+            for index, left_out in doubtful.items():
+                bucket = self._buffer.layout.slots[index].bucket
+                if own := [hand for hand in hands if hand.span.bucket == bucket]:
+                    self._method.update(own, factor, frozenset([index]), left_out)
             self._method.update(hands, factor, used, found_inf)
 
         self.unpublished = not publish
