@@ -237,3 +237,15 @@ def test_what_rests_off_the_device_is_told_apart_where_the_device_is_the_cpu(tmp
         else:
             device, on_host, on_disk = compute
             assert device == 0 and 0 < on_host <= 2 * 150 and on_host + on_disk == shards
+
+
+@on_ranks(2)
+def test_torchs_optimizers_have_the_memory_of_their_states_before_the_first_step() -> None:
+    names = ["Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
+    runs = {name: (settings(stage), name) for name, stage in zip(names, (0, 1, 2, 3, 0, 2, 3), strict=True)}
+    runs |= {"16 bits": (settings(2, "bf16"), "NAdam"), "Adafactor": (settings(0), "Adafactor")}
+    for label, (made, optimizer) in runs.items():
+        found = moments(made, optimizer)
+        first, after = (found[moment]["optimizer_states"] for moment in ("made", "after"))
+        small = 4 * 3 * 5 + 4 * 4 * 13  # a few counts of each parameter; Adafactor's sums over rows and columns
+        assert 0 < first <= after <= first + small, (label, first, after)
