@@ -62,4 +62,4 @@ def test_a_run_goes_on_with_any_number_of_ranks(pools: Pools, tmp_path: Path, st
 def test_what_cannot_go_on_says_why(pools: Pools) -> None:
     for said in pools(2).run(f"{CASES}:refusal"):
         assert said.startswith("ConfigError") and "elasticity: expected a number of ranks" in said
-        assert "got 2 ranks (fewer than min_gpus)" in said and "the nearest that do: 3" in said
+        assert "from 3 to 6" in said and "got 2 ranks" in said and "the nearest that do: 3" in said

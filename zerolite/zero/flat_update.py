@@ -239,11 +239,15 @@ class FlatUpdate:
     # ---------------------------------------------------------------- planning
 
     def _plan(self, hands: Sequence[Hand], used: frozenset[int] | None) -> list[_Launch]:
+        """A parameter that is updated apart may lag behind more in each step, and has no plan that lasts."""
+        apart = used is not None and used <= self._known[1]
         key = tuple((hand.span, hand.gradient.dtype, hand.out is None) for hand in hands)
-        plan = self._launches.get(key)
+        plan = None if apart else self._launches.get(key)
         if plan is None:
             made = (self._launch([hands[i].span for i in members], members, used) for members in self._by_kind(hands))
-            plan = self._launches[key] = [launch for launch in made if launch is not None]
+            plan = [launch for launch in made if launch is not None]
+            if not apart:
+                self._launches[key] = plan
         return plan
 
     def _by_kind(self, hands: Sequence[Hand]) -> list[tuple[int, ...]]:
