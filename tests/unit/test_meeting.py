@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -28,9 +28,20 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(4)
 
 
+MET: list[Meeting] = []
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    while MET:
+        MET.pop().board.close()
+
+
 def come(job: NodeJob, name: str = "") -> Meeting:
     found = Meeting(job, name or f"host{job.node_rank}")
     found.next_rendezvous()
+    MET.append(found)
     return found
 
 

@@ -51,8 +51,12 @@ class CountingStore(dist.Store):
 class SilentStore(CountingStore):
     """One whose host is cut off before the others come."""
 
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__(inner)
+        self.over = threading.Event()  # a request that came back while the interpreter ends would abort the process
+
     def check(self, keys: list[str]) -> bool:
-        threading.Event().wait(5.0)
+        self.over.wait(60.0)
         return False
 
 
@@ -97,3 +101,7 @@ def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="init_distributed: rank 0 .*store of the rendezvous has not answered"):
         meet(store, 0, 2, 60.0)
     assert time.monotonic() - began < 4.0
+    store.over.set()
+    for thread in threading.enumerate():
+        if thread.name == "zerolite store":
+            thread.join(10.0)

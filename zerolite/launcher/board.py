@@ -21,6 +21,8 @@ LOST_S = 20.0
 LEAVE_S = 5.0
 """Seconds for which the first node, which hosts the store, waits for the others to have left."""
 
+_CLOSE_S = 2.0
+
 
 class Board:
     """One attempt's board. A thread of its own looks at it until :meth:`close`.
@@ -93,8 +95,10 @@ class Board:
                 time.sleep(LOOK_S / 4)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. A request that comes back while the interpreter ends would abort the process, so this waits
+        for the one under way, unless the store is silent."""
         self._closed.set()
+        self._thread.join(_CLOSE_S)
 
     def _watch(self) -> None:
         beat = 0.0
