@@ -137,7 +137,7 @@ class Meeting(RendezvousHandler):
         return nodes, restarts, port
 
     def _choose_nodes(self, store: PrefixStore) -> list[int]:
-        """As the first node: wait for the others, and return the numbers of those that have come."""
+        """Wait for the other nodes, as the first one, and return the numbers of those that have come."""
         job = self._job
         self.store.set("zerolite/attempt", str(self.attempt))
         began = time.monotonic()
