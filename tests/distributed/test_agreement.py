@@ -133,7 +133,7 @@ BOTH: dict[str, tuple[Callable[[Arguments], Any], Callable[[Arguments], Any]]] =
 
 
 def refusal(stage: int, change: str, partitioned: bool = False) -> str:
-    """What is raised on this rank where the last one does something else."""
+    """Return the error that this rank raises when the last rank does something else."""
     given: Arguments = {"model": Small(), "config": small(stage)}
     (BOTH.get(change) or (nothing, ODD[change]))[is_last()](given)
     if partitioned:
@@ -260,7 +260,7 @@ def test_unfreezing_different_parameters_is_named(stage: int) -> None:
 
 @on_ranks(1, 3)
 def test_objects_travel_without_numpy() -> None:
-    """Of several lengths, and from each rank."""
+    """The objects have several lengths, and come from each rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     host = HostGroup(create_communicator(torch.device("cpu")), "objects")
     wanted = [{"rank": number, "text": "x" * (1000 * number)} for number in range(world)]

@@ -182,7 +182,7 @@ class Theirs(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_a_checkpoint_of_deepspeed_is_loaded(stage: int, tmp_path: Path) -> None:
-    """Of DeepSpeed's stage 2, into another stage; and it is exported."""
+    """A checkpoint of DeepSpeed's stage 2 is loaded into another stage, and exported."""
     fake = example(2, 2, client_state={"epoch": 3})
     if dist.get_rank() == 0:
         fake.write(tmp_path)

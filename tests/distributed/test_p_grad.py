@@ -35,7 +35,7 @@ def at(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
 
 
 def backward(engine: Any, step: int = 0, **more: Any) -> None:
-    """Of a batch for Mlp."""
+    """Run a backward of one batch for Mlp."""
     engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)), **more)
 
 

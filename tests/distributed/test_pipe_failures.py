@@ -1,4 +1,4 @@
-"""What goes wrong in a pipeline is said on all ranks."""
+"""Errors in a pipeline are raised on all ranks."""
 
 from __future__ import annotations
 

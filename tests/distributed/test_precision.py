@@ -366,7 +366,7 @@ def test_an_engine_takes_its_casts_with_it(stage: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_travel_in_fp32_unless_all_are_asked_not_to(stage: int) -> None:
-    """Of the head, the only ones there are."""
+    """The head's gradients are the only ones there are."""
     safe = {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}
     for more, wanted in (
         ({}, torch.float32),

@@ -161,7 +161,7 @@ GROUPS: dict[str, list[Callable[[Any, int], Any]]] = {
 
 
 def undisturbed(groups: list[str], settings: tuple[str, ...], at: tuple[int, ...] = (0, 2, 6)) -> None:
-    """What a disturbance computes is what stage 2 computes, and training ends in the bits of a run without it."""
+    """A disturbance computes stage 2's values, and training ends in the bits of a run without it."""
     alone = train(make_engine(2))
     for disturb in (disturb for group in groups for disturb in GROUPS[group]):
         wanted = train(make_engine(2), disturb=disturb, at=at)

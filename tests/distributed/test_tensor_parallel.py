@@ -415,7 +415,7 @@ def test_the_first_ranks_values_and_random_numbers() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_nothing_is_kept(sequence_parallel: bool) -> None:
-    """Of activations when the graph is gone, and in a forward without one; and no step grows what lives."""
+    """No activation lives when the graph is gone, or after a forward without one, and no step grows what lives."""
     comm = communicator()
     torch.manual_seed(0)
     model = Stack([Shapes("separate")])

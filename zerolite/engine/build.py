@@ -99,7 +99,7 @@ from zerolite.zero.stages import STAGES, StagePolicy
 from zerolite.zero.step import StepPipeline
 
 if TYPE_CHECKING:
-    from zerolite.pipe.prepare import Staged
+    from zerolite.pipe.prepare import PreparedStage
 
 _PADDED = 1.5  # times the elements of the model, from which on buckets of whole parameters deserve a warning
 
@@ -130,7 +130,7 @@ def build_engine(
     topology: Topology,
     device: torch.device,
     kind: str | None = None,
-    staged: Staged | None = None,
+    staged: PreparedStage | None = None,
     loss_fn: LossFunction | None = None,
 ) -> Engine:
     """Make the engine of ``model``, of which this rank has its part, on ``device``. Called on all ranks, with equal
@@ -200,7 +200,7 @@ class Assembly:
         topology: Topology,
         device: torch.device,
         kind: str,
-        staged: Staged | None,
+        staged: PreparedStage | None,
         trains: bool,
         whole: bool,
     ) -> None:

@@ -14,7 +14,7 @@ from zerolite.diagnostics.agreement import check_agreement, describe_config, des
 from zerolite.engine.full_state import guard_parts
 
 if TYPE_CHECKING:
-    from zerolite.pipe.prepare import Staged
+    from zerolite.pipe.prepare import PreparedStage
 
 
 def part_of_model(
@@ -23,7 +23,7 @@ def part_of_model(
     topology: Topology,
     device: torch.device,
     loss_fn: LossFunction | None,
-) -> tuple[Staged | None, LossFunction | None]:
+) -> tuple[PreparedStage | None, LossFunction | None]:
     """Leave in ``model`` this rank's stage, and of its layers this rank's part. Gives what the engine needs of the
     pipeline, None without one, and the loss function: the given one, or the model's. Called on all ranks."""
     staged: Any = None

@@ -39,7 +39,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Staged:
+class PreparedStage:
     """Result of :func:`prepare`.
 
     Attributes:
@@ -70,7 +70,7 @@ def prepare(
     topology: Topology,
     device: torch.device,
     loss_fn: LossFunction | None = None,
-) -> Staged:
+) -> PreparedStage:
     """Leave in ``model`` the layers of this rank's stage, with the values that the first stage's ranks have given them.
 
     Args:
@@ -112,7 +112,7 @@ def prepare(
     for tie in ties:
         shared = stages_communicator(topology, tie.ranks, device)
         synchronize_tensors([tie.parameter], shared, device, "initial_sync")
-    return Staged(model, loss_fn, ties, chunks, len(ranks), settings.schedule)
+    return PreparedStage(model, loss_fn, ties, chunks, len(ranks), settings.schedule)
 
 
 _STAGED = "_zerolite_staged"
