@@ -298,7 +298,8 @@ class GradReducer:
         self.arrivals.close(bucket)
         local = bucket.complete(self.current.factor)
         if options.probes:
-            self.probes.append(local.sum(dtype=torch.float32))
+            # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
+            self.probes.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
         # A reduction of the same bucket ends first. Where buckets cost memory only while they travel, fewer than
         # IN_FLIGHT may be under way, and none beside a large one.
         unbound = bucket.travels_in_place and not bucket.is_offloaded
