@@ -115,8 +115,9 @@ def spread_over(
 
     Args:
         ties: by the id of a parameter that several stages have, which (``Tie``).
-        shared: by the key of a tie, the communicator of its stages. The first call makes it, which is a collective. A
-            later one, where parameters begin to train, comes on one stage while another waits for its message.
+        shared: by the key of a tie, the communicator of its stages. The first call fills it, which is a collective, also
+            for parameters that are frozen: where they begin to train, a later call comes on one stage while another
+            waits for its message.
     """
 
     def counts(index: int) -> bool:
@@ -136,11 +137,12 @@ def spread_over(
             f"on the device, got '{buffer.layout.slots[away[0]].name}'; leave the block out"
         )
     groups = [SharedGradients(topology.tensor, partial)]
-    tied = [(index, ties[id(parameter)]) for index, parameter in enumerate(trained) if id(parameter) in ties]
-    for index, tie in sorted(tied, key=lambda entry: str(entry[1].key)):
+    indices = {id(parameter): index for index, parameter in enumerate(trained)}
+    for tie in sorted(ties.values(), key=lambda tie: str(tie.key)):
         if tie.key not in shared:
             comm = shared[tie.key] = stages_communicator(topology, tuple(tie.ranks), device)
-            dtype = {f"parameter '{tie.key}', which stages share,": {"dtype": str(trained[index].dtype)}}
+            dtype = {f"parameter '{tie.key}', which stages share,": {"dtype": str(tie.parameter.dtype)}}
             check_agreement(Description(dtype), comm, device, "zerolite.initialize: stages compute in different dtypes")
-        groups.append(SharedGradients(shared[tie.key], (index,)))
+        if id(tie.parameter) in indices:
+            groups.append(SharedGradients(shared[tie.key], (indices[id(tie.parameter)],)))
     return across, GradientSums(groups, reducer, topology.data.rank)
