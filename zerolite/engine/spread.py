@@ -115,9 +115,9 @@ def spread_over(
 
     Args:
         ties: by the id of a parameter that several stages have, which (``Tie``).
-        shared: by the key of a tie, the communicator of its stages. The first call fills it, which is a collective, also
-            for parameters that are frozen: where they begin to train, a later call comes on one stage while another
-            waits for its message.
+        shared: by the key of a tie, the communicator of its stages. The first call fills it, which is a collective,
+            for frozen parameters too: where they begin to train, a later call comes on one stage while another waits
+            for its message.
     """
 
     def counts(index: int) -> bool:
