@@ -143,5 +143,7 @@ def _walk(module: torch.nn.Module, value: torch.Tensor) -> torch.Tensor:
     for child in module.children():
         value = child(value)
     for parameter in module.parameters(recurse=False):
-        value = value + parameter.sum().to(value.dtype)
+        # The product has a gradient of its own. Without it the gradient of a 0-dim parameter would be the scalar that
+        # passes through backward, which lives on when the parameter's bucket has taken it.
+        value = value + (1 * parameter.sum()).to(value.dtype)
     return value
