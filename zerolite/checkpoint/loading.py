@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
 from zerolite.checkpoint.engine_parts import EngineParts, one_request
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import SavedGrid
+from zerolite.checkpoint.manifest import INDEX, SavedGrid
 from zerolite.checkpoint.matching import (
     NameMatch,
     check_complete,
@@ -222,6 +223,13 @@ class Loader:
                 f"the checkpoint has the states {', '.join(sorted(kinds)) or '(none)'} of {saved}, and the optimizer "
                 f"here is {here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
             )
+        updated = {name for names in (*kinds.values(), stored_optimizer.scalars.get("step", {})) for name in names}
+        for kind, name in itertools.product(expected or (), sorted(updated)):  # kernels keep each state of each
+            if name not in kinds.get(kind, {}):
+                raise CheckpointError(
+                    f"'{reader.path / INDEX}' is damaged: it lacks state '{kind}' of parameter '{name}'. Nothing was "
+                    "loaded; pass load_optimizer_states=False to begin with new states"
+                )
         return kinds
 
     def _check_flags(
