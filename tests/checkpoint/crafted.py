@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -32,6 +34,22 @@ def craft(path: Path, name: str, body: Any) -> None:
     about = json.loads((path / MANIFEST).read_bytes())
     about["files"][name] = asdict(entry_of(text))
     craft(path, MANIFEST, about)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def put_back(path: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << (at % 8)
+    path.write_bytes(content)
 
 
 NASTY: tuple[Any, ...] = (
@@ -78,25 +96,24 @@ Change = Callable[[Any], Any]
 
 
 def put(*path: Any, value: Any) -> Change:
+    """Write ``value``, or nothing, at this place of a body."""
+
     def change(body: Any) -> Any:
-        inner = body
-        for key in path[:-1]:
-            inner = inner[key]
-        inner[path[-1]] = value
+        inner = functools.reduce(operator.getitem, path[:-1], body)
+        if value is NOTHING:
+            del inner[path[-1]]
+        else:
+            inner[path[-1]] = value
         return body
 
     return change
+
+
+NOTHING = object()
 
 
 def removed(*path: Any) -> Change:
-    def change(body: Any) -> Any:
-        inner = body
-        for key in path[:-1]:
-            inner = inner[key]
-        del inner[path[-1]]
-        return body
-
-    return change
+    return put(*path, value=NOTHING)
 
 
 WEIGHT = ("tensors", "parameters/weight")

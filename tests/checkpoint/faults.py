@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,6 @@ from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 
 Operation = tuple[str, str]  # what is to happen, and the name of the file
-
-
-@contextlib.contextmanager
-def memory(otherwise: Path) -> Iterator[Path]:
-    """A directory in memory, where there is one: thousands of fsyncs."""
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else otherwise) as directory:
-        yield Path(directory)
 
 
 # -------------------------------------------------------------------- faults
@@ -53,12 +44,14 @@ def recorded() -> Iterator[list[Operation]]:
 
 
 @contextlib.contextmanager
-def failing(at: int, kind: int, always: bool = False) -> Iterator[list[Operation]]:
-    """The operation ``at`` raises OSError ``kind``; ``always``: so do all that follow, but removals, as on a full disk.
-    Gives the operations so far."""
+def failing(at: int, kind: int, always: bool = False, only: str = "") -> Iterator[list[Operation]]:
+    """The operation ``at`` (of those called ``only``) raises OSError ``kind``; ``always``: so do all that follow, but
+    removals, as on a full disk. Gives the operations so far."""
     done: list[Operation] = []
 
     def before(operation: str, path: Path) -> None:
+        if only not in ("", operation):
+            return
         done.append((operation, path.name))
         if len(done) == at + 1 or (always and len(done) > at and operation != "remove"):
             raise OSError(kind, os.strerror(kind), str(path))

@@ -9,38 +9,30 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint import faults
 from tests.checkpoint.cases.recipes import RECIPES
 from tests.checkpoint.cases.resume import (
-    differences,
-    expect,
+    assert_equal,
+    assert_reloads,
     expect_words,
     facts,
     make_engine,
     message,
     own_seeds,
-    reloaded,
     scatter_seeds,
+    tags_in,
     train,
 )
+from tests.toolkit.faults import Warnings
 from tests.toolkit.pool import ROOT
 from tests.toolkit.ranks import on_ranks
-from zerolite.checkpoint import filesystem, saving
-
-
-@contextlib.contextmanager
-def before_operations(action: Callable[[str, Path], None]) -> Iterator[None]:
-    """``action`` is called before each operation of a save."""
-    filesystem.before_operation = action
-    try:
-        yield
-    finally:
-        filesystem.before_operation = filesystem._nothing
+from zerolite.checkpoint import saving
 
 
 @contextlib.contextmanager
@@ -51,40 +43,27 @@ def held_back() -> Iterator[threading.Event]:
     def wait(operation: str, path: Path) -> None:
         assert event.wait(30), "the save was not let go on"
 
-    with before_operations(wait):
+    with faults.hooked(wait):
         try:
             yield event
         finally:
             event.set()
 
 
-@contextlib.contextmanager
-def full_disk(rank: int, failing: int, operation: str = "write") -> Iterator[None]:
-    def fail(kind: str, path: Path) -> None:
-        if kind == operation and rank == failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    with before_operations(fail):
-        yield
-
-
-OTHERS = [("mixture", 2), ("accumulation", 1), ("mixture in fp16", 0), ("NAdam", 1)]
-
-
-def tags_in(directory: str) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if name not in (".lock", "latest"))
+OTHERS = [
+    ("mixture", 2, False), ("accumulation", 1, False), ("mixture in fp16", 0, False), ("NAdam", 1, False),
+    ("mixture in bf16", 2, True), ("NAdam", 3, True),
+]  # fmt: skip
 
 
 @on_ranks(2, 3)
-@pytest.mark.fast("normed-3-2")
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [("normed", 3), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
-)
-def test_training_goes_on_at_once(directory: str, stage: int, name: str) -> None:
+@pytest.mark.fast("normed-3-False-2")
+@pytest.mark.parametrize(("name", "stage", "offload"), [("normed", 3, False), *OTHERS])
+def test_training_goes_on_at_once(directory: str, stage: int, name: str, offload: bool) -> None:
     """The saved state is that of the call, whatever comes then."""
     recipe = RECIPES[name]
-    engine = make_engine(recipe, stage)
+    zero = {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 100} if offload else {}
+    engine = make_engine(recipe, stage, zero=zero)
     own_seeds(engine.rank)
     start, end = 2 * recipe.micros, 4 * recipe.micros
     train(engine, recipe, 0, start)
@@ -103,19 +82,35 @@ def test_training_goes_on_at_once(directory: str, stage: int, name: str) -> None
         event.set()
         engine.wait_for_checkpoint()
     assert os.path.exists(path)
-    other = make_engine(recipe, 3 - stage if recipe.micros == 1 else stage, seed=5)
+    other = make_engine(recipe, 3 - stage if recipe.micros == 1 else stage, seed=5, zero=zero if stage < 3 else {})
     scatter_seeds(other.rank)
     _, found = other.load_checkpoint(directory)
-    expect(differences({"tensor": torch.arange(3), "list": [1]}, found))
-    expect(differences(at_the_call, facts(other, recipe.states)))
+    assert_equal({"tensor": torch.arange(3), "list": [1]}, found)
+    assert_equal(at_the_call, facts(other, recipe.states))
     assert train(other, recipe, start, end) == losses
-    expect(differences(after, facts(other, recipe.states)))
+    assert_equal(after, facts(other, recipe.states))
+
+
+@on_ranks(2)
+def test_what_is_on_disk_is_not_copied_to_the_host_for_a_save(directory: str, tmp_path: Path) -> None:
+    """Such a save is complete when the call returns, which is said once."""
+    recipe = RECIPES["mixture in bf16"]
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "sub_group_size": 100}
+    engine = make_engine(recipe, 2, zero=nvme)
+    with Warnings() as warnings:
+        for step in range(2):
+            train(engine, recipe, step, step + 1)
+            assert os.path.isdir(engine.save_checkpoint(directory, async_save=True))
+    assert engine.checkpointer._saver._staging.numel() == 0
+    told = [text for text in warnings.messages if "async_save" in text]
+    assert len(told) == (engine.rank == 0)
+    assert all("complete when the call returns" in text for text in told)
 
 
 @pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_two_in_a_row(directory: str, stage: int) -> None:
+def test_saves_and_a_load_wait_for_the_save_before(directory: str, stage: int) -> None:
     recipe = RECIPES["mixture"]
     engine = make_engine(recipe, stage)
     own = {}
@@ -123,26 +118,13 @@ def test_two_in_a_row(directory: str, stage: int) -> None:
         train(engine, recipe, step, step + 1)
         own[step + 1] = facts(engine, recipe.states)
         engine.save_checkpoint(directory, async_save=step != 1)
-    engine.wait_for_checkpoint()
+    train(engine, recipe, 3, 4)
+    engine.load_checkpoint(directory)
+    assert_equal(own[3], facts(engine, recipe.states))
     engine.wait_for_checkpoint()
     assert tags_in(directory) == ["global_step1", "global_step2", "global_step3"]
     for step, expected in own.items():
-        expect(differences(expected, reloaded(directory, recipe, 3 - stage, tag=f"global_step{step}")))
-
-
-@pytest.mark.slow
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [2])
-def test_a_load_waits(directory: str, stage: int) -> None:
-    """A load waits for the save before it."""
-    recipe = RECIPES["mixture"]
-    engine = make_engine(recipe, stage)
-    train(engine, recipe, 0, 2)
-    own = facts(engine, recipe.states)
-    engine.save_checkpoint(directory, async_save=True)
-    train(engine, recipe, 2, 3)
-    engine.load_checkpoint(directory)
-    expect(differences(own, facts(engine, recipe.states)))
+        assert_reloads(expected, directory, recipe, stage, tag=f"global_step{step}")
 
 
 @on_ranks(2)
@@ -157,7 +139,7 @@ def test_the_next_call_says_what_has_failed(directory: str, stage: int, failing:
     train(engine, recipe, 0, 1)
     engine.save_checkpoint(directory)
     own = facts(engine, recipe.states)
-    with full_disk(engine.rank, failing):
+    with faults.failing(0 if engine.rank == failing else 10**6, errno.ENOSPC, always=True, only="write"):
         train(engine, recipe, 1, 2)
         engine.save_checkpoint(directory, async_save=True)
         train(engine, recipe, 2, 3)
@@ -170,20 +152,20 @@ def test_the_next_call_says_what_has_failed(directory: str, stage: int, failing:
         before = facts(engine, recipe.states)
         said = message(calls[following])
     expect_words(said, "CheckpointError", "'global_step2'", f"rank {failing}:", "No space left", "'global_step1'")
-    expect(differences(before, facts(engine, recipe.states)))
+    assert_equal(before, facts(engine, recipe.states))
     engine.wait_for_checkpoint()
     assert tags_in(directory) == ["global_step1"]
-    expect(differences(own, reloaded(directory, recipe, 3 - stage)))
+    assert_reloads(own, directory, recipe, stage)
     engine.save_checkpoint(directory, async_save=True)
     engine.wait_for_checkpoint()
     assert tags_in(directory) == ["global_step1", "global_step3"]
-    expect(differences(before, reloaded(directory, recipe, 3 - stage)))
+    assert_reloads(before, directory, recipe, stage)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1])
-def test_refused_at_once(directory: str, stage: int) -> None:
+def test_refused_at_once(directory: str) -> None:
     """An error that can be known at the call is raised there."""
+    stage = 1
     engine = make_engine(RECIPES["mixture"], stage)
     said = message(engine.save_checkpoint, directory, client_state={"f": print}, async_save=True)
     expect_words(said, "TypeError", "client_state['f']")
@@ -194,9 +176,9 @@ def test_refused_at_once(directory: str, stage: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [3])
-def test_ranks_that_have_finished_save_too(directory: str, stage: int) -> None:
+def test_ranks_that_have_finished_save_too(directory: str) -> None:
     """Ranks that have finished save in the background too."""
+    stage = 3
     recipe = RECIPES["groups"]
     engine = make_engine(recipe, stage)
     with engine.join():
@@ -206,7 +188,7 @@ def test_ranks_that_have_finished_save_too(directory: str, stage: int) -> None:
             engine.save_checkpoint(directory, tag="second", async_save=True)
     own = facts(engine, recipe.states)
     engine.wait_for_checkpoint()
-    expect(differences(own, reloaded(directory, recipe, 3 - stage)))
+    assert_reloads(own, directory, recipe, stage)
 
 
 @pytest.mark.slow
@@ -223,15 +205,15 @@ def test_an_engine_that_is_gone(directory: str, stage: int) -> None:
     gc.collect()
     for saver in list(saving._unfinished):
         saver.close()
-    expect(differences(own, reloaded(directory, recipe, 3 - stage)))
+    assert_reloads(own, directory, recipe, stage)
     assert not saving._unfinished and gc.isenabled(), "it is off within the calls"
 
 
 @pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [2])
-def test_two_engines(directory: str, stage: int) -> None:
+def test_two_engines(directory: str) -> None:
     """Each has its own saves, which may be under way at the same time."""
+    stage = 2
     recipe = RECIPES["mixture"]
     engines = [make_engine(recipe, stage), make_engine(recipe, stage, seed=5)]
     slow = threading.Event()
@@ -240,7 +222,7 @@ def test_two_engines(directory: str, stage: int) -> None:
         slow.wait(0.005 * (engines[0].rank + 1))
 
     own = []
-    with before_operations(wait):
+    with faults.hooked(wait):
         for round_ in range(3):
             for number, engine in enumerate(engines):
                 train(engine, recipe, round_, round_ + 1)
@@ -249,7 +231,7 @@ def test_two_engines(directory: str, stage: int) -> None:
             own.append(facts(engine, recipe.states))
             engine.wait_for_checkpoint()
     for number, expected in enumerate(own):
-        expect(differences(expected, reloaded(f"{directory}/{number}", recipe, 3 - stage)))
+        assert_reloads(expected, f"{directory}/{number}", recipe, stage)
 
 
 PROGRAM = """

@@ -2,93 +2,155 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoint.cases import crashes
+from tests.checkpoint import faults
+from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, scheduler
+from tests.checkpoint.cases.resume import differences, facts, make_engine, message, of_all, on_rank_0, train
+from tests.toolkit import models
+from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.pool import Pool, Pools, WorkerDied
-
-CASES = "tests.checkpoint.cases.crashes"
-
-
-# -------------------------------------------------------------------- engines on two ranks
+from tests.toolkit.ranks import on_ranks
 
 STAGE = 3
+RECIPE = replace(RECIPES["tied tokens"], config=BF16 | scheduler("WarmupLR", warmup_num_steps=10))
 
 
-@pytest.fixture(scope="module")
-def run(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """A run that nothing has happened to, by rank."""
-    directory = tmp_path_factory.mktemp("reference") / "checkpoints"
-    return pools(2).run(f"{CASES}:reference", {"directory": directory, "stage": STAGE})
+def engine_after(steps: int, stage: int = STAGE, recipe: Recipe = RECIPE) -> Any:
+    engine = make_engine(recipe, stage, checkpoint={"timeout_s": 20.0})
+    return go_on(engine, steps, recipe)
 
 
-def check_killed(
-    pools: Pools, run: list[dict[str, Any]], ram: Path, points: dict[int, int], background: bool, first: bool
-) -> None:
-    arguments = {"directory": ram / "saved", "stage": STAGE}
-    with Pool(2) as pool, pytest.raises(WorkerDied) as died:
-        pool.run(f"{CASES}:save_and_die", {**arguments, "points": points, "background": background, "first": first})
-    for rank in range(2):
-        if rank in points:
-            assert f"rank {rank} died: killed by SIGKILL" in str(died.value) or len(points) == 2
-        else:  # at once
-            assert f"rank {rank} raised" in str(died.value) and "CheckpointError: " in str(died.value), str(died.value)
-    resumed = pools(2).run(f"{CASES}:resume", arguments)
-    steps = {result["held"] and result["held"]["global_steps"] for result in resumed}
-    assert len(steps) == 1
-    for result, wanted in zip(resumed, run, strict=True):
-        assert result["again"] and result["left"] == []
-        if result["held"] is None:
-            assert first
-        else:
-            step = result["held"]["global_steps"]
-            assert step in ((1,) if first else (1, 2))
-            assert crashes._equal(result["held"], wanted["held"][step - 1])
+def go_on(engine: Any, steps: int = 1, recipe: Recipe = RECIPE) -> Any:
+    train(engine, recipe, engine.micro_steps, engine.micro_steps + steps)
+    return engine
 
 
-def test_what_ranks_write(run: list[dict[str, Any]]) -> None:
-    """The first one makes the directory, and completes the checkpoint when all have written."""
-    for step in range(2):
-        assert [what for what, _ in run[1]["operations"][step]] == ["create", "write", "fsync"]
-    done = run[0]["operations"][1]
-    names = ["rank_00000.safetensors", "tensors.json", "state.json", "manifest.json"]
-    assert [name for what, name in done if what == "fsync" and name in names] == names
-    of_directory = next(i for i, (what, name) in enumerate(done) if what == "fsync" and ".incomplete" in name)
-    renamed = done.index(("rename", "global_step2"))
-    assert done.index(("fsync", "manifest.json")) < of_directory < renamed
-    assert done[renamed + 1][0] == "fsync" and done[renamed + 2] == ("create", ".latest.new")
-    assert done[-2:] == [("rename", "latest"), ("fsync", done[renamed + 1][1])]
+def held(engine: Any) -> dict[str, Any]:
+    return facts(engine, RECIPE.states)
+
+
+def about_to_save(directory: Path, first: bool = False, stage: int = STAGE) -> Any:
+    """An engine that has saved its first step and taken its second; ``first``: that has taken its first."""
+    engine = engine_after(1, stage)
+    if not first:
+        engine.save_checkpoint(directory)
+        go_on(engine)
+    return engine
+
+
+def save_and_die(directory: Path, points: dict[int, int], background: bool, first: bool) -> None:
+    """Save, while some ranks are killed, each at its point. The others raise."""
+    engine = about_to_save(directory, first)
+    at = points.get(engine.rank)
+    with faults.Death(at).awaited() if at is not None else contextlib.nullcontext():
+        engine.save_checkpoint(directory, async_save=background)
+        engine.wait_for_checkpoint()
+
+
+def resume(directory: Path, first: bool) -> None:
+    """A new engine finds a whole checkpoint, or none if the first save was killed; it goes on, saves and loads."""
+    engine = engine_after(0)
+    path, _ = engine.load_checkpoint(directory, missing_ok=True)
+    step = engine.global_steps
+    assert_same_on_ranks({"step": step})
+    assert step in ((0, 1) if first else (1, 2)) and (path is None) == (step == 0)
+    assert differences(held(engine_after(step)), held(engine)) == []
+    after = held(go_on(engine, 3))
+    engine.save_checkpoint(directory)
+    go_on(engine).load_checkpoint(directory)
+    assert differences(after, held(engine)) == [] and faults.hidden(directory) == []
+
+
+def operations_of(directory: Path, first: bool) -> list[faults.Operation]:
+    """The operations of this rank in a save."""
+    engine = about_to_save(directory, first)
+    with faults.recorded() as done:
+        engine.save_checkpoint(directory)
+    return done
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "first", "background"),
-    [("0", False, False), ("1", False, True), ("1", True, False), ("all", False, True), ("0", True, True)],
+    [((0,), False, False), ((1,), False, True), ((1,), True, False), ((0, 1), False, True), ((0,), True, True)],
 )
 def test_ranks_are_killed_at_every_point(
-    pools: Pools, run: list[dict[str, Any]], ram: Path, who: str, first: bool, background: bool
+    pools: Pools, ram: Path, who: tuple[int, ...], first: bool, background: bool
 ) -> None:
-    operations = [run[rank]["operations"][0 if first else 1] for rank in range(2)]
-    for at in range(len(operations[1 if who == "1" else 0])):
-        points = {int(who): at} if who != "all" else {rank: min(at, len(operations[rank]) - 1) for rank in range(2)}
-        check_killed(pools, run, ram / str(at), points, background, first)
+    operations = pools(2).run(operations_of, {"directory": ram / "counted", "first": first})
+    for at in range(len(operations[who[0]])):
+        arguments = {"directory": ram / str(at), "first": first}
+        points = {rank: min(at, len(operations[rank]) - 1) for rank in who}
+        with Pool(2) as pool, pytest.raises(WorkerDied) as died:
+            pool.run(save_and_die, {**arguments, "points": points, "background": background})
+        for rank in range(2):
+            if rank in points:
+                assert f"rank {rank} died: killed by SIGKILL" in str(died.value) or len(points) == 2
+            else:  # at once
+                assert f"rank {rank} raised" in str(died.value) and "CheckpointError: " in str(died.value)
+        pools(2).run(resume, arguments)
 
 
-def test_disk_of_one_rank_fails_at_every_point(pools: Pools, ram: Path) -> None:
-    ranks = pools(2).run(f"{CASES}:failing_ranks", {"directory": ram / "saved", "stage": STAGE})
-    assert {result["rank"] for result in ranks[0]} == {0, 1}
-    for of_ranks in zip(*ranks, strict=True):
-        assert of_ranks[0]["said"] == of_ranks[1]["said"], of_ranks
-        result = of_ranks[0]
-        assert result["reason"] in result["said"] and f"rank {result['rank']}" in result["said"], result
-        assert result["operation"][1] in result["said"] or "'latest'" in result["said"], result
-        committed = "is complete" in result["said"] or result["operation"] == ("fsync", "saved")
-        assert committed or all(one["before"] for one in of_ranks), result
+@on_ranks(2)
+def test_what_ranks_write(ram: Path) -> None:
+    """The first one makes the directory, and completes the checkpoint when all have written."""
+    done = operations_of(ram / "saved", first=False)
+    if ("create", "rank_00001.safetensors") in done:
+        assert [what for what, _ in done] == ["create", "write", "fsync"]
+        return
+    names = ["rank_00000.safetensors", "tensors.json", "state.json", "manifest.json"]
+    assert [name for what, name in done if what == "fsync" and name in names] == names
+    of_directory = next(i for i, (what, name) in enumerate(done) if what == "fsync" and ".incomplete" in name)
+    renamed = done.index(("rename", "global_step2"))
+    assert done.index(("fsync", "manifest.json")) < of_directory < renamed
+    assert done[renamed + 1 : renamed + 3] == [("fsync", "saved"), ("create", ".latest.new")]
+    assert done[-2:] == [("rename", "latest"), ("fsync", "saved")]
+
+
+@on_ranks(2)
+def test_disk_of_one_rank_fails_at_every_point(ram: Path) -> None:
+    """All ranks say the same; what is loaded then is the checkpoint before, unless the new one is complete."""
+    directory = ram / "saved"
+    engine = about_to_save(directory)
+    with faults.recorded() as operations:
+        engine.save_checkpoint(directory, "counted")
+    points = [(rank, what) for rank, done in enumerate(of_all(operations)) for what in enumerate(done)]
+    assert {rank for rank, _ in points} == {0, 1}
+    engine.save_checkpoint(directory, "before")
+    before = held(engine)
+    go_on(engine)
+    kinds = itertools.cycle((errno.ENOSPC, errno.EIO, errno.EDQUOT))
+    for number, ((rank, (at, _)), kind) in enumerate(zip(points, kinds, strict=False)):
+
+        def save(background: bool = number % 2 == 1) -> None:
+            engine.save_checkpoint(directory, "failed", async_save=background)
+            engine.wait_for_checkpoint()
+
+        with faults.failing(at if engine.rank == rank else 10**6, kind) as done:
+            said = message(save)
+        operation = of_all(done)[rank][at]
+        assert_same_on_ranks({"said": said})
+        assert f"rank {rank}" in said and os.strerror(kind) in said, said
+        assert operation[1] in said or "'latest'" in said, (operation, said)
+        engine.load_checkpoint(directory)
+        committed = "is complete" in said or operation == ("fsync", "saved")
+        assert committed or differences(before, held(engine)) == [], (operation, said)
+        on_rank_0(engine, lambda: shutil.rmtree(directory / "failed", ignore_errors=True))
+        on_rank_0(engine, lambda: (directory / "latest").write_text("before\n"))
+    engine.save_checkpoint(directory, "failed")
+    assert faults.hidden(directory) == []
 
 
 @pytest.fixture
@@ -96,26 +158,37 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 2 MiB."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)], capture_output=True, text=True, check=False
-    )
-    if mount.returncode:
-        pytest.skip(f"mounting a small disk is not allowed here: {mount.stderr.strip()}")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting a small disk is not allowed here: {done.stderr.strip()}")
     yield directory
     subprocess.run(["umount", str(directory)], check=True)
 
 
-@pytest.mark.fast("sync")
+@pytest.mark.fast("2-sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
-def test_full_disk(pools: Pools, small_disk: Path, background: bool) -> None:
-    arguments = {"directory": small_disk / "saved", "stage": 2, "background": background}
-    ranks = pools(2).run(f"{CASES}:full_disk", arguments)
-    assert ranks[0]["said"] == ranks[1]["said"]
-    for result in ranks:
-        assert result["good"] >= 2
-        assert "No space left on device" in result["said"] and ".safetensors" in result["said"]
-        assert f"The newest complete checkpoint there is 'global_step{result['good']}'" in result["said"]
-        assert result["left"] == [] and result["intact"] and result["again"]
+@on_ranks(2)
+def test_full_disk(small_disk: Path, background: bool) -> None:
+    """A disk that has no room is named, what was there stays whole, and there is room again once one is removed."""
+    recipe = replace(RECIPE, model=lambda: models.build(models.OddModel, width=32, hidden=500))
+    directory = small_disk / "saved"
+    engine = engine_after(1, 2, recipe)
+    good, said, now = 0, "", held(engine)
 
+    def save() -> None:
+        engine.save_checkpoint(directory, async_save=background)
+        engine.wait_for_checkpoint()
 
-# -------------------------------------------------------------------- all ranks at once, at random times
+    while not (said := message(save)):
+        good, before = good + 1, now
+        now = held(go_on(engine, 1, recipe))
+    assert_same_on_ranks({"said": said})
+    assert good >= 2 and "No space left on device" in said and ".safetensors" in said
+    assert f"The newest complete checkpoint there is 'global_step{good}'" in said
+    assert faults.hidden(directory) == []
+    on_rank_0(engine, lambda: shutil.rmtree(directory / "global_step1"))
+    engine.save_checkpoint(directory, "again")
+    for tag, wanted in ((f"global_step{good}", before), (None, now)):
+        engine.load_checkpoint(directory, tag)
+        assert differences(wanted, held(engine)) == []

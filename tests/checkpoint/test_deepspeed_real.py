@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.checkpoint.cases.export import read_model
-from tests.checkpoint.deepspeed_writer import CASES, STEPS
+import zerolite
+from tests.checkpoint.deepspeed_writer import CASES, STEPS, make_config, make_model, make_optimizer, tokens_at
+from tests.checkpoint.exported import read_model
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint.export import export_checkpoint
 from zerolite.compat.deepspeed_import import import_deepspeed
@@ -178,6 +180,40 @@ CONTINUED = [
 ]  # fmt: skip
 
 
+KEYS = ("gradient_clipping", "scheduler", "bf16", "train_micro_batch_size_per_gpu")
+
+
+def go_on(checkpoint: str, case: str, deepspeed_ranks: int, stage: int, start: int, count: int) -> list[float]:
+    """The losses of this rank's first micro-batches of ``count`` steps from step ``start`` on, which are those of
+    DeepSpeed's rank with the same number. Weights, settings and schedule of the engine are others until it has loaded
+    the checkpoint."""
+    model = make_model(CASES[case])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    config: dict[str, Any] = {key: v for key, v in make_config(CASES[case], deepspeed_ranks).items() if key in KEYS}
+    config["zero_optimization"] = {"stage": stage}
+    micro_batches = config["gradient_accumulation_steps"] = deepspeed_ranks // dist.get_world_size()
+    optimizer = make_optimizer(model, CASES[case].get("optimizer", "adamw"))
+    assert optimizer is not None
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.7
+    engine = zerolite.initialize(model, config, optimizer=optimizer)
+    path, client_state = engine.load_checkpoint(checkpoint)
+    assert path is not None and path.endswith(f"global_step{start}") and client_state["epoch"] == 4
+    assert (engine.global_steps, engine.micro_steps) == (start, start)
+    losses = []
+    for step in range(start, start + count):
+        for micro_batch in range(micro_batches):
+            loss = engine(tokens_at(step, dist.get_rank() + micro_batch * dist.get_world_size()))
+            engine.backward(loss)
+            if micro_batch == 0:
+                losses.append(loss.item())
+            engine.step()
+    return losses
+
+
 @pytest.mark.parametrize(("case", "ranks", "world_size", "stage"), CONTINUED)
 def test_training_goes_on_as_with_deepspeed(
     made: Path, tmp_path: Path, pools: Pools, case: str, ranks: int, world_size: int, stage: int
@@ -189,7 +225,7 @@ def test_training_goes_on_as_with_deepspeed(
     kwargs = {
         "checkpoint": str(tmp_path), "case": case, "deepspeed_ranks": ranks, "stage": stage, "start": start, "count": 3,
     }  # fmt: skip
-    losses = pools(world_size).run("tests.checkpoint.cases.deepspeed_resume:go_on", kwargs)[0]
+    losses = pools(world_size).run(go_on, kwargs)[0]
     expected = torch.load(directory / "expected.pt", weights_only=True)["next_losses"]
     assert losses[0] == expected[0]
     assert losses == pytest.approx(expected, rel=1e-5)

@@ -8,8 +8,9 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,8 @@ from zerolite.checkpoint.errors import CheckpointError
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Iterator[Path]:
-    with faults.memory(tmp_path) as directory:
-        yield directory / "saved"
+def saved(ram: Path) -> Path:
+    return ram / "saved"
 
 
 def tags(save_dir: Path) -> set[str]:
@@ -109,42 +109,40 @@ def test_latest_names_what_is_gone(saved: Path) -> None:
 # -------------------------------------------------------------------- pruning
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-def test_keep_last(saved: Path, keep: int) -> None:
-    for step in range(1, 7):
-        faults.save(saved, step, keep_last=keep)
-        assert tags(saved) == {f"global_step{kept}" for kept in range(max(1, step - keep + 1), step + 1)}
-    assert faults.load(saved) == 6
-    assert faults.hidden(saved) == []
+def steps(*numbers: int, **arguments: Any) -> list[tuple[int, str | None, dict[str, Any]]]:
+    return [(step, None, arguments) for step in numbers]
 
 
-def test_tags_of_the_users_stay(saved: Path) -> None:
-    users = {"best", "global_step1b", "global_step", "step1", "xglobal_step1"}
-    for step, tag in enumerate(sorted(users)):
-        faults.save(saved, step, tag)
-    for step in range(10, 13):
-        faults.save(saved, step, keep_last=1)
-    faults.save(saved, 20, "mine", keep_last=1)
-    assert tags(saved) == {"global_step12", "mine", *users}
+USERS = ["best", "global_step", "global_step1b", "step1", "xglobal_step1"]
+PRUNED: dict[str, tuple[Sequence[Any], set[str], int]] = {  # the saves, the tags that stay, and the step that is loaded
+    "the last one": (steps(*range(1, 7), keep_last=1), {"global_step6"}, 6),
+    "the last three": (steps(*range(1, 7), keep_last=3), {"global_step4", "global_step5", "global_step6"}, 6),
+    "fewer": (steps(1, 2, keep_last=3), {"global_step1", "global_step2"}, 2),
+    "tags of the users stay": (
+        [(0, tag, {}) for tag in USERS] + steps(10, 11, 12, keep_last=1) + [(20, "mine", {"keep_last": 1})],
+        {"global_step12", "mine", *USERS},
+        20,
+    ),
+    "latest stays": (
+        steps(1) + steps(2, 3, 4, 5, save_latest=False, keep_last=2),
+        {"global_step1", "global_step4", "global_step5"},
+        1,
+    ),
+    "after going back": (  # the last save counts, and not the number of its steps
+        steps(80, 90, 100, 50, 60, keep_last=2), {"global_step50", "global_step60"}, 60,
+    ),
+    "after going back, without latest": (
+        steps(50, 60) + steps(55, save_latest=False, keep_last=1), {"global_step55", "global_step60"}, 60,
+    ),
+}  # fmt: skip
 
 
-def test_latest_stays(saved: Path) -> None:
-    faults.save(saved, 1)
-    for step in range(2, 6):
-        faults.save(saved, step, save_latest=False, keep_last=2)
-    assert tags(saved) == {"global_step1", "global_step4", "global_step5"}
-    assert faults.load(saved) == 1
-
-
-def test_after_going_back(saved: Path) -> None:
-    """The last save counts, and not the number of its steps."""
-    for step in (80, 90, 100):
-        faults.save(saved, step, keep_last=2)
-    for step in (50, 60):
-        faults.save(saved, step, keep_last=2)
-    assert tags(saved) == {"global_step50", "global_step60"}
-    faults.save(saved, 55, save_latest=False, keep_last=1)
-    assert tags(saved) == {"global_step55", "global_step60"}  # the latest, and the one just saved
+@pytest.mark.parametrize("case", PRUNED)
+def test_keep_last(saved: Path, case: str) -> None:
+    saves, stay, latest = PRUNED[case]
+    for step, tag, arguments in saves:
+        faults.save(saved, step, tag, **arguments)
+    assert tags(saved) == stay and faults.load(saved) == latest and faults.hidden(saved) == []
 
 
 def test_other_directories_are_left_alone(saved: Path) -> None:

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.checkpoint.cases.export import (
-    BUFFERS,
-    PARAMETERS,
-    contents,
-    failing,
-    make_checkpoint,
-    read_file,
-    read_model,
-)
+import zerolite
+from tests.checkpoint import faults
+from tests.checkpoint.cases import resume
+from tests.checkpoint.crafted import flip
+from tests.checkpoint.exported import BUFFERS, PARAMETERS, contents, make_checkpoint, read_file, read_model
 from tests.toolkit import models
+from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
-from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import BATCHES, LOSSES, make_engine, raised
 from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import plan_files
 from zerolite.checkpoint.safetensors import ToStore
+from zerolite.engine.whole_model import WholeModel
 from zerolite.utils.dtypes import BY_CODE
 
-CASES = "tests.checkpoint.cases.export"
 FLOATS = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoints" / "global_step12"
-    make_checkpoint(path, contents(), PARAMETERS, BUFFERS)
-    return path
 
 
 def expected(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -136,7 +131,7 @@ def test_a_failure_at_any_point_leaves_a_whole_model_or_none(
     for at in range(200):
         export.export_checkpoint(checkpoint, out, torch.float32, first)
         try:
-            with failing(at, errno.EIO):
+            with faults.failing(at, errno.EIO, always=True):
                 export.export_checkpoint(checkpoint, out, torch.bfloat16, second)
         except CheckpointError as error:
             assert f"'{out}" in str(error) and "Input/output error" in str(error)
@@ -167,10 +162,7 @@ def test_leftovers_of_a_killed_export_are_removed(checkpoint: Path, tmp_path: Pa
 def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export.export_checkpoint(checkpoint, out)
-    path = checkpoint / "rank_00001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(checkpoint / "rank_00001.safetensors", -1)
     with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors' is damaged.*expected checksum"):
         export.export_checkpoint(checkpoint, out, torch.float32, "60B")
     assert listing(out) == ["model.safetensors"]
@@ -277,104 +269,180 @@ def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
 
 # -------------------------------------------------------------------- from an engine
 
-STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
-    "0": (0, None),
-    "2": (2, None),
-    "3": (3, PARTITIONED["moving"]),
-}
+STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {"0": (0, None), "2": (2, None), "3": (3, PARTITIONED["moving"])}
 
 
-def settings(stage: str, precision: str) -> dict[str, Any]:
+def settings(stage: str, precision: str = "bf16") -> dict[str, Any]:
     number, zero = STAGES[stage]
     return config(number, precision, 1, 0.0, ADAMW, zero)
 
 
-@pytest.mark.fast("0")
+def trained(config: dict[str, Any], model: str = "OddModel") -> Any:
+    """An engine after one step."""
+    engine = make_engine(config, model)
+    take_step(engine, model)
+    return engine
+
+
+def take_step(engine: Any, model: str = "OddModel") -> None:
+    engine.backward(LOSSES[model](engine, BATCHES[model](engine.global_steps, 0, engine.rank)))
+    engine.step()
+
+
+@pytest.mark.fast("0-2")
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
-def test_whole_states_in_any_dtype_and_the_model_in_files(pools: Pools, stage: str, tmp_path: Path) -> None:
+def test_whole_states_in_any_dtype_and_the_model_in_files(stage: str, tmp_path: Path) -> None:
     for precision, model in (("bf16", "OddModel"), ("fp16", "OddModel"), ("fp32", "ConvNet")):
-        directory = tmp_path / precision
-        sizes = ["1GB", "200B"]
-        arguments = {"config": settings(stage, precision), "model": model, "directory": directory, "sizes": sizes}
-        ranks = pools(2).run(f"{CASES}:states_and_files", arguments)
+        engine, directory = trained(settings(stage, precision), model), tmp_path / precision
         half = torch.float16 if precision == "fp16" else torch.bfloat16
-        for number, rank in enumerate(ranks):
-            for name, master in rank["masters"].items():
-                assert_same({name: rank["states"]["torch.float32"][name]}, {name: master}, "master")
-            fp32 = rank["states"]["torch.float32"]
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                got = rank["states"][str(dtype)]
-                assert {value.dtype for value in got.values() if value.is_floating_point()} == {dtype}
-                assert_same(got, {n: v.to(got[n].dtype) for n, v in fp32.items()}, f"{dtype}")
-            own = rank["states"]["None"]
-            assert_same(own, {n: v.to(own[n].dtype) for n, v in fp32.items()}, "compute dtype")
-            assert own.keys() == models.build(getattr(models, model)).state_dict().keys()
-            assert "expected dtype to be None or one of torch.float32" in rank["refused"]
-            assert_same(rank["rank 0"], fp32 if number == 0 else {}, "rank 0 only")
-        if precision != "fp32":
-            assert any((m != m.to(half).float()).any() for m in ranks[0]["masters"].values())  # masters do differ
-        wanted = ranks[0]["states"][str(half)]
-        tied = {"head.weight": "embed.weight"} if model == "OddModel" else {}
-        for size in sizes:
-            tensors, aliases = read_model(directory / size)
-            assert aliases == tied
-            assert_same(tensors, {n: v for n, v in wanted.items() if n not in tied}, size)
-        assert len(list((directory / "200B").glob("model-*"))) > 2
-        left_out = set(tied) | ({"frozen.weight", "frozen.bias"} if model == "OddModel" else set())
-        trained = read_model(directory / "trained")[0]
-        assert trained.keys() == wanted.keys() - left_out
-        states = ranks[0]["states"]  # of rank 0, whose buffers are saved
-        for of, exclude, dtype in (
-            (states["None"], False, None),
-            (trained, True, half),
-            (states["torch.float32"], False, torch.float32),
-        ):
-            export.export_checkpoint(directory / "checkpoints", directory / "out", dtype, "300B", exclude)
-            tensors, aliases = read_model(directory / "out")
-            assert aliases == tied
-            assert_same(tensors, {n: v for n, v in of.items() if n not in tied}, "exported from its checkpoint")
+        states = {dtype: engine.full_state_dict(dtype=dtype) for dtype in FLOATS.values()}
+        fp32 = states[torch.float32]
+        names = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+        masters = dict(zip(names, zerolite.get_full_master(names.values()), strict=True))
+        assert_same({name: fp32[name] for name in masters}, masters, "masters")
+        assert precision == "fp32" or any((m != m.to(half).float()).any() for m in masters.values())
+        for dtype, state in states.items():
+            assert dtype is None or {v.dtype for v in state.values() if v.is_floating_point()} == {dtype}
+            assert_same(state, {n: v.to(state[n].dtype) for n, v in fp32.items()}, f"{dtype}")
+        assert states[None].keys() == models.build(getattr(models, model)).state_dict().keys()
+        refused = raised(lambda engine=engine: engine.full_state_dict(dtype=torch.int8))
+        assert "expected dtype to be None or one of torch.float32" in refused
+        on_rank_0 = engine.full_state_dict(rank0_only=True, dtype=torch.float32)
+        assert_same(on_rank_0, fp32 if engine.rank == 0 else {}, "rank 0 only")
+        for size in ("1GB", "200B"):
+            engine.save_16bit_model(directory / size, max_shard_size=size)
+        engine.save_16bit_model(str(directory / "trained"), exclude_frozen_parameters=True)
+        engine.save_checkpoint(directory / "checkpoints")
+        if engine.rank == 0:
+            check_files(directory, states, half, {"head.weight": "embed.weight"} if model == "OddModel" else {})
 
 
-@pytest.mark.parametrize("stage", ["3"])
-def test_adapters_alone(pools: Pools, stage: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    pools(2).run(f"{CASES}:adapters", {"config": settings(stage, "bf16"), "directory": tmp_path})
-    everything, alone = read_model(tmp_path / "all")[0], read_model(tmp_path / "adapters")[0]
-    assert len(alone) == 8 and all("lora_" in name for name in alone)
-    assert_same(alone, {name: everything[name] for name in alone}, "adapters")
-    export.export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", exclude_frozen=True)
-    assert_same(read_model(tmp_path / "out")[0], alone, "exported adapters")
-    model = peft.get_peft_model(models.build(models.hugging_face_llama).bfloat16(), peft.LoraConfig(r=2))
-    loaded = model.load_state_dict(alone, strict=False)
-    assert not loaded.unexpected_keys and not any("lora_" in name for name in loaded.missing_keys)
+def check_files(directory: Path, states: dict[Any, Any], half: torch.dtype, tied: dict[str, str]) -> None:
+    """What save_16bit_model has written, and what is exported from the checkpoint."""
+
+    def check(written: Path, wanted: dict[str, torch.Tensor]) -> None:
+        tensors, aliases = read_model(written)
+        assert aliases == tied
+        assert_same(tensors, {n: v for n, v in wanted.items() if n not in tied}, str(written))
+
+    for size in ("1GB", "200B"):
+        check(directory / size, states[half])
+    assert len(list((directory / "200B").glob("model-*"))) > 2
+    only_trained = read_model(directory / "trained")[0]
+    assert only_trained.keys() == states[half].keys() - tied.keys() - {"frozen.weight", "frozen.bias"}
+    for wanted, dtype in ((states[None], None), (only_trained, half), (states[torch.float32], torch.float32)):
+        out, excludes = directory / "out", wanted is only_trained
+        export.export_checkpoint(directory / "checkpoints", out, dtype, "300B", excludes)
+        check(out, wanted)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@on_ranks(2)
+def test_adapters_alone(tmp_path: Path) -> None:
+    """LoRA in a small Llama: the whole model, the adapters alone, and those exported from a checkpoint."""
+    import peft
+
+    torch.manual_seed(5)
+    adapted = peft.get_peft_model(
+        models.build(models.hugging_face_llama), peft.LoraConfig(r=2, init_lora_weights=False)
+    )
+    engine = zerolite.initialize(adapted, settings("3"))
+    take_step(engine, "hugging_face_llama")
+    engine.save_16bit_model(tmp_path / "all")
+    engine.save_16bit_model(tmp_path / "adapters", exclude_frozen_parameters=True)
+    engine.save_checkpoint(tmp_path / "checkpoints", exclude_frozen_parameters=True)
+    if engine.rank == 0:
+        everything, alone = read_model(tmp_path / "all")[0], read_model(tmp_path / "adapters")[0]
+        assert len(alone) == 8 and all("lora_" in name for name in alone)
+        assert_same(alone, {name: everything[name] for name in alone}, "adapters")
+        export.export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", exclude_frozen=True)
+        assert_same(read_model(tmp_path / "out")[0], alone, "exported adapters")
+        model = peft.get_peft_model(models.build(models.hugging_face_llama).bfloat16(), peft.LoraConfig(r=2))
+        loaded = model.load_state_dict(alone, strict=False)
+        assert not loaded.unexpected_keys and not any("lora_" in name for name in loaded.missing_keys)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("stage", ["0", "3"])
-def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(pools: Pools, stage: str, tmp_path: Path) -> None:
-    arguments = {"config": settings(stage, "bf16"), "model": "OddModel", "directory": tmp_path}
-    first, second = pools(2).run(f"{CASES}:full_disk", arguments)
-    assert len(first["said"]) == len(second["said"]) == 4
-    for own, told in zip(first["said"], second["said"], strict=True):
+def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(stage: str, tmp_path: Path) -> None:
+    engine = trained(settings(stage))
+
+    def save() -> None:
+        engine.save_16bit_model(tmp_path, max_shard_size="500B")
+
+    save()
+    before = read_model(tmp_path)[0]
+    take_step(engine)
+    for at in (0, 1, 2, 5):  # operations called "write": header, first tensors, another file
+        with faults.failing(at if engine.rank == 0 else 10**6, errno.ENOSPC, always=True, only="write"):
+            told = raised(save)
+        own = told.removeprefix("CheckpointError: ").removeprefix("engine.save_16bit_model: rank 0: ")
         assert own.startswith(f"'{tmp_path}/model") and own.endswith("could not be written: No space left on device")
-        assert told == f"engine.save_16bit_model: rank 0: {own}"
-    assert first["kept"] == [True] * 8
-    assert_same(first["state"], second["state"], "after the failures")
+        assert ("engine.save_16bit_model: rank 0" in told) == (engine.rank != 0)
+        if engine.rank == 0:
+            assert_same(read_model(tmp_path)[0], before, "what was there")
+            assert not list(tmp_path.glob(".*"))
+    save()
+    state = engine.full_state_dict()
+    assert_same_on_ranks(state, "after the failures")
+    take_step(engine)
     tensors = read_model(tmp_path)[0]
-    assert_same(tensors, {name: first["state"][name] for name in tensors}, "written at last")
+    assert_same(tensors, {name: state[name] for name in tensors}, "written at last")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_an_engine_writes_one_tensor_at_a_time(pools: Pools, stage: str, tmp_path: Path) -> None:
-    arguments = {"config": settings(stage, "bf16"), "model": "OddModel", "directory": tmp_path}
-    for counts in pools(2).run(f"{CASES}:alive_while_saving", arguments):
-        assert counts == [0] * 13
+def test_an_engine_writes_one_tensor_at_a_time(stage: str, tmp_path: Path) -> None:
+    """No whole tensor that was gathered for a file is alive when the next one is asked for."""
+    engine = trained(settings(stage))
+    gathered: list[Any] = []
+    original = WholeModel.get
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        assert not [reference for reference in gathered if reference() is not None]
+        copy = original(*args, **kwargs)
+        gathered.append(weakref.ref(copy.untyped_storage()) if copy is not None else lambda: None)
+        return copy
+
+    with mock.patch.object(WholeModel, "get", counted):
+        engine.save_16bit_model(tmp_path)
+    assert len(gathered) == 13
 
 
-@pytest.mark.parametrize("stage", ["3"])
-def test_names_are_those_of_the_model_inside_wrappers(pools: Pools, stage: str, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_names_are_those_of_the_model_inside_wrappers(tmp_path: Path) -> None:
+    """torch's checkpoint_wrapper is not part of the state dict's names."""
+    model = models.build(models.Mlp)
     plain = models.build(models.Mlp).state_dict()
-    for rank in pools(2).run(f"{CASES}:wrapped", {"config": settings(stage, "fp32"), "directory": tmp_path}):
-        assert_same(rank["state"], plain, "whole state")
-        assert_same(rank["fp32"], plain, "whole state in fp32")
+    model.first = checkpoint_wrapper(model.first)
+    engine = zerolite.initialize(model, settings("3", "fp32"))
+    engine.save_16bit_model(tmp_path)
+    for dtype in (None, torch.float32):
+        assert_same(engine.full_state_dict(dtype=dtype), plain, "whole state")
     assert_same(read_model(tmp_path)[0], {n: v.bfloat16() for n, v in plain.items()}, "in a file")
     assert list(read_file(tmp_path / "model.safetensors")[1]) == list(plain)
+
+
+@pytest.mark.fast("2-2")
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_models_of_offloaded_engines_are_the_same(tmp_path: Path, stage: int) -> None:
+    """full_state_dict, save_16bit_model, and what ``zerolite export`` makes of the checkpoint."""
+    recipe = resume.RECIPES["mixture in bf16"]
+    states, files = [], []
+    for device in ("none", "cpu", "nvme"):
+        path = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
+        zero = {"offload_optimizer": {"device": device, **path}, "sub_group_size": 100}
+        engine = resume.make_engine(recipe, stage, zero=zero)
+        resume.train(engine, recipe, 0, 2)
+        engine.save_checkpoint(tmp_path / device / "checkpoints")
+        engine.save_16bit_model(tmp_path / device / "model")
+        states.append(engine.full_state_dict())
+        assert_same(states[-1], states[0], device)
+        if engine.rank == 0:
+            export.main([str(tmp_path / device / "checkpoints"), str(tmp_path / device / "exported")])
+            parts = [tmp_path / device / part / "model.safetensors" for part in ("model", "exported")]
+            files.append([part.read_bytes() for part in parts])
+            assert files[-1] == files[0]
+    assert any(value.numel() > 100 for value in states[0].values())

@@ -1,49 +1,139 @@
 """Checkpoints and whole models of every grid of pipeline stages, data-parallel and tensor-parallel ranks, in every
-other."""
+other.
+
+Models are cut by hand: each rank has a stage and a part of each layer. The loss is a sum over elements, so every grid
+takes the same steps.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.checkpoint.cases.export import read_model
-from tests.checkpoint.cases.grids import GRIDS
-from tests.toolkit.grids import Grid
+import zerolite
+from tests.checkpoint.cases.resume import keep, kept, message, of_all
+from tests.checkpoint.cut_model import CANONICAL, Block, Net, cut_for, keep_stage
+from tests.checkpoint.exported import read_model
+from tests.toolkit import models
+from tests.toolkit.grids import Gpt, Grid, on_grid
 from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 from zerolite.checkpoint import inspect
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.export import export_checkpoint
 from zerolite.checkpoint.manifest import SavedGrid, read_manifest
+from zerolite.comm import create_communicator, create_topology
+from zerolite.config import load_config
+from zerolite.engine.build import Arguments, build_engine
+from zerolite.engine.full_state import guard_parts
+from zerolite.tensor_parallel.shard_spec import mark_partial, set_shard_spec, shard_spec_of
 
-CASES = "tests.checkpoint.cases.grids"
+GRIDS: dict[int, list[Grid]] = {
+    1: [(1, 1, 1)],
+    2: [(1, 2, 1), (2, 1, 1), (1, 1, 2)],
+    4: [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)],
+}
+CPU = torch.device("cpu")
 
 
-def stages_of(grid: Grid) -> list[int]:
-    return [0, 1] if grid[0] > 1 else [0, 1, 2, 3]
+def make_engine(
+    grid: Grid, stage: int, seed: int, partial: bool = False, optimizer: Any = "AdamW", **config: Any
+) -> Any:
+    pipe, _, tensor = grid
+    topology = create_topology(create_communicator(CPU), CPU, pipe, tensor)
+    model = Net(seed)
+    if pipe > 1:
+        keep_stage(model, topology.pipe.rank, pipe)
+    for name, parameter in model.named_parameters() if tensor > 1 else ():
+        cut = cut_for(name, tuple(parameter.shape), topology.tensor.rank, tensor)
+        if cut is not None:
+            parameter.data = cut.of(parameter.data)
+            set_shard_spec(parameter, cut)
+        elif partial:
+            mark_partial(parameter)
+    model.settle()
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 60},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "steps_per_print": 1_000_000,
+        **config,
+    }
+    resolved = load_config(settings).resolve(topology.data.world_size)
+    decays = [p for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for name, p in model.named_parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": decays, "weight_decay": 0.1 * seed}, {"params": others, "weight_decay": 0.0}]
+    made = getattr(torch.optim, optimizer)(groups) if isinstance(optimizer, str) else optimizer(groups)
+    arguments = Arguments(optimizer=made)
+    return build_engine(model, resolved, arguments, topology, CPU)
 
 
-GRIDS_AT_STAGES = [(world, grid) for world, grids in GRIDS.items() for grid in grids]
-PLACES = [
-    (world, grid, stages_of(grid)[number % len(stages_of(grid))])
-    for number, (world, grid) in enumerate(GRIDS_AT_STAGES)
-]
+def train(engine: Any, first: int, last: int) -> None:
+    """The micro-batches from ``first`` up to ``last``."""
+    for step in range(first, last):
+        engine.backward(engine(step))
+        engine.step()
 
 
-def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The snapshots of all ranks as one: what several say must be the same."""
-    whole: dict[str, Any] = {"states": {}, "notes": {}}
-    for snapshot in ranks:
-        for kind in ("states", "notes"):
-            for name, value in snapshot[kind].items():
-                known = whole[kind].setdefault(name, value)
-                assert known.shape == value.shape and torch.equal(known, value) if kind == "states" else known == value
-        for state in (snapshot["values"], snapshot["fp32"]):
-            state.pop("blocks.0.seen"), state.pop("blocks.1.seen")
-        for kind in ("values", "fp32", "groups", "steps"):
-            assert_same(whole.setdefault(kind, snapshot[kind]), snapshot[kind])
+@contextlib.contextmanager
+def nan_for_new_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_padding(engine: Any) -> None:
+    """Check that padding of states and masters, which no checkpoint has, is zero."""
+    buffer = engine._pipeline._buffer
+    for piece in engine.optimizer.shards():
+        index, bucket = piece.fragment.slot.index, piece.fragment.slot.bucket
+        cut = shard_spec_of(buffer.parameters[index])
+        if cut is None:
+            continue
+        padding = cut.of(torch.ones(cut.full_shape)).flatten() == 0
+        here = padding[piece.fragment.param_start :][: piece.fragment.numel]
+        values = [buffer.view_of(piece.fragment, buffer.master[bucket])]
+        values += [v for v in engine.optimizer.method.state_of(piece).values() if torch.is_tensor(v) and v.dim()]
+        for value in values:
+            assert value.numel() == len(here) and not value.flatten()[here].any(), (cut, value)
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """Return what the ranks together know of the whole model: what several say must be the same."""
+    names = {id(p): CANONICAL.get(name, name) for name, p in engine.module.named_parameters()}
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
+    states = {}
+    for kind in ("exp_avg", "exp_avg_sq", "step"):
+        values = zerolite.get_full_optimizer_state(trained, kind)
+        states |= {f"{kind}/{names[id(p)]}": value for p, value in zip(trained, values, strict=True) if p.numel()}
+    masters = zerolite.get_full_master(trained)
+    states |= {f"master/{names[id(p)]}": value for p, value in zip(trained, masters, strict=True)}
+    own = {
+        "values": engine.full_state_dict(),
+        "fp32": engine.full_state_dict(dtype=torch.float32),
+        "groups": [(g["lr"], g["weight_decay"]) for g in engine.optimizer.param_groups],
+        "steps": (engine.global_steps, engine.micro_steps),
+    }
+    for kind, block in itertools.product(("values", "fp32"), (0, 1)):
+        del own[kind][f"blocks.{block}.seen"]
+    parts = {"states": states, "notes": {n: m.note for n, m in engine.module.named_modules() if isinstance(m, Block)}}
+    whole: dict[str, Any] = {"states": {}, "notes": {}, **own}
+    for of_rank in of_all({**own, **parts}):
+        for kind in parts:
+            for name, value in of_rank[kind].items():
+                assert_same(whole[kind].setdefault(name, value), value, name)
+        assert_same({kind: of_rank[kind] for kind in own}, own)
     return whole
 
 
@@ -52,190 +142,341 @@ def assert_same(found: Any, wanted: Any, where: str = "", rtol: float = 0.0) -> 
         assert sorted(found) == sorted(wanted), where
         for name, value in wanted.items():
             assert_same(found[name], value, f"{where} {name}", rtol)
-    elif isinstance(wanted, torch.Tensor):
+    elif isinstance(wanted, Tensor):
         assert found.shape == wanted.shape and found.dtype == wanted.dtype, where
         torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol, msg=lambda text: f"{where}: {text}")
     else:
         assert found == wanted, where
 
 
-def saved(pools: Pools, world: int, grid: Grid, stage: int, directory: Path, **more: Any) -> list[list[dict[str, Any]]]:
-    """Both snapshots, of each rank."""
-    kwargs = {"grid": grid, "stage": stage, "directory": str(directory), **more}
-    ranks = pools(world).run(f"{CASES}:save", kwargs, timeout=120)
-    return [[rank[moment] for rank in ranks] for moment in (0, 1)]
+def seen_in(engine: Any) -> list[list[float]]:
+    state = engine.full_state_dict()
+    return [state[f"blocks.{block}.seen"].tolist() for block in (0, 1)]
 
 
-def loaded(
-    pools: Pools, world: int, places: list[tuple[Grid, int]], directory: Path, **more: Any
-) -> list[list[list[dict[str, Any]]]]:
-    """The same for each place."""
-    ranks = pools(world).run(f"{CASES}:load", {"grids": places, "directory": str(directory), **more}, timeout=240)
-    return [[[rank[number][moment] for rank in ranks] for moment in (0, 1)] for number in range(len(places))]
+def mark(engine: Any) -> None:
+    """Change what training would have changed beside parameters."""
+    for name, module in engine.module.named_modules():
+        if isinstance(module, Block):
+            module.note = f"saved in {name}"
+            module.seen.copy_(torch.tensor([float(name[-1]), 100.0 + engine.topology.data.rank]))
 
 
-def check(
-    pools: Pools, world: int, grid: Grid, stage: int, directory: Path, into: dict[int, list[Any]], **more: Any
-) -> None:
-    moments = saved(pools, world, grid, stage, directory, **more)
-    before, after = map(joined, moments)
+def save(grid: Grid, stage: int, directory: Path, **config: Any) -> None:
+    """Two steps, saved, and two more; random numbers are drawn between."""
+    engine = make_engine(grid, stage, seed=1, **config)
+    train(engine, 0, 4)
+    mark(engine)
+    torch.manual_seed(50 + engine.topology.data.rank)
+    engine.save_checkpoint(directory, client_state={"saved at": list(grid)})
+    numbers = of_all(torch.rand(3))
+    first = snapshot(engine)
+    train(engine, 4, 8)
+    keep(directory, grid=grid, first=first, second=snapshot(engine), numbers=numbers)
+
+
+def load(places: list[tuple[Grid, int]], directory: Path, **config: Any) -> None:
+    """Into each of the grids and stages: states have the same bits, and the steps that follow are the same."""
+    wanted = kept(directory)
+    grid = wanted["grid"]
+    for there, stage in places:
+        engine = make_engine(there, stage, seed=2, **config)
+        if stage % 2:  # also over states that there are
+            train(engine, 0, 2)
+        with nan_for_new_memory():
+            _, client = engine.load_checkpoint(directory)
+        numbers = torch.rand(3)
+        assert client == {"saved at": list(grid)}
+        check_padding(engine)
+        data = engine.rank // there[2] % there[1]
+        seen = 100.0 + (data if there == grid else 0)  # buffers that differ between ranks
+        assert seen_in(engine) == [[0.0, seen], [1.0, seen]]
+        if data < grid[1]:
+            source = engine.rank if there == grid else data * grid[2]
+            assert torch.equal(numbers, wanted["numbers"][source])
+        assert_same(snapshot(engine), wanted["first"], f"{grid} -> {there}")
+        train(engine, 4, 8)
+        assert_same(snapshot(engine), wanted["second"], f"{grid} -> {there}, two steps later", rtol=2e-6)
+
+
+def stages_of(grid: Grid) -> list[int]:
+    return [0, 1] if grid[0] > 1 else [0, 1, 2, 3]
+
+
+def check(pools: Pools, grid: Grid, stage: int, directory: Path, into: dict[int, list[Any]], **more: Any) -> None:
+    kwargs = {"grid": grid, "stage": stage, "directory": directory, **more}
+    pools(grid[0] * grid[1] * grid[2]).run(save, kwargs, timeout=120)
     for other, places in into.items():
-        for (there, _), (first, second) in zip(places, loaded(pools, other, places, directory, **more), strict=True):
-            for rank, snapshot in enumerate(second):
-                assert snapshot["client"] == {"saved at": list(grid)}
-                data = rank // there[2] % there[1]
-                for block in (0, 1):  # buffers that differ between ranks
-                    seen = [float(block), 100.0 + (data if there == grid else 0)]
-                    assert snapshot["values"][f"blocks.{block}.seen"].tolist() == seen
-                if data < grid[1]:
-                    source = rank if there == grid else data * grid[2]
-                    assert torch.equal(snapshot["numbers"], moments[1][source]["numbers"])
-            assert_same(joined(first), before, f"{grid} -> {there}")
-            assert_same(joined(second), after, f"{grid} -> {there}, two steps later", rtol=2e-6)
+        pools(other).run(load, {"places": places, "directory": directory, **more}, timeout=240)
+
+
+ALL = [grid for grids in GRIDS.values() for grid in grids]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "grid", "stage"), PLACES)
-def test_every_grid_loads_every_other(pools: Pools, tmp_path: Path, world: int, grid: Grid, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("grid", "stage"), [(grid, stages_of(grid)[number % len(stages_of(grid))]) for number, grid in enumerate(ALL)]
+)
+def test_every_grid_loads_every_other(pools: Pools, tmp_path: Path, grid: Grid, stage: int) -> None:
     into = {
         other: [(there, n) for there in grids for n in stages_of(there) if (n + stage) % 2]
         for other, grids in GRIDS.items()
     }
-    check(pools, world, grid, stage, tmp_path, into)
+    check(pools, grid, stage, tmp_path, into)
 
 
 @pytest.mark.slow
 def test_an_optimizer_without_a_kernel(pools: Pools, tmp_path: Path) -> None:
     into = {2: [((1, 1, 2), 0), ((1, 1, 2), 2), ((2, 1, 1), 1)], 4: [((2, 1, 2), 1), ((1, 2, 2), 3)]}
-    check(pools, 4, (1, 1, 4), 1, tmp_path, into, optimizer="RAdam")
+    check(pools, (1, 1, 4), 1, tmp_path, into, optimizer="RAdam")
+
+
+# -------------------------------------------------------------------- engines that compute together
+
+
+def gpt(grid: Grid, stage: int, seed: int, precision: str | None) -> Any:
+    """Every grid takes the same steps of 4 micro-batches together."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // grid[1],
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 1_000_000,
+    }
+    if precision is not None:
+        # So small a scale that no grid overflows: those with fewer micro-batches for each rank do so earlier.
+        config[precision] = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
+    model = models.build(Gpt, seed=seed + torch.distributed.get_rank())
+    return zerolite.initialize(model, on_grid(config, grid))
+
+
+def train_gpt(engine: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        micros, data = engine.gradient_accumulation_steps, engine.data_parallel_rank
+        batches = [models.token_batch(step, data * micros + micro, 0, length=8) for micro in range(micros)]
+        losses.append(engine.train_batch(iter(batches)).item())
+    return losses
+
+
+def save_gpt(grid: Grid, stage: int, directory: Path, precision: str | None) -> None:
+    engine = gpt(grid, stage, 7, precision)
+    train_gpt(engine, 0, 2)
+    engine.save_checkpoint(directory)
+    saved = engine.full_state_dict(dtype=torch.float32)
+    losses = train_gpt(engine, 2, 4)
+    keep(directory, saved=saved, losses=losses, values=engine.full_state_dict(dtype=torch.float32))
+
+
+def load_gpt(places: list[tuple[Grid, int]], directory: Path, precision: str | None) -> None:
+    wanted, rtol = kept(directory), 2e-5 if precision is None else 2e-2
+    for grid, stage in places:
+        engine = gpt(grid, stage, 99, precision)
+        engine.load_checkpoint(directory)
+        assert_same(engine.full_state_dict(dtype=torch.float32), wanted["saved"], f"{grid}")
+        assert train_gpt(engine, 2, 4) == pytest.approx(wanted["losses"], rel=rtol), f"{grid}"
+        assert_same(engine.full_state_dict(dtype=torch.float32), wanted["values"], f"{grid}", rtol=10 * rtol)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world, grid, stage, precision",
-    [
-        (2, (1, 1, 2), 3, "fp16"),
-        (4, (1, 2, 2), 2, "bf16"),
-        (4, (2, 1, 2), 0, None),
-    ],
+    ("grid", "stage", "precision"), [((1, 1, 2), 3, "fp16"), ((1, 2, 2), 2, "bf16"), ((2, 1, 2), 0, None)]
 )
 def test_training_goes_on_at_every_other_grid(
-    pools: Pools, tmp_path: Path, world: int, grid: Grid, stage: int, precision: str | None
+    pools: Pools, tmp_path: Path, grid: Grid, stage: int, precision: str | None
 ) -> None:
-    kwargs = {"grid": grid, "stage": stage, "directory": str(tmp_path), "precision": precision}
-    wanted = pools(world).run(f"{CASES}:save_gpt", kwargs, timeout=240)[0]
-    rtol = 2e-5 if precision is None else 2e-2
+    common = {"directory": tmp_path, "precision": precision}
+    pools(grid[0] * grid[1] * grid[2]).run(save_gpt, {"grid": grid, "stage": stage, **common}, timeout=240)
     for other, grids in GRIDS.items():
-        places = [
-            (there, min(stage, 1) if there[0] > 1 else (stage + number) % 4) for number, there in enumerate(grids)
-        ]
-        kwargs = {"grids": places, "directory": str(tmp_path), "precision": precision}
-        for rank in pools(other).run(f"{CASES}:load_gpt", kwargs, timeout=240):
-            for place, found in zip(places, rank, strict=True):
-                assert_same(found["saved"], wanted["saved"], f"{grid} -> {place}")
-                assert found["losses"] == pytest.approx(wanted["losses"], rel=rtol), f"{grid} -> {place}"
-                assert_same(found["values"], wanted["values"], f"{grid} -> {place}", rtol=10 * rtol)
+        places = [(there, min(stage, 1) if there[0] > 1 else (stage + n) % 4) for n, there in enumerate(grids)]
+        pools(other).run(load_gpt, {"places": places, **common}, timeout=240)
 
 
 # -------------------------------------------------------------------- refusals
 
 
-def test_what_only_the_whole_can_do(pools: Pools, tmp_path: Path) -> None:
-    for said in pools(2).run(f"{CASES}:refusals_within", {"directory": str(tmp_path)}):
-        assert said["save, pipeline"] == said["save, sequence"] == "nothing was raised"
-        for name, why in (("pipeline", "of 2 of the model only. Call"), ("sequence", "cut by tensor parallelism")):
-            own, other = said[f"state dict, {name}"], said[f"load state dict, {name}"]
-            assert own.startswith("RuntimeError: state_dict: this rank has ") and why in own
-            assert other.startswith("RuntimeError: load_state_dict: this rank has ") and why in other
-            assert "engine.full_state_dict()" in own and "engine.load_full_state_dict(state)" in other
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("grid", "partial", "why"),
+    [((2, 1, 1), False, "of 2 of the model only. Call"), ((1, 1, 2), True, "cut by tensor parallelism")],
+    ids=["pipeline", "sequence"],
+)
+def test_what_only_the_whole_can_do(tmp_path: Path, grid: Grid, partial: bool, why: str) -> None:
+    engine = make_engine(grid, 1, seed=1, partial=partial)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path / "within an accumulation")
+    train(engine, 1, 2)
+    guard_parts(engine.module, engine.topology)
+    for call, instead in (
+        ("state_dict", "engine.full_state_dict()"),
+        ("load_state_dict", "load_full_state_dict(state)"),
+    ):
+        said = message(getattr(engine.module, call), *[{}] * (call == "load_state_dict"))
+        assert said.startswith(f"RuntimeError: {call}: this rank has ") and why in said and instead in said
+    engine.load_full_state_dict(engine.full_state_dict())
+    engine.save_checkpoint(tmp_path / "after the step")
+
+
+def misfits(grid: Grid, directory: Path) -> None:
+    """States and checkpoints that do not fit change nothing. directory: of a checkpoint of the model."""
+    engine = make_engine(grid, 1, seed=3)
+    before = engine.full_state_dict()
+    state = kept(directory)["first"]["fp32"] | {f"blocks.{block}.seen": torch.zeros(2) for block in (0, 1)}
+    short = {name: value for name, value in state.items() if name != "norm.bias"}
+    said = message(engine.load_full_state_dict, short)
+    assert "missing norm.bias" in said and "Nothing was loaded" in said
+    assert "unexpected" in message(engine.load_full_state_dict, {**state, "spare": state["norm.bias"]})
+    wrong = {**state, "blocks.1.qkv.weight": state["blocks.1.qkv.weight"][:-1]}
+    assert "shapes differ for blocks.1.qkv.weight (expected (24, 6))" in message(engine.load_full_state_dict, wrong)
+    other = make_engine(grid, 1, seed=3)
+    other.module.register_parameter("more", nn.Parameter(torch.ones(2)))
+    assert "it has no parameter more." in message(other.load_checkpoint, directory)
+    del other.module.more
+    for module in other.module.modules():
+        module._parameters.pop("bounds", None)
+    said = message(other.load_checkpoint, directory)
+    assert "the model has no parameter blocks.0.bounds, blocks.1.bounds." in said
+    after = engine.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items() if isinstance(value, Tensor))
+
+
+@pytest.mark.slow
+def test_what_does_not_fit(pools: Pools, tmp_path: Path) -> None:
+    pools(1).run(save, {"grid": (1, 1, 1), "stage": 0, "directory": tmp_path})
+    pools(4).run(misfits, {"grid": (2, 1, 2), "directory": tmp_path})
+
+
+class Rows(torch.optim.Optimizer):
+    """Keeps one number for each row."""
+
+    zerolite_elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                self.state[parameter]["rows"] = parameter.grad.flatten(1).sum(1) if parameter.dim() > 1 else 0
+
+
+@on_ranks(2)
+def test_states_that_mean_nothing_for_a_part(tmp_path: Path) -> None:
+    """States without a value for each element, on two tensor-parallel ranks."""
+    engines = [make_engine(grid, 0, seed=1, optimizer=Rows) for grid in ((1, 1, 2), (1, 2, 1), (1, 1, 2))]
+    for engine in engines[:2]:
+        train(engine, 0, 2)
+    saving = message(engines[0].save_checkpoint, tmp_path / "cut")
+    assert "optimizer state 'rows' of parameter '" in saving
+    assert saving.endswith("with tensor_parallel.size = 1 it can be saved")
+    engines[1].save_checkpoint(tmp_path / "whole")
+    loading = message(engines[2].load_checkpoint, tmp_path / "whole")
+    assert loading.endswith("such states can be loaded with tensor_parallel.size = 1 only")
 
 
 # -------------------------------------------------------------------- whole models
 
 
-def check_whole(pools: Pools, tmp_path: Path, worlds: list[int]) -> None:
-    state = pools(1).run(f"{CASES}:save", {"grid": (1, 1, 1), "stage": 0, "directory": str(tmp_path / "a")})[0][1]
-    values = state["fp32"]
-    sets: dict[str, list[torch.Tensor]] = {}
-    for world in worlds:
-        places = [(there, n) for there in GRIDS[world] for n in stages_of(there)]
-        directory = tmp_path / str(world)
-        kwargs = {"grids": places, "state": values, "directory": str(directory)}
-        ranks = pools(world).run(f"{CASES}:whole", kwargs, timeout=240)
-        for number, (there, n) in enumerate(places):
-            for rank, found in enumerate(ranks):
-                assert_same(found[number]["back"], values, f"{there} at stage {n}")
-                assert found[number]["on rank 0"] == (sorted(values) if rank == 0 else [])
-                for name, tensors in found[number]["set"].items():
-                    for one, other in zip(tensors, sets.setdefault(name, tensors), strict=False):
-                        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
-            assert_same_files(directory / str(number), directory / f"{number} trained", values)
-    assert {name: value[1].shape for name, value in sets.items()} == {
-        name: values[name].shape for name in sets if name in values
-    }
+def whole(places: list[tuple[Grid, int]], directory: Path) -> None:
+    """A state of the whole model goes into every grid and comes back, also from files; then one value of each
+    parameter's master, gradient and state is set, and read."""
+    wanted = kept(directory)
+    state = wanted["second"]["fp32"] | {f"blocks.{block}.seen": torch.ones(2) for block in (0, 1)}
+    for grid, stage in places:
+        engine = make_engine(grid, stage, seed=3)
+        engine.load_full_state_dict(state if engine.rank == 0 else None)
+        assert_same(engine.full_state_dict(dtype=torch.float32), state, f"{grid} at stage {stage}")
+        assert sorted(engine.full_state_dict(rank0_only=True)) == (sorted(state) if engine.rank == 0 else [])
+        out = directory / f"{grid} {stage}"
+        engine.save_16bit_model(out / "all", max_shard_size="1KB")
+        engine.save_16bit_model(out / "trained", exclude_frozen_parameters=True)
+        if engine.rank == 0:
+            assert_same_files(out, state)
+        for name, tensors in set_all(engine).items():
+            assert tensors[1].shape == state[name].shape
+            for one, other in zip(tensors, wanted.setdefault("set", {}).setdefault(name, tensors), strict=False):
+                torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+    keep(directory, **wanted)
 
 
-def assert_same_files(directory: Path, trained: Path, values: dict[str, Any]) -> None:
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    del tensors["head.weight"]
-    found, _ = read_model(directory)
-    assert len(list(directory.glob("model-*.safetensors"))) > 1
-    assert_same(found, {name: value.bfloat16() for name, value in tensors.items()})
-    found, _ = read_model(trained)
-    frozen = [name for name in tensors if name.endswith(("table", "bounds"))]
-    assert sorted(found) == sorted(set(tensors) - set(frozen))
+def assert_same_files(directory: Path, values: dict[str, Any]) -> None:
+    tensors = {n: value for n, value in values.items() if isinstance(value, Tensor) and n not in CANONICAL}
+    assert len(list((directory / "all").glob("model-*.safetensors"))) > 1
+    assert_same(read_model(directory / "all")[0], {name: value.bfloat16() for name, value in tensors.items()})
+    trained = {name for name in tensors if not name.endswith(("table", "bounds"))}
+    assert read_model(directory / "trained")[0].keys() == trained
+
+
+def set_all(engine: Any) -> dict[str, list[Tensor]]:
+    """Full gradients, masters and states that were set, as they are read."""
+    names = {n: p for n, p in engine.module.named_parameters() if p.requires_grad and p.numel()}
+    staged = engine.topology.pipe.world_size > 1
+    train(engine, 0, 2)
+    for step in () if staged else (2, 3):
+        engine.backward(engine(step))
+    found = {}
+    for name, parameter in names.items():
+        shape = zerolite.get_full_master(parameter).shape
+        values = torch.arange(shape.numel(), dtype=torch.float32).reshape(shape)
+        grads = [zerolite.get_full_grad(parameter)]
+        if staged:
+            assert "with a pipeline" in message(zerolite.set_full_grad, parameter, torch.ones(1))
+        else:
+            zerolite.set_full_grad(parameter, values + 1)
+            grads.append(zerolite.get_full_grad(parameter))
+        zerolite.set_full_optimizer_state(parameter, "exp_avg", values + 2)
+        zerolite.set_full_master(parameter, values + 3)
+        found[CANONICAL.get(name, name)] = [
+            zerolite.get_full_optimizer_state(parameter, "exp_avg"),
+            zerolite.get_full_master(parameter),
+            zerolite.get_full_optimizer_state(parameter, "step"),
+            *(grads if not staged else []),
+        ]
+    engine.zero_grad()
+    return found
 
 
 @pytest.mark.slow
 def test_whole_models_of_every_grid(pools: Pools, tmp_path: Path) -> None:
-    check_whole(pools, tmp_path, [1, 2, 4])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "grid"), [(4, (2, 1, 2))])
-def test_what_does_not_fit(pools: Pools, tmp_path: Path, world: int, grid: Grid) -> None:
-    kwargs: dict[str, Any] = {"grid": (1, 1, 1), "directory": str(tmp_path)}
-    values = pools(1).run(f"{CASES}:save", {**kwargs, "stage": 0})[0][0]["fp32"]
-    for said in pools(world).run(f"{CASES}:misfits", {**kwargs, "grid": grid, "state": values}):
-        assert "missing norm.bias" in said["short"] and "Nothing was loaded" in said["short"]
-        assert "unexpected" in said["long"]
-        assert "shapes differ for blocks.1.qkv.weight (expected (24, 6))" in said["wrong"], said["wrong"]
-        assert "it has no parameter more." in said["missing"], said["missing"]
-        assert "the model has no parameter blocks.0.bounds, blocks.1.bounds." in said["unexpected"], said["unexpected"]
-
-
-def test_states_that_mean_nothing_for_a_part(pools: Pools, tmp_path: Path) -> None:
-    for saving, loading in pools(2).run(f"{CASES}:states_of_rows", {"directory": str(tmp_path)}):
-        assert "optimizer state 'rows' of parameter '" in saving
-        assert saving.endswith("with tensor_parallel.size = 1 it can be saved")
-        assert loading.endswith("such states can be loaded with tensor_parallel.size = 1 only")
+    pools(1).run(save, {"grid": (1, 1, 1), "stage": 0, "directory": tmp_path})
+    for world, grids in GRIDS.items():
+        places = [(there, stage) for there in grids for stage in stages_of(there)]
+        pools(world).run(whole, {"places": places, "directory": tmp_path}, timeout=240)
 
 
 # -------------------------------------------------------------------- people
 
 
-def test_the_command_line_knows_the_grid(pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kwargs = {"grid": (2, 1, 1), "stage": 1, "directory": str(tmp_path / "saved")}
-    values = pools(2).run(f"{CASES}:save", kwargs)[0][0]["fp32"]
-    assert inspect.main([str(tmp_path / "saved"), "--verify"]) == 0
-    assert "ranks        2 (pipe=2, data=1, tensor=1), stage 1" in capsys.readouterr().out
-    export_checkpoint(tmp_path / "saved", tmp_path / "out")
-    found, aliases = read_model(tmp_path / "out")
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    assert_same({**found, "head.weight": found["embed.weight"]}, tensors)
-    assert aliases == {"head.weight": "embed.weight"}
+@on_ranks(2)
+def test_the_command_line_knows_the_grid(tmp_path: Path) -> None:
+    save((2, 1, 1), 1, tmp_path / "saved")
+    if torch.distributed.get_rank() == 0:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert inspect.main([str(tmp_path / "saved"), "--verify"]) == 0
+        assert "ranks        2 (pipe=2, data=1, tensor=1), stage 1" in out.getvalue()
+        export_checkpoint(tmp_path / "saved", tmp_path / "out")
+        found, aliases = read_model(tmp_path / "out")
+        values = kept(tmp_path / "saved")["first"]["fp32"]
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        assert {name for name in found if name not in tensors} == {"blocks.0.seen", "blocks.1.seen"}
+        assert_same({name: found[aliases.get(name, name)] for name in tensors}, tensors)
+        assert aliases == {"head.weight": "embed.weight"}
 
 
-def test_checkpoints_from_before_there_were_grids(pools: Pools, tmp_path: Path) -> None:
-    saved(pools, 2, (1, 2, 1), 1, tmp_path)
-    manifest = read_manifest(tmp_path / "global_step2")
-    assert manifest.about.grid == SavedGrid(1, 2, 1)
-    del manifest.about.layout["grid"]
-    assert manifest.about.grid == SavedGrid(1, 2, 1)
-    (tmp_path / "global_step2" / "manifest.json").write_bytes(manifest.to_json())
-    assert read_manifest(tmp_path / "global_step2") == manifest
-    for grid in ({"pipe": 1, "data": 3, "tensor": 1}, {"pipe": -1, "data": -2, "tensor": 1}, {"pipe": 2}):
-        manifest.about.layout["grid"] = grid
-        (tmp_path / "global_step2" / "manifest.json").write_bytes(manifest.to_json())
-        with pytest.raises(CheckpointError, match="is damaged"):
-            read_manifest(tmp_path / "global_step2")
+@on_ranks(2)
+def test_checkpoints_from_before_there_were_grids(tmp_path: Path) -> None:
+    save((1, 2, 1), 1, tmp_path)
+    if torch.distributed.get_rank() == 0:
+        path = tmp_path / "global_step2"
+        manifest = read_manifest(path)
+        assert manifest.about.grid == SavedGrid(1, 2, 1)
+        del manifest.about.layout["grid"]
+        assert manifest.about.grid == SavedGrid(1, 2, 1)
+        (path / "manifest.json").write_bytes(manifest.to_json())
+        assert read_manifest(path) == manifest
+        for grid in ({"pipe": 1, "data": 3, "tensor": 1}, {"pipe": -1, "data": -2, "tensor": 1}, {"pipe": 2}):
+            manifest.about.layout["grid"] = grid
+            (path / "manifest.json").write_bytes(manifest.to_json())
+            with pytest.raises(CheckpointError, match="is damaged"):
+                read_manifest(path)

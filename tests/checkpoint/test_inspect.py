@@ -8,23 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.cases.export import BUFFERS, PARAMETERS, contents, make_checkpoint
+from tests.checkpoint.crafted import flip
 from zerolite.checkpoint import inspect
 
 RANK_1 = "rank_00001.safetensors"
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoints" / "global_step12"
-    make_checkpoint(path, contents(), PARAMETERS, BUFFERS)
-    return path
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -16,13 +16,49 @@ import pytest
 
 from tests.checkpoint import faults
 from tests.checkpoint.block_layer import Change, Disk, Recorder, crashes, read_tree, write_tree
-from tests.checkpoint.cases.crashes import SCENARIOS, _found
+from tests.checkpoint.cases.resume import of_all
+from tests.checkpoint.test_crashes import about_to_save
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint import filesystem
-from zerolite.checkpoint.directory import find
+from zerolite.checkpoint.directory import NoCheckpoint, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.run import TrainingRun
+
+Save = Callable[[Path], Any]
+SCENARIOS: dict[str, tuple[Save, Save, set[int]]] = {
+    # What is there, the save that comes to grief, and the steps of the checkpoints that may be found then (0: none).
+    "first": (lambda path: None, lambda path: faults.save(path, 3), {0, 3}),
+    "second": (lambda path: faults.save(path, 2), lambda path: faults.save(path, 3), {2, 3}),
+    "overwrite": (lambda path: faults.save(path, 2, "best"), lambda path: faults.save(path, 3, "best"), {2, 3}),
+    "overwrite without latest": (
+        lambda path: faults.save(path, 2, "best", save_latest=False),
+        lambda path: faults.save(path, 3, "best", save_latest=False),
+        {2, 3},
+    ),
+    "pruning": (
+        lambda path: [faults.save(path, step) for step in (1, 2)],
+        lambda path: faults.save(path, 3, keep_last=1),
+        {2, 3},
+    ),
+    "after crashes": (lambda path: overwritten_halfway(path), lambda path: faults.save(path, 3, "best"), {2, 3}),
+}
+
+
+def overwritten_halfway(save_dir: Path) -> None:
+    """A save was killed while it replaced a checkpoint, and another while it removed one."""
+    faults.save(save_dir, 1)
+    faults.save(save_dir, 2, "best")
+    os.rename(save_dir / "best", save_dir / ".replaced-best")
+    shutil.copytree(save_dir / "global_step1", save_dir / ".removed-global_step0")
+    shutil.copytree(save_dir / "global_step1", save_dir / ".incomplete-best-0123")
+
+
+def found_in(save_dir: Path) -> int:
+    try:
+        return faults.load(save_dir)
+    except NoCheckpoint:
+        return 0
 
 
 def check_next_save(save_dir: Path, found: int) -> None:
@@ -62,7 +98,7 @@ def check_crashes(
     count = 0
     for done, tree in crashes(root.with_suffix(".before"), changes, most):
         write_tree(tree, after)
-        found = _found(after / "saved")
+        found = found_in(after / "saved")
         assert found in allowed, changes[:done][-1:]
         assert done < len(changes) or found == new, "the save had returned"
         count += 1
@@ -122,7 +158,9 @@ class LeavesOut:
     ],
     ids=["files", "latest", "the directory", "the checkpoint's directory"],
 )
-def test_a_missing_fsync_is_found(ram: Path, monkeypatch: pytest.MonkeyPatch, skipped: Callable[[Path], bool]) -> None:
+def test_a_missing_fsync_isfound_in(
+    ram: Path, monkeypatch: pytest.MonkeyPatch, skipped: Callable[[Path], bool]
+) -> None:
     """The simulation loses what a file system may lose."""
     monkeypatch.setattr(filesystem, "os", LeavesOut(skipped))
     with pytest.raises((AssertionError, CheckpointError)) as caught:
@@ -130,16 +168,28 @@ def test_a_missing_fsync_is_found(ram: Path, monkeypatch: pytest.MonkeyPatch, sk
     assert "all changes were recorded" not in str(caught.value)
 
 
+def recorded_save(root: Path, background: bool) -> list[tuple[int, Change]]:
+    """The system calls of this rank in the second save, each with its time. ``root.before`` is what was there."""
+    engine = about_to_save(root / "saved")
+    if engine.rank == 0:
+        shutil.copytree(root, root.with_suffix(".before"))
+    of_all(None)
+    with Recorder(root) as recorder:
+        engine.save_checkpoint(root / "saved", async_save=background)
+        engine.wait_for_checkpoint()
+    of_all(None)
+    return list(zip(recorder.times, recorder.changes, strict=True))
+
+
 @pytest.mark.fast("sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_power_loss_on_two_ranks(pools: Pools, ram: Path, background: bool) -> None:
     """Every rank's file is safe before the checkpoint gets its name."""
-    root, after = ram / "now", ram / "after"
-    arguments = {"root": root, "stage": 3, "background": background}
-    ranks = pools(2).run("tests.checkpoint.cases.crashes:recorded_save", arguments)
+    ranks = pools(2).run(recorded_save, {"root": ram / "now", "background": background})
     changes = [change for _, change in sorted(itertools.chain(*ranks), key=lambda timed: timed[0])]
     written = {change[1].rpartition("/")[2] for change in changes if change[0] == "write"}
     assert {"rank_00000.safetensors", "rank_00001.safetensors"} <= written
+    after = ram / "after"
     for done, tree in crashes(ram / "now.before", changes, most=20):
         write_tree(tree, after)
         reader = CheckpointReader(find(after / "saved"))
@@ -176,13 +226,11 @@ def check_errors(ram: Path, scenario: str, kind: int, always: bool) -> int:
             return at
         for change in recorder.changes:
             disk.apply(change)
-        for tree in disk.crashes(6, random.Random(at)):
+        for tree in (*disk.crashes(6, random.Random(at)), read_tree(root)):
             write_tree(tree, after)
-            found = _found(after / "saved")
+            found = found_in(after / "saved")
             assert found == 3 if said is None else found in allowed, (at, recorder.changes[-1:])
             shutil.rmtree(after)
-        found = _found(root / "saved")
-        assert found == 3 if said is None else found in allowed, (at, recorder.changes[-1:])
         assert said is None or os.strerror(kind) in said or not always, said
         check_next_save(root / "saved", found)
         shutil.rmtree(root)

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import crafted, faults
-from tests.toolkit.pool import Pools
+from tests.checkpoint.cases.resume import message
+from tests.checkpoint.test_crashes import engine_after, go_on
+from tests.toolkit.compare import assert_same_on_ranks
+from tests.toolkit.ranks import on_ranks
 from zerolite.checkpoint.directory import MANIFEST, complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import read_manifest
 from zerolite.checkpoint.run import TrainingRun, run_of_this_job
 
-CASES = "tests.checkpoint.cases.runs"
 REMEDIES = 'call engine.load_checkpoint on that directory before the first save.*another directory.*"overwrite": true'
 
 
@@ -76,12 +78,10 @@ def test_parameters_alone_begin_a_run(ram: Path) -> None:
         faults.save(ram / "tuned", 4, run=other)
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["saves first", "is too late"])
-def test_two_jobs_resume_from_one_checkpoint(ram: Path, earlier: bool) -> None:
+def test_two_jobs_resume_from_one_checkpoint(ram: Path) -> None:
     """The one that saves first goes on, the other is told."""
     faults.save(ram, 1)
-    jobs = [faults.resumed(ram), faults.resumed(ram)]
-    winner, loser = jobs if earlier else reversed(jobs)
+    loser, winner = faults.resumed(ram), faults.resumed(ram)
     faults.save(ram, 2, run=winner)
     with pytest.raises(CheckpointError, match="another job of the same run has saved since .* End one of them"):
         faults.save(ram, 2, run=loser)
@@ -145,11 +145,31 @@ def test_restarts_of_the_launcher_are_one_run(monkeypatch: pytest.MonkeyPatch) -
     run_of_this_job.cache_clear()
 
 
-@pytest.mark.fast("sync")
+@pytest.mark.fast("2-sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
-def test_engines(pools: Pools, ram: Path, background: bool) -> None:
+@on_ranks(2)
+def test_engines(ram: Path, background: bool) -> None:
     """All ranks raise the same sentence; a load makes it one run, whose id stays."""
-    arguments = {"directory": ram, "background": background}
-    one, other = pools(2).run(f"{CASES}:engines", arguments)
-    assert one == other and len(one) == 3
-    assert "of another run" in one[0] and "another job of the same run" in one[1] and one[2] == ""
+    jobs = []
+    for _ in range(3):
+        run_of_this_job.cache_clear()
+        jobs.append(engine_after(0, 2))
+
+    def save(job: int) -> str:
+        def call() -> None:
+            jobs[job].save_checkpoint(ram, async_save=background)
+            jobs[job].wait_for_checkpoint()
+
+        go_on(jobs[job])
+        said = message(call)
+        assert_same_on_ranks({"said": said})
+        return said
+
+    assert save(0) == ""
+    assert "of another run" in save(1)
+    jobs[1].load_checkpoint(ram)
+    assert save(1) == ""
+    assert "another job of the same run" in save(0)
+    jobs[2].load_checkpoint(ram)
+    assert save(2) == ""
+    assert len({json.loads(path.read_bytes())["run"] for path in ram.glob("*/manifest.json")}) == 1

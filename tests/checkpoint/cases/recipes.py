@@ -155,10 +155,6 @@ def float_batch(step: int, micro: int) -> Batch:
     return models.float_batch(step, micro, 0, ROWS)
 
 
-def image_batch(step: int, micro: int) -> Batch:
-    return models.image_batch(step, micro, 0, ROWS)
-
-
 def token_batch(step: int, micro: int) -> Batch:
     return models.token_batch(step, micro, 0, ROWS)
 

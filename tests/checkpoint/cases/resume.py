@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zerolite
 from tests.checkpoint.cases.recipes import RECIPES, ZERO, Recipe, share
+from tests.toolkit.memory import two_memories
+from tests.toolkit.pool import Pools
 from zerolite.checkpoint.names import clean
 from zerolite.zero import GatheredParameters
 
+ADAM = ("exp_avg", "exp_avg_sq", "step")
 SAVED, AFTER = 3, 3  # steps before and after
+Ranks = list[dict[str, Any]]
+Place = tuple[int, dict[str, Any]]  # number of ranks, and the stage and other settings
 
 
 def make_engine(recipe: Recipe, stage: int, seed: int | None = None, **more: Any) -> Any:
@@ -67,7 +75,7 @@ def positions(recipe: Recipe) -> tuple[int, int]:
     return SAVED * recipe.micros, (SAVED + AFTER) * recipe.micros
 
 
-def facts(engine: Any, states: tuple[str, ...]) -> dict[str, Any]:
+def facts(engine: Any, states: tuple[str, ...] = ADAM) -> dict[str, Any]:
     """Everything of an engine that a checkpoint must bring back, whole. Called on all ranks."""
     trained = engine.parameter_access.positions()
     named = {clean(name): p for name, p in engine.module.named_parameters() if id(p) in trained}
@@ -128,8 +136,19 @@ def own_seeds(rank: int) -> None:
     numpy.random.seed(20 + rank)
 
 
-def save(directory: str, name: str, stage: int, **more: Any) -> dict[str, Any]:
-    """Train, save, go on. Returns what was saved, and what came then."""
+def keep(directory: str | Path, **wanted: Any) -> None:
+    """Write what a load of the checkpoint in ``directory`` is compared with."""
+    if dist.get_rank() == 0:
+        torch.save(wanted, f"{directory}.wanted")
+    dist.barrier()
+
+
+def kept(directory: str | Path) -> dict[str, Any]:
+    return torch.load(f"{directory}.wanted", weights_only=False)
+
+
+def save(directory: str, name: str, stage: int, **more: Any) -> None:
+    """Train, save, go on. What was saved, and what came then, is kept."""
     recipe = RECIPES[name]
     engine = make_engine(recipe, stage, **more)
     own_seeds(engine.rank)
@@ -139,11 +158,12 @@ def save(directory: str, name: str, stage: int, **more: Any) -> dict[str, Any]:
     saved = facts(engine, recipe.states)
     assert os.path.isdir(path)
     losses = train(engine, recipe, at, end)
-    return {"saved": saved, "losses": losses, "after": facts(engine, recipe.states)}
+    result = {"saved": saved, "losses": losses, "after": facts(engine, recipe.states)}
+    keep(directory, stage=stage, ranks=of_all(result))
 
 
-def load(directory: str, name: str, stage: int, **more: Any) -> dict[str, Any]:
-    """An engine with other weights and random numbers loads, and goes on."""
+def load(directory: str, name: str, stage: int, **more: Any) -> None:
+    """An engine with other weights and random numbers loads, and goes on as the run did that was saved."""
     recipe = RECIPES[name]
     engine = make_engine(recipe, stage, seed=5, **more)
     at, end = positions(recipe)
@@ -154,22 +174,75 @@ def load(directory: str, name: str, stage: int, **more: Any) -> dict[str, Any]:
     assert client == {} and path is not None
     loaded = facts(engine, recipe.states)
     losses = train(engine, recipe, at, end)
-    return {"saved": loaded, "losses": losses, "after": facts(engine, recipe.states)}
+    found = {"saved": loaded, "losses": losses, "after": facts(engine, recipe.states)}
+    assert_goes_on(recipe, stage, kept(directory), of_all(found), engine.rank)
 
 
-def several(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs of :func:`save` (``how``: "save") or :func:`load`, one after the other."""
-    results = []
+def assert_goes_on(recipe: Recipe, stage: int, wanted: dict[str, Any], found: Ranks, rank: int) -> None:
+    saved: Ranks = wanted["ranks"]
+    assert_equal(saved[0]["saved"], found[0]["saved"], "saved")
+    # Stages 0 and 1 sum the micro-batches of a rank before the ranks', stages 2 and 3 after.
+    same_sums = recipe.micros == 1 or (wanted["stage"] < 2) == (stage < 2)
+    if len(saved) == len(found) and same_sums:
+        assert_equal(saved[rank], found[rank], f"rank {rank}")
+    elif recipe.same_everywhere or len(saved) == len(found):
+        half = {"bf16", "fp16", "torch_autocast"} & recipe.config.keys()
+        close: Any = {"rtol": 0.02, "atol": 2e-3} if half else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(mean_losses(found), mean_losses(saved), equal_nan=True, **close)
+        one, other = saved[0]["after"], found[0]["after"]
+        for part in ("masters", "buffers"):
+            torch.testing.assert_close(other[part], one[part], equal_nan=True, **close)
+        assert_equal({k: one[k] for k in ("counters", "groups")}, {k: other[k] for k in ("counters", "groups")})
+
+
+def mean_losses(ranks: Ranks) -> Tensor:
+    """Return the losses of the joint batches."""
+    of_ranks = zip(*(rank["losses"] for rank in ranks), strict=True)
+    return torch.tensor([sum(x * n for x, n in parts if n) / sum(n for _, n in parts) for parts in of_ranks])
+
+
+def several(runs: list[dict[str, Any]]) -> None:
+    """Runs of :func:`save` (``how``: "save") or :func:`load`, one after the other. ``apart``: host and device do not
+    share their memory."""
     for run in runs:
         how = {"save": save, "load": load}[run.pop("how")]
-        results.append(how(**run))
+        with two_memories() if run.pop("apart", False) else contextlib.nullcontext():
+            how(**run)
         gc.collect()
-    return results
+
+
+def check(pools: Pools, directory: Path, name: str, saves: Sequence[Place], loads: Sequence[Sequence[Place]]) -> None:
+    """Save a run of the recipe ``name`` at each of ``saves``, and load that at each of the corresponding ``loads``."""
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for how, goals in (("save", [[place] for place in saves]), ("load", loads)):
+        for number, places in enumerate(goals):
+            for world, settings in places:
+                run = {"how": how, "directory": f"{directory}/{number}", "name": name, **settings}
+                runs.setdefault((how, world), []).append(run)
+    for (_, world), of_world in runs.items():
+        pools(world).run(several, {"runs": of_world}, timeout=600.0)
 
 
 # -------------------------------------------------------------------- comparisons
 
-ADAM = ("exp_avg", "exp_avg_sq", "step")
+
+def of_all(value: Any) -> list[Any]:
+    """Return every rank's value. All ranks are here when it returns."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def tags_in(directory: str) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name not in (".lock", "latest"))
+
+
+def on_rank_0(engine: Any, action: Callable[[], Any]) -> None:
+    """All ranks wait before it and after it."""
+    engine.reduce(0)
+    if engine.rank == 0:
+        action()
+    engine.reduce(0)
 
 
 def message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -202,7 +275,8 @@ def into(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> tuple[
     return engine, message(engine.load_checkpoint, directory, **arguments)
 
 
-def expect(found: list[str]) -> None:
+def assert_equal(one: Any, other: Any, where: str = "") -> None:
+    found = differences(one, other, where)
     assert found == [], found
 
 
@@ -211,9 +285,9 @@ def expect_words(text: str, *words: str) -> None:
     assert not missing, f"{missing} not in: {text}"
 
 
-def reloaded(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> dict[str, Any]:
-    """Return the state of an engine of other weights after it has loaded."""
-    engine = make_engine(recipe, stage, seed=5)
+def assert_reloads(wanted: dict[str, Any], directory: str, recipe: Recipe, stage: int, **arguments: Any) -> None:
+    """An engine of other weights, at another stage than the one that has saved at ``stage``, loads what is wanted."""
+    engine = make_engine(recipe, 3 - stage, seed=5)
     scatter_seeds(engine.rank)
     engine.load_checkpoint(directory, **arguments)
-    return facts(engine, recipe.states)
+    assert_equal(wanted, facts(engine, recipe.states))

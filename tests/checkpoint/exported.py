@@ -1,0 +1,131 @@
+"""A checkpoint made by hand, without an engine, and the reader of exported models."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerolite.checkpoint.boxes import boxes_of_range
+from zerolite.checkpoint.checksums import entry_of
+from zerolite.checkpoint.manifest import INDEX, STATE, About, Manifest, StoredBox, StoredTensor, index_to_json
+from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
+from zerolite.utils.dtypes import BY_CODE, CODES
+
+Tensors = dict[str, torch.Tensor]
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "embed.weight": {"shape": [11, 5], "dtype": "BF16", "trained": True, "aliases": ["head.weight", "again.weight"]},
+    "gain": {"shape": [], "dtype": "BF16", "trained": True, "aliases": []},
+    "empty": {"shape": [0, 3], "dtype": "BF16", "trained": True, "aliases": []},
+    "frozen.weight": {"shape": [4, 4], "dtype": "BF16", "trained": False, "aliases": []},
+    "norm.weight": {"shape": [5], "dtype": "F32", "trained": True, "aliases": []},
+}
+BUFFERS: dict[str, Any] = {
+    "norm.mean": torch.float32,
+    "norm.calls": torch.int64,
+    "frozen.wide": torch.float64,
+}
+
+
+def contents() -> Tensors:
+    """Return the tensors of a checkpoint with :data:`PARAMETERS` and :data:`BUFFERS`, by its keys."""
+    made = torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, about in PARAMETERS.items():
+        values = torch.randn(about["shape"], generator=made)
+        tensors[f"parameters/{name}"] = values if about["trained"] else values.bfloat16()
+    for name, dtype in BUFFERS.items():
+        tensors[f"buffers/{name}"] = (torch.randn(3, generator=made) * 100).to(dtype)
+    tensors["optimizer/exp_avg/embed.weight"] = torch.randn(11, 5, generator=made)
+    return tensors
+
+
+def make_checkpoint(
+    path: Path, tensors: Tensors, parameters: dict[str, Any], buffers: Any = (), **about: Any
+) -> dict[str, bytes]:
+    """A checkpoint of two ranks, of which each has a half of every tensor. Gives its files."""
+    parts: list[dict[str, Any]] = [{}, {}]
+    places: list[tuple[str, Any, str, str]] = []  # key, box, file, name in the file
+    for key, tensor in tensors.items():
+        half = (tensor.numel() + 1) // 2
+        for rank, (start, numel) in enumerate(((0, half), (half, tensor.numel() - half))):
+            for box in boxes_of_range(tensor.shape, start, numel):
+                name = f"{key}@{','.join(map(str, box[0]))}"
+                parts[rank][name] = tensor[tuple(slice(low, low + n) for low, n in zip(*box, strict=True))].contiguous()
+                places.append((key, box, f"rank_{rank:05d}.safetensors", name))
+    files, starts = {}, {}
+    for rank, part in enumerate(parts):
+        header, of_part = build_header([ToStore(n, t.dtype, tuple(t.shape)) for n, t in part.items()], {"format": "pt"})
+        files[f"rank_{rank:05d}.safetensors"] = header + b"".join(as_bytes(t) for t in part.values())
+        starts.update(zip(part, of_part, strict=True))
+    index = {
+        key: StoredTensor(
+            tuple(tensor.shape),
+            tensor.dtype,
+            tuple(StoredBox(box, file, starts[name]) for of, box, file, name in places if of == key),
+        )
+        for key, tensor in tensors.items()
+    }
+    files[INDEX] = index_to_json(index)
+    stored = {name: tensors[f"buffers/{name}"] for name in buffers}
+    of_buffers = {name: {"shape": list(t.shape), "dtype": CODES[t.dtype]} for name, t in stored.items()}
+    files[STATE] = json.dumps({"parameters": parameters, "buffers": of_buffers}).encode()
+    facts: dict[str, Any] = {
+        "saved_at": "2026-01-02T03:04:05.000000+00:00",
+        "global_steps": 12,
+        "world_size": 2,
+        "stage": 3,
+        "precision": {"compute": "bfloat16", "masters": "float32"},
+        "config": {"bf16": {"enabled": True}},
+        "versions": {"zerolite": "0.1", "torch": "2.13"},
+        "parameters": {"tensors": 5, "elements": 77, "trained_tensors": 4, "trained_elements": 61},
+        "layout": {},
+        "exclude_frozen_parameters": False,
+    }
+    manifest = Manifest(About(**{"tag": path.name, **facts, **about}), {n: entry_of(f) for n, f in files.items()})
+    files["manifest.json"] = manifest.to_json()
+    path.mkdir(parents=True)
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return files
+
+
+# -------------------------------------------------------------------- what was written
+
+
+def read_file(path: Path) -> tuple[dict[str, str], Tensors]:
+    """Metadata and tensors, all of which are aligned."""
+    content = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    metadata = header.pop("__metadata__")
+    tensors: Tensors = {}
+    for name, entry in header.items():
+        dtype, low = BY_CODE[entry["dtype"]], start + entry["data_offsets"][0]
+        assert low % dtype.itemsize == 0 and entry["data_offsets"][1] <= len(content) - start
+        numel = math.prod(entry["shape"])
+        flat = torch.frombuffer(content, dtype=dtype, count=numel, offset=low) if numel else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(entry["shape"]).clone()
+    return metadata, tensors
+
+
+def read_model(directory: Path) -> tuple[Tensors, dict[str, str]]:
+    """Tensors and the aliases in the metadata, as readers find them: one file, or those of the index."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    tensors: Tensors = {}
+    metadata: dict[str, str] = {}
+    weight_map = {} if single.exists() else json.loads(index.read_bytes())["weight_map"]
+    for path in [single] if single.exists() else sorted({directory / name for name in weight_map.values()}):
+        of_file, found = read_file(path)
+        assert of_file["format"] == "pt"
+        assert not found.keys() & tensors.keys()
+        assert single.exists() or all(weight_map[name] == path.name for name in found)
+        tensors |= found
+        metadata |= of_file
+    assert single.exists() or tensors.keys() == weight_map.keys()
+    del metadata["format"]
+    return tensors, metadata
