@@ -85,12 +85,10 @@ def test_the_example_of_the_documentation() -> None:
             continue
     assert list(found) == [1, 2, 3, 4, 6, 8, 12, 16] and {sizes[0] for sizes in found.values()} == {96}
     assert found[16][1:] == (3, 2) and found[8][1:] == (4, 3) and found[6][1:] == (4, 4)
-
-
-def test_a_resolved_configuration_stays_as_it_is() -> None:
+    by_nodes = sizes_of({"elasticity": {**BLOCK, "num_gpus_per_node": 3}}, 3)
+    assert by_nodes[0] == tried_batch(100, (2, 3, 4), range(3, 17, 3), True)
     resolved = load_config({"elasticity": BLOCK}).resolve(4)
-    assert resolved.resolve(4) == resolved
-    assert resolved.resolve(6).train_batch_size == 96
+    assert resolved.resolve(4) == resolved and resolved.resolve(6).train_batch_size == 96
 
 
 def test_a_batch_that_is_given() -> None:
@@ -111,25 +109,22 @@ def test_what_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "world", "reason", "nearest"),
+    ("changes", "world", "expected", "reason", "nearest"),
     [
-        ({}, 5, "5 ranks (19.2 samples for each)", "4 or 6"),
-        ({}, 17, "from 1 to 16", "16"),
-        ({"min_gpus": 3}, 2, "from 3 to 16", "3"),
-        ({"num_gpus_per_node": 4}, 6, "(in multiples of 4)", "4 or 8"),
+        ({}, 5, "from 1 to 16 that", "5 ranks (19.2 samples for each)", "4 or 6"),
+        ({}, 17, "from 1 to 16 that", "17 ranks (more than max_gpus)", "16"),
+        ({"min_gpus": 3}, 2, "from 3 to 16 that", "2 ranks (fewer than min_gpus)", "3"),
+        ({"num_gpus_per_node": 4}, 6, "(in multiples of 4)", "6 ranks (not a multiple of num_gpus_per_node)", "4 or 8"),
     ],
 )
-def test_a_world_size_that_does_not_fit(changes: dict[str, Any], world: int, reason: str, nearest: str) -> None:
+def test_a_world_size_that_does_not_fit(
+    changes: dict[str, Any], world: int, expected: str, reason: str, nearest: str
+) -> None:
     sentence = error_of({"elasticity": {**BLOCK, **changes}}, world)
-    assert reason in sentence and sentence.endswith(f"the nearest that do: {nearest}")
+    assert (
+        expected in sentence and f"got {reason};" in sentence and sentence.endswith(f"the nearest that do: {nearest}")
+    )
     assert "global batch of 96 samples (chosen" in sentence and "those up to 100" in sentence
-
-
-def test_ranks_by_whole_nodes() -> None:
-    source = {"elasticity": {**BLOCK, "num_gpus_per_node": 3}}
-    batch = sizes_of(source, 3)[0]
-    assert batch == tried_batch(100, (2, 3, 4), range(3, 17, 3), True)
-    assert "from 1 to 16 (in multiples of 3)" in error_of(source, 4)
 
 
 def test_the_largest_choice_takes_seconds_at_most() -> None:

@@ -1,4 +1,5 @@
-"""docs/files.md is what the module docstrings say, and the pages about the code name files and functions that exist."""
+"""docs/files.md is what the module docstrings say, docs/configuration.md what the models of the config say, and the
+pages about the code name files and functions that exist."""
 
 from __future__ import annotations
 
@@ -6,8 +7,13 @@ import re
 import runpy
 from pathlib import Path
 
+from zerolite.config import reference
+from zerolite.config.known_keys import RENAMED, UNSUPPORTED
+from zerolite.config.load import supported_keys
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+CONFIGURATION = (ROOT / reference.FILE).read_text(encoding="utf-8")
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -29,3 +35,23 @@ def test_the_pages_name_what_exists() -> None:
                 if not re.search(rf"(?:def|class) {name}\b|^{name}\b", defined, re.MULTILINE):
                     missing.append(f"{name}: {line.strip()}")
     assert missing == []
+
+
+def test_the_page_of_the_config_is_up_to_date() -> None:
+    assert reference.render(CONFIGURATION) == CONFIGURATION, "run `make docs` (python -m zerolite.config.reference)"
+
+
+def test_every_key_is_in_it() -> None:
+    for path in (*supported_keys(), *UNSUPPORTED, *RENAMED):
+        assert f"\n| `{path}` | " in CONFIGURATION, path
+    for path in ("fp16", "zero_optimization", "zero_optimization.leaf_module"):
+        assert f"# `{path}`\n" in CONFIGURATION and f"](#{path.replace('.', '')})" in CONFIGURATION
+
+
+def test_every_row_is_complete() -> None:
+    """Each key and block has a sentence that says what it does."""
+    rows = [line for line in CONFIGURATION.splitlines() if line.startswith("| `")]
+    table = [line.replace("\\|", "") for line in rows if line.count(" | ") == 3]
+    assert len(table) >= len(list(supported_keys())) and {line.count("|") for line in table} == {5}
+    assert [line for line in table if not line.rstrip(" |").endswith((".", ")"))] == []
+    assert [line for line in table if "||" in line.replace(" ", "") and "[object]" not in line] == []

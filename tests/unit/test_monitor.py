@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.conftest import Device
 from zerolite.comm import Communicator, data_topology
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
@@ -27,7 +28,6 @@ from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.append_file import AppendFile
 from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock
 from zerolite.monitor.writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
-from zerolite.utils import moments
 from zerolite.zero.observers import Observers
 
 CPU = torch.device("cpu")
@@ -419,40 +419,6 @@ def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine
 
 
 # ------------------------------------------------------------------ the clock
-
-
-class Device:
-    """A device whose time stands still until the test moves it, and that may be behind the host."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        self.done = math.inf  # what has been executed
-        self.moments = 0
-        monkeypatch.setattr(moments, "new_moment", self.moment)
-
-    def moment(self, cuda: bool) -> Device.Moment:
-        self.moments += 1
-        return Device.Moment(self)
-
-    class Moment:
-        def __init__(self, device: Device) -> None:
-            self.device = device
-            self.at = math.nan
-
-        def record(self, stream: Any) -> None:
-            self.at = self.device.now
-
-        def query(self) -> bool:
-            return self.at <= self.device.done
-
-        def elapsed_time(self, end: Device.Moment) -> float:
-            assert self.query() and end.query(), "read before the device has come to it"
-            return end.at - self.at
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return Device(monkeypatch)
 
 
 def one_step(clock: PhaseClock, device: Device, number: int) -> None:

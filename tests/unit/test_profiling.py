@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_monitor import Device
+from tests.unit.conftest import Device
 from zerolite.comm.communicator import Pending, done
 from zerolite.config import load_config
 from zerolite.monitor.comms_logger import CommsLogger
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return Device(monkeypatch)
 
 
 def logger(lines: list[str] | None = None, ranks: int = 4, **block: Any) -> CommsLogger:

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.unit.test_monitor import Device
+from tests.unit.conftest import Device
 from zerolite.config import load_config
 from zerolite.monitor.flop_count import FlopCount, count_flops
 from zerolite.monitor.flops_profiler import FlopsProfiler
@@ -207,11 +207,6 @@ class Told:
             if device is not None:
                 device.now += ms
             self.profiler.end_step(step)
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return Device(monkeypatch)
 
 
 @pytest.mark.parametrize("profile_step", [0, 1, 3])

@@ -129,10 +129,17 @@ class ElasticityConfig(Block):
                 origin = f"chosen, since the most numbers of ranks split it, among those up to {most}"
             near = {max(w for w in fitting if w < world_size)} if fitting[0] < world_size else set()
             near |= {min(w for w in fitting if w > world_size)} if fitting[-1] > world_size else set()
+            reason = f"{train / world_size:.4g} samples for each"
+            if world_size < self.min_gpus:
+                reason = "fewer than min_gpus"
+            elif world_size > self.max_gpus:
+                reason = "more than max_gpus"
+            elif world_size not in worlds:
+                reason = "not a multiple of num_gpus_per_node"
             sentence = (
                 f"expected a number of ranks {between} that splits the global batch of {train} samples ({origin}) into "
-                f"micro-batches of {_words(allowed)}, got {world_size} ranks ({train / world_size:.4g} samples for "
-                f"each); the nearest that do: {_words(near)}"
+                f"micro-batches of {_words(allowed)}, got {world_size} ranks ({reason}); the nearest that do: "
+                f"{_words(near)}"
             )
             raise ConfigError([("elasticity", sentence)])
         micros = [micro for micro in allowed if train % (micro * world_size) == 0]

@@ -1,0 +1,44 @@
+"""Fixtures of the unit tests."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from zerolite.utils import moments
+
+
+class Device:
+    """A device whose time stands still until the test moves it, and that may be behind the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.done = math.inf  # what has been executed
+        self.moments = 0
+        monkeypatch.setattr(moments, "new_moment", self.moment)
+
+    def moment(self, cuda: bool) -> Device.Moment:
+        self.moments += 1
+        return Device.Moment(self)
+
+    class Moment:
+        def __init__(self, device: Device) -> None:
+            self.device = device
+            self.at = math.nan
+
+        def record(self, stream: Any) -> None:
+            self.at = self.device.now
+
+        def query(self) -> bool:
+            return self.at <= self.device.done
+
+        def elapsed_time(self, end: Device.Moment) -> float:
+            assert self.query() and end.query(), "read before the device has come to it"
+            return end.at - self.at
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
