@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from zerolite.utils.accelerator import machine
+from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, HOST, tag_memory
 
 _BLOCK = 4096  # bytes: lengths on the host are multiples, so that nearly equal ones are the same
@@ -65,7 +65,7 @@ class HostBuffers:
         self._pin = pin
         self._quiet = quiet
         self._free: list[torch.Tensor] = []
-        weakref.finalize(self, quiet).atexit = False
+        finalize_before_exit(self, quiet)
 
     def take(self, nbytes: int) -> BorrowedMemory:
         length = -(-nbytes // _BLOCK) * _BLOCK
@@ -79,7 +79,7 @@ class HostBuffers:
             with torch.inference_mode(False):
                 memory = tag_memory(machine().host_memory(length, self._pin), ACTIVATIONS, HOST)
         region = BorrowedMemory(memory)
-        weakref.finalize(region, self._free.append, memory).atexit = False
+        finalize_before_exit(region, self._free.append, memory)
         return region
 
     def memory(self) -> list[torch.Tensor]:

@@ -113,7 +113,7 @@ class Communicator:
         self.main = transport is None or transport.main  # whether this is the job's first rank, which speaks for all
         # Whether the others are taken for copies of this rank.
         self.peers_agree = transport is not None and transport.peers_agree
-        self.guard: Callable[[str], None] | None = None  # called with its name before every collective
+        self._guard: Callable[[str], None] | None = None
         self.flight_recorder = FlightRecorder()
         self._watchers: tuple[Watcher, ...] = ()
         self._second: Communicator | None = None
@@ -137,6 +137,15 @@ class Communicator:
     def watch(self, watcher: Watcher) -> None:
         """Give every collective to ``watcher`` from now on, inside those that watch already."""
         self._watchers = (*self._watchers, watcher)
+
+    def guard_with(self, guard: Callable[[str], None] | None) -> None:
+        """Call ``guard`` with its name before every collective from now on; None: call nothing."""
+        self._guard = guard
+
+    def serve(self, dimension: str, main: bool) -> Communicator:
+        """Be the communicator of a dimension of the grid of ranks. Returns this communicator."""
+        self.dimension, self.main = dimension, main
+        return self
 
     def memory(self) -> Sequence[torch.Tensor]:
         """Return the memory that is kept between collectives."""
@@ -199,8 +208,8 @@ class Communicator:
         On one process ``fulls[i]`` may be ``shards[i]``, and is left alone then. Called on all ranks, in the same
         order, with as many tensors of the same lengths and dtypes.
         """
-        if self.guard is not None:
-            self.guard("gather_shards")
+        if self._guard is not None:
+            self._guard("gather_shards")
         if self.world_size == 1:
             return self._gather_shards(fulls, shards, tag, key)
         if recorder.active:
@@ -235,8 +244,8 @@ class Communicator:
         at_once: bool = False,
     ) -> Pending:
         """Note a collective over ``tensor``, and call ``start(*arguments)``, which launches it."""
-        if self.guard is not None:
-            self.guard(op)
+        if self._guard is not None:
+            self._guard(op)
         if self.world_size == 1:
             return start(*arguments)
         if recorder.active:
@@ -298,7 +307,8 @@ class NativeCommunicator(Communicator):
 
     def __init__(self, transport: DryTransport) -> None:
         super().__init__(transport)
-        WAIT.on_device = WAIT.on_device or transport.group is not None
+        if transport.group is not None:
+            WAIT.returns_at_once()
 
     def second(self, backend: str) -> Communicator:
         self._second = NativeCommunicator(self.transport.second(backend))

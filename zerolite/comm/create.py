@@ -63,8 +63,7 @@ def second_communicator(comm: Communicator, device: torch.device) -> Communicato
     ranks of ``comm``, in the same order as their other collectives.
     """
     made = comm.second("none" if comm.group is None else _backend_name(comm.group, device))
-    made.dimension = comm.dimension
-    return made
+    return made if made is comm else made.serve(comm.dimension, made.main)
 
 
 @contextlib.contextmanager

@@ -60,6 +60,15 @@ def _nothing_to_say(error: RuntimeError) -> RuntimeError | None:
     return None
 
 
+class _Blocked:
+    """Stands for a call that returns when it is done."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return False
+
+
 class Wait:
     """The wait of this process's host or (on CUDA) the last wait of its device."""
 
@@ -76,6 +85,53 @@ class Wait:
         self._seen = -1  # by the last look
         self._waited = 0.0  # seconds that the looks have seen it
         self._looked = 0.0  # when the last look was
+
+    def wait_for(self, works: Sequence[Any], entry: Raw | None = None) -> None:
+        """Wait for collectives. On CUDA the current stream waits, not the host, and what it waits for stays known until
+        the next call. Raises RuntimeError if one fails."""
+        self.number += 1
+        self.entry, self.works = entry, works
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._raise_explained(error)
+        if not self.on_device:
+            self.works = ()
+
+    @contextlib.contextmanager
+    def blocked(self, entry: Raw) -> Iterator[None]:
+        """Context of a call that waits for the other ranks."""
+        self.number += 1
+        self.entry, self.works = entry, (_Blocked(),)
+        try:
+            yield
+        except RuntimeError as error:
+            self._raise_explained(error)
+        finally:
+            self.works = ()
+
+    def _raise_explained(self, error: RuntimeError) -> None:
+        """Raise the error of a collective, with what the watchdog knows about it."""
+        self.works = (_Blocked(),)  # what has failed counts as waited for while it is explained
+        explained = self.explain(error)
+        self.works = ()
+        if explained is None:
+            raise error
+        raise explained from error
+
+    def explain_with(self, explain: Callable[[RuntimeError], RuntimeError | None]) -> None:
+        """Let ``explain`` say more about a collective that has failed, instead of an earlier watchdog."""
+        self.explain = explain
+
+    def explain_without(self, explain: Callable[[RuntimeError], RuntimeError | None]) -> None:
+        """End what :meth:`explain_with` has begun, unless a later watchdog explains."""
+        if self.explain == explain:
+            self.explain = _nothing_to_say
+
+    def returns_at_once(self) -> None:
+        """Waiting returns at once from now on, as on CUDA."""
+        self.on_device = True
 
     def under_way(self) -> bool:
         """True if the wait is not over. May be called by another thread."""
@@ -110,29 +166,8 @@ class Wait:
         return self._waited if self._seen == self.number and self.works else 0.0
 
 
-class _Blocked:
-    """Stands for a call that returns when it is done."""
-
-    def is_completed(self) -> bool:
-        return False
-
-
 WAIT = Wait()
-
-
-def wait_for(works: Sequence[Any], entry: Raw | None = None) -> None:
-    """Wait for collectives. On CUDA the current stream waits, not the host, and what it waits for stays known until
-    the next call. Raises RuntimeError if one fails."""
-    wait = WAIT
-    wait.number += 1
-    wait.entry, wait.works = entry, works
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise_explained(error)
-    if not wait.on_device:
-        wait.works = ()
+wait_for, blocked = WAIT.wait_for, WAIT.blocked
 
 
 def wait_for_result(result: Any) -> None:
@@ -140,26 +175,3 @@ def wait_for_result(result: Any) -> None:
     for item in result if isinstance(result, (list, tuple)) else (result,):
         if isinstance(item, torch.ScriptObject):
             wait_for([dist.Work.unbox(item)])
-
-
-def raise_explained(error: RuntimeError) -> None:
-    """Raise the error of a collective, with what the watchdog knows about it."""
-    WAIT.works = (_Blocked(),)  # what has failed counts as waited for while it is explained
-    explained = WAIT.explain(error)
-    WAIT.works = ()
-    if explained is None:
-        raise error
-    raise explained from error
-
-
-@contextlib.contextmanager
-def blocked(entry: Raw) -> Iterator[None]:
-    """Context of a call that waits for the other ranks."""
-    WAIT.number += 1
-    WAIT.entry, WAIT.works = entry, (_Blocked(),)
-    try:
-        yield
-    except RuntimeError as error:
-        raise_explained(error)
-    finally:
-        WAIT.works = ()

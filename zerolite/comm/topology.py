@@ -91,8 +91,8 @@ def _named(
 ) -> Topology:
     """A copy of the model has a communicator of its own only where it has both dimensions."""
     for name, comm in made.items():
-        comm.dimension, comm.main = name, world.main  # that of one rank is no main one by itself
-    world.dimension = "world"
+        comm.serve(name, world.main)  # that of one rank is no main one by itself
+    world.serve("world", world.main)
     model = made.get("model") or made["tensor" if pipe == 1 else "pipe"]
     return Topology(world, made["data"], made["tensor"], made["pipe"], model, mesh)
 
@@ -180,11 +180,9 @@ def stages_communicator(topology: Topology, stages: tuple[int, ...], device: tor
         return topology.pipe
     if topology.pipe.group is None:
         comm = dry_communicator(_kind_of(topology.pipe), stages.index(topology.pipe.rank), len(stages))
-        comm.dimension = "pipe"
-        return comm
-    comm = create_communicator(device, _made.of_ranks[_ranks_of(topology.pipe.group, stages)])
-    comm.dimension = "pipe"
-    return comm
+    else:
+        comm = create_communicator(device, _made.of_ranks[_ranks_of(topology.pipe.group, stages)])
+    return comm.serve("pipe", comm.main)
 
 
 def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) -> None:

@@ -222,19 +222,19 @@ class Join:
 
     def _install(self) -> None:
         self._pipeline.commands.announce_with(self.announce)
-        self._comm.guard = self._guard
+        self._comm.guard_with(self._guard)
         coordinator = self._owner.coordinator
         if coordinator is not None:
-            coordinator.comm.guard = self._guard_gathers
+            coordinator.comm.guard_with(self._guard_gathers)
             coordinator.group.listen(self)
 
     def _remove(self) -> None:
         self._pipeline.commands.announce_with(None)
-        self._comm.guard = None
+        self._comm.guard_with(None)
         self._reducer.share = 1.0
         coordinator = self._owner.coordinator
         if coordinator is not None:
-            coordinator.comm.guard = None
+            coordinator.comm.guard_with(None)
             coordinator.group.listen(None)
             coordinator.schedule.resume()
 

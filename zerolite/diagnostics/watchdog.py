@@ -35,6 +35,7 @@ from zerolite.diagnostics.diagnosis import Absent, diagnose
 from zerolite.diagnostics.last_words import LastWords, describe_end, lost_peer
 from zerolite.diagnostics.position import WATCHDOG, EngineView, Position, position_of
 from zerolite.utils import failure_record
+from zerolite.utils.finalizers import finalize_before_exit
 
 if TYPE_CHECKING:
     from zerolite.zero.outcomes import StepCounters
@@ -101,7 +102,7 @@ class Watchdog:
         self._trains = threading.get_ident()
         others = [self._timeout_s] if self._counters else []
         self._timeout_s = min((t for t in (timeout_s, *others) if t), default=0.0)
-        WAIT.explain = self.explain
+        WAIT.explain_with(self.explain)
         if self._thread.is_alive():
             self._nudge()
         else:
@@ -112,7 +113,7 @@ class Watchdog:
         self._watched += 1
         self._engines[self._watched] = engine
         self._counters[id(engine)] = engine.parts.counters
-        weakref.finalize(engine, self._retire, id(engine)).atexit = False
+        finalize_before_exit(engine, self._retire, id(engine))
 
     def _retire(self, engine: int) -> None:
         self._steps = max(self._steps, self._counters.pop(engine).global_steps)
@@ -133,8 +134,7 @@ class Watchdog:
         self._closed = True
         WAIT.forget()
         self._nudge()
-        if WAIT.explain == self.explain:
-            WAIT.explain = lambda error: None
+        WAIT.explain_without(self.explain)
         if self._signalled and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # no handler came after this one
             faulthandler.unregister(signal.SIGUSR1)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:

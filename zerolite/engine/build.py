@@ -84,6 +84,7 @@ from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.updates.staged_update import StagedSpans
 from zerolite.updates.torch_update import TorchUpdate
 from zerolite.utils.accelerator import host_value
+from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
@@ -342,8 +343,8 @@ class Assembly:
         """Register the clean-up that follows when ``engine`` has gone."""
         for parameter in self.owned:
             OWNERS[parameter] = self.reference
-        weakref.finalize(engine, offload.restore).atexit = False
-        weakref.finalize(engine, self.param_gatherer.wait_all).atexit = False
+        finalize_before_exit(engine, offload.restore)
+        finalize_before_exit(engine, self.param_gatherer.wait_all)
         handles = self.reducer.arrivals.handles, self.param_gatherer.handles, hooks, self.fp32.handles
         weakref.finalize(engine, remove_hooks, *handles)
 

@@ -29,6 +29,8 @@ import torch
 
 from zerolite.offload.checksums import Checksums, compare
 from zerolite.offload.placements import Transfer
+from zerolite.utils.c_functions import declare
+from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.utils.pinned_memory import host_memory
 from zerolite.utils.sizes import format_size
 
@@ -79,8 +81,8 @@ class SwapFile:
         except BaseException:
             os.close(self._fd)
             raise
-        self._closer = weakref.finalize(self, _close, self._fd, self._direct)
-        self._closer.atexit = False  # requests may be under way, and the process ends anyway
+        # Not at exit: requests may be under way, and the process ends anyway.
+        self._closer = finalize_before_exit(self, _close, self._fd, self._direct)
 
     @property
     def direct(self) -> bool:
@@ -112,7 +114,7 @@ class SwapFile:
             self._used += padded
             memory = (ctypes.c_ubyte * nbytes).from_address(address)
             self._offsets[address] = (offset, nbytes)
-            weakref.finalize(memory, self._release, address, offset, padded).atexit = False
+            finalize_before_exit(memory, self._release, address, offset, padded)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def read(self, offloaded: torch.Tensor, into: torch.Tensor) -> SwapTransfer:
@@ -328,11 +330,10 @@ def _map(fd: int, offset: int, nbytes: int) -> int:
 def _libc() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     size, offset, number = ctypes.c_size_t, ctypes.c_int64, ctypes.c_int
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, size, number, number, number, offset]
-    library.munmap.argtypes = [ctypes.c_void_p, size]
-    library.madvise.argtypes = [ctypes.c_void_p, size, number]
-    library.fallocate.argtypes = [number, number, offset, offset]
+    declare(library.mmap, ctypes.c_void_p, ctypes.c_void_p, size, number, number, number, offset)
+    declare(library.munmap, number, ctypes.c_void_p, size)
+    declare(library.madvise, number, ctypes.c_void_p, size, number)
+    declare(library.fallocate, number, number, number, offset, offset)
     return library
 
 

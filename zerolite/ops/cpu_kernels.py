@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_int32, c_void_p
+from ctypes import POINTER, c_int32, c_void_p
 
 import torch
 
 from zerolite.ops.call import UpdateCall
 from zerolite.ops.interface import Norm, Threads, Update, check_abi, norm_arguments, update_arguments
+from zerolite.utils.c_functions import declare
 
 NORM_CHUNK = 16384
 ISA_NAMES = ("plain", "avx2", "avx512")
@@ -30,10 +31,9 @@ class CpuKernels:
         """isa: index in ISA_NAMES, by default the widest that the processor has. Raises RuntimeError for a library
         of another version of the interface."""
         check_abi(library, "CPU")
-        self._update = _prototype(library.zl_cpu_update, Update)
-        self._norm = _prototype(library.zl_cpu_norm, Norm)
-        library.zl_best_isa.restype = c_int32
-        self.best_isa: int = library.zl_best_isa()
+        self._update = declare(library.zl_cpu_update, c_int32, POINTER(Update))
+        self._norm = declare(library.zl_cpu_norm, c_int32, POINTER(Norm))
+        self.best_isa: int = declare(library.zl_best_isa, c_int32)()
         self._isa = isa
 
     def update(self, call: UpdateCall) -> None:
@@ -51,12 +51,6 @@ class CpuKernels:
         partial = torch.empty(arguments.partials, dtype=torch.float64)
         arguments.partial = partial.data_ptr()
         _check(self._norm(arguments), "norm")
-
-
-def _prototype(function: ctypes._NamedFuncPointer, argument: type[Structure]) -> ctypes._NamedFuncPointer:
-    function.argtypes = [POINTER(argument)]
-    function.restype = c_int32
-    return function
 
 
 def _check(code: int, what: str) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from zerolite.ops.call import UpdateCall
 from zerolite.ops.interface import Norm, Update, check_abi, norm_arguments, update_arguments
+from zerolite.utils.c_functions import declare
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class CudaKernels:
         check_abi(library, "CUDA")
         self._update = _entry(library, "update", Update)
         self._norm = _entry(library, "norm", Norm)
-        self._partials = _prototype(library.zl_cuda_norm_partials, c_int64, POINTER(Norm))
-        self._error_string = _prototype(library.zl_cuda_error_string, c_char_p, c_int32)
+        self._partials = declare(library.zl_cuda_norm_partials, c_int64, POINTER(Norm))
+        self._error_string = declare(library.zl_cuda_error_string, c_char_p, c_int32)
 
     def update(self, call: UpdateCall) -> None:
         self._launch(self._update, update_arguments(call), call.params[0].device)
@@ -88,13 +89,7 @@ class CudaKernels:
 def _entry(library: ctypes.CDLL, name: str, call: type[Structure]) -> _Entry:
     return _Entry(
         name,
-        _prototype(library[f"zl_cuda_{name}_bytes"], c_int64, c_int64),
-        _prototype(library[f"zl_cuda_{name}_fill"], c_int32, POINTER(call), c_void_p),
-        _prototype(library[f"zl_cuda_{name}"], c_int32, POINTER(call), c_void_p, c_void_p, c_int32, c_void_p),
+        declare(library[f"zl_cuda_{name}_bytes"], c_int64, c_int64),
+        declare(library[f"zl_cuda_{name}_fill"], c_int32, POINTER(call), c_void_p),
+        declare(library[f"zl_cuda_{name}"], c_int32, POINTER(call), c_void_p, c_void_p, c_int32, c_void_p),
     )
-
-
-def _prototype(function: ctypes._NamedFuncPointer, result: type, *arguments: type) -> ctypes._NamedFuncPointer:
-    function.restype = result
-    function.argtypes = list(arguments)
-    return function

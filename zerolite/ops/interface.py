@@ -9,6 +9,7 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 import torch
 
 from zerolite.ops.call import UpdateCall
+from zerolite.utils.c_functions import declare
 
 ABI = 3
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -61,10 +62,10 @@ class Norm(Structure):
 
 def check_abi(library: ctypes.CDLL, kind: str) -> None:
     """Raise RuntimeError for a library of another version of the interface."""
-    library.zl_abi.restype = c_int32
-    if library.zl_abi() != ABI:
+    version = declare(library.zl_abi, c_int32)()
+    if version != ABI:
         raise RuntimeError(
-            f"the {kind} kernels have interface {library.zl_abi()}, expected {ABI}; rebuild them: delete the cache "
+            f"the {kind} kernels have interface {version}, expected {ABI}; rebuild them: delete the cache "
             "directory that `zerolite report` names"
         )
 

@@ -7,9 +7,11 @@ import errno
 import functools
 import os
 from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from typing import Any
 
 from zerolite.ops.io_reference import IOResult
 from zerolite.utils.builder import op_builder
+from zerolite.utils.c_functions import declare
 
 ABI = 1
 _BACKENDS = {"auto": 0, "io_uring": 1, "threads": 2}
@@ -104,22 +106,21 @@ def _load() -> ctypes.CDLL | str:
         library = op_builder.load("async_io")
     except (op_builder.OpUnavailable, OSError) as error:
         return str(error)
-    library.zl_aio_abi.restype = c_int32
-    if library.zl_aio_abi() != ABI:
+    version = declare(library.zl_aio_abi, c_int32)()
+    if version != ABI:
         return (
-            f"the library for asynchronous I/O has interface {library.zl_aio_abi()}, expected {ABI}; rebuild it: "
+            f"the library for asynchronous I/O has interface {version}, expected {ABI}; rebuild it: "
             "delete the cache directory that `zerolite report` names."
         )
-    prototypes = {
-        "create": (c_void_p, [POINTER(_Options), POINTER(c_int32)]),
-        "backend_of": (c_int32, [c_void_p]),
-        "submit": (c_int64, [c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64]),
-        "wait": (c_int32, [c_void_p, c_int64, c_int64, POINTER(_Outcome)]),
-        "ended": (c_int32, [c_void_p, c_int64]),
-        "stop": (c_int32, [c_void_p]),
-        "destroy": (None, [c_void_p]),
+    prototypes: dict[str, tuple[Any, ...]] = {
+        "create": (c_void_p, POINTER(_Options), POINTER(c_int32)),
+        "backend_of": (c_int32, c_void_p),
+        "submit": (c_int64, c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int64),
+        "wait": (c_int32, c_void_p, c_int64, c_int64, POINTER(_Outcome)),
+        "ended": (c_int32, c_void_p, c_int64),
+        "stop": (c_int32, c_void_p),
+        "destroy": (None, c_void_p),
     }
-    for name, (result, arguments) in prototypes.items():
-        function = getattr(library, f"zl_aio_{name}")
-        function.restype, function.argtypes = result, arguments
+    for name, (result, *arguments) in prototypes.items():
+        declare(getattr(library, f"zl_aio_{name}"), result, *arguments)
     return library

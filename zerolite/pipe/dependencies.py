@@ -117,6 +117,9 @@ class Call:
     told: bool = False
     inner: list[Call] = field(default_factory=list)
 
+    def end(self, part: int, told: bool, template: Any) -> None:
+        self.ended, self.told, self.template = part, told, template
+
 
 @dataclass(frozen=True)
 class Zeros:
@@ -145,9 +148,7 @@ class Calls:
             self._open.append(call)
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
-            call = self._open.pop()
-            call.ended = self._part()
-            call.told, call.template = self._template(outputs)
+            self._open.pop().end(self._part(), *self._template(outputs))
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after))

@@ -117,7 +117,7 @@ class DryStage(ChunkStage):
         key = self.step.key
         if not self._after.dead and key not in self._after.known:
             fresh, self._fresh = self._fresh, None
-            self._learn(self._after, fresh)
+            self._after.learn(key, fresh)
             if fresh is not None:
                 self._rehearsal.boundaries[self.stage_index] = fresh
 

@@ -152,6 +152,13 @@ class PipelineModule(nn.Module):
                 "torch.utils.checkpoint, without reentrance"
             )
 
+    def fill_in(self, activation_checkpoint_interval: int, partition_method: str) -> None:
+        """Take the config's settings where the constructor was given none."""
+        if self.activation_checkpoint_interval is None:
+            self.activation_checkpoint_interval = activation_checkpoint_interval
+        if self.partition_method is None:
+            self.partition_method = partition_method
+
     # ---------------------------------------------------------------- building
 
     @property
@@ -160,10 +167,10 @@ class PipelineModule(nn.Module):
         return bool(self.functions)
 
     def build(self, places: Iterable[int], device: torch.device | None = None) -> None:
-        """Build the layers at ``places``, on ``device`` (default: where their classes put them), and keep no others.
-        Once."""
-        for place in places:
-            self.functions[place] = self._made(place, device)
+        """Build those of the layers at ``places`` that are not there, on ``device`` (default: where their classes put
+        them), and keep no others."""
+        built = self.functions
+        self.functions = {place: built[place] if place in built else self._made(place, device) for place in places}
 
     def _made(self, place: int, device: torch.device | None) -> Callable[[Any], Any]:
         layer = self.specs[place]

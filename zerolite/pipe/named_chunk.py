@@ -58,10 +58,21 @@ class ChunkPlan:
 class Splitting:
     """Split of one model: its parts, how they are run for micro-batches of any shapes, and which of them runs now."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], homes: Sequence[Home], skeleton: Skeleton) -> None:
-        """names: of the modules that begin the parts 1, 2, … skeleton: of the whole model."""
-        self.model, self.names, self.homes = model, list(names), list(homes)
-        self.buffers: Mapping[str, Mapping[str, torch.Tensor]] = {}  # of modules that are elsewhere
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        homes: Sequence[Home],
+        skeleton: Skeleton,
+        buffers: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> None:
+        """
+        Args:
+            names: of the modules that begin the parts 1, 2, …
+            skeleton: of the whole model.
+            buffers: of modules that are elsewhere.
+        """
+        self.model, self.names, self.homes, self.buffers = model, list(names), list(homes), buffers
         self.running: NamedChunk | None = None
         self.replaced: Any = WeakTensorKeyDictionary()  # arguments, by what they stood for: backward may compute anew
         self.precision, self.device = Precision(), torch.device("cpu")
@@ -69,6 +80,22 @@ class Splitting:
         self._skeleton = skeleton
         self._plans: dict[str, ChunkPlan] = {}
         self._hooked = False
+
+    def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
+        """Set precision, device and loss, as :meth:`Chunk.connect` does."""
+        self.precision, self.device, self.loss_fn = precision, device, loss_fn
+        self.buffers = {
+            path: {name: buffer.to(device) for name, buffer in buffers.items()}
+            for path, buffers in self.buffers.items()
+        }
+
+    def run(self, chunk: NamedChunk, batch: MicroBatch) -> Any:
+        """Run the model's forward, from and to the modules where ``chunk`` begins and ends."""
+        self.running = chunk
+        try:
+            return self.model(*batch.args, **batch.kwargs)
+        finally:
+            self.running = None
 
     def check_running(self, model: nn.Module, args: Any) -> None:
         """Raise RuntimeError if other code calls the model."""
@@ -118,12 +145,7 @@ class NamedChunk(Chunk):
         return list(self._parameters)
 
     def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
-        splitting = self._splitting
-        splitting.precision, splitting.device, splitting.loss_fn = precision, device, loss_fn
-        splitting.buffers = {
-            path: {name: buffer.to(device) for name, buffer in buffers.items()}
-            for path, buffers in splitting.buffers.items()
-        }
+        self._splitting.connect(precision, device, loss_fn)
 
     def prepare(self, batch: MicroBatch) -> None:
         self._plan = self._splitting.plan(batch)
@@ -136,13 +158,12 @@ class NamedChunk(Chunk):
             self._leave_prefix = prefix
             if self.index:
                 prefix.enter_context(_left_out(splitting, self._plan.prefixes[self.index]))
-            splitting.running = self
             try:
-                outputs = self.module(*batch.args, **batch.kwargs)
+                outputs = splitting.run(self, batch)
             except _Left as left:
                 return left.tensors
             finally:
-                splitting.running, self._received, self._leave_prefix = None, (), None
+                self._received, self._leave_prefix = (), None
         if self.index < len(splitting.names):
             raise RuntimeError(
                 f"pipeline.split: expected the model's forward to call '{splitting.names[self.index]}', which begins "

@@ -172,10 +172,7 @@ def _adopt(model: PipelineModule, settings: PipelineConfig, stages: int, loss_fn
     _refuse_names(settings, "a PipelineModule")
     if loss_fn is not None and model.loss_fn is not None and loss_fn is not model.loss_fn:
         raise ValueError("zerolite.initialize: got a loss_fn, and the PipelineModule has another; give one of them")
-    if model.activation_checkpoint_interval is None:
-        model.activation_checkpoint_interval = settings.activation_checkpoint_interval
-    if model.partition_method is None:
-        model.partition_method = settings.partition_method
+    model.fill_in(settings.activation_checkpoint_interval, settings.partition_method)
 
 
 def _refuse_names(settings: PipelineConfig, what: str) -> None:
@@ -209,8 +206,7 @@ def _bounds_of(method: str, layers: Sequence[object], names: Sequence[str], part
 
 def _of_layers(model: PipelineModule, bounds: Sequence[int], own: Sequence[int]) -> tuple[list[Chunk], list[Home]]:
     places = [place for part in own for place in range(bounds[part], bounds[part + 1])]
-    if not model.built:
-        model.build(places)
+    model.build(places)
     layers = [
         layer if isinstance(layer, nn.Module) else model.layers._modules.get(str(first))
         for layer, first in zip(model.specs, model.first_places, strict=True)
@@ -218,7 +214,6 @@ def _of_layers(model: PipelineModule, bounds: Sequence[int], own: Sequence[int])
     names = [f"layers.{first}" for first in model.first_places]
     homes = homes_of(layers, names, bounds)
     _strip(layers, homes, own, bounds)
-    model.functions = {place: model.functions[place] for place in places}
     chunks: list[Chunk] = []
     for part in own:
         here = range(bounds[part], bounds[part + 1])

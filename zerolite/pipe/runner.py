@@ -80,9 +80,7 @@ class PipelineRunner:
 
     def eval_batch(self, batches: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
-        step = self._begin("eval_batch", batches, training=False)
-        step.keeps_outputs = return_logits or not compute_loss
-        step.computes_loss = compute_loss
+        step = self._begin("eval_batch", batches, False, return_logits or not compute_loss, compute_loss)
         self._run_stages("eval_batch", step)
         outputs = step.outputs if self._has_last else None
         if not compute_loss:
@@ -92,7 +90,9 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- a step
 
-    def _begin(self, call: str, batches: Iterator[Any], training: bool) -> Step:
+    def _begin(
+        self, call: str, batches: Iterator[Any], training: bool, outputs: bool = False, loss: bool = True
+    ) -> Step:
         """Read the micro-batches, and learn how all ranks have fared."""
         status, read, content = FINE, list[MicroBatch](), 0
         error: BaseException | None = None
@@ -106,7 +106,7 @@ class PipelineRunner:
         self._meeting.begin(call, status, error, shapes, content)
         if training:
             self._parts.pipeline.note_inputs(find_tensors([(micro.args, micro.kwargs, micro.target) for micro in read]))
-        return Step(self._parts, read, (shapes, training))
+        return Step(self._parts, read, (shapes, training), outputs, loss)
 
     def _read(self, call: str, batches: Iterator[Any]) -> tuple[list[MicroBatch], int]:
         """A step's micro-batches, and a hash of their values."""

@@ -50,11 +50,11 @@ def split_by_names(
         for name, parameter in module._parameters.items()
         if parameter is not None
     )
-    splitting = Splitting(model, names, homes, skeleton)
     mine = set(own)
     staying = {id(home.parameter) for home in homes if home.parts & mine}
     elsewhere = _paths_elsewhere(model, staying)
-    splitting.buffers = keep_only(model, staying.__contains__, elsewhere.__contains__)
+    buffers = keep_only(model, staying.__contains__, elsewhere.__contains__)
+    splitting = Splitting(model, names, homes, skeleton, buffers)
     for path, module, part in parts_of_modules(model, names, later):
         if part not in mine and path not in elsewhere:  # it may run here too, and another stage speaks for it
             module._non_persistent_buffers_set.update(module._buffers)

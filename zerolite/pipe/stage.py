@@ -22,7 +22,7 @@ from zerolite.comm import HostLinks, recorder
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import KEEPS_ONE, Launch, launch_together
-from zerolite.pipe.step import TAG, Step
+from zerolite.pipe.step import TAG, Key, Step
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -60,10 +60,19 @@ class _Boundary:
     """Boundary with one neighbour: what crosses, by the key of a step's shapes. None if the part before it has failed
     before anybody knew: then nothing crosses."""
 
-    known: dict[Any, BoundarySpec] = field(default_factory=dict)
+    known: dict[Key, BoundarySpec] = field(default_factory=dict)
     dead: bool = False  # in this step
 
-    def spec(self, key: Any) -> BoundarySpec | None:
+    def begin_step(self) -> None:
+        self.dead = False
+
+    def learn(self, key: Key, spec: BoundarySpec | None) -> None:
+        if spec is None:
+            self.dead = True
+        else:
+            self.known[key] = spec
+
+    def spec(self, key: Key) -> BoundarySpec | None:
         return None if self.dead else self.known[key]
 
 
@@ -107,7 +116,8 @@ class ChunkStage(PipelineStage):
         """Begin a step before its schedule runs."""
         self.step = step
         self._flights.clear()
-        self._before.dead = self._after.dead = False
+        self._before.begin_step()
+        self._after.begin_step()
         self.has_backward = step.training
 
     def end(self) -> None:
@@ -145,9 +155,9 @@ class ChunkStage(PipelineStage):
         spec = None if self.is_first else self._incoming()
         if spec is None:
             return []
-        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
-        flight.received = self._room(spec.tensors)
-        return [self._receive(tensor, self.stage_index - 1) for tensor in flight.received]
+        room = self._room(spec.tensors)
+        self._flights[fwd_chunk_id] = _Flight(received=room)
+        return [self._receive(tensor, self.stage_index - 1) for tensor in room]
 
     def _incoming(self) -> BoundarySpec | None:
         """Return the specification of the tensors from the part before; in the first forward with new shapes that part
@@ -155,14 +165,8 @@ class ChunkStage(PipelineStage):
         key = self.step.key
         if not self._before.dead and key not in self._before.known:
             assert self._links is not None
-            self._learn(self._before, self._links.receive(self._rank_of(self.stage_index - 1)))
+            self._before.learn(key, self._links.receive(self._rank_of(self.stage_index - 1)))
         return self._before.spec(key)
-
-    def _learn(self, boundary: _Boundary, spec: BoundarySpec | None) -> None:
-        if spec is None:
-            boundary.dead = True
-        else:
-            boundary.known[self.step.key] = spec
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
@@ -200,7 +204,7 @@ class ChunkStage(PipelineStage):
         """The part before is on this rank too: its outputs, as they are."""
         assert self.previous_here is not None
         spec = self.previous_here._outgoing()
-        self._learn(self._before, spec)
+        self._before.learn(self.step.key, spec)
         if spec is not None:
             outputs = prev_stage_outputs or self._zeros(spec.tensors)
             self._flights[mb_index] = _Flight(received=tuple(output.detach() for output in outputs))
@@ -245,9 +249,9 @@ class ChunkStage(PipelineStage):
         flight = self._flights.setdefault(fwd_chunk_id, _Flight())
         if self.step.failure is None and not self._before.dead:
             try:
-                self._forward(flight, fwd_chunk_id)
+                flight.outputs = self._forward(flight.received, fwd_chunk_id)
             except Exception as error:
-                self._fail(error)
+                self.step.fail(error)
         if not self.is_last:
             self._announce()
         outputs = flight.outputs
@@ -257,21 +261,20 @@ class ChunkStage(PipelineStage):
                 del self._flights[fwd_chunk_id]
         return outputs if self.next_here is not None else ()
 
-    def _forward(self, flight: _Flight, index: int) -> None:
+    def _forward(self, received: tuple[torch.Tensor, ...], index: int) -> tuple[torch.Tensor, ...]:
         step = self.step
         single = True
         if not self.is_first:
             spec = self._before.known[step.key]
             single = spec.single
             if self.has_backward:
-                for tensor, described in zip(flight.received, spec.tensors, strict=True):
+                for tensor, described in zip(received, spec.tensors, strict=True):
                     tensor.requires_grad_(described.requires_grad)
-        entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in flight.received)
+        entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in received)
         outputs = step.forward(self.chunk, entered, single, index)
         if self.is_last:
             loss = step.loss(outputs, index)
-            flight.outputs = () if loss is None else (loss,)
-            return
+            return () if loss is None else (loss,)
         single, tensors = tensors_of(outputs, self.stage_index)
         known = self._after.known.get(step.key)
         made = BoundarySpec(single, tuple(map(TensorSpec.of, tensors)))
@@ -282,7 +285,7 @@ class ChunkStage(PipelineStage):
                 f"expected part {self.stage_index} of the pipeline to give {known} for every micro-batch of these "
                 f"shapes, as it did at first, got {made}"
             )
-        flight.outputs = tensors
+        return tensors
 
     def _announce(self) -> None:
         """Tell the next part what comes, if it is new to it."""
@@ -290,14 +293,10 @@ class ChunkStage(PipelineStage):
         if self._after.dead or key in self._after.known:
             return
         fresh, self._fresh = self._fresh, None
-        self._learn(self._after, fresh)
+        self._after.learn(key, fresh)
         if self.next_here is None:
             assert self._links is not None
             self._links.send(fresh, self._rank_of(self.stage_index + 1))
-
-    def _fail(self, error: Exception) -> None:
-        if self.step.failure is None:
-            self.step.failure = error
 
     @computation
     def backward_one_chunk(
@@ -313,7 +312,7 @@ class ChunkStage(PipelineStage):
             try:
                 self._backward_of_inputs(flight)
             except Exception as error:
-                self._fail(error)
+                self.step.fail(error)
         if not full_backward:
             flight.groups = flight.groups if split and self.step.failure is None else _WHOLE
         self._keep_gradients(flight)
@@ -334,11 +333,11 @@ class ChunkStage(PipelineStage):
         step = self.step
         try:
             step.begin_backward()
-            if self.step.failure is None:
+            if step.failure is None:
                 compute()
         except Exception as error:
-            self._fail(error)
-        step.end_backward(self.step.failure is None)
+            step.fail(error)
+        step.end_backward(step.failure is None)
 
     def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Outputs with a graph, and their gradients."""

@@ -22,6 +22,7 @@ from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.step import StepPipeline
 
 TAG = "pipe"
+Key = tuple[int, bool]  # of a step's shapes, and whether it trains
 WITHOUT_VALUES = (
     "pipeline.split: the model keeps tensors from one forward to the next outside of its modules (a global cache), and "
     "has kept one of the run without values; let it compute them anew, or keep them in buffers"
@@ -52,14 +53,16 @@ class Step:
         failure: the first on this rank; computations are left out from then on.
     """
 
-    def __init__(self, parts: RunnerParts, batches: list[MicroBatch], key: Any) -> None:
-        self.training = bool(key[1])
+    def __init__(
+        self, parts: RunnerParts, batches: list[MicroBatch], key: Key, keeps_outputs: bool, computes_loss: bool
+    ) -> None:
+        self.training = key[1]
         self.key = key
         self.failure: Exception | None = None
         self.waiting: contextlib.AbstractContextManager[None] | None = None  # for a message, as the watchdog sees it
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
-        self.keeps_outputs, self.computes_loss = False, True
+        self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
         self._parts, self._batches = parts, batches
         self._factor = parts.pipeline.gradient_scale.of_accumulation() / parts.micro_batches if self.training else 1.0
 
@@ -75,9 +78,9 @@ class Step:
         """Return what backward begins with at the last part; None if there is no loss."""
         widens = self._parts.precision.widens(outputs)
         outputs = map_tensors(lambda tensor: tensor.float() if widens(tensor) else tensor, outputs)
-        if self.keeps_outputs:  # parts of logits too: they are looked at on some ranks only
+        if self._keeps_outputs:  # parts of logits too: they are looked at on some ranks only
             self.outputs.append(map_tensors(lambda t: t.gathered() if hasattr(t, "gathered") else t, outputs))
-        if not self.computes_loss:
+        if not self._computes_loss:
             return None
         loss = self._batches[index].loss(outputs, self._parts.loss_fn)
         loss = loss.float() if loss.dtype in HALF else loss
@@ -92,9 +95,14 @@ class Step:
             )
         return loss * self._factor
 
+    def fail(self, error: Exception) -> None:
+        """A computation has failed. The first failure is kept."""
+        if self.failure is None:
+            self.failure = error
+
     def begin_backward(self) -> None:
         self._parts.pipeline.begin_backward(engine_scaled=True)
-        self._parts.boundary.scaled = True
+        self._parts.boundary.note_scaled()
 
     def end_backward(self, complete: bool) -> None:
         self._parts.pipeline.end_backward(complete=complete)

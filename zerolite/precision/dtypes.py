@@ -122,6 +122,10 @@ class GraphBoundary:
         """A backward begins, whose gradients must meet the loss scale."""
         self.scaled = False
 
+    def note_scaled(self) -> None:
+        """The backward under way has met the loss scale."""
+        self.scaled = True
+
     def check_scaled(self, name: str) -> None:
         """The first gradient of a backward has arrived: raise RuntimeError if nothing has scaled it."""
         if not self.scaled:

@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import logging
 import mmap
-import weakref
 from typing import Any
 
 import torch
+
+from zerolite.utils.finalizers import finalize_before_exit
 
 logger = logging.getLogger("zerolite")
 
@@ -28,7 +29,7 @@ def host_memory(nbytes: int, pin: bool) -> torch.Tensor:
     if pin:
         runtime: Any = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0:
-            weakref.finalize(exporter, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+            finalize_before_exit(exporter, runtime.cudaHostUnregister, memory.data_ptr())
         else:
             _told_of_failure(nbytes)
     return memory
