@@ -9,6 +9,7 @@ bytes may be there or not, by halves, or as zeros where only its length has been
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -42,7 +43,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         for name in CALLS:
-            setattr(os, name, getattr(self, f"_{name}"))
+            setattr(os, name, getattr(self, f"_{name}", functools.partial(self._at, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -103,28 +104,14 @@ class Recorder:
         with self._change("truncate", self._paths.get(descriptor), size):
             self._real["ftruncate"](descriptor, size)
 
-    def _fsync(self, descriptor: int) -> None:
-        with self._change("fsync", self._paths.get(descriptor)):
-            self._real["fsync"](descriptor)
-
-    def _mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        with self._change("mkdir", self._below(path, dir_fd)):
-            self._real["mkdir"](path, mode, dir_fd=dir_fd)
-
     def _rename(self, source: Any, target: Any, **where: Any) -> None:
         with self._change("rename", self._below(source, None), self._below(target, None)):
             self._real["rename"](source, target, **where)
 
-    def _unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        with self._change("unlink", self._below(path, dir_fd)):
-            self._real["unlink"](path, dir_fd=dir_fd)
-
-    def _rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        with self._change("rmdir", self._below(path, dir_fd)):
-            self._real["rmdir"](path, dir_fd=dir_fd)
-
-
-# -------------------------------------------------------------------- the disk
+    def _at(self, name: str, path: Any, *arguments: Any, **where: Any) -> None:
+        """A call that changes what is at a path, or at a descriptor."""
+        with self._change(name, self._below(path, where.get("dir_fd"))):
+            self._real[name](path, *arguments, **where)
 
 
 @dataclass(eq=False)

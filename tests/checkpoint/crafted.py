@@ -90,8 +90,6 @@ def _places(body: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(value)
 
 
-# -------------------------------------------------------------------- by hand
-
 Change = Callable[[Any], Any]
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint made by hand, without an engine, and the reader of exported models."""
+"""A checkpoint made without an engine, and the reader of exported models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.boxes import boxes_of_range
-from zerolite.checkpoint.checksums import entry_of
-from zerolite.checkpoint.manifest import INDEX, STATE, About, Manifest, StoredBox, StoredTensor, index_to_json
-from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
+from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.pieces import cut_evenly, empty_shard, whole
+from zerolite.checkpoint.planner import Shard
+from zerolite.checkpoint.run import TrainingRun
+from zerolite.checkpoint.storage import Commit, write_checkpoint
 from zerolite.utils.dtypes import BY_CODE, CODES
 
 Tensors = dict[str, torch.Tensor]
@@ -44,36 +45,10 @@ def contents() -> Tensors:
     return tensors
 
 
-def make_checkpoint(
-    path: Path, tensors: Tensors, parameters: dict[str, Any], buffers: Any = (), **about: Any
-) -> dict[str, bytes]:
-    """A checkpoint of two ranks, of which each has a half of every tensor. Gives its files."""
-    parts: list[dict[str, Any]] = [{}, {}]
-    places: list[tuple[str, Any, str, str]] = []  # key, box, file, name in the file
-    for key, tensor in tensors.items():
-        half = (tensor.numel() + 1) // 2
-        for rank, (start, numel) in enumerate(((0, half), (half, tensor.numel() - half))):
-            for box in boxes_of_range(tensor.shape, start, numel):
-                name = f"{key}@{','.join(map(str, box[0]))}"
-                parts[rank][name] = tensor[tuple(slice(low, low + n) for low, n in zip(*box, strict=True))].contiguous()
-                places.append((key, box, f"rank_{rank:05d}.safetensors", name))
-    files, starts = {}, {}
-    for rank, part in enumerate(parts):
-        header, of_part = build_header([ToStore(n, t.dtype, tuple(t.shape)) for n, t in part.items()], {"format": "pt"})
-        files[f"rank_{rank:05d}.safetensors"] = header + b"".join(as_bytes(t) for t in part.values())
-        starts.update(zip(part, of_part, strict=True))
-    index = {
-        key: StoredTensor(
-            tuple(tensor.shape),
-            tensor.dtype,
-            tuple(StoredBox(box, file, starts[name]) for of, box, file, name in places if of == key),
-        )
-        for key, tensor in tensors.items()
-    }
-    files[INDEX] = index_to_json(index)
+def make_checkpoint(path: Path, tensors: Tensors, parameters: dict[str, Any], buffers: Any = (), **about: Any) -> None:
+    """A checkpoint as the ranks of a job would have written it, of which each has a half of every tensor."""
     stored = {name: tensors[f"buffers/{name}"] for name in buffers}
     of_buffers = {name: {"shape": list(t.shape), "dtype": CODES[t.dtype]} for name, t in stored.items()}
-    files[STATE] = json.dumps({"parameters": parameters, "buffers": of_buffers}).encode()
     facts: dict[str, Any] = {
         "saved_at": "2026-01-02T03:04:05.000000+00:00",
         "global_steps": 12,
@@ -86,15 +61,19 @@ def make_checkpoint(
         "layout": {},
         "exclude_frozen_parameters": False,
     }
-    manifest = Manifest(About(**{"tag": path.name, **facts, **about}), {n: entry_of(f) for n, f in files.items()})
-    files["manifest.json"] = manifest.to_json()
-    path.mkdir(parents=True)
-    for name, content in files.items():
-        (path / name).write_bytes(content)
-    return files
+    described = About(**{"tag": path.name, **facts, **about})
+    shards = [
+        shard
+        for key, tensor in tensors.items()
+        for shard in (halves(key, tensor) if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)])
+    ]
+    state = {"parameters": parameters, "buffers": of_buffers, "optimizer": {}}
+    write_checkpoint(path.parent, path.name, shards, {}, Commit(path.parent, described, state, TrainingRun()))
 
 
-# -------------------------------------------------------------------- what was written
+def halves(key: str, tensor: torch.Tensor) -> list[Shard]:
+    flat = [whole(key, tensor)]
+    return [shard for rank in range(2) for part in cut_evenly(flat, rank, 2) for shard in part.shards()]
 
 
 def read_file(path: Path) -> tuple[dict[str, str], Tensors]:

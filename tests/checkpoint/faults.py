@@ -4,6 +4,7 @@ on, saved and read without an engine."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -21,9 +22,6 @@ from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 
 Operation = tuple[str, str]  # what is to happen, and the name of the file
-
-
-# -------------------------------------------------------------------- faults
 
 
 @contextlib.contextmanager
@@ -60,56 +58,17 @@ def failing(at: int, kind: int, always: bool = False, only: str = "") -> Iterato
         yield done
 
 
-class Killed(BaseException):
-    """Raised by everything that a process does after its pretended death."""
+@contextlib.contextmanager
+def death(at: int) -> Iterator[None]:
+    """This process is killed before the operation ``at``."""
+    operations = itertools.count()
 
+    def before(operation: str, path: Path) -> None:
+        if next(operations) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def _end() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Death:
-    """The end of this process at the operation ``at``: "before" it, or "within" it, a half of it done. ``end`` kills,
-    or raises :class:`Killed`, as does everything afterwards."""
-
-    def __init__(self, at: int, how: str = "before", end: Callable[[], None] = _end) -> None:
-        self.happened = False
-        self._at, self._how, self._end = at, how, end
-        self._count = 0
-        self._write = filesystem._write
-
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        try:
-            with hooked(self._before):
-                yield
-        finally:
-            filesystem._write = self._write
-
-    def _before(self, operation: str, path: Path) -> None:
-        if self.happened:
-            raise Killed
-        if self._count == self._at:
-            self._begin(operation, path)
-        self._count += 1
-
-    def _begin(self, operation: str, path: Path) -> None:
-        if self._how == "within" and operation == "write":
-            filesystem._write = self._half  # which is the next thing to happen
-            return
-        if self._how == "within" and operation == "remove" and path.is_dir():
-            for entry in sorted(path.iterdir())[::2]:
-                entry.unlink()
-        self._die()
-
-    def _half(self, descriptor: int, views: list[memoryview]) -> None:
-        self._write(descriptor, [view[: len(view) // 2] for view in views[: len(views) // 2 + 1]])
-        self._die()
-
-    def _die(self) -> None:
-        self.happened = True
-        self._end()
-        raise Killed
+    with hooked(before):
+        yield
 
 
 def as_nobody(path: Path, action: Callable[[], str]) -> str:
@@ -135,9 +94,6 @@ def as_nobody(path: Path, action: Callable[[], str]) -> str:
         result = pipe.read().decode()
     os.waitpid(process, 0)
     return result
-
-
-# -------------------------------------------------------------------- a checkpoint
 
 
 def values(step: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import shutil
@@ -54,7 +55,7 @@ def save_and_die(directory: Path, points: dict[int, int], background: bool, firs
     """Save, while some ranks are killed, each at its point. The others raise."""
     engine = about_to_save(directory, first)
     at = points.get(engine.rank)
-    with faults.Death(at).awaited() if at is not None else contextlib.nullcontext():
+    with faults.death(at) if at is not None else contextlib.nullcontext():
         engine.save_checkpoint(directory, async_save=background)
         engine.wait_for_checkpoint()
 
@@ -171,7 +172,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @on_ranks(2)
 def test_full_disk(small_disk: Path, background: bool) -> None:
     """A disk that has no room is named, what was there stays whole, and there is room again once one is removed."""
-    recipe = replace(RECIPE, model=lambda: models.build(models.OddModel, width=32, hidden=500))
+    recipe = replace(RECIPE, model=functools.partial(models.OddModel, width=32, hidden=500))
     directory = small_disk / "saved"
     engine = engine_after(1, 2, recipe)
     good, said, now = 0, "", held(engine)

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,6 @@ def read_all(save_dir: Path, tag: str | None = None) -> None:
         reader.read(key)
 
 
-# -------------------------------------------------------------------- bytes
-
-
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("more", [-7, 1])
 def test_another_length(two: Path, name: str, more: int) -> None:
@@ -83,44 +81,6 @@ def test_every_flipped_bit_is_found(two: Path, name: str) -> None:
     assert faults.load(two) == 2
 
 
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        *(("missing", name) for name in FILES),
-        *((what, name) for what in ("empty", "a directory", "a pipe", "a pickle") for name in (RANK, MANIFEST)),
-        ("a link to nothing", STATE),
-        ("too long", INDEX),
-    ],
-)
-def test_something_else_in_its_place(two: Path, what: str, name: str) -> None:
-    file = two / "global_step2" / name
-    size = file.stat().st_size
-    file.unlink()
-    witness = two / "executed"
-    if what == "empty":
-        file.touch()
-    elif what == "a directory":
-        file.mkdir()
-    elif what == "a pipe":
-        os.mkfifo(file)
-    elif what == "a pickle":
-        content = pickle.dumps(Executed(witness))
-        file.write_bytes(content + b"." * (size - len(content)))
-    elif what == "a link to nothing":
-        file.symlink_to("nothing")
-    elif what == "too long":  # without taking room
-        with file.open("wb") as sparse:
-            sparse.truncate(1 << 33)
-    text = said(two)
-    assert not witness.exists()
-    assert "'global_step1'" in text
-    if what == "missing" and name == MANIFEST:
-        assert "'global_step2'" in text and "has no manifest" in text
-    else:
-        assert str(file) in text
-    assert faults.load(two, "global_step1") == 1
-
-
 class Executed:
     """Unpickling it leaves a trace."""
 
@@ -129,6 +89,34 @@ class Executed:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.witness,)
+
+
+INSTEAD: dict[str, Callable[[Path, int], Any]] = {  # of a file, and of so many bytes
+    "nothing": lambda file, size: None,
+    "an empty file": lambda file, size: file.touch(),
+    "a directory": lambda file, size: file.mkdir(),
+    "a pipe": lambda file, size: os.mkfifo(file),
+    "a pickle": lambda file, size: file.write_bytes(pickle.dumps(Executed(file.parent / "executed")).ljust(size, b".")),
+    "a link to nothing": lambda file, size: file.symlink_to("nothing"),
+    "a file that is too long": lambda file, size: (file.touch(), os.truncate(file, 1 << 33)),  # without taking room
+}
+
+
+@pytest.mark.parametrize("what", INSTEAD)
+@pytest.mark.parametrize("name", FILES)
+def test_something_else_in_its_place(two: Path, what: str, name: str) -> None:
+    file = two / "global_step2" / name
+    size = file.stat().st_size
+    file.unlink()
+    INSTEAD[what](file, size)
+    text = said(two)
+    assert not (file.parent / "executed").exists()
+    assert "'global_step1'" in text
+    if name == MANIFEST and what == "nothing":
+        assert "'global_step2'" in text and "has no manifest" in text
+    else:
+        assert str(file) in text
+    assert faults.load(two, "global_step1") == 1
 
 
 def test_that_pickle_would_be_executed(tmp_path: Path) -> None:
@@ -194,9 +182,6 @@ def test_latest_is_something_else(two: Path) -> None:
     assert str(latest) in said(two)
 
 
-# -------------------------------------------------------------------- what was not written by zerolite
-
-
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, STATE])
 def test_crafted(two: Path, name: str) -> None:
     path = two / "global_step2"
@@ -243,9 +228,6 @@ def test_every_mutation_is_an_error_or_harmless(two: Path, seed: int, count: int
         crafted.put_back(path, kept)
     assert count > refused > count / 3 and count > exports_refused > count / 4
     export_checkpoint(path, out)
-
-
-# -------------------------------------------------------------------- engines
 
 
 @pytest.mark.slow

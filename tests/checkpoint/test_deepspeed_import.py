@@ -1,12 +1,11 @@
-"""Importing DeepSpeed's checkpoints: what is in the files, in hand-made ones, and every reason to refuse them.
-
-Real ones are imported in test_deepspeed_real.py.
-"""
+"""Importing DeepSpeed's checkpoints, hand-made ones: what is in the files, every reason to refuse them, and the command
+`zerolite import-deepspeed`. Real ones are imported in test_deepspeed_real.py."""
 
 from __future__ import annotations
 
 import re
 import struct
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ import torch
 
 from tests.checkpoint.deepspeed_fakes import Fake, example
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.compat import deepspeed_reader
+from zerolite.compat.deepspeed_import import import_deepspeed, main
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.precision.loss_scaler import LossScaler
 
@@ -29,20 +31,27 @@ def values_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for key, value in wanted.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, world_size: int) -> None:
-    fake = example(stage, world_size, client_state={"epoch": 3})
-    fake.write(tmp_path)
-    imported = read_deepspeed(tmp_path)
+    """And written as it was read."""
+    client_state = {"epoch": 3, "weights": torch.arange(3.0), "nothing": torch.empty(0, 2)}
+    fake = example(stage, world_size, client_state=client_state)
+    fake.buffers["nothing"] = fake.heads[0]["module"]["nothing"] = torch.empty(2, 0)
+    fake.heads[0]["buffer_names"].append("nothing")
+    fake.write(tmp_path / "theirs")
+    imported = read_deepspeed(tmp_path / "theirs")
     expected = {f"parameters/{name}": value for name, value in {**fake.trained, **fake.frozen}.items()}
     expected |= {f"buffers/{name}": value for name, value in fake.buffers.items()}
-    for state, values in fake.moments.items():
-        expected |= {f"optimizer/{state}/{name}": value for name, value in values.items()}
-    found = values_of(imported)
-    assert set(found) == set(expected)
-    for key, value in expected.items():
-        assert torch.equal(found[key], value) and found[key].dtype == value.dtype, key
+    for kind, values in fake.moments.items():
+        expected |= {f"optimizer/{kind}/{name}": value for name, value in values.items()}
+    assert_same(values_of(imported), expected)
     state = imported.state
     assert list(state["parameters"]) == ["a.weight", "scale", "b.bias", "b.pair", "c.weight"]
     assert state["parameters"]["a.weight"] == {
@@ -53,19 +62,38 @@ def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, wor
     assert state["buffers"]["seen"] == {"shape": [], "dtype": "I64", "aliases": []}
     (group,) = state["optimizer"]["groups"]
     assert group["names"] == list(fake.trained)
-    values = {"lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.25, "amsgrad": False, "decoupled_weight_decay": True}
-    assert group["values"] == values
-    steps = state["optimizer"]["scalars"]["step"]
-    assert set(steps) == set(fake.trained) and all(torch.equal(step, torch.tensor(5.0)) for step in steps.values())
+    assert group["values"] == {
+        "lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.25, "amsgrad": False, "decoupled_weight_decay": True,
+    }  # fmt: skip
+    assert_same(state["optimizer"]["scalars"]["step"], dict.fromkeys(fake.trained, torch.tensor(5.0)))
     assert state["optimizer"]["type"] == "AdamW"
     assert state["lr_scheduler"] == {"type": None, "state": {"last_epoch": 5}}
     assert state["counters"] == {
         "global_steps": 6, "skipped_steps": 1, "skipped_in_a_row": 0, "micro_steps": 12, "last_norm": None,
         "weight_unit": 1.0,
     }  # fmt: skip
-    assert (state["loss_scaler"], state["client_state"]) == (None, {"epoch": 3})
+    assert state["loss_scaler"] is None and state["client_state"]["epoch"] == 3
     assert (imported.tag, imported.stage, imported.world_size) == ("global_step6", stage, world_size)
     assert imported.left_out == []
+    path = import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
+    assert path == tmp_path / "ours" / "global_step6"
+    assert (tmp_path / "ours" / "latest").read_text().strip() == "global_step6"
+    reader = CheckpointReader(path)
+    of_client = {"client_state/0": client_state["weights"], "client_state/1": client_state["nothing"]}
+    assert_same({key: reader.read(key) for key in reader.tensors}, expected | of_client)
+    assert [problem for _, problem in reader.verify() if problem] == []
+    assert reader.state["client_state"]["epoch"] == 3
+    assert_same(
+        {name: reader.state["client_state"][name] for name in ("weights", "nothing")},
+        {name: client_state[name] for name in ("weights", "nothing")},
+    )
+    for key in state.keys() - {"client_state"}:
+        assert reader.state[key] == state[key], key
+    about = reader.manifest.about
+    assert (about.tag, about.global_steps, about.world_size, about.stage) == ("global_step6", 6, world_size, stage)
+    assert about.precision == {"compute": "BF16, F32", "master": "F32"} and about.versions["deepspeed"] == "0.19.8"
+    assert about.parameters == {"tensors": 5, "elements": 31, "trained_tensors": 4, "trained_elements": 25}
+    assert not about.exclude_frozen_parameters
 
 
 def test_the_checkpoint_is_found_by_its_tag_by_latest_and_by_its_own_directory(tmp_path: Path) -> None:
@@ -144,54 +172,43 @@ def test_steps_are_counted_in_the_state_or_else_in_the_group(
 # -------------------------------------------------------------------- the loss scale
 
 
-class ScaleOfDeepSpeed:
-    """Its rule for good steps, on numbers: grow when the good steps since the last overflow, but one, are a multiple of
-    the window."""
-
-    def __init__(self, window: int) -> None:
-        self.state = {
-            "cur_scale": 256.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
-            "scale_window": window, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2,
-        }  # fmt: skip
-
-    def step(self, overflow: bool) -> None:
-        if overflow:
-            self.state["cur_scale"] /= 2
-            self.state["last_overflow_iter"] = self.state["cur_iter"]
-        else:
-            stable = self.state["cur_iter"] - self.state["last_overflow_iter"] - 1
-            if stable > 0 and stable % self.state["scale_window"] == 0:
-                self.state["cur_scale"] *= 2
-        self.state["cur_iter"] += 1
-
-    def steps_until_growth(self) -> int:
-        copy, count = ScaleOfDeepSpeed(0), 0
-        copy.state = dict(self.state)
-        while copy.state["cur_scale"] == self.state["cur_scale"]:
-            copy.step(False)
-            count += 1
-        return count
+def deepspeed_step(state: dict[str, Any], overflow: bool) -> dict[str, Any]:
+    """Its rule: the scale grows when the good steps since the last overflow, but one, are a multiple of the window."""
+    state = dict(state)
+    if overflow:
+        state["cur_scale"] /= 2
+        state["last_overflow_iter"] = state["cur_iter"]
+    else:
+        stable = state["cur_iter"] - state["last_overflow_iter"] - 1
+        if stable > 0 and stable % state["scale_window"] == 0:
+            state["cur_scale"] *= 2
+    state["cur_iter"] += 1
+    return state
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_the_loss_scale_grows_when_it_would_have_grown(tmp_path: Path, window: int) -> None:
-    theirs = ScaleOfDeepSpeed(window)
+    theirs: dict[str, Any] = {
+        "cur_scale": 256.0, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
+        "scale_window": window, "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2,
+    }  # fmt: skip
     for step in range(12):
-        theirs.step(overflow=step == 4)
-        fake = example(2, 1, scaler=theirs.state)
+        theirs = deepspeed_step(theirs, overflow=step == 4)
+        fake = example(2, 1, scaler=theirs)
         for name in fake.trained:
             fake.heads[0]["module"][name] = fake.heads[0]["module"][name].half()
-        directory = tmp_path / str(step)
-        fake.write(directory)
+        fake.write(tmp_path / str(step))
         ours = LossScaler(window=window)
-        ours.load_state_dict(read_deepspeed(directory, verify=False).state["loss_scaler"])
-        assert ours.scale == theirs.state["cur_scale"]
-        count = 0
-        while ours.scale == theirs.state["cur_scale"]:
+        ours.load_state_dict(read_deepspeed(tmp_path / str(step), verify=False).state["loss_scaler"])
+        scale = ours.scale
+        assert scale == theirs["cur_scale"]
+        later, count, wanted = theirs, 0, 0
+        while later["cur_scale"] == scale:
+            later, wanted = deepspeed_step(later, False), wanted + 1
+        while ours.scale == scale:
             ours.update(False)
             count += 1
-        # Directly after an overflow DeepSpeed takes a step more than the window.
-        assert count == min(theirs.steps_until_growth(), window)
+        assert count == min(wanted, window), "directly after an overflow DeepSpeed takes a step more than the window"
 
 
 # -------------------------------------------------------------------- refusals
@@ -324,4 +341,78 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     )
 
 
-# -------------------------------------------------------------------- the layout
+# -------------------------------------------------------------------- what is written
+
+
+def test_wrappers_are_no_part_of_names(tmp_path: Path) -> None:
+    fake = example(2, 2)
+    for mapping in (fake.heads[0]["module"], fake.heads[0]["param_shapes"][0]):
+        for name in list(mapping):
+            mapping[f"_orig_mod.{name}"] = mapping.pop(name)
+    fake.heads[0]["shared_params"] = {"_orig_mod.head.weight": "_orig_mod.a.weight"}
+    fake.heads[0]["buffer_names"] = [f"_orig_mod.{name}" for name in fake.buffers]
+    fake.write(tmp_path / "wrapped")
+    example(2, 2).write(tmp_path / "plain")
+    wrapped, plain = read_deepspeed(tmp_path / "wrapped"), read_deepspeed(tmp_path / "plain")
+    assert wrapped.state == plain.state
+    assert sorted(shard.key for shard in wrapped.tensors) == sorted(shard.key for shard in plain.tensors)
+
+
+def test_without_frozen_parameters_the_checkpoint_says_so(tmp_path: Path) -> None:
+    fake = example(2, 1)
+    del fake.heads[0]["module"]["c.weight"]
+    fake.write(tmp_path / "theirs")
+    path = import_deepspeed(tmp_path / "theirs", tmp_path / "ours")
+    assert CheckpointReader(path).manifest.about.exclude_frozen_parameters
+
+
+def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
+    path = example(2, 1).write(tmp_path)
+    before = sorted(path.iterdir())
+    with pytest.raises(CheckpointError, match="is there already, and is no checkpoint of zerolite"):
+        import_deepspeed(tmp_path, tmp_path)
+    assert sorted(path.iterdir()) == before
+    first = import_deepspeed(tmp_path, tmp_path / "ours")
+    assert import_deepspeed(tmp_path, tmp_path / "ours") == first  # one of zerolite is replaced
+    path.rename(tmp_path / ".hidden")
+    with pytest.raises(CheckpointError, match="cannot be imported under its name: expected tag to be"):
+        import_deepspeed(tmp_path / ".hidden", tmp_path / "ours")
+
+
+def test_the_command_says_what_it_did_and_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    example(2, 2, client_state={"where": Path("/x")}).write(tmp_path / "theirs", "one")
+    example(2, 2).write(tmp_path / "theirs", "two")
+    assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--tag", "one"]) == 0
+    assert capsys.readouterr().out == f"imported '{tmp_path}/theirs' to '{tmp_path}/ours/one'\n"
+    assert "left out: client_state['where'], a pathlib.PosixPath" in caplog.text
+    assert main([str(tmp_path / "nowhere"), str(tmp_path / "ours")]) == 1
+    assert capsys.readouterr().err.startswith("zerolite import-deepspeed: ")
+    optimizer = tmp_path / "theirs" / "two" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(optimizer.read_bytes())
+    content[content.index(struct.pack("<2f", 3.0, 4.0))] ^= 1
+    optimizer.write_bytes(content)
+    assert main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 1
+    assert "checksum" in capsys.readouterr().err
+    assert main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--no-verify"]) == 0
+
+
+def test_one_tensor_at_a_time_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put together before it is asked for, and nothing is kept; the rest are views of mapped files."""
+    example(3, 2).write(tmp_path)
+    made: list[weakref.ref[torch.Tensor]] = []
+    gather = deepspeed_reader.gather
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        assert [value for value in made if value() is not None] == []
+        value = gather(*arguments)
+        made.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(deepspeed_reader, "gather", watched)
+    shards = read_deepspeed(tmp_path).tensors
+    assert made == []
+    for shard in shards:
+        shard.values()
+    assert len(made) == 3 * 4 + 1

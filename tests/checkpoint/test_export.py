@@ -56,9 +56,6 @@ def listing(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-# -------------------------------------------------------------------- the plan
-
-
 def test_files_are_filled_in_order_and_hold_at_most_what_was_asked_for() -> None:
     sizes = {"a": 6, "b": 4, "c": 1, "big": 30, "d": 10, "none": 0}
     entries = [ToStore(name, torch.uint8, (size,)) for name, size in sizes.items()]
@@ -69,9 +66,6 @@ def test_files_are_filled_in_order_and_hold_at_most_what_was_asked_for() -> None
     assert files[1].metadata == {"x": "c", "format": "pt"}
     assert [file.name for file in plan_files(entries, "51B", {})] == ["model.safetensors"]
     assert [file.name for file in plan_files([], "51B", {})] == ["model.safetensors"]
-
-
-# -------------------------------------------------------------------- from a checkpoint
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, "60B"), ("fp32", "5GB"), ("bf16", "60B"), ("fp16", "60B")])
@@ -162,14 +156,11 @@ def test_leftovers_of_a_killed_export_are_removed(checkpoint: Path, tmp_path: Pa
 def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export.export_checkpoint(checkpoint, out)
-    flip(checkpoint / "rank_00001.safetensors", -1)
-    with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors' is damaged.*expected checksum"):
+    flip(checkpoint / "rank_00000.safetensors", -1)
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors' is damaged.*expected checksum"):
         export.export_checkpoint(checkpoint, out, torch.float32, "60B")
     assert listing(out) == ["model.safetensors"]
     assert_same(read_model(out)[0], expected(None), "the earlier export")
-
-
-# -------------------------------------------------------------------- the command
 
 
 def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,9 +214,6 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     assert max(peaks) < 8 * 1.5 + 6, peaks  # MiB: the tensor, half of it as it is stored, and what reading itself takes
 
 
-# -------------------------------------------------------------------- other readers
-
-
 def test_the_safetensors_library_loads_it_into_a_module(checkpoint: Path, tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     export.export_checkpoint(checkpoint, tmp_path / "out", max_shard_size="60B")
@@ -266,8 +254,6 @@ def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
             "what from_pretrained has loaded",
         )
 
-
-# -------------------------------------------------------------------- from an engine
 
 STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {"0": (0, None), "2": (2, None), "3": (3, PARTITIONED["moving"])}
 

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoint.crafted import flip
 from zerolite.checkpoint import inspect
 
-RANK_1 = "rank_00001.safetensors"
+RANK = "rank_00000.safetensors"
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -32,8 +32,8 @@ def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]
         "buffers 3 9 60 B",
     ):
         assert expected in lines
-    assert f"{RANK_1} {(checkpoint / RANK_1).stat().st_size / 1000:.2f} KB" in lines
-    assert ("every byte of 4 files" in said.out) == verify
+    assert f"{RANK} {(checkpoint / RANK).stat().st_size / 1000:.2f} KB" in lines
+    assert ("every byte of 3 files" in said.out) == verify
 
 
 def test_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,20 +48,20 @@ def test_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_wrong_is_said_for_each_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(checkpoint / RANK_1, -1)
+    flip(checkpoint / RANK, -1)
     assert inspect.main([str(checkpoint)]) == 0  # it was not read
     capsys.readouterr()
     assert inspect.main([str(checkpoint), "--verify"]) == 1
     said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and f"zerolite inspect: '{checkpoint / RANK_1}' is damaged" in said.err
+    assert said.err.count("\n") == 1 and f"zerolite inspect: '{checkpoint / RANK}' is damaged" in said.err
     assert "ranks        2, stage 3" in said.out and "every byte" not in said.out
-    first = checkpoint / "rank_00000.safetensors"
-    first.write_bytes(first.read_bytes()[:-3])
+    state = checkpoint / "state.json"
+    state.write_bytes(state.read_bytes()[:-3])
     assert inspect.main([str(checkpoint), "--verify", "--json"]) == 1
     said = capsys.readouterr()
     assert said.err.count("\n") == 2
-    size = first.stat().st_size
-    assert f"'{first}' is damaged: expected {size + 3} bytes, found {size}" in said.err
+    size = state.stat().st_size
+    assert f"'{state}' is damaged: expected {size + 3} bytes, found {size}" in said.err
     assert json.loads(said.out)["verified"] is False and len(json.loads(said.out)["problems"]) == 2
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints that are loaded into something else than what they were saved from."""
+"""Checkpoints that are loaded into something else than what they were saved from, or in part; and what is refused."""
 
 from __future__ import annotations
 
-import gc
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,36 +13,37 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.cases.recipes import RECIPES, Mixture, Recipe, adapted, by, scheduler, three_groups
+from tests.checkpoint.cases.recipes import BF16, FP16, RECIPES, Mixture, Recipe, adapted, by, scheduler, three_groups
 from tests.checkpoint.cases.resume import (
     ADAM,
     assert_equal,
     expect_words,
     facts,
     into,
+    loaded,
     make_engine,
     message,
+    own_seeds,
     saved_by,
+    scatter_seeds,
+    states,
     train,
     trained,
 )
 from tests.toolkit import models
+from tests.toolkit.configs import SGD
 from tests.toolkit.ranks import on_ranks
 from zerolite.checkpoint.reader import CheckpointReader
-
-# -------------------------------------------------------------------- other shapes of the same run
 
 
 def reversed_groups(model: nn.Module) -> dict[str, Any]:
     return {"model_parameters": [*reversed(three_groups(model)["model_parameters"])]}
 
 
+DECAYING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))
 SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupDecayLR": {"config": scheduler("WarmupDecayLR", warmup_num_steps=3, total_num_steps=9)},
-    "LambdaLR": {"engine": by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))},
-    "OneCycleLR": {
-        "engine": by(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=9))
-    },
+    "LambdaLR": {"engine": DECAYING},
     "SequentialLR": {"engine": RECIPES["SequentialLR"].engine},
 }
 
@@ -62,8 +63,7 @@ def test_param_groups_in_another_order(directory: str, stage: int, schedule: str
     straight, turned = with_groups(three_groups), with_groups(reversed_groups)
     source = trained(straight, stage)
     source.save_checkpoint(directory)
-    target, said = into(directory, turned, stage)
-    assert said == ""
+    target = loaded(directory, turned, stage)
     for _ in range(2):
         one, other = facts(source), facts(target)
         other["groups"].reverse()
@@ -80,22 +80,15 @@ def test_param_groups_of_other_parameters(directory: str) -> None:
     recipe = Recipe(engine=three_groups)
     own = saved_by(directory, recipe, stage)
     one_group = replace(recipe, engine=lambda model: {}, optimizer=("AdamW", {"lr": 0.5}))
-    engine, said = into(directory, one_group, stage)
-    assert said == ""
+    engine = loaded(directory, one_group, stage)
     found = facts(engine)
-    assert_equal({k: own[k] for k in ("masters", *ADAM)}, {k: found[k] for k in ("masters", *ADAM)})
+    assert_equal(states(own), states(found))
     assert engine.get_lr() == [0.5]
-    del engine
-    schedule = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step))
-    both = Recipe(engine=lambda model: {**three_groups(model), **schedule(model)})
+    both = Recipe(engine=lambda model: {**three_groups(model), **DECAYING(model)})
     saved_by(directory, both, stage, tag="schedule")
-    fewer = replace(both, engine=schedule)
-    engine, said = into(directory, fewer, stage, tag="schedule")
+    engine, said = into(directory, replace(both, engine=DECAYING), stage, tag="schedule")
     expect_words(said, "CheckpointError", "3 param groups", "load_lr_scheduler_states=False")
     assert message(engine.load_checkpoint, directory, tag="schedule", load_lr_scheduler_states=False) == ""
-
-
-# -------------------------------------------------------------------- adapters and wrappers
 
 
 class Wrapped(nn.Module):
@@ -154,7 +147,7 @@ def test_frozen_parameters_are_left_out(directory: str, stage: int, other: int) 
     frozen = {n: p for n, p in facts(engine, ())["parameters"].items() if "base_layer" in n}
     engine.load_checkpoint(directory)
     after = facts(engine)
-    assert_equal({k: own[k] for k in ("masters", *ADAM)}, {k: after[k] for k in ("masters", *ADAM)})
+    assert_equal(states(own), states(after))
     assert_equal(frozen, {name: after["parameters"][name] for name in frozen})
     assert all("base_layer" in name for name in frozen) and frozen
 
@@ -170,20 +163,14 @@ def test_compiled_modules_have_the_names_inside(directory: str, stage: int) -> N
         model.hidden = torch.compile(model.hidden, backend="eager")
         return model
 
-    plain = Recipe(lambda: models.build(models.PrimeMlp))
+    plain = Recipe(models.PrimeMlp)
     variants = [inside, lambda: torch.compile(models.build(models.PrimeMlp), backend="eager")]
     own = saved_by(f"{directory}/plain", plain, stage)
     for number, make in enumerate(variants):
-        engine, said = into(f"{directory}/plain", replace(plain, model=make), stage)
-        assert said == ""
+        engine = loaded(f"{directory}/plain", replace(plain, model=make), stage)
         assert_equal(own, facts(engine))
         engine.save_checkpoint(f"{directory}/{number}")
-        del engine
-        engine, said = into(f"{directory}/{number}", plain, stage)
-        assert said == ""
-        assert_equal(own, facts(engine))
-        del engine
-        gc.collect()
+        assert_equal(own, facts(loaded(f"{directory}/{number}", plain, stage)))
 
 
 class Untied(Mixture):
@@ -192,40 +179,213 @@ class Untied(Mixture):
         self.again.weight = nn.Parameter(torch.randn(13, 13))
 
 
+class Turned(Mixture):
+    """The other name comes first."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self._modules = {"again": self.again, **self._modules}
+
+
 @on_ranks(2)
 def test_weights_that_are_tied_elsewhere(directory: str) -> None:
     """A tied weight goes into two that are not, and is found by any of its names."""
-    stage = 3
-    tied = RECIPES["mixture"]
-    own = saved_by(directory, replace(tied, engine=lambda model: {}), stage)
-    loose = replace(tied, model=lambda: models.build(Untied), engine=lambda model: {})
-    engine, said = into(directory, loose, stage)
-    assert said == ""
-    after = facts(engine)
+    tied = replace(RECIPES["mixture"], engine=lambda model: {})
+    own = saved_by(directory, tied, 3)
+    after = facts(loaded(directory, replace(tied, model=Untied), 3))
     for kind in ("masters", *ADAM):
         assert set(after[kind]) == set(own[kind]) | {"again.weight"}
         assert_equal(own[kind]["tied.weight"], after[kind]["again.weight"], kind)
-
-    class Turned(nn.Module):
-        """The other name comes first."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            inner = Mixture(0.0)
-            self.again, self.tied = inner.again, inner.tied
-            for name, child in inner.named_children():
-                setattr(self, name, child)
-            for name, parameter in inner.named_parameters(recurse=False):
-                setattr(self, name, parameter)
-            for name, buffer in inner.named_buffers(recurse=False):
-                self.register_buffer(name, buffer, persistent=name != "scratch")
-
-        forward = Mixture.forward
-
-    turned = replace(loose, model=lambda: models.build(Turned))
-    engine, said = into(directory, turned, stage)
-    assert said == ""
-    after = facts(engine)
+    after = facts(loaded(directory, replace(tied, model=Turned), 3))
     for kind in ("masters", *ADAM):
         assert_equal(own[kind].pop("tied.weight"), after[kind].pop("again.weight"), kind)
         assert_equal(own[kind], after[kind])
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "fp16": FP16,
+    "fp32 modules": {**BF16, "fp32_modules": ["tied", "again", "last"]},
+}
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("source", "target", "stage"),
+    [("bf16", "fp32", 0), ("fp32", "bf16", 3), ("fp16", "bf16", 1), ("bf16", "fp16", 2), ("fp32 modules", "bf16", 3)],
+)
+def test_other_precisions(directory: str, stage: int, source: str, target: str) -> None:
+    """Master weights and states are equal to the bit; what computes is rounded from them."""
+    recipe = replace(RECIPES["mixture"], config=PRECISIONS[source])
+    own = saved_by(directory, recipe, stage)
+    engine = loaded(directory, replace(recipe, config=PRECISIONS[target]), 3 - stage)
+    after = facts(engine)
+    assert_equal(states(own), states(after))
+    for name, master in after["masters"].items():
+        computes = after["parameters"][name]
+        assert_equal(master.to(computes.dtype), computes, name)
+    for name, buffer in after["buffers"].items():
+        torch.testing.assert_close(buffer.float(), own["buffers"][name].float(), rtol=0.01, atol=0.01)
+    counts = {name: value for name, value in own["counters"].items() if name != "loss_scale"}
+    assert_equal(counts, {name: after["counters"][name] for name in counts})
+    expected_scale = {"fp16": own["counters"]["loss_scale"] if source == "fp16" else 256.0}.get(target, 1.0)
+    assert after["counters"]["loss_scale"] == expected_scale
+    train(engine, replace(recipe, config=PRECISIONS[target]), 2, 4)
+
+
+HALVING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_that_are_not_asked_for(directory: str, stage: int) -> None:
+    """Parts that are not asked for are left out."""
+    engine = lambda model: {**three_groups(model), **HALVING(model)}  # noqa: E731
+    recipe = replace(RECIPES["mixture"], config={}, engine=engine)
+    own = saved_by(directory, recipe, stage)
+    here = replace(recipe, optimizer=("AdamW", {"lr": 1e-3, "betas": [0.5, 0.6], "weight_decay": 0.3}))
+    model = ("masters", "parameters", "buffers")
+    for arguments, parts in (
+        ({}, (*model, *ADAM, "groups", "lr_scheduler", "counters")),
+        ({"load_optimizer_states": False}, (*model, "lr_scheduler", "counters")),
+        ({"load_lr_scheduler_states": False}, (*model, *ADAM, "groups", "counters")),
+        ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, (*model, "counters")),
+        ({"load_module_only": True}, model),
+    ):
+        engine = trained(here, stage, 1, seed=5)
+        before = facts(engine)
+        scatter_seeds(engine.rank)
+        state = torch.get_rng_state()
+        engine.load_checkpoint(directory, **arguments)
+        assert torch.equal(state, torch.get_rng_state()) == bool(arguments.get("load_module_only"))
+        after = facts(engine)
+        for key in own:
+            expected = own[key] if key in parts else before[key]
+            if key == "groups":
+                scheduled = ("lr", "initial_lr", "betas")  # a schedule that begins anew keeps what it sets
+                source, names = (before, scheduled) if "lr_scheduler" not in parts else (own, ("lr", "initial_lr"))
+                groups = zip(expected, source[key], strict=True)
+                expected = [{**group, **{name: other[name] for name in names}} for group, other in groups]
+            assert_equal(expected, after[key], f"{arguments} {key}")
+
+
+class Wider(models.Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 15), nn.Linear(15, 3)
+
+
+class Deeper(models.Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(3, 3)
+
+
+class Counting(models.Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counted", torch.zeros(2))
+
+
+WIDER, DEEPER, COUNTING = (Recipe(kind) for kind in (Wider, Deeper, Counting))
+SOURCES = {
+    "mlp": PLAIN, "deeper": DEEPER, "counting": COUNTING, "AdamW": RECIPES["groups"],
+    **{name: RECIPES[name] for name in ("amsgrad", "NAdam", "LambdaLR")},
+}  # fmt: skip
+WIDTHS = "'first.weight' is (15, 7) here and (13, 7) there"
+NEW_STATES, NEW_SCHEDULE = "load_optimizer_states=False", "load_lr_scheduler_states=False"
+MISFITS: list[tuple[str, Recipe, dict[str, Any], list[str]]] = [
+    ("mlp", WIDER, {}, ["another model", WIDTHS]),
+    ("mlp", WIDER, {"load_module_strict": False}, [WIDTHS]),
+    ("mlp", WIDER, {"load_module_only": True}, [WIDTHS]),
+    ("mlp", DEEPER, {}, ["no parameter third.weight, third.bias", "strict=False"]),
+    ("mlp", COUNTING, {}, ["it has no buffer counted", "strict=False"]),
+    ("counting", PLAIN, {}, ["the model has no buffer counted", "strict=False"]),
+    ("deeper", PLAIN, {}, ["model has no parameter third.weight, third.bias", "strict=False"]),
+    ("mlp", Recipe(optimizer=SGD, states=()), {}, ["of AdamW", "SGD", NEW_STATES]),
+    ("amsgrad", PLAIN, {}, ["max_exp_avg_sq", "of AdamW", NEW_STATES]),
+    ("AdamW", RECIPES["amsgrad"], {}, ["amsgrad=False", NEW_STATES]),
+    ("NAdam", RECIPES["RMSprop"], {}, ["of NAdam", "RMSprop", NEW_STATES]),
+    ("LambdaLR", RECIPES["CosineAnnealingLR"], {}, ["LambdaLR", "CosineAnnealingLR", NEW_SCHEDULE]),
+]
+
+
+@on_ranks(2)
+@pytest.mark.fast("AdamW-1-2")
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_does_not_fit_is_refused(directory: str, stage: int, source: str) -> None:
+    """A checkpoint that does not fit is refused on all ranks, and nothing is changed."""
+    saved_by(directory, SOURCES[source], stage)
+    for recipe, arguments, words in (case for name, *case in MISFITS if name == source):
+        names = tuple(state for state in recipe.states if state != "momentum_buffer")
+        engine = trained(recipe, stage, 1, seed=5)
+        before, random = copy.deepcopy(facts(engine, names)), torch.get_rng_state()
+        said = message(engine.load_checkpoint, directory, **arguments)
+        expect_words(said, "CheckpointError", "Nothing was loaded", *words)
+        assert_equal(before, facts(engine, names), f"{arguments}")
+        assert torch.equal(random, torch.get_rng_state())
+        train(engine, recipe, 1, 2)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_entries_that_both_have(directory: str, stage: int) -> None:
+    """Entries that both models have are loaded, the rest stays."""
+    own = saved_by(f"{directory}/mlp", Recipe(), stage)
+    engine = trained(DEEPER, stage, 1, seed=5)
+    before = facts(engine)
+    engine.load_checkpoint(f"{directory}/mlp", load_module_strict=False)
+    after = facts(engine)
+    new = {name for name in after["masters"] if name.startswith("third")}
+    for key in ("masters", "parameters"):
+        assert_equal({n: before[key][n] for n in new}, {n: after[key].pop(n) for n in new}, key)
+        assert_equal(own[key], after[key], key)
+    assert_equal(before["buffers"], after["buffers"])
+    assert_equal(own["exp_avg"], after["exp_avg"])
+    engine.save_checkpoint(f"{directory}/deeper")
+    engine = loaded(f"{directory}/deeper", Recipe(), 3 - stage, load_module_strict=False)
+    assert_equal(states(own), states(facts(engine)))
+
+
+@on_ranks(2)
+@pytest.mark.fast("3-2")
+@pytest.mark.parametrize("stage", [3, 1])
+def test_a_checkpoint_without_states(directory: str, stage: int) -> None:
+    """A checkpoint without states makes an engine as if it had never been updated."""
+    recipe = RECIPES["mixture"]
+    engine = make_engine(recipe, stage)
+    own_seeds(engine.rank)
+    engine.save_checkpoint(directory)
+    first = facts(engine)
+    losses = train(engine, recipe, 0, 3)
+    last = facts(engine)
+    other = trained(recipe, 3 - stage, 2, seed=5)
+    assert facts(other)["exp_avg"]
+    other.load_checkpoint(directory)
+    assert_equal(first, facts(other))
+    assert train(other, recipe, 0, 3) == losses
+    assert_equal(last, facts(other))
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_implementation(directory: str, stage: int) -> None:
+    """Our kernels' states go into torch's own implementations, and back."""
+    recipes = [Recipe(optimizer=("AdamW", {"lr": 1e-3, "weight_decay": 0.1, **own})) for own in IMPLEMENTATIONS]
+    for number, source in enumerate(recipes):
+        own = saved_by(f"{directory}/{number}", source, stage)
+        for target in recipes:
+            other = loaded(f"{directory}/{number}", target, 3 - stage)
+            assert_equal(states(own), states(facts(other)))
+            train(other, target, 2, 4)
+            assert facts(other)["step"]["first.weight"] == 4
+            other.save_checkpoint(f"{directory}/again")
+
+
+IMPLEMENTATIONS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]

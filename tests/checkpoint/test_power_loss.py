@@ -199,9 +199,6 @@ def test_power_loss_on_two_ranks(pools: Pools, ram: Path, background: bool) -> N
         shutil.rmtree(after)
 
 
-# -------------------------------------------------------------------- a disk that fails
-
-
 def check_errors(ram: Path, scenario: str, kind: int, always: bool) -> int:
     """Each system call of a save fails in turn (``always``: so do all that follow, but removals), and then power is
     lost. Returns the number of calls."""

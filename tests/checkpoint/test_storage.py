@@ -1,34 +1,39 @@
-"""The planner and the storage by themselves: any cut is written, any other is read."""
+"""The planner, the storage and its files by themselves: any cut is written, any other is read."""
 
 from __future__ import annotations
 
+import errno
+import gc
+import math
+import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.checkpoint import faults
+from zerolite.checkpoint import direct_write
 from zerolite.checkpoint.boxes import Box
+from zerolite.checkpoint.direct_write import BATCH_BYTES
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.manifest import About
+from zerolite.checkpoint.filesystem import batches_of, write_file
 from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, whole
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.reader import CheckpointReader, Target, part_of
 from zerolite.checkpoint.run import TrainingRun
-from zerolite.checkpoint.storage import Commit, now, write_checkpoint
+from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
+from zerolite.checkpoint.storage import Commit, write_checkpoint
+from zerolite.utils.dtypes import CODES
 
 STATE: dict[str, Any] = {"optimizer": {"type": "AdamW", "groups": []}, "client_state": {}}
 
 
-def about(tag: str = "a", steps: int = 1) -> About:
-    return About(tag, now(), steps, 1, 0, {}, {}, {}, {}, {}, False)
-
-
-def commit(directory: Path, tag: str = "a") -> Commit:
-    return Commit(directory, about(tag), STATE, TrainingRun())
+def commit(directory: Path) -> Commit:
+    return Commit(directory, faults.about(1, "a"), STATE, TrainingRun())
 
 
 def shards_of(key: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[Shard]:
@@ -125,3 +130,148 @@ def test_empty_tensors_are_known_and_in_no_file(tmp_path: Path) -> None:
     assert reader.tensors["e"].shape == (0, 3) and reader.tensors["e"].boxes == ()
     assert reader.read("e").shape == (0, 3) and reader.read("e").dtype == torch.float16
     assert float(reader.read("s")) == 2.5
+
+
+# -------------------------------------------------------------------- the safetensors format
+
+TENSOR_SHAPES = ((), (0,), (1,), (3, 5), (2, 0, 4), (2, 3, 4))
+
+
+def any_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Any bits that the dtype can have."""
+    numel = math.prod(shape)
+    if dtype is torch.bool:
+        return (torch.arange(numel) % 3 == 0).view(shape)
+    raw = (torch.arange(numel * dtype.itemsize) * 37 % 251).to(torch.uint8)
+    return raw.view(dtype).view(shape) if numel else torch.empty(shape, dtype=dtype)
+
+
+def of_all_dtypes() -> dict[str, torch.Tensor]:
+    return {
+        f"{str(dtype).removeprefix('torch.')}.{number} ü": any_bits(dtype, shape)
+        for dtype in CODES
+        for number, shape in enumerate(TENSOR_SHAPES)
+    }
+
+
+def content(of: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    entries = [ToStore(name, value.dtype, tuple(value.shape)) for name, value in of.items()]
+    header, starts = build_header(entries, metadata)
+    result = bytearray(header)
+    for start, value in zip(starts, of.values(), strict=True):
+        assert start == len(result)
+        result += as_bytes(value)
+    return bytes(result)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and bytes(as_bytes(one)) == bytes(as_bytes(other))
+
+
+def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    written = of_all_dtypes()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content(written, {"format": "pt"}))
+    read = library.load_file(path)
+    assert read.keys() == written.keys()
+    assert all(same_bits(read[name], value) for name, value in written.items())
+    with pytest.importorskip("safetensors").safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_bytes_of_a_tensor_keep_its_memory_alive() -> None:
+    tensor = torch.arange(1 << 18, dtype=torch.int32)
+    view = as_bytes(tensor)
+    expected = bytes(view)
+    del tensor
+    gc.collect()
+    others = [torch.full((1 << 18,), -1, dtype=torch.int32) for _ in range(4)]  # would take the memory if it were free
+    assert bytes(view) == expected
+    assert len(others) == 4
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3, 4).t(), torch.zeros(2, dtype=torch.complex64).conj()])
+def test_bytes_of_what_is_not_in_memory_as_it_reads_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="expected a contiguous CPU tensor"):
+        as_bytes(tensor)
+
+
+def test_a_dtype_that_the_format_lacks_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"tensor 'wave' is of torch.complex128.*bfloat16"):
+        build_header([ToStore("wave", torch.complex128, (2,))])
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",)])
+def test_names_that_a_header_cannot_have_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="each tensor's name once"):
+        build_header([ToStore(name, torch.uint8, (1,)) for name in names])
+
+
+# -------------------------------------------------------------------- large files past the page cache
+
+WRITE = os.write
+
+
+def parts_of(content: bytes, sizes: Sequence[int]) -> Iterator[memoryview]:
+    """``content`` in parts of these sizes, again and again, writable and read-only by turns."""
+    start, number = 0, 0
+    while start < len(content):
+        part = content[start : start + sizes[number % len(sizes)]]
+        yield memoryview(bytearray(part) if number % 2 else part)
+        start, number = start + len(part), number + 1
+
+
+def not_served(descriptor: int, data: memoryview) -> int:
+    if direct_write.fcntl.fcntl(descriptor, direct_write.fcntl.F_GETFL) & os.O_DIRECT:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return WRITE(descriptor, data)
+
+
+def cut_short(descriptor: int, data: memoryview) -> int:
+    return WRITE(descriptor, data[: max(4096, len(data) // 8192 * 4096)])
+
+
+@pytest.mark.parametrize(
+    ("size", "changed"),
+    [
+        *((size, {}) for size in (0, 1, 4096, BATCH_BYTES - 1, BATCH_BYTES, 3 * BATCH_BYTES + 77)),
+        (2 * BATCH_BYTES + 5, {"O_DIRECT": 0}),
+        (2 * BATCH_BYTES + 5, {"write": not_served}),
+        (BATCH_BYTES + 9, {"write": cut_short}),
+    ],
+)
+def test_all_bytes_arrive_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, changed: dict[str, Any]
+) -> None:
+    """Also where direct access is not there, or writes are cut short."""
+    content = os.urandom(size)
+    for name, value in changed.items():
+        monkeypatch.setattr(direct_write.os, name, value)
+    write_file(tmp_path / "a", batches_of(parts_of(content, [3, 70_000, 1 << 20, 5_000_001])), directly=True)
+    assert (tmp_path / "a").read_bytes() == content
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_an_error_of_the_thread_is_raised(tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def full(descriptor: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if len(calls) >= failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return WRITE(descriptor, data)
+
+    monkeypatch.setattr(direct_write.os, "write", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_file(tmp_path / "a", batches_of([memoryview(os.urandom(3 * BATCH_BYTES))]), directly=True)
+    assert caught.value.filename == str(tmp_path / "a") and len(calls) == failing
+
+
+def test_an_error_of_whoever_gives_the_bytes_is_raised(tmp_path: Path) -> None:
+    def broken() -> Iterator[list[memoryview]]:
+        yield [memoryview(bytes(100))]
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        write_file(tmp_path / "a", broken(), directly=True)

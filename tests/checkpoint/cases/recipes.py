@@ -5,6 +5,7 @@ A batch belongs to all ranks; each takes its share of the rows. So a run means t
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -81,7 +82,7 @@ class Adapted(nn.Module):
 
 
 def adapted() -> nn.Module:
-    model = models.build(models.Mlp)
+    model = models.Mlp()
     model.first, model.second = Adapted(model.first), Adapted(model.second)
     return model
 
@@ -182,12 +183,19 @@ def nothing(*ignored: Any) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """states: the optimizer's, whole, by name. engine(model): further arguments of zerolite.initialize. change(engine,
-    step): what the user does before a step. same_everywhere: whether the numbers at another world size are close.
-    stages: those that take the optimizer. plain_loop: PyTorch's own loop, with ``loss.backward()`` and
-    ``optimizer.step()``."""
+    """A way to train.
 
-    model: Callable[[], nn.Module] = lambda: models.build(models.Mlp)
+    Attributes:
+        model: is made after a seed.
+        states: the optimizer's, whole, by name.
+        engine: further arguments of zerolite.initialize for a model.
+        change: what the user does with an engine before a step.
+        same_everywhere: the numbers at another world size are close.
+        stages: those that take the optimizer.
+        plain_loop: PyTorch's own loop, with ``loss.backward()`` and ``optimizer.step()``.
+    """
+
+    model: Callable[[], nn.Module] = models.Mlp
     loss: Callable[[Any, Batch], Tensor] = models.square_loss
     batch: Callable[[int, int], Batch] = float_batch
     optimizer: tuple[str, Kwargs] | None = ADAMW
@@ -221,14 +229,10 @@ def overflowing_within(step: int, micro: int) -> Batch:
 
 
 def three_groups(model: Any) -> Kwargs:
-    norms = [p for name, p in model.named_parameters() if p.requires_grad and name.endswith("bias")]
-    rest = [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith("bias")]
-    groups = [
-        {"params": rest[:3]},
-        {"params": norms, "lr": 3e-3, "weight_decay": 0.0},
-        {"params": rest[3:], "lr": 2e-3},
-    ]
-    return {"model_parameters": groups}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    biases = {"params": [p for name, p in named if name.endswith("bias")], "lr": 3e-3, "weight_decay": 0.0}
+    rest = [p for name, p in named if not name.endswith("bias")]
+    return {"model_parameters": [{"params": rest[:3]}, biases, {"params": rest[3:], "lr": 2e-3}]}
 
 
 def by(make: Callable[[Any], Any]) -> Callable[[nn.Module], Kwargs]:
@@ -263,7 +267,7 @@ def sequential(optimizer: Any) -> Any:
 
 
 def mixture(dropout: float = 0.0) -> Callable[[], nn.Module]:
-    return lambda: models.build(Mixture, dropout=dropout)
+    return functools.partial(Mixture, dropout)
 
 
 def scheduler(name: str, **params: Any) -> Kwargs:
@@ -280,14 +284,12 @@ RECIPES: dict[str, Recipe] = {
     "mixture": Recipe(**MIXTURE, config=scheduler("WarmupLR", warmup_num_steps=10)),
     "mixture in bf16": Recipe(**MIXTURE, config=BF16),
     "mixture in fp16": Recipe(**MIXTURE, batch=sometimes_overflowing, config=FP16),
-    "tied tokens": Recipe(lambda: models.build(models.OddModel), models.token_loss, token_batch),
+    "tied tokens": Recipe(models.OddModel, models.token_loss, token_batch),
     "dropout and other random numbers": Recipe(mixture(0.3), random_loss, same_everywhere=False),
     "adapters": Recipe(adapted),
     "adapters in bf16": Recipe(adapted, config=BF16),
-    "normed": Recipe(lambda: models.build(Normed), same_everywhere=False),
-    "fp32 modules": Recipe(
-        lambda: models.build(models.OddModel), models.token_loss, token_batch, config={**BF16, "fp32_modules": ["norm"]}
-    ),
+    "normed": Recipe(Normed, same_everywhere=False),
+    "fp32 modules": Recipe(models.OddModel, models.token_loss, token_batch, config={**BF16, "fp32_modules": ["norm"]}),
     "groups": Recipe(engine=three_groups),
     "SGD": Recipe(optimizer=SGD, states=MOMENTUM),
     "Lion": Recipe(optimizer=("Lion", {"lr": 1e-3}), states=("exp_avg",)),
@@ -311,9 +313,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "bf16 masters": Recipe(
         **MIXTURE,
-        config={
-            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-        },
+        config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
     ),
     "autocast": Recipe(**MIXTURE, config={"torch_autocast": {"enabled": True}}),
     "WarmupDecayLR": Recipe(
@@ -328,11 +328,11 @@ RECIPES: dict[str, Recipe] = {
         optimizer=SGD,
         states=MOMENTUM,
     ),
-    "strange": Recipe(lambda: models.build(Strange)),
+    "strange": Recipe(Strange),
     # Torch's own update, which is taken there, gives other bits where memory is cut otherwise, as at stage 3.
-    "double": Recipe(lambda: models.build(Exact), stages=(0, 1, 2)),
-    "woken": Recipe(lambda: models.build(Sleeper), change=wake),
-    "added group": Recipe(lambda: models.build(Sleeper), change=add_group),
+    "double": Recipe(Exact, stages=(0, 1, 2)),
+    "woken": Recipe(Sleeper, change=wake),
+    "added group": Recipe(Sleeper, change=add_group),
     "asleep": Recipe(change=falls_asleep),
     "accumulation": Recipe(**MIXTURE, micros=3),
     "accumulation with weights": Recipe(**MIXTURE, batch=uneven_batch, micros=3, weighted=True),
@@ -340,7 +340,7 @@ RECIPES: dict[str, Recipe] = {
     "accumulation in the plain loop": Recipe(**MIXTURE, micros=3, plain_loop=True),
     "accumulation that overflows": Recipe(**MIXTURE, batch=overflowing_within, micros=3, config=FP16),
     "accumulation, branches": Recipe(  # at stage 3 ranks must use the same modules
-        lambda: models.build(OneOfTwo), batch=branches, micros=3, same_everywhere=False, stages=(0, 1, 2)
+        OneOfTwo, batch=branches, micros=3, same_everywhere=False, stages=(0, 1, 2)
     ),
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zerolite
 from tests.checkpoint.cases.recipes import RECIPES, ZERO, Recipe, share
+from tests.toolkit import models
 from tests.toolkit.memory import two_memories
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint.names import clean
@@ -29,7 +30,7 @@ Place = tuple[int, dict[str, Any]]  # number of ranks, and the stage and other s
 
 def make_engine(recipe: Recipe, stage: int, seed: int | None = None, **more: Any) -> Any:
     """seed: of other weights than the recipe's; None keeps those."""
-    model = recipe.model()
+    model = models.build(recipe.model)
     if seed is not None:
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -223,9 +224,6 @@ def check(pools: Pools, directory: Path, name: str, saves: Sequence[Place], load
         pools(world).run(several, {"runs": of_world}, timeout=600.0)
 
 
-# -------------------------------------------------------------------- comparisons
-
-
 def of_all(value: Any) -> list[Any]:
     """Return every rank's value. All ranks are here when it returns."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -275,6 +273,17 @@ def into(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> tuple[
     return engine, message(engine.load_checkpoint, directory, **arguments)
 
 
+def loaded(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> Any:
+    """An engine of other weights, which has loaded."""
+    engine, said = into(directory, recipe, stage, **arguments)
+    assert said == "", said
+    return engine
+
+
+def states(found: dict[str, Any]) -> dict[str, Any]:
+    return {kind: found[kind] for kind in ("masters", *ADAM)}
+
+
 def assert_equal(one: Any, other: Any, where: str = "") -> None:
     found = differences(one, other, where)
     assert found == [], found
@@ -287,7 +296,4 @@ def expect_words(text: str, *words: str) -> None:
 
 def assert_reloads(wanted: dict[str, Any], directory: str, recipe: Recipe, stage: int, **arguments: Any) -> None:
     """An engine of other weights, at another stage than the one that has saved at ``stage``, loads what is wanted."""
-    engine = make_engine(recipe, 3 - stage, seed=5)
-    scatter_seeds(engine.rank)
-    engine.load_checkpoint(directory, **arguments)
-    assert_equal(wanted, facts(engine, recipe.states))
+    assert_equal(wanted, facts(loaded(directory, recipe, 3 - stage, **arguments), recipe.states))
