@@ -12,16 +12,17 @@ import torch
 from tests.ops.cuda_calls import (
     FLOATS,
     LENGTHS,
+    RULES,
     Dtypes,
     all_dtypes,
     copy_call,
     copy_tensor,
     differences,
     dtype_name,
-    flat,
+    finite,
     make_call,
 )
-from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, UpdateCall
+from zerolite.ops.call import ADAM, COLUMNS, LION, SGD, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels
 from zerolite.ops.self_check import check_updates
@@ -33,7 +34,6 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-RULES = (ADAM, LION, ADAGRAD, SGD)
 FP32: Dtypes = (torch.float32,) * 4
 MIXED: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
 LONG = 1_000_003
@@ -238,11 +238,6 @@ def test_more_elements_than_32_bits_count(kernels: CudaKernels) -> None:
     sums = torch.zeros(2, dtype=torch.float64, device=DEVICE)
     kernels.squares(sums, [grads], table)
     assert sums.tolist() == [4.0 * (numel - 1), 0.0]
-
-
-def finite(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    values = flat(numel, offset, dtype, seed)
-    return values.copy_(values.float().nan_to_num(3.0, 1e5, -1e5).clamp(-1e4, 1e4).to(dtype))
 
 
 def squares(kernels: CudaKernels, values: list[torch.Tensor], owners: list[int]) -> torch.Tensor:

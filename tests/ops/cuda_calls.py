@@ -14,6 +14,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OUTS = (None, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 7, 8, 15, 16, 17)
 STATES = {ADAM: 2, LION: 1, ADAGRAD: 1, SGD: 1}
+RULES = tuple(STATES)
 PADDING = 16  # elements after an array, which must not be touched
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None]  # parameters, gradients, states, outs
@@ -63,6 +64,12 @@ def flat(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tensor
     memory = torch.full((offset + numel + PADDING,), 77.0, dtype=dtype)
     memory[offset : offset + numel] = values.to(dtype)
     return memory[offset : offset + numel]
+
+
+def finite(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """The same of numbers whose squares every sum holds."""
+    values = flat(numel, offset, dtype, seed)
+    return values.copy_(values.float().nan_to_num(3.0, 1e5, -1e5).clamp(-1e4, 1e4).to(dtype))
 
 
 def make_call(

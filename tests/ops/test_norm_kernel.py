@@ -10,17 +10,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.ops.cases import BF16, F16, FLOATS, all_kernels, assert_same, kernels_of, numbers, threads
+from tests.ops.cases import BF16, F16, FLOATS, all_kernels, assert_same, numbers, threads
 from zerolite.ops import cpu_kernels, reference
-from zerolite.ops.cpu_kernels import ISA_NAMES, NORM_CHUNK, CpuKernels
+from zerolite.ops.cpu_kernels import NORM_CHUNK, CpuKernels
 
 DTYPES = pytest.mark.parametrize("dtype", FLOATS, ids=["fp32", "bf16", "fp16"])
 LENGTHS = (0, 1, 7, 8, 15, 16, 17, 511, 513, NORM_CHUNK - 1, NORM_CHUNK, NORM_CHUNK + 1)
-
-
-@pytest.fixture(params=ISA_NAMES)
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return kernels_of(request.param)
 
 
 def _squares(kernels: object, values: Sequence[torch.Tensor], table: list[list[int]], owners: int = 1) -> torch.Tensor:

@@ -16,16 +16,14 @@ import torch
 
 from op_builder import OpUnavailable, build, build_into, nvrtc
 from op_builder.tools import find_nvrtc
-from tests.ops.cuda_calls import LENGTHS, Dtypes, make_call
-from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, RULES, UPDATE_ROOM, check_update, cpu
+from tests.ops.cuda_calls import LENGTHS, RULES, Dtypes, make_call
+from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, UPDATE_ROOM, check_update
 from tests.ops.test_cuda_on_cpu import SimulatedKernels as Simulated
 from zerolite.ops import library as op_library
 from zerolite.ops.call import ADAM, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels, _Entry
 from zerolite.ops.self_check import check_updates
-
-__all__ = ["cpu"]  # a fixture
 
 CSRC = ROOT / "csrc"
 HERE = ROOT / "tests/ops/cuda_on_cpu"

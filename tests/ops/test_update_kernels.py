@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from tests.ops.cases import (
     Problem,
     all_kernels,
     assert_same,
-    kernels_of,
     needs_fma,
     problem,
     rule,
@@ -39,19 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = 1_000_003
 LENGTHS = (0, 1, 7, 8, 15, 16, 17)
 
-pytestmark = needs_fma
-
-
-@pytest.fixture(params=ISA_NAMES)
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return kernels_of(request.param)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Other tests may run on this machine: threads that wait for each other are slow there."""
-    with threads(1):
-        yield
+pytestmark = [needs_fma, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(params=["torch's threads", "own threads"])
