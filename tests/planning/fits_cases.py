@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import zerolite
-from zerolite.comm import create_communicator
-from zerolite.config import load_config
 from zerolite.planning import fits, host_room
-from zerolite.planning.host_room import find_room
+
+START = "tests.planning.fits_cases:start"
+NUMEL = 8 * (64 * 64 + 64)  # of the stack
+PLENTY = 10**12
 
 
 def stack() -> nn.Module:
@@ -58,12 +59,3 @@ def start(
         engine.backward(engine(torch.ones(2, 64)).sum())
         engine.step()
         return {"stage": engine.config.zero_optimization.stage, "steps": engine.global_steps, "runs": runs}
-
-
-def ranks_here() -> int:
-    """Count the job's ranks on this host, where the environment does not say so."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
-            patch.delenv(name, raising=False)
-        comm = create_communicator(torch.device("cpu"))
-        return find_room(nn.Linear(1, 1), load_config({}), comm).ranks

@@ -1,7 +1,8 @@
-"""Jobs that are planned and run: three models, their batches and losses, and settings of the buckets."""
+"""Jobs that are planned, and run and measured: models, their batches and losses, and settings of the buckets."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from zerolite.planning.make import plan
+from zerolite.planning.measure import Measurement, measure
+from zerolite.planning.result import Plan
 
 BATCH, WIDTH = 4, 48
 
@@ -225,3 +229,20 @@ def settings(
     if precision != "fp32":
         made[precision] = {"enabled": True}
     return made
+
+
+def planned(
+    kind: str, world: int, rank: int | None = None, nodes: int | None = None, with_batch: bool = True, **setting: Any
+) -> Plan:
+    """The plan of a rank. ``setting``: see :func:`settings`."""
+    job = KINDS[kind]
+    given: dict[str, Any] = {"batch": job.batch, "loss": job.loss} if with_batch else {}
+    return plan(job.make, settings(**setting), world, rank=rank, nodes=nodes, device="cpu", **given)
+
+
+def measured(kind: str, shared_memory: bool = True, with_batch: bool = True, **setting: Any) -> Measurement:
+    """The measurement of the rank that calls it."""
+    os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
+    job = KINDS[kind]
+    given = {"batch": job.batch, "loss": job.loss} if with_batch else {}
+    return measure(job.make, settings(**setting), **given)

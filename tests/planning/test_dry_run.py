@@ -14,10 +14,8 @@ import zerolite
 from zerolite.config import ConfigError
 from zerolite.planning.errors import PlanError
 from zerolite.planning.make import plan
-from zerolite.planning.places import Grid
 from zerolite.planning.result import Plan
-from zerolite.planning.settings import cheapest, compare
-from zerolite.planning.traffic import summarize
+from zerolite.planning.settings import compare
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 
 CONFIG: dict[str, Any] = {
@@ -27,6 +25,9 @@ CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 2},
 }
 ALL_MOVE = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
+
+
+ADAFACTOR = {"type": "Adafactor", "params": {}}
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -39,6 +40,10 @@ def stack() -> nn.Module:
 
 def batch() -> Tensor:
     return torch.ones(2, 64)
+
+
+def tokens() -> Tensor:
+    return torch.ones(2, 3, dtype=torch.long)
 
 
 def states(made: Any) -> dict[str, int]:
@@ -185,24 +190,43 @@ def test_forwards_that_need_values(what: Callable[[Tensor], Tensor], words: list
 
 
 @pytest.mark.slow
-def test_constructors_that_need_values_or_a_device() -> None:
-    with pytest.raises(PlanError, match=r"constructor \(test_dry_run.py:\d+: if layer.weight.norm\(\) > 1e6:\) reads"):
-        plan(needs_values_here, config(), 2)
-    with pytest.raises(PlanError, match="constructor.*asks for a CUDA device"):
-        plan(lambda: stack().cuda(), config(), 2)
-    with pytest.raises(PlanError, match="constructor.*KeyError: 'no such'"):
-        plan(lambda: {}["no such"], config(), 2)
-    with pytest.raises(PlanError, match="refuses this job: expected model to be a torch.nn.Module, got int"):
-        plan(lambda: 3, config(), 2)  # type: ignore[arg-type,return-value]
+@pytest.mark.parametrize(
+    ("model_fn", "changes", "sentence"),
+    [
+        (needs_values_here, {}, r"constructor \(test_dry_run.py:\d+: if layer.weight.norm\(\) > 1e6:\) reads"),
+        (lambda: stack().cuda(), {}, "constructor.*asks for a CUDA device"),
+        (lambda: {}["no such"], {}, "constructor.*KeyError: 'no such'"),
+        (lambda: 3, {}, "refuses this job: expected model to be a torch.nn.Module, got int"),
+        (nn.ReLU, {}, "engine refuses this job: .*parameter"),
+        (
+            stack,
+            {"zero_optimization": {"stage": 3}, "optimizer": ADAFACTOR},
+            "engine refuses this job: .*Adafactor",
+        ),
+        (stack, {"zero_optimization": {"stage": "auto"}}, "one stage, 0 to 3"),
+    ],
+    ids=["values", "device", "error", "no module", "no parameters", "optimizer", "stage"],
+)
+def test_what_cannot_be_planned_is_a_sentence(model_fn: Any, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        plan(model_fn, config(**changes), 2)
 
 
 @pytest.mark.slow
-def test_what_the_engine_refuses_is_a_sentence() -> None:
-    with pytest.raises(PlanError, match="the engine refuses this job: .*parameter"):
-        plan(nn.ReLU, config(), 2)
-    adafactor = {"type": "Adafactor", "params": {"lr": 1e-3}}
-    with pytest.raises(PlanError, match="the engine refuses this job: .*Adafactor"):
-        plan(stack, config(zero_optimization={"stage": 3}, optimizer=adafactor), 2)
+@pytest.mark.parametrize(
+    ("model_fn", "numbers", "sentence"),
+    [
+        (lambda: nn.Embedding(50, 8, sparse=True), tokens, "expected a dense gradient for parameter 'weight'"),
+        (
+            lambda: Reads(lambda x: x.long()),
+            batch,
+            "a loss or a floating tensor .*, got a tensor of torch.int64; give",
+        ),
+    ],
+)
+def test_what_a_step_cannot_do_is_a_sentence(model_fn: Any, numbers: Callable[[], Tensor], sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        plan(model_fn, config(), 2, batch=numbers)
 
 
 @pytest.mark.slow
@@ -210,22 +234,12 @@ def test_an_optimizer_may_read_its_counts_and_may_need_whole_parameters() -> Non
     for name in ("Adafactor", "ASGD"):
         made = plan(stack, config(zero_optimization={"stage": 0}, optimizer={"type": name, "params": {}}), 2)
         assert made.at_rest["optimizer_states"] > 0
-    adafactor = {"type": "Adafactor", "params": {}}
-    compared = compare(lambda: nn.Linear(8, 8), config(optimizer=adafactor), 2, device_memory=10**9)
+    compared = compare(lambda: nn.Linear(8, 8), config(optimizer=ADAFACTOR), 2, device_memory=10**9)
     stages = {name.partition(",")[0] for name, _ in compared.rows}
     assert stages == {"stage 0", "stage 1", "stage 2"}
     assert any("stage 3" in line and "the engine refuses this job" in line for line in compared.left_out)
     with pytest.raises(PlanError, match="constructor"):
         compare(needs_values_here, config(), 2)
-
-
-@pytest.mark.slow
-def test_sparse_gradients_are_refused_with_the_engines_sentence() -> None:
-    def embedding() -> nn.Module:
-        return nn.Embedding(50, 8, sparse=True)
-
-    with pytest.raises(PlanError, match="expected a dense gradient for parameter 'weight'"):
-        plan(embedding, config(), 2, batch=lambda: torch.ones(2, 3, dtype=torch.long))
 
 
 @pytest.mark.slow
@@ -236,51 +250,5 @@ def test_bad_numbers_and_configs() -> None:
         plan(stack, config(), 2, rank=2)
     with pytest.raises(ConfigError, match="train_batch_size"):
         plan(stack, config(train_batch_size=7), 4)
-    with pytest.raises(PlanError, match="one stage, 0 to 3"):
-        plan(stack, config(zero_optimization={"stage": "auto"}), 4)
     with pytest.raises(ConfigError, match="scheduler"):
         plan(stack, {"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": "WarmupLR"}}, 4)
-    with pytest.raises(
-        PlanError, match="a loss or a floating tensor from the model, got a tensor of torch.int64; give a loss"
-    ):
-        plan(lambda: Reads(lambda x: x.long()), config(), 2, batch=batch)
-
-
-@pytest.mark.slow
-def test_the_comparison_marks_the_cheapest_that_fits() -> None:
-    layers = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # noqa: E731
-    compared = compare(layers, config(zero_optimization=ALL_MOVE), 4, device_memory=10**9)
-    assert [name for name, _ in compared.rows][0] == "stage 0"
-    assert {made.stage for _, made in compared.rows} == {0, 1, 2, 3}
-    assert compared.chosen == 0
-
-    def of(memory: int | None) -> tuple[int | None, list[Plan]]:
-        made = [made.model_copy(update={"device_memory": memory}) for _, made in compared.rows]
-        return cheapest(made), made
-
-    chosen, made = of(compared.rows[0][1].peak.bytes - 1)
-    assert chosen is not None
-    assert made[chosen].stage == 1
-    assert made[chosen].sent <= 1.001 * min(one.sent for one in made if one.fits)
-    assert of(1)[0] is of(None)[0] is None
-
-
-class Call:
-    def __init__(self, op: str, tag: str, nbytes: int, dimension: str = "data", ranks: int = 8) -> None:
-        self.op, self.tag, self.nbytes, self.dimension, self.ranks = op, tag, nbytes, dimension, ranks
-        self.unaligned = 0
-
-
-def test_traffic_of_rings() -> None:
-    calls = [
-        Call("all_gather", "parameters", 800),
-        Call("all_gather", "parameters", 80),
-        Call("all_reduce", "stats", 16),
-    ]
-    grid = Grid(data=8)
-    gather, stats = summarize(calls, grid, 2)
-    assert (gather.count, gather.nbytes, gather.sent, gather.inter_node) == (2, 880, 770, 192)
-    assert (stats.sent, stats.inter_node) == (28, 7)
-    assert [row.inter_node for row in summarize(calls, grid, 1)] == [0, 0]
-    assert [row.inter_node for row in summarize(calls, grid)] == [None, None]
-    assert [row.sent for row in summarize([Call("all_reduce", "stats", 16, ranks=1)], Grid())] == [0]

@@ -6,51 +6,39 @@ from typing import Any
 
 import pytest
 
-from tests.planning.jobs import KINDS, settings
+from tests.planning.jobs import KINDS, planned, settings
 from zerolite.config import load_config
 from zerolite.planning import dry_run, shortcuts
 from zerolite.planning.make import plan
-from zerolite.planning.result import Plan
 from zerolite.planning.settings import compare, plain_settings, with_zero
 
-JOBS: list[Any] = [
-    pytest.param("odd", {"stage": 2}, id="tied, frozen and unused weights"),
-    *(
-        pytest.param(kind, {"stage": stage, "precision": "bf16"}, marks=pytest.mark.slow)
+AUTO = {"buckets": "auto"}
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{kind}, stage {n}": (kind, {"stage": n, "precision": "bf16"})
         for kind in ("even gpt", "moe")
-        for stage in range(4)
-    ),
-    pytest.param("odd", {"stage": 3}, marks=pytest.mark.slow),
-    pytest.param(
-        "layers", {"stage": 1, "pipeline": {"stages": 2}}, id="first and last layer tied", marks=pytest.mark.slow
-    ),
-    pytest.param("even gpt", {"stage": 1, "tensor_parallel": {"size": 2}}, marks=pytest.mark.slow),
-    pytest.param(
-        "even gpt",
-        {"stage": 1, "pipeline": {"stages": 2, "schedule": "1f1b"}, "accumulation": 4, "buckets": "auto"},
-        id="pipeline",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param("even gpt", {"stage": 3, "offload": "all on disk"}, marks=pytest.mark.slow),
-]
-
-
-def planned(kind: str, setting: dict[str, Any]) -> Plan:
-    job = KINDS[kind]
-    config = settings(**{"buckets": "small", "accumulation": 2, **setting})
-    return plan(job.make, config, 4, batch=job.batch, loss=job.loss, device="cpu", nodes=2)
+        for n in range(4)
+    },
+    "tied, frozen and unused weights": ("odd", {"stage": 2}),
+    "these in parts": ("odd", {"stage": 3}),
+    "first and last layer tied": ("layers", {"stage": 1, "pipeline": {"stages": 2}}),
+    "tensor parallelism": ("even gpt", {"stage": 1, "tensor_parallel": {"size": 2}}),
+    "pipeline": ("even gpt", {"stage": 1, "pipeline": {"stages": 2, "schedule": "1f1b"}, "accumulation": 4, **AUTO}),
+    "offload": ("even gpt", {"stage": 3, "offload": "all on disk"}),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "setting"), JOBS)
+@pytest.mark.parametrize(("kind", "setting"), JOBS.values(), ids=JOBS)
 def test_kernels_of_the_meta_device_say_what_torch_says(
     kind: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without them every operator goes through torch's own FakeTensorMode; and later steps are like the third."""
-    made = planned(kind, setting)
+    given = {"buckets": "small", "accumulation": 2, **setting}
+    made = planned(kind, 4, nodes=2, **given)
     monkeypatch.setattr(shortcuts, "call", lambda mode, func, args, kwargs, otherwise: otherwise())
     monkeypatch.setattr(dry_run.Job, "warm_up", dry_run.WARM_UP)
-    assert planned(kind, setting) == made
+    assert planned(kind, 4, nodes=2, **given) == made
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zerolite
-from tests.planning.fits_cases import stack, start
+from tests.planning.fits_cases import NUMEL, PLENTY, START, stack, start
 from tests.toolkit.pool import Pools
 from zerolite.comm import record
 from zerolite.config import ConfigError
@@ -21,10 +21,6 @@ from zerolite.planning.errors import PlanError
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.utils.accelerator import is_fake
 from zerolite.zero import Init
-
-CASE = "tests.planning.fits_cases:start"
-NUMEL = 8 * (64 * 64 + 64)
-PLENTY = 10**12
 
 
 def config(stage: Any = 0, **more: Any) -> dict[str, Any]:
@@ -131,7 +127,7 @@ def test_optimizers_of_the_user(short: int, kind: str, monkeypatch: pytest.Monke
 def test_the_stage_that_fits_is_chosen_on_all_ranks(pools: Pools) -> None:
     def stages(free: list[int], partitioned: bool = False) -> set[Any]:
         kwargs = {"config": config("auto"), "free": free, "partitioned": partitioned}
-        return {result.get("stage", "error") for result in pools(2).run(CASE, kwargs)}
+        return {result.get("stage", "error") for result in pools(2).run(START, kwargs)}
 
     assert stages([PLENTY, 16 * NUMEL]) == {1}  # with the model's 4 bytes: 80 % of 20
     assert stages([PLENTY, 12 * NUMEL], partitioned=True) == {3}
@@ -145,7 +141,7 @@ def test_few_dry_runs_choose_the_stage_and_check_the_memory(pools: Pools) -> Non
     def runs(free: float) -> list[int]:
         settings = config("auto", bf16={"enabled": True}, memory_check="warn")
         kwargs = {"config": settings, "free": [int(free * NUMEL)] * 2}
-        return pools(2).run(CASE, kwargs)[0]["runs"]
+        return pools(2).run(START, kwargs)[0]["runs"]
 
     assert runs(13.3) == [1]  # with the model's 4 bytes 80 % are less than 2 + 4 + 8, which stage 0 keeps
     assert runs(14) == [1, 0]
@@ -154,7 +150,7 @@ def test_few_dry_runs_choose_the_stage_and_check_the_memory(pools: Pools) -> Non
 
 def test_one_rank_without_memory_stops_all(pools: Pools) -> None:
     for stage in (0, 2, 3):
-        results = pools(2).run(CASE, {"config": config(stage), "free": [PLENTY, NUMEL]})
+        results = pools(2).run(START, {"config": config(stage), "free": [PLENTY, NUMEL]})
         assert len({result["error"] for result in results}) == 1
         assert "on rank 1 of 2" in results[0]["error"]
         assert f"at ZeRO stage {stage} on 2 ranks" in results[0]["error"]
@@ -170,9 +166,9 @@ PARTS = [
 @pytest.mark.parametrize("parts", PARTS)
 def test_ranks_with_other_parts_of_the_model_agree(pools: Pools, parts: dict[str, Any]) -> None:
     """Each plans its own part, none of which is whole; all take the same stage, or stop together."""
-    results = pools(2).run(CASE, {"config": config("auto", **parts), "free": [PLENTY, 22 * NUMEL]})
+    results = pools(2).run(START, {"config": config("auto", **parts), "free": [PLENTY, 22 * NUMEL]})
     assert [result["stage"] for result in results] == [0, 0]
-    results = pools(2).run(CASE, {"config": config(1, **parts), "free": [PLENTY, NUMEL]})
+    results = pools(2).run(START, {"config": config(1, **parts), "free": [PLENTY, NUMEL]})
     assert len({result["error"] for result in results}) == 1
     assert "on rank 1 of 2" in results[0]["error"] and "=2" in results[0]["error"]
 

@@ -92,7 +92,7 @@ def test_checkpointing_that_the_config_asks_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["", "plain"])
 def test_stages_of_a_pipeline(how: str) -> None:
     pipeline = {"pipeline": {"stages": 2, "split": ["layers.2"]}, "zero_optimization": {"stage": 1}}
     made = planned(lambda: Stack(how=how), gradient_accumulation_steps=2, **pipeline)
@@ -104,16 +104,11 @@ def test_stages_of_a_pipeline(how: str) -> None:
 
 @pytest.mark.slow
 @needs_grouped_mm
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_experts_count_for_the_rows_that_they_get(dtype: str) -> None:
-    made = planned(lambda: Stack(Experts, "reentrant"), **{"bf16": {"enabled": False}, dtype: {"enabled": True}})
+    precision = {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16"}}
+    made = planned(lambda: Stack(Experts, "reentrant"), **precision)
     assert (made.flops, made.recomputed_flops) == (3 * 3 * EXPERTS, 3 * EXPERTS)
-
-
-@pytest.mark.slow
-@needs_grouped_mm
-def test_experts_in_fp32() -> None:
-    assert planned(lambda: Stack(Experts), bf16={"enabled": False}).flops == 3 * 3 * EXPERTS
 
 
 class Recurrent(nn.Module):

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.planning.jobs import KINDS, settings
-from tests.planning.test_dry_run import Call
-from tests.planning.test_plan_is_right import CASES, assert_right
+from tests.planning.jobs import KINDS, planned, settings
+from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
 from zerolite.config import ConfigError
 from zerolite.pipe.order import orders
@@ -75,6 +74,23 @@ def test_which_part_of_a_ring_leaves_the_node() -> None:
     assert messages_between_nodes(four, 2, 3, looped=True) == Fraction(1, 2)
 
 
+class Call:
+    def __init__(self, op: str, tag: str, nbytes: int, dimension: str = "data", ranks: int = 8) -> None:
+        self.op, self.tag, self.nbytes, self.dimension, self.ranks = op, tag, nbytes, dimension, ranks
+        self.unaligned = 0
+
+
+def test_traffic_of_rings() -> None:
+    calls = [Call("all_gather", "parameters", 800), Call("all_gather", "parameters", 80)]
+    calls.append(Call("all_reduce", "stats", 16))
+    gather, stats = summarize(calls, Grid(data=8), 2)
+    assert (gather.count, gather.nbytes, gather.sent, gather.inter_node) == (2, 880, 770, 192)
+    assert (stats.sent, stats.inter_node) == (28, 7)
+    assert [row.inter_node for row in summarize(calls, Grid(data=8), 1)] == [0, 0]
+    assert [row.inter_node for row in summarize(calls, Grid(data=8))] == [None, None]
+    assert [row.sent for row in summarize([Call("all_reduce", "stats", 16, ranks=1)], Grid())] == [0]
+
+
 def test_traffic_by_dimension() -> None:
     calls = [
         Call("all_reduce", "tensor", 1000, "tensor", 4),
@@ -97,11 +113,6 @@ def test_traffic_by_dimension() -> None:
 # -------------------------------------------------------------------- plans
 
 
-def planned(kind: str, world: int, rank: int | None = None, nodes: int | None = None, **more: Any) -> Plan:
-    job = KINDS[kind]
-    return plan(job.make, settings(**more), world, rank=rank, nodes=nodes, device="cpu", batch=job.batch, loss=job.loss)
-
-
 TENSOR = {"tensor_parallel": {"size": 2}}
 
 
@@ -118,7 +129,7 @@ REST = 0.05
 
 def check(pools: Pools, world: int, kind: str, held: int = 0, peak: float = PEAK, **setting: Any) -> None:
     """Plans of all ranks against a real run. held: see :func:`assert_right`."""
-    ranks = pools(world).run(f"{CASES}:measured", {"kind": kind, "shared_memory": True, **setting}, timeout=180)
+    ranks = pools(world).run(MEASURED, {"kind": kind, "shared_memory": True, **setting}, timeout=180)
     for rank, measured in enumerate(ranks):
         assert_right(planned(kind, world, rank, **setting), measured, peak, peak, held, REST)
 

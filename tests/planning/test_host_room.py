@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from tests.planning.fits_cases import start
+from tests.planning.fits_cases import NUMEL, PLENTY, START, stack, start
 from tests.toolkit.pool import Pools
+from tests.toolkit.ranks import on_ranks
 from tests.unit.plan_examples import GB, make_items, make_plan
-from zerolite.comm import dry_communicator
+from zerolite.comm import create_communicator, dry_communicator
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning import command, host_room, make, settings, sources
 from zerolite.planning.host_room import OPTIMIZER, PARAMETERS, Room, find_room, find_shortage, is_ample, offloads
@@ -96,13 +98,12 @@ def test_what_is_short_is_told() -> None:
         assert f"as zero_optimization.{name}.nvme_path" in short.remedy
 
 
-def test_ranks_count_themselves_where_no_launcher_tells(pools: Pools) -> None:
-    assert pools(2).run("tests.planning.fits_cases:ranks_here", {}) == [2, 2]
-
-
-CASE = "tests.planning.fits_cases:start"
-NUMEL = 8 * (64 * 64 + 64)
-PLENTY = 10**12
+@on_ranks(2)
+def test_ranks_count_themselves_where_no_launcher_tells() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+            patch.delenv(name, raising=False)
+        assert find_room(nn.Linear(1, 1), load_config({}), create_communicator(torch.device("cpu"))).ranks == 2
 
 
 def job(path: Path | None = None, stage: int | str = 2) -> dict[str, Any]:
@@ -123,12 +124,12 @@ def test_a_host_or_disk_that_is_too_small_stops_all_ranks(pools: Pools, tmp_path
         "at zero_optimization.offload_optimizer.nvme_path": (job(tmp_path), {"host": plenty, "disk": [PLENTY, NUMEL]}),
     }
     for words, (config, short) in cases.items():
-        results = pools(2).run(CASE, {"config": config, "free": plenty, **short})
+        results = pools(2).run(START, {"config": config, "free": plenty, **short})
         assert len({result.get("error") for result in results}) == 1
         error = results[0]["error"]
         assert words in error and "on rank 1 of 2" in error and "zerolite plan" in error
     enough = {"host": [15 * NUMEL] * 2, "disk": [40 * NUMEL] * 2}  # a plan is made, and it fits
-    results = pools(2).run(CASE, {"config": job(tmp_path), "free": plenty, **enough})
+    results = pools(2).run(START, {"config": job(tmp_path), "free": plenty, **enough})
     assert [result.get("steps") for result in results] == [1, 1]
 
 
@@ -159,52 +160,41 @@ def test_what_rests_elsewhere_leaves_nothing_on_the_device() -> None:
     """A plan for CUDA, where what comes from the host is a copy: none of it stays between two steps."""
     moving = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
     config = job() | {"zero_optimization": {**moving, "offload_param": {"device": "cpu"}}}
-    made = plan(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), config, 2)
+    made = plan(stack, config, 2)
     assert made.host is not None and made.host["compute_parameters"] >= NUMEL  # 2 bytes, a half
     assert (made.at_rest["compute_parameters"], made.at_rest["offload_buffers"]) == (0, 0)
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    made = plan(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), config, 2)
+    made = plan(stack, config, 2)
     assert {item for item, nbytes in made.at_rest.items() if nbytes} <= {"activations", "other"}
     assert made.host is not None and made.host["optimizer_states"] >= 4 * NUMEL
 
 
+CPU = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+MACHINE = command.find_memory("cpu")
+
+
 @pytest.mark.parametrize(
-    ("given", "block", "meant"),
+    ("given", "config", "meant"),
     [
-        (["--host-memory", "3GB"], {"device": "none"}, 3 * GB),
-        (["--host-memory", "3GB"], {"device": "cpu"}, 3 * GB),
-        ([], {"device": "cpu"}, command.find_memory("cpu")),
-        (["--host-memory", "auto"], {"device": "none"}, command.find_memory("cpu")),
-        ([], {"device": "none"}, None),
+        (["--host-memory", "3GB"], {}, {"host_memory": 3 * GB}),
+        (["--host-memory", "3GB"], CPU, {"host_memory": 3 * GB}),
+        ([], CPU, {"host_memory": MACHINE}),
+        (["--host-memory", "auto"], {}, {"host_memory": MACHINE}),
+        ([], {}, {}),
+        # Memory that only some of the settings take is this machine's where it is not given; memory that all take, too.
+        (["--compare"], {}, {"offload_host_memory": MACHINE}),
+        (["--compare", "--host-memory", "3GB"], {}, {"host_memory": 3 * GB}),
+        (["--compare"], {"activation_checkpointing": {"cpu_checkpointing": True}}, {"host_memory": MACHINE}),
     ],
 )
 def test_the_memory_of_the_host_on_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, given: list[str], block: dict[str, Any], meant: int | None
+    monkeypatch: pytest.MonkeyPatch, given: list[str], config: dict[str, Any], meant: dict[str, int]
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(make, "plan", lambda *args, **options: told.append(options.get("host_memory")))
+    for module, name in ((make, "plan"), (settings, "compare")):
+        monkeypatch.setattr(module, name, lambda *args, **options: told.append(options))
     monkeypatch.setattr(sources, "load_model_fn", lambda name: None)
-    config = load_config({"zero_optimization": {"stage": 1, "offload_optimizer": block}})
     job = ["--model", "m:f", "--config", "c.json", "--world-size", "2", *given]
-    command.make(command.parse_command_line(job), config)
-    assert told == [meant]
-
-
-@pytest.mark.parametrize(
-    ("given", "more", "meant"),
-    [
-        ([], {}, {"offload_host_memory": command.find_memory("cpu")}),
-        (["--host-memory", "3GB"], {}, {"host_memory": 3 * GB}),
-        ([], {"activation_checkpointing": {"cpu_checkpointing": True}}, {"host_memory": command.find_memory("cpu")}),
-    ],
-)
-def test_the_memory_of_the_host_in_a_comparison(
-    monkeypatch: pytest.MonkeyPatch, given: list[str], more: dict[str, Any], meant: dict[str, int]
-) -> None:
-    """Memory that only some of the settings take is this machine's where it is not given; memory that all take, too."""
-    told: list[Any] = []
-    monkeypatch.setattr(settings, "compare", lambda *args, **options: told.append(options))
-    monkeypatch.setattr(sources, "load_model_fn", lambda name: None)
-    job = ["--model", "m:f", "--config", "c.json", "--world-size", "2", "--compare", *given]
-    command.make(command.parse_command_line(job), load_config(more))
-    assert {name: told[0][name] for name in told[0] if "memory" in name} == meant
+    command.make(command.parse_command_line(job), load_config(config))
+    memory = {name: value for name, value in told[0].items() if "memory" in name and value is not None}
+    assert memory == meant

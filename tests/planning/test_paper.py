@@ -41,18 +41,22 @@ def transformer(width: int, depth: int) -> nn.Module:
     return nn.Sequential(nn.Embedding(50257, width), *(Block(width) for _ in range(depth)), nn.LayerNorm(width))
 
 
-def planned(stage: int, precision: str = "bf16", width: int = 4096, depth: int = 36, world: int = 64) -> Plan:
-    # In one pass a window needs stage 2's memory at stage 1 too. The paper's keeps all gradients, in 16 bits.
-    more: dict[str, Any] = {}
-    if stage == 1:
-        more = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": precision}}
-    config = {
+def settings(stage: int, precision: str = "bf16", **more: Any) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 1,
         precision: {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": stage},
         **more,
     }
+
+
+def planned(stage: int, precision: str = "bf16", width: int = 4096, depth: int = 36, world: int = 64) -> Plan:
+    # In one pass a window needs stage 2's memory at stage 1 too. The paper's keeps all gradients, in 16 bits.
+    more: dict[str, Any] = {}
+    if stage == 1:
+        more = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": precision}}
+    config = settings(stage, precision, **more)
     start = time.process_time()
     made = plan(functools.partial(transformer, width, depth), config, world)
     assert time.process_time() - start < SECONDS
@@ -61,16 +65,8 @@ def planned(stage: int, precision: str = "bf16", width: int = 4096, depth: int =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("stage", "gigabytes"),
-    [
-        pytest.param(0, 120.0, marks=pytest.mark.slow),
-        pytest.param(1, 31.4, marks=pytest.mark.slow),
-        pytest.param(2, 16.6, marks=pytest.mark.slow),
-        (3, 1.9),
-    ],
-)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_model_states_of_7_5_billion_parameters_on_64_ranks(stage: int, gigabytes: float, precision: str) -> None:
     made = planned(stage, precision)
     assert made.parameters == pytest.approx(7.5e9, rel=0.01)
@@ -95,12 +91,7 @@ def test_model_states_of_a_trillion_parameters_on_1024_ranks() -> None:
 
 @pytest.mark.slow
 def test_a_batch_adds_its_activations_and_flops() -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3},
-    }
+    config = settings(3, train_micro_batch_size_per_gpu=2)
     width, depth, length = 1024, 4, 1024
     made = plan(
         functools.partial(transformer, width, depth),

@@ -6,24 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.planning.jobs import BUCKETS, KINDS, settings
+from tests.planning.jobs import BUCKETS, planned
 from tests.toolkit.pool import Pools
-from zerolite.planning.make import plan
 from zerolite.planning.measure import Measurement
 from zerolite.planning.result import Plan
 from zerolite.utils.memory_tags import ACTIVATIONS, GRADIENTS, ITEMS, OTHER
 
-CASES = "tests.planning.cases"
+MEASURED = "tests.planning.jobs:measured"
 PEAK = 0.02
 VISIBLE = 0.005  # of the peak without what an operator takes inside itself; x[rows] has a larger backward in a plan
 HELD = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
 MODELS = ("gpt", "odd", "moe")
-
-
-def planned(kind: str, world: int, rank: int, nodes: int | None = None, with_batch: bool = True, **more: Any) -> Plan:
-    job = KINDS[kind]
-    given: dict[str, Any] = {"batch": job.batch, "loss": job.loss} if with_batch else {}
-    return plan(job.make, settings(**more), world, rank=rank, nodes=nodes, device="cpu", **given)
 
 
 def assert_right(
@@ -53,10 +46,9 @@ def assert_right(
 def check(pools: Pools, world: int, kind: str, nodes: int | None = None, first: bool = True, **setting: Any) -> None:
     """The last rank's plan, and the ``first``'s."""
     case = {"kind": kind, "shared_memory": nodes in (None, 1), **setting}
-    ranks = pools(world).run(f"{CASES}:measured", case, timeout=180)
-    peak = (
-        PEAK if setting.get("precision", "fp32") == "fp32" else 0.03
-    )  # 16-bit products of a CPU take more inside themselves
+    ranks = pools(world).run(MEASURED, case, timeout=180)
+    # 16-bit products of a CPU take more inside themselves.
+    peak = PEAK if setting.get("precision", "fp32") == "fp32" else 0.03
     for rank in {0, world - 1} if first else {world - 1}:
         assert_right(planned(kind, world, rank, nodes, **setting), ranks[rank], peak)
 
@@ -80,14 +72,14 @@ def test_two_ranks(pools: Pools, stage: int, kind: str, buckets: str, precision:
 @pytest.mark.parametrize(
     ("stage", "offload", "precision"),
     [
-        pytest.param(2, "optimizer on the host", "bf16", marks=pytest.mark.slow),
+        (2, "optimizer on the host", "bf16"),
         (3, "all on the host", "fp32"),
-        pytest.param(1, "optimizer on the host", "fp32", marks=pytest.mark.slow),
-        pytest.param(3, "optimizer on the host", "bf16", marks=pytest.mark.slow),
-        pytest.param(2, "half of it", "bf16", marks=pytest.mark.slow),
-        pytest.param(3, "parameters on the host", "bf16", marks=pytest.mark.slow),
-        pytest.param(2, "optimizer on disk", "bf16", marks=pytest.mark.slow),
-        pytest.param(3, "all on disk", "bf16", marks=pytest.mark.slow),
+        (1, "optimizer on the host", "fp32"),
+        (3, "optimizer on the host", "bf16"),
+        (2, "half of it", "bf16"),
+        (3, "parameters on the host", "bf16"),
+        (2, "optimizer on disk", "bf16"),
+        (3, "all on disk", "bf16"),
     ],
 )
 def test_what_rests_off_the_device(pools: Pools, stage: int, offload: str, precision: str) -> None:
@@ -97,12 +89,7 @@ def test_what_rests_off_the_device(pools: Pools, stage: int, offload: str, preci
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "offload", "name"),
-    [
-        (0, "none", "RMSprop"),
-        (2, "none", "NAdam"),
-        (3, "none", "Adamax"),
-        (2, "optimizer on disk", "RAdam"),
-    ],
+    [(0, "none", "RMSprop"), (2, "none", "NAdam"), (3, "none", "Adamax"), (2, "optimizer on disk", "RAdam")],
 )
 def test_states_that_torchs_optimizers_make_later(pools: Pools, stage: int, offload: str, name: str) -> None:
     optimizer = {"type": name, "params": {"lr": 1e-3}}
@@ -113,7 +100,7 @@ def test_states_that_torchs_optimizers_make_later(pools: Pools, stage: int, offl
 def test_inputs_of_checkpoints_on_the_host(pools: Pools) -> None:
     block = {"modules": ["Block"], "cpu_checkpointing": True}
     setting = {"stage": 1, "buckets": "small", "activation_checkpointing": block}
-    (measured,) = pools(1).run(f"{CASES}:measured", {"kind": "gpt", **setting}, timeout=180)
+    (measured,) = pools(1).run(MEASURED, {"kind": "gpt", **setting}, timeout=180)
     made = planned("gpt", 1, 0, **setting)
     assert made.host is not None and made.host[ACTIVATIONS] == measured.host[ACTIVATIONS] > 0
 
@@ -144,7 +131,7 @@ def test_messages_between_hosts(pools: Pools, world: int, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_without_a_batch(pools: Pools, stage: int) -> None:
     check(pools, 2, "odd", first=False, with_batch=False, stage=stage, buckets="small")
 
@@ -153,7 +140,7 @@ def test_without_a_batch(pools: Pools, stage: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_made_in_zero_init(pools: Pools, precision: str) -> None:
     setting = {"stage": 3, "buckets": "small", "precision": precision}
-    ranks = pools(2).run(f"{CASES}:measured", {"kind": "deep gpt in zero.Init", **setting})
+    ranks = pools(2).run(MEASURED, {"kind": "deep gpt in zero.Init", **setting})
     made = planned("deep gpt in zero.Init", 2, 1, **setting)
     assert_right(made, ranks[1])
     plain = planned("deep gpt", 2, 1, **setting)
