@@ -7,8 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "bin" / "zerolite")]
@@ -38,17 +43,31 @@ def job_environment(**changes: str | None) -> dict[str, str]:
     return environ
 
 
-def run_command(*arguments: str | Path, cwd: Path, **changes: str | None) -> subprocess.CompletedProcess[str]:
-    """Run `zerolite ARGUMENTS` to its end."""
+def run(
+    *command: str | Path, cwd: Path | None = None, given: str = "", timeout: float = TIMEOUT_S, **changes: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. given: on its standard input; changes: to the environment."""
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
+        [*map(str, command)],
         cwd=cwd,
         env=job_environment(**changes),
-        stdin=subprocess.DEVNULL,
+        input=given,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout,
     )
+
+
+def output_of(*command: str | Path, **options: Any) -> str:
+    """Run a command that must succeed, and return its standard output. options: of :func:`run`."""
+    done = run(*command, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def run_command(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `zerolite ARGUMENTS` to its end. options: of :func:`run`."""
+    return run(*COMMAND, *arguments, cwd=cwd, **options)
 
 
 def start_command(
@@ -98,3 +117,29 @@ def find_processes(token: str, pids: bool = False) -> list[str]:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
     return found
+
+
+@contextmanager
+def limited_memory(nbytes: int) -> Iterator[Path]:
+    """A control group whose processes may use so much memory together, without swap: the file that lists them. Skips
+    where none can be made, which needs root and the memory controller."""
+    top, limits = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+    if not top.is_dir():
+        top, limits = top.parent, ("memory.max", "memory.swap.max")
+    group = top / f"zerolite-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limits[0]).write_text(str(nbytes))
+    except OSError as error:
+        with suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control group with a memory limit can be made: {error}")
+    with suppress(OSError):  # without swap there may be no such file
+        (group / limits[1]).write_text("0" if limits[1] == "memory.swap.max" else str(nbytes))
+    try:
+        yield group / "cgroup.procs"
+    finally:
+        deadline = time.monotonic() + 10
+        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        group.rmdir()

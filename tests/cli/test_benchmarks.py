@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,17 @@ import pytest
 
 from benchmarks import bubble
 from benchmarks.grids import GRIDS
-from benchmarks.report import Row, summarise
-from benchmarks.workers import RoundResult, Started
-from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment
+from tests.cli.helpers import ROOT, output_of
+
+pytestmark = pytest.mark.slow
 
 TINY = "--layers 1 --width 16 --heads 2 --context 8 --vocab 32"
 
 
 def run(script: str, arguments: str, *more: str) -> str:
     """Run a script that must succeed, and return what it prints."""
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments.split(), *more]
-    environ = job_environment(OMP_NUM_THREADS="1")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, cwd="/")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    path = ROOT / "benchmarks" / script
+    return output_of(sys.executable, path, *arguments.split(), *more, cwd=Path("/"), timeout=480, OMP_NUM_THREADS="1")
 
 
 def results_of(script: str, arguments: str, out: Path, names: list[str] | None = None) -> dict[str, Any]:
@@ -44,29 +40,22 @@ def results_of(script: str, arguments: str, out: Path, names: list[str] | None =
     return results
 
 
-@pytest.mark.slow
 def test_compare(tmp_path: Path) -> None:
-    names = ["ddp", "zerolite-1", "zerolite-3", "zerolite-3-reshard"]
-    results = results_of("compare.py", f"{TINY} --rounds 1 --steps 2", tmp_path / "out.json", names)
+    """Each row learns what data-parallel ranks learn, and those of tensor and pipeline parallelism have peers."""
+    grids = [competitor.name for competitor in GRIDS]
+    names = ["ddp", "zerolite-1", "zerolite-3", "zerolite-3-reshard", *grids]
+    sizes = "--layers 3 --width 16 --heads 2 --context 8 --vocab 33 --rounds 1 --steps 2"
+    results = results_of("compare.py", sizes, tmp_path / "out.json", names)
     for result in results.values():
         assert 0 < result["min_ms"] <= result["step_ms"] <= result["max_ms"]
         assert 0 < result["resident_bytes"] <= result["peak_bytes"]
         assert len(result["losses"]) == 8 and len(result["step_s"][0]) == 2
     ddp = results["ddp"]
     assert ddp["to_ddp"] == 1.0 and ddp["resident_bytes"] >= 12 * ddp["parameters"]  # weights and moments in fp32
+    assert all(results[name]["to_peer"] > 0 for name in grids)
+    assert ddp["to_peer"] is None and results["torch-tp"]["to_peer"] == 1.0
 
 
-@pytest.mark.slow
-def test_compare_grids(tmp_path: Path) -> None:
-    """Each row of tensor or pipeline parallelism learns what data-parallel ranks learn, and ours have peers."""
-    names = ["ddp", *(competitor.name for competitor in GRIDS)]
-    sizes = "--layers 3 --width 16 --heads 2 --context 8 --vocab 33 --rounds 1 --steps 2"
-    results = results_of("compare.py", sizes, tmp_path / "out.json", names)
-    assert all(results[name]["to_peer"] > 0 for name in names[1:])
-    assert results["ddp"]["to_peer"] is None and results["torch-tp"]["to_peer"] == 1.0
-
-
-@pytest.mark.slow
 def test_bubble(tmp_path: Path) -> None:
     """The order of each schedule allows the idle time of the literature; more idle time than that is the cost of
     sending and of a busy machine. 1F1B keeps as many micro-batches as there are stages, all-forward-all-backward all of
@@ -82,7 +71,6 @@ def test_bubble(tmp_path: Path) -> None:
     assert {name: rows[name]["kept"] for name in ("gpipe", "1f1b")} == {"gpipe": 4, "1f1b": 2}
 
 
-@pytest.mark.slow
 def test_profile_step() -> None:
     printed = run("profile_step.py", f"{TINY} --stage 3 --steps 2 --rounds 1")
     phases = {line[:24].strip(): [float(value) for value in line[24:].split()] for line in printed.splitlines()[1:]}
@@ -92,7 +80,6 @@ def test_profile_step() -> None:
         assert phases[name][0] == 0 < phases[name][2], printed
 
 
-@pytest.mark.slow
 def test_adam(tmp_path: Path) -> None:
     results = results_of("adam.py", "--numel 4099 --rounds 1", tmp_path / "out.json")
     assert list(results) == ["fp32", "bf16", "tensors", "norm"]
@@ -106,7 +93,6 @@ def test_adam(tmp_path: Path) -> None:
 LAUNCHES = {"zerolite-3-w64": (1, 1), "zerolite-3-w64-modules": (3, 4), "zerolite-3-w64-modules-reshard": (6, 4)}
 
 
-@pytest.mark.slow
 def test_host_overhead(tmp_path: Path) -> None:
     names = ["plain", "zerolite-0", "zerolite-3", *LAUNCHES]
     sizes = "--layers 2 --rounds 2 --steps 2 --warmup 5"
@@ -119,7 +105,6 @@ def test_host_overhead(tmp_path: Path) -> None:
     assert launches == {"plain": (None, None), "zerolite-0": (None, None), "zerolite-3": (0, 0), **LAUNCHES}
 
 
-@pytest.mark.slow
 def test_watchdog() -> None:
     printed = run("watchdog.py", "--layers 3 --rounds 2")
     # With a unit per module: three Linear and three LayerNorm are gathered, the first two together, and reduced; and
@@ -129,7 +114,6 @@ def test_watchdog() -> None:
     assert launch < 50 and wait < 50
 
 
-@pytest.mark.slow
 def test_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     arguments = f"{TINY} --rounds 1 --steps 1 --warmup 1 --directory {tmp_path}/scratch"
@@ -139,17 +123,3 @@ def test_checkpoint(tmp_path: Path) -> None:
         assert 0 < row["save_s"] <= row["durable_s"] and 0 < row["warm_s"] and row["file_bytes"] > 0
         assert all(row[ratio] > 0 for ratio in ("of_zeros", "of_random", "warm_of_disk"))
         assert (row["copies"] is None) == (name == "ddp"), "DDP saves in the foreground alone"
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    """The machine was three times slower in the second round; the ratio is 1.5 all the same."""
-    started = {name: Started(10, [1.0], 100, 50) for name in ("ddp", "x")}
-    rounds = {
-        "ddp": [RoundResult([1.0, 1.0], 2.0, [1.0]), RoundResult([3.0, 3.0], 2.0, [1.0])],
-        "x": [RoundResult([1.5, 1.5], 2.0, [1.0]), RoundResult([4.5, 4.5], 2.0, [1.0])],
-        "y": [],
-    }
-    ddp, x, y = summarise(started, rounds, {"y": "not installed: y"}, tokens_per_step=100)
-    assert (ddp.to_ddp, x.to_ddp, x.to_compute) == (1.0, 1.5, None)
-    assert x.step_ms == 3000.0 and x.tokens_per_s == pytest.approx(100 / 3) and x.cpu_ms == 1000.0
-    assert y == Row("y", absent="not installed: y")

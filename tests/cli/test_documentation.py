@@ -1,17 +1,24 @@
-"""The README and docs work as shown: scripts run, configs load, links lead somewhere."""
+"""The README, the docs and the site work as shown: scripts and commands run, configs load, links lead somewhere."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import ROOT, run_command
+from tests.cli.helpers import ROOT, output_of, run_command
 from zerolite.config import load_config
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += [ROOT / "examples" / "README.md", ROOT / "examples" / "gpt" / "README.md"]
+SITE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*SITE, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", ROOT / "examples" / "gpt" / "README.md"]
+FIRST_STEPS = ROOT / "docs" / "getting-started.md"
+# Left out: commands that need another machine, a network, another launcher, or a process to send a signal to.
+RUNNABLE = re.compile(r"^\$ zerolite (plan|report|inspect|export|--nproc 2 train\.py|--dry-run) ?.*$", re.MULTILINE)
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
@@ -26,8 +33,11 @@ def json_objects(block: str) -> list[str]:
 
 CONFIGS = [
     pytest.param(text, id=f"{page.stem}-{number}")
-    for page in (ROOT / "README.md", ROOT / "docs" / "getting-started.md")
+    for page in (ROOT / "README.md", FIRST_STEPS)
     for number, text in enumerate(text for block in code_blocks(page, "json") for text in json_objects(block))
+]
+PYTHON = [
+    pytest.param(text, id=f"{page.stem}-{n}") for page in SITE for n, text in enumerate(code_blocks(page, "python"))
 ]
 
 
@@ -41,7 +51,7 @@ def test_there_are_configs() -> None:
 
 
 def test_first_script_trains(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(code_blocks(ROOT / "docs" / "getting-started.md", "python")[0])
+    (tmp_path / "train.py").write_text(code_blocks(FIRST_STEPS, "python")[0])
     result = run_command("--nproc", "2", "train.py", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert result.returncode == 0, result.stderr
     losses = dict(line.split() for line in result.stdout.splitlines())
@@ -55,3 +65,50 @@ def test_links_lead_somewhere() -> None:
         targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
         missing += [(page.name, t) for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("text", PYTHON)
+def test_code_blocks_are_python(text: str) -> None:
+    ast.parse(text)
+
+
+@pytest.mark.slow
+def test_site_has_no_broken_link(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (pip install 'zerolite[docs]')")
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed (pip install 'zerolite[docs]')")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    output_of(*build, cwd=ROOT, timeout=600)
+    assert (tmp_path / "site" / "search" / "search_index.json").exists()
+    for name in ("zerolite.planning.initialize.initialize", "zerolite.engine.engine.Engine.backward"):
+        assert f'id="{name}"' in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+
+
+def commands() -> list[str]:
+    """Return the commands of all consoles that run on one machine, each once."""
+    blocks = [block.replace("\\\n", " ") for page in SITE for block in code_blocks(page, "console")]
+    lines = [match[0][2:].partition(" && ")[0] for block in blocks for match in RUNNABLE.finditer(block)]
+    return list(dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what the commands name: the README's script, the planner's models and configs, a checkpoint."""
+    directory = tmp_path_factory.mktemp("home")
+    shutil.copytree(ROOT / "examples" / "plan", directory, dirs_exist_ok=True)
+    (directory / "zero2.json").write_text(code_blocks(FIRST_STEPS, "json")[0])
+    script = code_blocks(ROOT / "README.md", "python")[0]
+    (directory / "train.py").write_text(script)
+    (directory / "save.py").write_text(script + 'engine.save_checkpoint("checkpoints")\n')
+    result = run_command("--nproc", "2", "save.py", cwd=directory, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands())
+def test_commands_run(command: str, home: Path) -> None:
+    """A plan ends with 1 where the job does not fit, which is what some examples show."""
+    # Four plans of 7.5 billion parameters may take long on a busy machine.
+    result = run_command(*shlex.split(command)[1:], cwd=home, timeout=900)
+    assert result.returncode in ((0, 1) if " plan " in command else (0,)), result.stderr
+    assert "Traceback" not in result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import TIMEOUT_S, find_processes, free_port, start_command
+from tests.cli.helpers import TIMEOUT_S, find_processes, free_port, limited_memory, output_of, run, start_command
 
 LIMIT_S = 10.0
 
@@ -95,12 +94,7 @@ class Job:
 
     def agent(self) -> int:
         """The process id of the job's agent."""
-        children = subprocess.run(
-            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        children = output_of("ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid))
         (line,) = [line for line in children.splitlines() if "zerolite.launcher.agent" in line]
         return int(line.split()[0])
 
@@ -136,6 +130,11 @@ FAILURES = {
         1,
         "exit status 1, out of memory, MemoryError",
     ),
+    "segment": (
+        "import ctypes\ndef deep():\n    ctypes.string_at(0)\ndeep()\n",
+        128 + signal.SIGSEGV,
+        "signal 11 (SIGSEGV)",
+    ),
     "thread": (  # the interpreter waits for it, for ever
         "threading.Thread(target=wait_for, args=('never',)).start()\nraise ValueError('hanging')\n",
         1,
@@ -160,48 +159,22 @@ def test_a_rank_that_fails_ends_the_job(start, how: str) -> None:
         traceback = job.stderr[job.stderr.index(line) :].splitlines()[1:]
         assert traceback[0] == "Traceback (most recent call last):"
         assert traceback[1].startswith(f'  File "{job.directory}/train.py"'), "our own frames are shown"
+    if how == "segment":
+        assert "Fatal Python error: Segmentation fault" in job.stderr
+        assert re.search(r'File ".*train.py", line \d+ in deep', job.stderr)
     assert "the other 2 ranks were ended" in job.stderr
     (directory,) = re.findall(r"^zerolite: output of the ranks: (.*)$", job.stderr, re.MULTILINE)
     assert (Path(directory) / "attempt_0" / "rank_1.err").exists()
 
 
 @pytest.mark.slow
-def test_segmentation_fault_shows_the_stack(start) -> None:
-    job = start(OTHERS_WAIT + "import ctypes\ndef deep():\n    ctypes.string_at(0)\ndeep()\n", "--nproc", "2")
-    assert job.finish() == 128 + signal.SIGSEGV, job.stderr
-    assert "signal 11 (SIGSEGV)" in headline(job.stderr)
-    assert "Fatal Python error: Segmentation fault" in job.stderr
-    assert re.search(r'File ".*train.py", line \d+ in deep', job.stderr)
-    assert job.left() == []
-
-
-@pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group whose processes may use 800 MB of memory together."""
-    for place, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        group = Path(place) / f"zerolite-test-{os.getpid()}"
-        try:
-            group.mkdir()
-            (group / limit).write_text(str(800 << 20))
-        except OSError:
-            continue
-        yield group
-        break
-    else:
-        pytest.skip("a control group with a memory limit cannot be made here: it needs root, and the memory controller")
-    deadline = time.monotonic() + 10
-    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    group.rmdir()
-
-
-@pytest.mark.slow
-def test_killed_for_want_of_memory(start, small_group: Path) -> None:
+def test_killed_for_want_of_memory(start) -> None:
     """By the kernel, with the same signal as by `kill -9`; the control group's counter tells the difference."""
     grow = "hold = []\nwhile True: hold.append(b'x' * (16 << 20))\n"
-    enter = ["sh", "-c", f'echo $$ > {small_group}/cgroup.procs; exec "$@"', "sh"]
-    job = start(OTHERS_WAIT + grow, "--nproc", "2", through=enter)
-    assert job.finish() == 137, job.stderr
+    with limited_memory(800 << 20) as processes:
+        enter = ["sh", "-c", f'echo $$ > {processes}; exec "$@"', "sh"]
+        job = start(OTHERS_WAIT + grow, "--nproc", "2", through=enter)
+        assert job.finish() == 137, job.stderr
     assert "failed: killed by the kernel, since memory had run out" in headline(job.stderr)
     assert job.left() == []
 
@@ -214,7 +187,7 @@ def test_unruly_children_of_a_failing_job(start) -> None:
     assert job.finish() == 137, job.stderr
     assert job.ended_at - float((job.directory / "failed_at").read_text()) < LIMIT_S
     assert job.left() == []
-    assert hidden not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert hidden not in output_of("ps", "-eo", "args")
 
 
 @pytest.mark.slow
@@ -275,7 +248,7 @@ def test_interrupted_without_a_launcher(tmp_path: Path) -> None:
         "def interrupted(): os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
         "engine(torch.ones(1, 2)); interrupted()\n"
     )
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = run(sys.executable, "train.py", cwd=tmp_path, timeout=100)
     assert done.returncode == -signal.SIGINT
     assert done.stderr.splitlines()[-1] == "zerolite: interrupted by Ctrl-C at train.py, line 3", done.stderr
     assert "Traceback" not in done.stderr

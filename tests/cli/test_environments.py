@@ -1,4 +1,5 @@
-"""A plain `python train.py` finds its place in the job under torchrun, srun and mpirun, with processes for real."""
+"""A plain `python train.py` finds its place under torchrun, srun, mpirun, torch.multiprocessing and alone, with
+processes for real."""
 
 from __future__ import annotations
 
@@ -9,29 +10,45 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .helpers import COMMAND, TIMEOUT_S, job_environment
+import zerolite
+from tests.cli.helpers import COMMAND, TIMEOUT_S, free_port, job_environment
 
 TRAIN = """
-import os
+import os, sys
 import torch, zerolite
 
-zerolite.init_distributed()
-torch.manual_seed(torch.distributed.get_rank())
-engine = zerolite.initialize(
-    torch.nn.Linear(4, 4),
-    {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}},
-)
-engine.backward(engine(torch.full((2, 4), float(engine.rank))).sum())
-engine.step()
-total = engine.module.weight.detach().clone()
-torch.distributed.all_reduce(total)
-assert torch.allclose(total, engine.world_size * engine.module.weight)
-place = engine.rank, engine.world_size, engine.local_rank, os.environ.get("MASTER_PORT", "none")
-os.write(1, f"\\nplace {' '.join(map(str, place))}\\n".encode())  # at once: ranks write to the same pipe
-zerolite.destroy()
+def train(*address, **place):
+    zerolite.init_distributed(*address, **place)
+    zerolite.init_distributed()  # twice is harmless
+    torch.manual_seed(torch.distributed.get_rank())
+    engine = zerolite.initialize(
+        torch.nn.Linear(4, 4),
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}},
+    )
+    engine.backward(engine(torch.full((2, 4), float(engine.rank))).sum())
+    engine.step()
+    total = engine.module.weight.detach().clone()
+    torch.distributed.all_reduce(total)
+    assert torch.allclose(total, engine.world_size * engine.module.weight)
+    place = engine.rank, engine.world_size, engine.local_rank, os.environ.get("MASTER_PORT", "none")
+    os.write(1, f"\\nplace {' '.join(map(str, place))}\\n".encode())  # at once: ranks write to the same pipe
+    del engine
+    zerolite.destroy()
+    zerolite.destroy()
+    assert not torch.distributed.is_initialized()
+
+def spawned(rank, address):
+    train("gloo", address, rank=rank, world_size=2, timeout=60)
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        torch.multiprocessing.spawn(spawned, args=(sys.argv[1],), nprocs=2)
+    else:
+        train()
 """
 
 # Open MPI refuses to run as root, and to start more processes than there are cores, unless it is told otherwise.
@@ -129,3 +146,33 @@ def test_torchrun_inside_of_a_task_of_srun(script: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     (output,) = finish([start(command, **slurm(1, 1))])
     assert numbers(output) == [(0, 2, 0), (1, 2, 1)]
+
+
+@pytest.mark.slow
+def test_spawned_processes(script: Path) -> None:
+    (output,) = finish([start([sys.executable, script, f"tcp://127.0.0.1:{free_port()}"])])
+    assert [place[:2] for place in places(output)] == [(0, 2), (1, 2)]
+
+
+@pytest.mark.slow
+def test_one_process_without_any_environment(script: Path) -> None:
+    (output,) = finish([start([sys.executable, script])])
+    assert numbers(output) == [(0, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"init_method": "tcp://127.0.0.1:1"}, "needs rank and world_size"),
+        ({"init_method": "tcp://127.0.0.1:1", "rank": 2, "world_size": 2}, "0 <= rank < world_size, got rank=2"),
+        ({"rank": 0}, "both rank and world_size or neither"),
+        ({"rank": 0, "world_size": 2}, "without an address; set MASTER_ADDR"),
+    ],
+)
+def test_incomplete_arguments_are_a_sentence(
+    arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=f"init_distributed.*{words}"):
+        zerolite.init_distributed(**arguments)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.cli import example_cases
-from tests.cli.helpers import COMMAND, ROOT, TIMEOUT_S, free_port, job_environment
+from tests.cli.helpers import COMMAND, ROOT, free_port, output_of
 from tests.cli.test_documentation import code_blocks
-from tests.toolkit.configs import PARTITIONED
-from tests.toolkit.pool import Pool, Pools
+from tests.toolkit.pool import Pool
+from tests.toolkit.ranks import on_ranks
 
-CASES = "tests.cli.example_cases"
 EXAMPLES = ROOT / "examples"
 GPT = EXAMPLES / "gpt"
-
-# At its defaults stage 3 keeps parameters as small as these whole.
-SECTIONS: example_cases.Sections = {
-    **{str(stage): {"stage": stage} for stage in range(4)},
-    "3-moving": {"stage": 3, **PARTITIONED["moving"]},
-}
 
 
 def needs(module: str, extra: str) -> pytest.MarkDecorator:
@@ -39,19 +33,6 @@ def needs(module: str, extra: str) -> pytest.MarkDecorator:
 
 NEEDS_SKLEARN = needs("sklearn", "digits")
 NEEDS_PEFT = needs("peft", "lora")
-
-
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], what: str) -> None:
-    assert list(one) == list(other)
-    assert [name for name in one if not torch.equal(one[name], other[name])] == [], what
-
-
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float, what: str) -> None:
-    assert list(one) == list(other)
-    for name, value in one.items():
-        torch.testing.assert_close(
-            value, other[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{what}, {n}: {m}"
-        )
 
 
 # ------------------------------------------------------------------------------------------------ plain loops
@@ -102,7 +83,7 @@ def test_the_plain_loops_agree(text: Path, tmp_path: Path) -> None:
 
         def losses(script: str) -> list[str]:
             kwargs = {"path": str(copy / script), "arguments": arguments, "port": free_port()}
-            printed, silent = pool.run(f"{CASES}:run_script", kwargs)
+            printed, silent = pool.run("tests.cli.example_cases:run_script", kwargs)
             assert silent == ""
             return losses_of(printed)
 
@@ -139,18 +120,46 @@ def test_the_loop_of_nanogpt_resumes(text: Path, tmp_path: Path, stage: int) -> 
 # ------------------------------------------------------------------------------------------------ digits
 
 
-@pytest.mark.parametrize("world", [2])
-def test_batch_norm_of_uneven_batches(pools: Pools, world: int) -> None:
-    """Rank r has r + 1 samples: the numbers of torch's BatchNorm2d of all of them."""
-    wanted = example_cases.plain_batch_norm(world)
-    for rank, result in enumerate(pools(world).run(f"{CASES}:joint_batch_norm")):
-        rows = example_cases.uneven_rows(rank)
-        for key in ("y", "gradient", "evaluated"):
-            torch.testing.assert_close(result[key], wanted[key][rows], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(result["gradients"], wanted["gradients"], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(result["buffers"], wanted["buffers"], rtol=1e-6, atol=1e-6)
-        assert result["half"].dtype == torch.bfloat16
-        torch.testing.assert_close(result["half"].float(), wanted["y"][rows], rtol=0.02, atol=0.1)
+def norm_of(kind: type[nn.BatchNorm2d]) -> nn.BatchNorm2d:
+    norm = kind(3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+        norm.bias.copy_(torch.tensor([0.1, 0.0, -0.3]))
+    return norm
+
+
+def train_norm(norm: nn.BatchNorm2d, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Two passes: the last outputs, and the gradient of the inputs."""
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        norm.zero_grad()
+        y = norm(x)
+        (y * weights).sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@on_ranks(2)
+def test_batch_norm_of_uneven_batches() -> None:
+    """Rank r has r + 1 samples, far from zero mean: the numbers of torch's BatchNorm2d of all of them."""
+    rank, random = dist.get_rank(), torch.Generator().manual_seed(3)
+    rows = slice(0, 1) if rank == 0 else slice(1, 3)
+    x, weights = torch.randn(3, 3, 2, 4, generator=random) + 5, torch.randn(3, 3, 2, 4, generator=random)
+    plain, norm = norm_of(nn.BatchNorm2d), norm_of(example_cases.load("digits", "batch_norm").JointBatchNorm2d)
+    (wanted, wanted_gradient), (y, gradient) = train_norm(plain, x, weights), train_norm(norm, x[rows], weights[rows])
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(y, wanted[rows])
+    close(gradient, wanted_gradient[rows])
+    for one, other in zip(norm.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(one.grad)
+        close(one.grad, other.grad)
+    close(dict(norm.named_buffers()), dict(plain.named_buffers()), rtol=1e-6, atol=1e-6)
+    kept = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    half = norm(x[rows].bfloat16())
+    assert half.dtype == torch.bfloat16
+    close(half.float(), wanted[rows], rtol=0.02, atol=0.1)
+    norm.load_state_dict(kept, strict=False)
+    close(norm.eval()(x[rows]), plain.eval()(x)[rows])
 
 
 # ------------------------------------------------------------------------------------------------ LoRA
@@ -194,12 +203,7 @@ LAUNCHERS = {
 
 def run(*command: str, cwd: Path) -> str:
     """Run to the end without a way to the outside; returns what was printed."""
-    environ = job_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
-    result = subprocess.run(
-        command, cwd=cwd, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return output_of(*command, cwd=cwd, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
 
 
 @pytest.fixture(scope="module")

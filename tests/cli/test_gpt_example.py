@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.helpers import COMMAND, ROOT, TIMEOUT_S, job_environment
+from tests.cli import helpers
+from tests.cli.helpers import COMMAND, ROOT
 from zerolite.config import load_config
 
 GPT = ROOT / "examples" / "gpt"
@@ -27,6 +28,7 @@ METRIC_KEYS = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "elapsed_s"}
 VALIDATION_KEYS = {"step", "val_loss", "elapsed_s"}
 
 Metrics = list[dict[str, Any]]
+Trained = Callable[..., tuple[Path, Metrics]]
 
 
 def write_config(directory: Path, base: str = "zero2", **changes: Any) -> Path:
@@ -46,11 +48,8 @@ def script(config: Path, text: Path, out: Path, *more: str) -> list[str]:
     return [str(GPT / "train.py"), *paths, *times, *TINY, *more]
 
 
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    environ = job_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
-    return subprocess.run(
-        command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return helpers.run(*command, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **options)
 
 
 def read_metrics(out: Path) -> Metrics:
@@ -85,27 +84,35 @@ def check_run(result: subprocess.CompletedProcess[str], out: Path) -> Metrics:
     return metrics
 
 
+# Processes: data parallelism alone, and beside it parts of layers, stages of layers, both.
+GRIDS = {"zero2": 2, "zero3": 2, "tensor2": 2, "pipeline2": 2, "grid": 4}
+DEEP = ["--layers", "4", "--save-every", "12"]  # the configs begin the second stage with the third block
+
+
 @pytest.fixture(scope="module")
-def zerolite_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Metrics]:
-    """Metrics of a run with a config of the example under `zerolite` with two processes; each config runs once."""
-    done: dict[str, Metrics] = {}
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """``trained("zero2", *options)``: directory and metrics of a run of `zerolite` with a config of the example; each
+    runs once."""
+    done: dict[tuple[str, ...], tuple[Path, Metrics]] = {}
 
-    def metrics_of(base: str) -> Metrics:
-        if base not in done:
+    def run_of(base: str, *options: str) -> tuple[Path, Metrics]:
+        key = (base, *options)
+        if key not in done:
             directory = tmp_path_factory.mktemp(base)
-            config, out = write_config(directory, base), directory / "out"
-            done[base] = check_run(run([*COMMAND, "--nproc", "2", *script(config, text, out)]), out)
-        return done[base]
+            arguments = script(write_config(directory, base), text, directory / "out", *options)
+            result = run([*COMMAND, "--nproc", str(GRIDS.get(base, 2)), *arguments])
+            done[key] = directory / "out", check_run(result, directory / "out")
+        return done[key]
 
-    return metrics_of
+    return run_of
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_stages_agree(stage: int, zerolite_run: Callable[[str], Metrics]) -> None:
+def test_stages_agree(stage: int, trained: Trained) -> None:
     """fp32 on two ranks: the same numbers at every stage, to the last digit in the file; but for the last one of the
     norm in double precision at stage 3, where squares are added in another order."""
-    for line, expected in zip(learning(zerolite_run(f"zero{stage}")), learning(zerolite_run("zero2")), strict=True):
+    for line, expected in zip(learning(trained(f"zero{stage}")[1]), learning(trained("zero2")[1]), strict=True):
         assert line[:-1] == expected[:-1]
         if stage < 3 or expected[-1] is None:
             assert line[-1] == expected[-1]
@@ -113,37 +120,15 @@ def test_stages_agree(stage: int, zerolite_run: Callable[[str], Metrics]) -> Non
             assert line[-1] == pytest.approx(expected[-1], rel=1e-14, abs=0)
 
 
-def test_alone(text: Path, tmp_path: Path, zerolite_run: Callable[[str], Metrics]) -> None:
+def test_alone(text: Path, tmp_path: Path, trained: Trained) -> None:
     """One process with two micro-batches a step sees the crops that two processes see: the losses are the same."""
     out = tmp_path / "out"
     config = write_config(tmp_path, gradient_accumulation_steps=2)
     metrics = check_run(run([sys.executable, *script(config, text, out)]), out)
-    for line, expected in zip(metrics, zerolite_run("zero2"), strict=True):
+    for line, expected in zip(metrics, trained("zero2")[1], strict=True):
         for key in ("loss", "grad_norm"):  # validation takes whole batches of each rank, so not the same crops
             assert (key in line) == (key in expected)
             assert line.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), rel=1e-5)
-
-
-# Processes: data parallelism alone, and beside it parts of layers, stages of layers, both.
-GRIDS = {"zero2": 2, "zero3": 2, "tensor2": 2, "pipeline2": 2, "grid": 4}
-DEEP = ["--layers", "4"]  # the configs begin the second stage with the third block
-
-
-@pytest.fixture(scope="module")
-def deep_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Metrics]]:
-    """Return a function that runs a grid's config and returns its directory, with a checkpoint of step 12, and its
-    metrics."""
-    done: dict[str, tuple[Path, Metrics]] = {}
-
-    def run_of(base: str) -> tuple[Path, Metrics]:
-        if base not in done:
-            directory = tmp_path_factory.mktemp(base)
-            config, out = write_config(directory, base), directory / "out"
-            arguments = script(config, text, out, *DEEP, "--save-every", "12")
-            done[base] = out, check_run(run([*COMMAND, "--nproc", str(GRIDS[base]), *arguments]), out)
-        return done[base]
-
-    return run_of
 
 
 def same_learning(metrics: Metrics, expected: Metrics) -> None:
@@ -153,9 +138,9 @@ def same_learning(metrics: Metrics, expected: Metrics) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["tensor2", "pipeline2", "grid"])
-def test_grids_agree(base: str, deep_run: Callable[[str], tuple[Path, Metrics]]) -> None:
+def test_grids_agree(base: str, trained: Trained) -> None:
     """The same batch on every grid of processes: the same numbers but for the order of sums, validation too."""
-    same_learning(deep_run(base)[1], deep_run("zero2")[1])
+    same_learning(trained(base, *DEEP)[1], trained("zero2", *DEEP)[1])
 
 
 @pytest.mark.slow
@@ -164,16 +149,16 @@ def test_grids_agree(base: str, deep_run: Callable[[str], tuple[Path, Metrics]])
     [("grid", "tensor2"), ("tensor2", "pipeline2"), ("zero2", "grid")],
 )
 def test_resume_on_another_grid_or_stage(
-    saved_by: str, resumed_by: str, text: Path, tmp_path: Path, deep_run: Callable[[str], tuple[Path, Metrics]]
+    saved_by: str, resumed_by: str, text: Path, tmp_path: Path, trained: Trained
 ) -> None:
     out = tmp_path / "out"
-    earlier, expected = deep_run(saved_by)
+    earlier, expected = trained(saved_by, *DEEP)
     shutil.copytree(earlier, out)
     (out / "checkpoints" / "latest").write_text("global_step12")
     shutil.rmtree(out / "checkpoints" / f"global_step{STEPS}")
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 16, "val_')  # what a killed process may leave
-    arguments = script(write_config(tmp_path, resumed_by), text, out, *DEEP, "--resume")
+    arguments = script(write_config(tmp_path, resumed_by), text, out, "--layers", "4", "--resume")
     result = run([*COMMAND, "--nproc", str(GRIDS[resumed_by]), *arguments])
     assert f"resumes from {out / 'checkpoints' / 'global_step12'}" in result.stdout, result.stderr
     same_learning(check_run(result, out), expected)
@@ -203,9 +188,9 @@ def test_configs(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["bf16", "fp16"])
-def test_sixteen_bits(base: str, zerolite_run: Callable[[str], Metrics]) -> None:
+def test_sixteen_bits(base: str, trained: Trained) -> None:
     """Close to fp32 all the way; fp16 may skip its first steps while the loss scale is too large."""
-    full, half = zerolite_run("zero2"), zerolite_run(base)
+    full, half = trained("zero2")[1], trained(base)[1]
     assert half[-1]["val_loss"] == pytest.approx(full[-1]["val_loss"], rel=0.05)
 
 
@@ -213,15 +198,8 @@ def test_sixteen_bits(base: str, zerolite_run: Callable[[str], Metrics]) -> None
 def test_main_job(tmp_path: Path) -> None:
     """`make train` as it stands: two processes, below 2.0 nats on validation within three minutes."""
     began = time.monotonic()
-    result = subprocess.run(
-        [*COMMAND, "--nproc", "2", str(GPT / "train.py"), "--config", str(GPT / "configs" / "zero2.json")],
-        cwd=tmp_path,
-        env=job_environment(CUDA_VISIBLE_DEVICES=""),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    command = [*COMMAND, "--nproc", "2", GPT / "train.py", "--config", GPT / "configs" / "zero2.json"]
+    result = helpers.run(*command, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     seconds = time.monotonic() - began
     assert result.returncode == 0, result.stderr
     validation = [line["val_loss"] for line in read_metrics(tmp_path / "runs" / "gpt") if "val_loss" in line]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.helpers import REPORT_SCRIPT, ROOT, TIMEOUT_S, job_environment, read_reports
+from tests.cli.helpers import REPORT_SCRIPT, ROOT, output_of, read_reports
 from zerolite.version import __version__
 
 LEFT_BEHIND = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "runs")
@@ -28,19 +28,9 @@ NO_COMPILER = {"CC": "false", "CXX": "false"}
 SAMPLE_SOURCE = Path("csrc") / "sample" / "sample.cpp"
 
 
-def run(*command: str | Path, cwd: Path, timeout: float = TIMEOUT_S, **changes: str | None) -> str:
-    """Run a command that must succeed, and return its standard output."""
-    result = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=job_environment(**{"PYTHONPATH": None, **changes}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
-    return result.stdout
+def run(*command: str | Path, **options: Any) -> str:
+    """Run a command that must succeed, without what PYTHONPATH names, and return its standard output."""
+    return output_of(*command, **{"PYTHONPATH": None, **options})
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tests.cli.helpers import (
     TIMEOUT_S,
     is_running,
     job_environment,
+    output_of,
     read_reports,
     run_command,
     start_command,
@@ -145,13 +146,8 @@ def test_the_script_runs_as_python_runs_it(tmp_path: Path, how: str) -> None:
     (tmp_path / "sub" / "neighbour.py").write_text("")
     (tmp_path / "neighbour.py").write_text("")
     what = ["sub/train.py", "--x", "1"] if how == "script" else ["-m", "sub.train", "--x", "1"]
-    plain = subprocess.run(
-        [sys.executable, *what], cwd=tmp_path, env=job_environment(), capture_output=True, text=True, check=True
-    )
-    result = run_command("--nproc", "1", *what, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    ours, theirs = json.loads(result.stdout), json.loads(plain.stdout)
-    assert ours == theirs
+    plain = output_of(sys.executable, *what, cwd=tmp_path)
+    assert json.loads(output_of(*COMMAND, "--nproc", "1", *what, cwd=tmp_path)) == json.loads(plain)
 
 
 @pytest.mark.slow
@@ -218,21 +214,6 @@ def test_dry_run_prints_what_would_run(tmp_path: Path) -> None:
     result = run_command("--nproc", "2", "--dry-run", "my train.py", *ODD_ARGUMENTS, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert list(tmp_path.glob("report.*")) == []
-    environ = job_environment(PYTHONPATH=str(ROOT))
-    subprocess.run(["sh"], input=result.stdout, text=True, env=environ, check=True, cwd=tmp_path)
+    output_of("sh", given=result.stdout, cwd=tmp_path, PYTHONPATH=str(ROOT))
     for number, report in enumerate(read_reports(tmp_path, 2)):
         assert (report["argv"], report["RANK"], report["WORLD_SIZE"]) == (ODD_ARGUMENTS, str(number), "2")
-
-
-def test_launcher_does_not_import_torch(tmp_path: Path) -> None:
-    """The command stays small and starts at once; only the agent, a process of its own, needs torch."""
-    (tmp_path / "train.py").write_text("")
-    code = (
-        "import sys; sys.argv[:] = ['zerolite', '--nproc', '1', 'train.py']; from zerolite.launcher.cli import main\n"
-    )
-    code += "print('status', main(), [name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
-    environ = job_environment(PYTHONPATH=str(ROOT))
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert result.stdout == "status 0 []\n", result.stderr

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cli.helpers import ROOT, job_environment, run_command
+from tests.cli.helpers import ROOT, limited_memory, run, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -61,25 +60,23 @@ if engine.rank == 0:
 @pytest.mark.parametrize(("stage", "request_number"), [(2, 20), (3, 40)])
 def test_killed_in_the_middle_of_a_step(tmp_path: Path, stage: int, request_number: int) -> None:
     """Nothing is left on the disk, and the run goes on from its checkpoint to the same bits."""
-    import torch
-
     script = tmp_path / "train.py"
     script.write_text(KILLED)
     for directory in ("whole", "broken"):
         (tmp_path / directory / "disk").mkdir(parents=True)
 
-    def run(mode: str, directory: str) -> subprocess.CompletedProcess[str]:
+    def train(mode: str, directory: str) -> subprocess.CompletedProcess[str]:
         arguments = (mode, str(stage), str(tmp_path / directory), str(request_number))
         return run_command("--nproc", "2", script, *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT))
 
-    whole = run("whole", "whole")
+    whole = train("whole", "whole")
     assert whole.returncode == 0, whole.stderr
-    killed = run("kill", "broken")
+    killed = train("kill", "broken")
     assert killed.returncode != 0
     assert "SIGKILL" in killed.stderr or "signal 9" in killed.stderr, killed.stderr
     assert not (tmp_path / "broken" / "kill.pt").exists()
     assert os.listdir(tmp_path / "broken" / "disk") == []
-    resumed = run("resume", "broken")
+    resumed = train("resume", "broken")
     assert resumed.returncode == 0, resumed.stderr
     assert os.listdir(tmp_path / "broken" / "disk") == []
     wanted, got = torch.load(tmp_path / "whole" / "whole.pt"), torch.load(tmp_path / "broken" / "resume.pt")
@@ -130,31 +127,6 @@ print("finished")
 """
 
 
-@contextlib.contextmanager
-def limited_memory(nbytes: int) -> Iterator[Path]:
-    """A control group with so much memory and no swap: its file of processes. Skips where none can be made."""
-    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    limits = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-    if not first.is_dir():
-        first, limits = second, ("memory.max", "memory.swap.max")
-    group = first / f"zerolite-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made: {error}")
-    try:
-        (group / limits[0]).write_text(str(nbytes))
-        with contextlib.suppress(OSError):  # without swap there may be no such file
-            (group / limits[1]).write_text("0" if limits[1] == "memory.swap.max" else str(nbytes))
-    except OSError as error:
-        group.rmdir()
-        pytest.skip(f"no control group can be limited: {error}")
-    try:
-        yield group / "cgroup.procs"
-    finally:
-        group.rmdir()
-
-
 LAYERS = 40
 STATES = LAYERS * 1024 * 1024 * 16  # bytes: weights and gradients in bf16, masters and two moments in fp32
 
@@ -165,14 +137,9 @@ def test_states_of_several_times_the_memory(tmp_path: Path, what: str, times: in
     script = tmp_path / "train.py"
     script.write_text(LARGE)
     with limited_memory(STATES // times) as procs:
-        done = subprocess.run(
-            [sys.executable, script, what, tmp_path, str(LAYERS), procs],
-            # The C library keeps what is freed in pieces below this size: what is measured here is the engine.
-            env=job_environment(PYTHONPATH=str(ROOT), MALLOC_MMAP_THRESHOLD_="65536"),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        # The C library keeps what is freed in pieces below this size: what is measured here is the engine.
+        more = {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
+        done = run(sys.executable, script, what, tmp_path, str(LAYERS), procs, timeout=600, **more)
     if what == "nothing":
         assert done.returncode == -signal.SIGKILL, (done.returncode, done.stderr)
         assert "states" not in done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import COMMAND, TIMEOUT_S, job_environment, run_command
+from tests.cli.helpers import COMMAND, TIMEOUT_S, run, run_command, start_command
 
 slow = pytest.mark.slow
 
@@ -27,15 +27,8 @@ print("rank", os.environ["RANK"], "heard", heard)
 
 def run_with(redirections: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `zerolite ARGUMENTS` by a shell that closes or redirects its streams."""
-    return subprocess.run(
-        ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *COMMAND, *arguments],
-        cwd=directory,
-        env=job_environment(),
-        input="one\ntwo\n",
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    shell = ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh"]
+    return run(*shell, *COMMAND, *arguments, cwd=directory, given="one\ntwo\n")
 
 
 def test_files_with_the_names_of_pythons_modules_and_who_reads_standard_input(tmp_path: Path) -> None:
@@ -69,15 +62,7 @@ def test_closed_streams(tmp_path: Path, closed: str) -> None:
 @slow
 def test_nohup_holds(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\nopen('up', 'w')\ntime.sleep(3)\nprint('finished')")
-    job = subprocess.Popen(
-        ["nohup", *COMMAND, "--nproc", "1", "train.py"],
-        cwd=tmp_path,
-        env=job_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    job = start_command("--nproc", "1", "train.py", cwd=tmp_path, through=["nohup"])
     while not (tmp_path / "up").exists() and job.poll() is None:
         time.sleep(0.05)
     job.send_signal(signal.SIGHUP)
