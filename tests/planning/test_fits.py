@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -183,45 +184,44 @@ def test_auto_is_for_initialize_alone() -> None:
     assert hasattr(layer.weight, "ds_id")
 
 
-def test_the_free_memory_of_a_host_is_shared_by_its_ranks(tmp_path: Path) -> None:
+def test_the_free_memory_of_a_host_is_shared_by_its_ranks() -> None:
     assert available.local_ranks({"LOCAL_WORLD_SIZE": "4"}) == 4
     assert available.local_ranks({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == 2
     assert available.local_ranks({"LOCAL_WORLD_SIZE": "0"}) is available.local_ranks({}) is None
-    group = tmp_path / "jobs" / "one"
-    group.mkdir(parents=True)
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/jobs/one\n")
-    assert available.control_group_left(tmp_path, membership) is None
-    (group / "memory.max").write_text("1000\n")
-    (group / "memory.current").write_text("700\n")
-    (group / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    assert available.control_group_left(tmp_path, membership) == 450
-    for name, text in (("memory.max", "max\n"), ("memory.current", "900\n"), ("memory.stat", "")):
-        (group.parent / name).write_text(text)
-    assert available.control_group_left(tmp_path, membership) == 450
-    (group.parent / "memory.max").write_text("910\n")
-    assert available.control_group_left(tmp_path, membership) == 10
-    assert available.control_group_left(tmp_path, tmp_path / "none") is None
+
+
+def account(group: Path, **files: str) -> None:
+    """Write the memory controller's files of a control group."""
+    group.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (group / f"memory.{name}").write_text(text + "\n")
+
+
+def test_control_groups_of_version_2(tmp_path: Path) -> None:
+    left = functools.partial(available.control_group_left, tmp_path, tmp_path / "cgroup")
+    assert left() is None
+    (tmp_path / "cgroup").write_text("0::/jobs/one\n")
+    assert left() is None
+    account(tmp_path / "jobs" / "one", max="1000", current="700", stat="anon 500\ninactive_file 150")
+    assert left() == 450
+    account(tmp_path / "jobs", max="max", current="900", stat="")
+    assert left() == 450
+    account(tmp_path / "jobs", max="910")
+    assert left() == 10
 
 
 def test_control_groups_of_version_1(tmp_path: Path) -> None:
-    group = tmp_path / "memory" / "job"
-    group.mkdir(parents=True)
-    membership = tmp_path / "cgroup"
-    membership.write_text("5:cpu,cpuacct:/job\n4:memory:/job\n1:name=systemd:/\n0::/\n")
-    assert available.control_group_left(tmp_path, membership) is None
-    files = {"limit_in_bytes": "1000", "usage_in_bytes": "900"}
-    for name, text in files.items():
-        (group / f"memory.{name}").write_text(text + "\n")
-    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50\n")
-    assert available.control_group_left(tmp_path, membership) == 150
-    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert available.control_group_left(tmp_path, membership) is None
-    membership.write_text("4:memory:/elsewhere\n")  # seen from within a container
-    for name in (*(f"memory.{name}" for name in files), "memory.stat"):
-        (group.parent / name).write_text((group / name).read_text())
-    (group.parent / "memory.limit_in_bytes").write_text("960\n")
-    assert available.control_group_left(tmp_path, membership) == 110
+    left = functools.partial(available.control_group_left, tmp_path, tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/job\n4:memory:/job\n1:name=systemd:/\n0::/\n")
+    assert left() is None
+    files = {"limit_in_bytes": "1000", "usage_in_bytes": "900", "stat": "inactive_file 1\ntotal_inactive_file 50"}
+    account(tmp_path / "memory" / "job", **files)
+    assert left() == 150
+    account(tmp_path / "memory" / "job", limit_in_bytes="9223372036854771712")
+    assert left() is None
+    (tmp_path / "cgroup").write_text("4:memory:/elsewhere\n")  # seen from within a container
+    account(tmp_path / "memory", **{**files, "limit_in_bytes": "960"})
+    assert left() == 110
 
 
 def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:

@@ -142,14 +142,13 @@ def test_tensor_parallelism(pools: Pools, world: int, stage: int) -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_in_16_bits(pools: Pools) -> None:
-    check(pools, 2, "even gpt", stage=1, buckets="small", precision="bf16", accumulation=2, **TENSOR)
-
-
-@pytest.mark.slow
-def test_sequence_parallelism(pools: Pools) -> None:
-    blocks = {"tensor_parallel": {"size": 2, "sequence_parallel": True}}
-    check(pools, 2, "even gpt", stage=1, buckets="small", **blocks)
+@pytest.mark.parametrize(
+    "more",
+    [{"precision": "bf16", "accumulation": 2, **TENSOR}, {"tensor_parallel": {"size": 2, "sequence_parallel": True}}],
+    ids=["16 bits", "sequence parallelism"],
+)
+def test_more_of_tensor_parallelism(pools: Pools, more: dict[str, Any]) -> None:
+    check(pools, 2, "even gpt", stage=1, buckets="small", **more)
 
 
 @pytest.mark.slow
