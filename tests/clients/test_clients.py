@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_deepspeed_real import interpreter
+from tests.cli.helpers import ROOT, output_of
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 600
 
@@ -29,35 +28,19 @@ ACCELERATE_LOSSES = [1.5538098812103271, 0.7038121223449707, 0.7791683077812195]
 ACCELERATE_NORM = 1.0579493045806885
 # DeepSpeed's, stage 2.
 TRAINER_LOSSES = [
-    4.5691118240356445,
-    4.580258846282959,
-    4.556103706359863,
-    4.571515083312988,
-    4.572039604187012,
-    4.587225914001465,
-]
+    4.5691118240356445, 4.580258846282959, 4.556103706359863, 4.571515083312988, 4.572039604187012, 4.587225914001465,
+]  # fmt: skip
 TRAINER_EVALS = [4.537005424499512, 4.483879089355469]
 TRAINER_TOKENS = [10, 56, 25, 3, 3, 3, 3, 3]
 # DeepSpeed's, stage 2.
 LIGHTNING_LOSSES = [
-    0.16932038962841034,
-    0.002040319610387087,
-    0.01804976724088192,
-    0.006850617006421089,
-    0.05211067944765091,
-    0.013547906652092934,
-    0.034861970692873,
-    0.03187110275030136,
-]
+    0.16932038962841034, 0.002040319610387087, 0.01804976724088192, 0.006850617006421089,
+    0.05211067944765091, 0.013547906652092934, 0.034861970692873, 0.03187110275030136,
+]  # fmt: skip
 # zerolite's.
 LORA_LOSSES = [
-    4.5691118240356445,
-    4.580258846282959,
-    4.556103706359863,
-    4.565469264984131,
-    4.567890167236328,
-    4.586223602294922,
-]
+    4.5691118240356445, 4.580258846282959, 4.556103706359863, 4.565469264984131, 4.567890167236328, 4.586223602294922,
+]  # fmt: skip
 # GRPO's are DeepSpeed's too, stage 2; TRL 1.16 and DeepSpeed 0.16.3 do not fit together at stage 3.
 TRL_LOSSES = {
     "grpo": [-0.06425970047712326, 3.387530796317151e-06, 6.206333637237549e-06],
@@ -75,27 +58,24 @@ def need(*modules: str) -> None:
 LAUNCHER = ("-m", "zerolite.launcher.cli", "--nproc", "2", "--deepspeed-compat")
 
 
-def environment() -> dict[str, str]:
-    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environ = {key: value for key, value in os.environ.items() if key not in dropped}
-    environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
-    return environ
+def run_python(
+    directory: Path,
+    *arguments: str | Path,
+    python: str | Path = sys.executable,
+    timeout: float = TIMEOUT_S,
+    **more: str,
+) -> str:
+    """Run Python with these arguments, which must succeed, without a network; return what it prints."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    changes = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+    return output_of(python, *arguments, cwd=directory, timeout=timeout, **changes, **more)
 
 
-def run(tmp_path: Path, script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> Any:
+def run(tmp_path: Path, script: str, *arguments: str, launcher: tuple[str, ...] = LAUNCHER) -> Any:
     """Run a script on two ranks and return what rank 0 has written."""
-    environ = environment()
-    start = launcher or LAUNCHER
     out = tmp_path / "out.json"
-    start_script(tmp_path, environ, *start, str(SCRIPTS / script), str(out), *arguments)
+    run_python(tmp_path, *launcher, SCRIPTS / script, out, *arguments)
     return json.loads(out.read_text())
-
-
-def start_script(tmp_path: Path, environ: dict[str, str], *arguments: str, python: str = sys.executable) -> None:
-    command = [python, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 def test_accelerate_at_every_stage_and_precision(tmp_path: Path) -> None:
@@ -182,10 +162,8 @@ def test_a_run_of_deepspeed_is_resumed(tmp_path: Path, stage: int, precision: st
         pytest.skip("DeepSpeed is not installed, and ZEROLITE_DEEPSPEED_PYTHON names no interpreter that has it")
     script, out, checkpoint = str(SCRIPTS / "resume_loop.py"), tmp_path / "theirs.json", str(tmp_path / "checkpoint")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    environ = environment() | {"DS_ACCELERATOR": "cpu"}
-    start_script(
-        tmp_path, environ, *torchrun, script, str(out), "save", str(stage), precision, checkpoint, python=python
-    )
+    save = ("save", str(stage), precision, checkpoint)
+    run_python(tmp_path, *torchrun, script, out, *save, python=python, DS_ACCELERATOR="cpu")
     theirs = json.loads(out.read_text())
     ours = run(tmp_path, "resume_loop.py", "resume", str(stage), precision, checkpoint)
     assert ours["losses"][:2] == theirs["losses"][:2] and ours["rate"] == theirs["rate"]
@@ -209,5 +187,5 @@ def test_the_example_runs_twice_in_one_directory(tmp_path: Path) -> None:
     need("accelerate", "transformers", "peft")
     script = str(ROOT / "examples" / "huggingface" / "train.py")
     for option in ((), ("--lora",)):
-        start_script(tmp_path, environment(), *LAUNCHER, script, "--steps", "2", *option)
+        run_python(tmp_path, *LAUNCHER, script, "--steps", "2", *option)
     assert (tmp_path / "runs" / "huggingface" / "model" / "adapter_model.safetensors").is_file()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.clients.test_clients import ROOT, environment
+from tests.cli.helpers import ROOT
+from tests.clients.test_clients import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +39,8 @@ def test_results_are_counted_by_kind(tmp_path: Path) -> None:
         path = checkout / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    script = str(ROOT / "benchmarks" / "deepspeed_suite.py")
-    command = [sys.executable, script, str(checkout), "--timeout", "60", "--json", str(tmp_path / "out.json")]
-    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
+    script = ROOT / "benchmarks" / "deepspeed_suite.py"
+    printed = run_python(tmp_path, script, checkout, "--timeout", "60", "--json", tmp_path / "out.json", timeout=500)
     results = json.loads((tmp_path / "out.json").read_text())
     found = {(each["folder"], each["test"].rpartition("::")[2]): each["kind"] for each in results}
     assert found[("runtime", "test_version")] == "passed"
@@ -54,4 +51,4 @@ def test_results_are_counted_by_kind(tmp_path: Path) -> None:
     assert found[("runtime", "test_kind")] == "RuntimeError"
     assert found[("moe", "test_crash.py")] == "no report, exit status 7"
     assert found[("moe", "test_slow.py")] == "took too long"
-    assert "| **all** | 1 | 6 | 1 |" in done.stdout, done.stdout
+    assert "| **all** | 1 | 6 | 1 |" in printed, printed

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients.test_clients import ROOT, TIMEOUT_S, environment, need
+from tests.cli.helpers import ROOT
+from tests.clients.test_clients import need, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +39,8 @@ def train(tmp_path: Path, *runs: tuple[str, int, int]) -> list[Any]:
         "RAY_raylet_start_wait_time_s": "180",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, SCRIPT, *map(json.dumps, arguments)],
-        env=environment() | settings,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"losses"')]
+    printed = run_python(tmp_path, "-c", DRIVER, SCRIPT, *map(json.dumps, arguments), **settings)
+    return [json.loads(line) for line in printed.splitlines() if line.startswith('{"losses"')]
 
 
 def test_two_workers_of_ray_train_and_go_on_at_another_stage(tmp_path: Path) -> None:

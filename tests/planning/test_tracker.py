@@ -137,12 +137,6 @@ def test_places_are_known_for_as_long_as_the_memory_lives() -> None:
     assert key not in memory_tags._elsewhere
 
 
-def test_without_a_listener_nothing_is_noted() -> None:
-    tensor = torch.empty(3)
-    assert memory_tags.listeners == []
-    assert tag_memory(tensor, BUCKETS) is tensor
-
-
 def test_the_course_keeps_the_fullest_moments(tracker: MemoryTracker) -> None:
     kept = torch.empty(25)
     tracker.record()
