@@ -34,7 +34,7 @@ if how == "exit early" and odd:
     sys.exit(0)
 config = {
     "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2 if how == "other lr" and odd else 1e-3}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": stage},
     "desync_timeout_s": timeout_s,
 }
@@ -145,13 +145,6 @@ def test_the_first_failure_is_shown_and_not_its_consequence(tmp_path: Path, how:
     else:
         assert finished.returncode == 1 and "ValueError: a bad sample" in last, finished.stderr
     assert seconds < 45 and not (tmp_path / "checkpoints" / "latest").exists()
-
-
-@slow
-def test_other_hyperparameters_on_one_rank_are_named_at_the_start(tmp_path: Path) -> None:
-    finished, seconds = start(tmp_path, "other lr", 2, 60.0)
-    assert finished.returncode == 1 and seconds < 45
-    assert "optimizer.params.lr" in finished.stderr and "0.01" in finished.stderr and "rank 1" in finished.stderr
 
 
 @slow

@@ -173,11 +173,7 @@ def test_editable_install(source: Path, tmp_path: Path) -> None:
         sys.executable, "-c", "import setuptools, os; print(os.path.dirname(setuptools.__path__[0]))", cwd=tmp_path
     )
     options = ["--no-build-isolation", "--no-deps", "--no-index"]
-    changes = {
-        "PYTHONPATH": tools.strip(),
-        "ZEROLITE_BUILD_OPS": "1",
-        "ZEROLITE_CACHE_DIR": str(tmp_path / "cache"),
-    }
+    changes = {"PYTHONPATH": tools.strip(), "ZEROLITE_BUILD_OPS": "1", "ZEROLITE_CACHE_DIR": str(tmp_path / "cache")}
     run(bin_directory / "pip", "install", *options, "-e", source, cwd=tmp_path, **changes)
     built = sorted(path.name.partition("-")[0] for path in tmp_path.glob("cache/kernels/*.so"))
     assert built == ["async_io", "cpu_kernels"]

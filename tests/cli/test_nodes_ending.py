@@ -63,8 +63,7 @@ def test_a_rank_that_crashes_on_another_host_ends_all(make_site: MakeSite) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "number"),
-    [("launcher", signal.SIGKILL), ("launcher", signal.SIGTERM), ("ssh", signal.SIGKILL)],
+    ("victim", "number"), [("launcher", signal.SIGKILL), ("launcher", signal.SIGTERM), ("ssh", signal.SIGKILL)]
 )
 def test_nothing_outlives_the_launcher_or_a_connection(
     make_site: MakeSite, victim: str, number: signal.Signals

@@ -198,11 +198,7 @@ def test_forwards_that_need_values(what: Callable[[Tensor], Tensor], words: list
         (lambda: {}["no such"], {}, "constructor.*KeyError: 'no such'"),
         (lambda: 3, {}, "refuses this job: expected model to be a torch.nn.Module, got int"),
         (nn.ReLU, {}, "engine refuses this job: .*parameter"),
-        (
-            stack,
-            {"zero_optimization": {"stage": 3}, "optimizer": ADAFACTOR},
-            "engine refuses this job: .*Adafactor",
-        ),
+        (stack, {"zero_optimization": {"stage": 3}, "optimizer": ADAFACTOR}, "engine refuses this job: .*Adafactor"),
         (stack, {"zero_optimization": {"stage": "auto"}}, "one stage, 0 to 3"),
     ],
     ids=["values", "device", "error", "no module", "no parameters", "optimizer", "stage"],
@@ -217,11 +213,7 @@ def test_what_cannot_be_planned_is_a_sentence(model_fn: Any, changes: dict[str, 
     ("model_fn", "numbers", "sentence"),
     [
         (lambda: nn.Embedding(50, 8, sparse=True), tokens, "expected a dense gradient for parameter 'weight'"),
-        (
-            lambda: Reads(lambda x: x.long()),
-            batch,
-            "a loss or a floating tensor .*, got a tensor of torch.int64; give",
-        ),
+        (lambda: Reads(lambda x: x.long()), batch, "a loss or a floating tensor .*, got a tensor of torch.int64; give"),
     ],
 )
 def test_what_a_step_cannot_do_is_a_sentence(model_fn: Any, numbers: Callable[[], Tensor], sentence: str) -> None:

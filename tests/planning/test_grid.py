@@ -154,8 +154,7 @@ def test_more_of_tensor_parallelism(pools: Pools, more: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(
-    ("schedule", "chunks"),
-    [("gpipe", None), ("1f1b", None), ("interleaved_1f1b", 2), ("zero_bubble", 2), ("zbv", 2)],
+    ("schedule", "chunks"), [("gpipe", None), ("1f1b", None), ("interleaved_1f1b", 2), ("zero_bubble", 2), ("zbv", 2)]
 )
 def test_pipelines(pools: Pools, schedule: str, chunks: int | None, stage: int) -> None:
     check(pools, 2, "layers", stage=stage, buckets="small", accumulation=4, **pipeline(schedule, chunks))

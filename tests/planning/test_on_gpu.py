@@ -12,10 +12,7 @@ from zerolite.planning.check import TOLERANCE, compare, run_job
 from zerolite.planning.make import plan
 from zerolite.planning.sources import load_batch, load_model_fn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # 134 million parameters, beside whose states cuBLAS' workspace of up to 32 MB is little.
 MODULE = """\

@@ -62,9 +62,12 @@ def configure(
             ``get_tensor_model_parallel_group()``.
         group: that process group itself, in which activations are equal on all ranks.
         deepspeed_config: a config (path, dict or object), whose block ``activation_checkpointing`` counts.
-        partition_activations, checkpoint_in_cpu: instead of what the block says; see its keys in the configuration.
-        contiguous_checkpointing, num_checkpoints, synchronize, profile: DeepSpeed's, without effect: memory is kept and
-            used again anyway, and torch.profiler shows where time goes.
+        partition_activations: instead of what the block says; see its key in the configuration.
+        checkpoint_in_cpu: the same.
+        contiguous_checkpointing: DeepSpeed's, without effect: memory is kept and used again anyway.
+        num_checkpoints: DeepSpeed's, without effect for the same reason.
+        synchronize: DeepSpeed's, without effect: torch.profiler shows where time goes.
+        profile: DeepSpeed's, without effect for the same reason.
 
     Raises:
         ValueError: for an ``mpu_`` without groups.
