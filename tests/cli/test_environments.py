@@ -172,6 +172,7 @@ def test_one_process_without_any_environment(script: Path) -> None:
 def test_incomplete_arguments_are_a_sentence(
     arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    zerolite.destroy()  # what tests before this one may have left
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=f"init_distributed.*{words}"):

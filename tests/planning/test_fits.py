@@ -194,7 +194,7 @@ def account(group: Path, **files: str) -> None:
     """Write the memory controller's files of a control group."""
     group.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (group / f"memory.{name}").write_text(text + "\n")
+        (group / f"memory.{name}").write_text(text and text + "\n")
 
 
 def test_control_groups_of_version_2(tmp_path: Path) -> None:
