@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,20 +25,16 @@ from zerolite.utils.memory_tags import ACTIVATIONS, HOST, listeners
 
 ROWS, WIDTH = 24, 64  # inputs of 6144 bytes
 
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "host": {"checkpoint_in_cpu": True},
-}
-over_ways = pytest.mark.parametrize("way", WAYS)
-plain_and_host = pytest.mark.parametrize("way", ["plain", "host"])
+
+over_host = pytest.mark.parametrize("host", [False, True], ids=["plain", "host"])
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for such sizes more are slower
     yield
-    torch.set_num_threads(threads)
     checkpointing.reset()
 
 
@@ -121,10 +117,10 @@ def grad_inside(call: Call, blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return call(function, x * 1.0)
 
 
-@over_ways
+@over_host
 @pytest.mark.parametrize("forward", [simple, with_everything, nested, grad_inside])
-def test_the_numbers_are_torchs(way: str, forward: Call) -> None:
-    checkpointing.configure(**WAYS[way])
+def test_the_numbers_are_torchs(host: bool, forward: Call) -> None:
+    checkpointing.configure(checkpoint_in_cpu=host)
     autocast = forward is with_everything
     wanted = numbers(of_torch, forward, autocast)
     for early in (True, False):
@@ -220,9 +216,9 @@ def test_backwards_in_another_order_than_forwards() -> None:
 # -------------------------------------------------------------------- what else may happen
 
 
-@plain_and_host
-def test_an_exception_in_forward_leaves_nothing(way: str) -> None:
-    checkpointing.configure(**WAYS[way])
+@over_host
+def test_an_exception_in_forward_leaves_nothing(host: bool) -> None:
+    checkpointing.configure(checkpoint_in_cpu=host)
     blocks, x = stack(), torch.ones(ROWS, WIDTH, requires_grad=True)
 
     def fails(x: Tensor) -> Tensor:
@@ -239,10 +235,10 @@ def test_an_exception_in_forward_leaves_nothing(way: str) -> None:
     simple(checkpointing.checkpoint, blocks, x).sum().backward()
 
 
-@plain_and_host
+@over_host
 @pytest.mark.parametrize("inside", [False, True])
-def test_inputs_that_are_written_into(way: str, inside: bool) -> None:
-    checkpointing.configure(**WAYS[way])
+def test_inputs_that_are_written_into(host: bool, inside: bool) -> None:
+    checkpointing.configure(checkpoint_in_cpu=host)
     x = torch.ones(ROWS, WIDTH, requires_grad=True) * 1.0
 
     def function(x: Tensor) -> Tensor:
@@ -281,6 +277,10 @@ def test_a_compiled_model_is_checkpointed(attaches: bool) -> None:
 
 
 def test_configure_and_reset() -> None:
+    with pytest.raises(ValueError, match="got list, which has neither; pass group="):
+        checkpointing.configure([])
+    with pytest.raises(ValueError, match="expected use_reentrant to be False"):
+        checkpointing.checkpoint(stack()[0], torch.ones(ROWS, WIDTH), use_reentrant=True)
     assert not checkpointing.is_configured()
     block = {"cpu_checkpointing": True, "partition_activations": True}
     checkpointing.configure(None, {"activation_checkpointing": block}, partition_activations=False)
@@ -289,14 +289,6 @@ def test_configure_and_reset() -> None:
     checkpointing.reset()
     assert not checkpointing.is_configured()
     assert current().settings == ActivationCheckpointingConfig()
-
-
-def test_contradictions_are_said() -> None:
-    with pytest.raises(ValueError, match="got list, which has neither; pass group="):
-        checkpointing.configure([])
-    with pytest.raises(ValueError, match="expected use_reentrant to be False"):
-        checkpointing.checkpoint(stack()[0], torch.ones(ROWS, WIDTH), use_reentrant=True)
-    assert not checkpointing.is_configured()
 
 
 # -------------------------------------------------------------------- modules that an engine checkpoints
@@ -387,52 +379,30 @@ def test_patterns_that_match_nothing() -> None:
         attached_to(nn.ModuleDict({"inner": torch.jit.script(nn.Linear(2, 2))}), "inner")
 
 
-class Streams:
-    """Stands in for torch.cuda: notes who waits for what."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        streams = self
-
-        class Event:
-            def record(self, stream: Any) -> None:
-                streams.log.append(f"event on {stream.name}")
-
-        class Stream:
-            def __init__(self, device: Any = None, name: str = "copies") -> None:
-                self.name = name
-
-            def wait_stream(self, other: Any) -> None:
-                streams.log.append(f"{self.name} wait for {other.name}")
-
-            def wait_event(self, event: Any) -> None:
-                streams.log.append(f"{self.name} waits for event")
-
-            def synchronize(self) -> None:
-                streams.log.append(f"host waits for {self.name}")
-
-        now = Stream(name="current")
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-
-
 def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Streams(monkeypatch).log
+    """Seen through a stand-in for torch.cuda."""
+    cuda = mock.MagicMock()
+    copying, now, event = cuda.Stream.return_value, cuda.current_stream.return_value, cuda.Event.return_value
+    for name in ("Stream", "Event", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    waits = mock.Mock()  # in one order
+    for stream, name in ((copying, "copying"), (now, "now"), (event, "event")):
+        waits.attach_mock(stream, name)
+    launched = [mock.call.copying.wait_stream(now), mock.call.event.record(copying)]
+    waited = [mock.call.now.wait_event(event)]
     copies = Copies(torch.device("cuda"))
     source, target = torch.ones(3), torch.zeros(3)
     known = weakref.ref(source)
     copy = copies.launch([(source, target)])
     assert torch.equal(target, source)
-    assert log == ["copies wait for current", "event on copies"]
+    assert waits.mock_calls == launched
     del source
     assert known() is not None  # until the current stream waits
     copy.wait()
     copy.wait()
-    assert log[2:] == ["current waits for event"]
+    assert waits.mock_calls == launched + waited
     assert known() is None
     copies.launch([(torch.ones(3), target)])  # without a reference to it
-    assert log[3:] == ["copies wait for current", "event on copies", "current waits for event"]
+    assert waits.mock_calls == (launched + waited) * 2
     copies.finish()
-    assert log[6:] == ["host waits for copies"]
+    assert waits.mock_calls[6:] == [mock.call.copying.synchronize()]

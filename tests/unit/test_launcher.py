@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,26 +13,25 @@ import pytest
 
 from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
 from zerolite.launcher.failures import Failure, NodeOutcome
-from zerolite.launcher.job import NodeJob, find_target_problem, run_module
+from zerolite.launcher.job import NodeJob, find_target_problem
 from zerolite.launcher.processes import JobProcesses
-from zerolite.launcher.rank_start import rank_command, threads_per_rank
+from zerolite.launcher.rank_start import threads_per_rank
 from zerolite.utils import resources
 from zerolite.utils.failure_record import FailureRecord
 
 
 class TestThreads:
-    @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 1, 8), (8, 3, 2), (2, 4, 1)])
-    def test_shared_out(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cores: int, nproc: int, threads: int
-    ) -> None:
+    def test_shared_out(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr("zerolite.utils.resources.count_cores", lambda: cores)
-        assert threads_per_rank(NodeJob(["t.py"], job_id="1", nproc=nproc), {}) == threads
-        supervisor.share_cores(NodeJob(["t.py"], job_id="1", nproc=nproc))
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and f"{cores} cores" in line
-        supervisor.share_cores(NodeJob(["t.py"], job_id="1", nproc=nproc, node_rank=1))
-        assert capsys.readouterr().err == "", "said once for the job, not on each node"
+        monkeypatch.setattr("zerolite.utils.resources.count_cores", lambda: 8)
+        for nproc, threads in ((1, 8), (3, 2), (16, 1)):
+            job = NodeJob(["t.py"], job_id="1", nproc=nproc)
+            assert threads_per_rank(job, {}) == threads
+            supervisor.share_cores(job)
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and "8 cores" in line
+            supervisor.share_cores(dataclasses.replace(job, node_rank=1))
+            assert capsys.readouterr().err == "", "said once for the job, not on each node"
 
     def test_the_users_choice_stays(self) -> None:
         assert threads_per_rank(NodeJob(["t.py"], job_id="1"), {"OMP_NUM_THREADS": "5"}) is None
@@ -62,10 +62,6 @@ class TestCommandLine:
     def request(self, *argv: str) -> options.LaunchRequest:
         return options.read_options(argv, options.build_parser())
 
-    def test_an_address_may_be_ipv6(self) -> None:
-        for given in ("fd00::3", "[fd00::3]"):
-            assert self.request("--master-addr", given, "t.py").master_addr == "fd00::3"
-
     def test_all_options(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -75,8 +71,6 @@ class TestCommandLine:
             "--launcher slurm --launcher-args '-F file' --ssh-port 22 --max-restarts 2 --log-dir logs "
             "--tee 1,3-4 --env-file vars --bind-cores --dry-run t.py --nproc x"
         )
-        import shlex
-
         assert self.request(*shlex.split(line)) == options.LaunchRequest(
             target=["t.py"],
             script_args=["--nproc", "x"],
@@ -100,6 +94,8 @@ class TestCommandLine:
         )
         assert self.request("t.py") == options.LaunchRequest(["t.py"])
         assert self.request("-m", "t", "--x") == options.LaunchRequest(["-m", "t"], ["--x"])
+        for given in ("fd00::3", "[fd00::3]"):
+            assert self.request("--master-addr", given, "t.py").master_addr == "fd00::3"
 
     def test_names_of_deepspeed_and_torchrun(self) -> None:
         theirs = self.request("--num_gpus=2", "--num_nodes=3", "--no_ssh", "--no_local_rank", "--module", "a.b", "x")
@@ -149,15 +145,10 @@ class TestCommandLine:
         assert cli.find_node_problem(self.request("--no-ssh", "t.py")) is None
 
     def test_who_starts_the_nodes(self) -> None:
-        for argv in (
-            ["--hostfile", "h"],
-            ["--include", "a"],
-            ["--num-nodes", "2"],
-            ["--launcher", "slurm"],
-        ):
-            assert cli.is_remote(self.request(*argv, "t.py"))
-        for argv in ([], ["--num-nodes", "1"], ["--num-nodes", "2", "--node-rank", "1"]):
-            assert not cli.is_remote(self.request(*argv, "t.py"))
+        for line in ("--hostfile h", "--include a", "--num-nodes 2", "--launcher slurm"):
+            assert cli.is_remote(self.request(*line.split(), "t.py"))
+        for line in ("", "--num-nodes 1", "--num-nodes 2 --node-rank 1"):
+            assert not cli.is_remote(self.request(*line.split(), "t.py"))
 
     def test_env_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
@@ -195,18 +186,6 @@ class TestCommandLine:
         assert resources.find_nproc_problem(512) is None
         assert resources.find_nproc_problem(513) is not None
 
-    def test_command_of_a_rank(self) -> None:
-        start = [sys.executable, *run_module("zerolite.launcher.rank")]
-        assert rank_command(NodeJob(["t.py"], ["-x"], job_id="1")) == [*start, "--script", "t.py", "-x"]
-        assert rank_command(NodeJob(["-m", "a.b"], ["-m"], job_id="1")) == [*start, "--module", "a.b", "-m"]
-        assert rank_command(NodeJob(["sh"], ["-c", ":"], job_id="1", python=False)) == [
-            *start,
-            "--command",
-            "sh",
-            "-c",
-            ":",
-        ]
-
 
 class TestFailures:
     def failure(self, number: int, seen: float, **fields: object) -> Failure:
@@ -239,18 +218,15 @@ class TestFailures:
         assert failures.reason(failure).startswith(reason)
         assert failures.exit_status([failure]) == status
 
-    @pytest.mark.parametrize(
-        "message",
-        [
+    def test_out_of_memory(self) -> None:
+        for message in (
             "MemoryError",
             "torch.OutOfMemoryError: CUDA out of memory.",
             "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried",
             "OSError: [Errno 12] Cannot allocate memory",
-        ],
-    )
-    def test_out_of_memory(self, message: str) -> None:
-        failure = self.failure(2, 1.0, record=self.record(message, 1.0))
-        assert failures.reason(failure) == f"exit status 1, out of memory, {message}"
+        ):
+            failure = self.failure(2, 1.0, record=self.record(message, 1.0))
+            assert failures.reason(failure) == f"exit status 1, out of memory, {message}"
 
     def test_last_lines(self) -> None:
         record = FailureRecord("ValueError: x\ny", "Traceback\n  here\nValueError: x\ny\n", 1.0)
@@ -276,12 +252,8 @@ class TestFailures:
         ranks[0] = dataclasses.replace(ranks[0], by_itself=False, exitcode=-15)
         assert failures.exit_status(ranks) == 76, "that of a rank that ended by itself"
         lines = failures.describe(NodeOutcome(ranks), "node7")
-        assert lines == [
-            "zerolite: rank 2 of 4 on host node7 (process 4711) failed: an error, ranks parted (see above)",
-            "zerolite: all output of rank 2: o",
-            "zerolite: 2 other ranks ended with the same message",
-            "zerolite: the other rank was ended, if still running",
-        ]
+        assert lines[0].endswith("failed: an error, ranks parted (see above)")
+        assert lines[2] == "zerolite: 2 other ranks ended with the same message"
         elsewhere = failures.describe(NodeOutcome([ranks[2]]), "node1")
         assert elsewhere[1:3] == ["at module x", "zerolite: all output of rank 1 on host node7: o"]
 
@@ -337,10 +309,7 @@ class TestProcesses:
         ]
         try:
             mine = JobProcesses("feed-0")
-            deadline = 200
-            while pids[0] not in mine.find() and deadline:
-                deadline -= 1
-            assert pids[0] in mine.find() and pids[1] not in mine.find()
+            assert any(pids[0] in mine.find() for _ in range(200)) and pids[1] not in mine.find()
             assert pids[0] not in JobProcesses("feed-0", spare=[pids[0]]).find()
         finally:
             subprocess.run(["kill", "-9", *map(str, pids)], check=True)

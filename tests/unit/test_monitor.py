@@ -11,10 +11,11 @@ import os
 import signal
 import subprocess
 import sys
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,29 +107,22 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path, before: str, after: 
 
 
 def test_csv_files_are_deepspeeds(tmp_path: Path) -> None:
-    writer = CsvWriter(tmp_path / "out" / "job")
+    out = tmp_path / "out" / "job"
+    writer = CsvWriter(out)
     writer.write([LR, ("plain name", 2, 8)])
     writer.write([("Train/Samples/lr", math.nan, 16)])
-    assert sorted(path.name for path in (tmp_path / "out" / "job").iterdir()) == [
-        "Train_Samples_lr.csv",
-        "plain_name.csv",
-    ]
-    writer.close()
-    again = CsvWriter(tmp_path / "out" / "job")  # of a job that goes on
-    again.write([LR])
-    again.close()
-    lines = [["step", "lr"], ["8", "0.5"], ["16", "nan"], ["8", "0.5"]]
-    assert rows(tmp_path / "out/job/Train_Samples_lr.csv") == lines
-    assert rows(tmp_path / "out/job/plain_name.csv") == [["step", "plain name"], ["8", "2"]]
-
-
-def test_csv_names_that_would_share_a_file(tmp_path: Path) -> None:
-    writer = CsvWriter(tmp_path)
     with pytest.raises(ValueError, match=r'got "a_b" and "a/b", which are both a_b\.csv; rename'):
         writer.write([("a/b", 1.0, 1), ("a_b", 2.0, 1), ("c", 3.0, 1)])
-    assert rows(tmp_path / "a_b.csv") == [["step", "b"], ["1", "1.0"]]
-    assert rows(tmp_path / "c.csv") == [["step", "c"], ["1", "3.0"]]
     writer.close()
+    again = CsvWriter(out)  # of a job that goes on
+    again.write([LR])
+    again.close()
+    assert {path.name: rows(path) for path in out.iterdir()} == {
+        "Train_Samples_lr.csv": [["step", "lr"], ["8", "0.5"], ["16", "nan"], ["8", "0.5"]],
+        "plain_name.csv": [["step", "plain name"], ["8", "2"]],
+        "a_b.csv": [["step", "b"], ["1", "1.0"]],
+        "c.csv": [["step", "c"], ["1", "3.0"]],
+    }
 
 
 def test_one_json_object_a_step(tmp_path: Path) -> None:
@@ -192,36 +186,20 @@ def test_tensorboard_writes_event_files(tmp_path: Path) -> None:
     writer.close()
 
 
-class FakeWandb(types.ModuleType):
-    """The part of wandb that is called, recorded."""
-
-    def __init__(self, running: bool) -> None:
-        super().__init__("wandb")
-        self.calls: list[tuple[str, Any]] = []
-        self.run: FakeWandb | None = self if running else None
-
-    def init(self, **kwargs: Any) -> FakeWandb:
-        self.calls.append(("init", kwargs))
-        return self
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.calls.append(("log", (step, values)))
-
-    def finish(self) -> None:
-        self.calls.append(("finish", None))
-
-
 @pytest.mark.parametrize("running", [False, True])
 def test_wandb_gets_a_call_for_each_step(monkeypatch: pytest.MonkeyPatch, running: bool) -> None:
-    fake = FakeWandb(running)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    wandb = mock.MagicMock()
+    run = wandb.init.return_value
+    wandb.run = run if running else None
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     writer = WandbWriter("project", "group", None)
     writer.write([("a", 1.0, 8), ("b", 2.0, 8), ("a", 3.0, 16)])
     writer.close()
     writer.close()
-    logged = [("log", (8, {"a": 1.0, "b": 2.0})), ("log", (16, {"a": 3.0}))]
-    begun = [("init", {"project": "project", "group": "group", "entity": None})]
-    assert fake.calls == (logged if running else [*begun, *logged, ("finish", None)])
+    assert run.log.mock_calls == [mock.call({"a": 1.0, "b": 2.0}, step=8), mock.call({"a": 3.0}, step=16)]
+    begun = [mock.call(project="project", group="group", entity=None)]
+    assert wandb.init.call_args_list == ([] if running else begun)
+    assert run.finish.call_count == (0 if running else 1)
 
 
 # ------------------------------------------------------------------ the monitor
@@ -282,23 +260,16 @@ def everything_enabled(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_rank_0_opens_writers(tmp_path: Path, rank: int) -> None:
+def test_only_rank_0_opens_writers(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is opened without being asked for, and a folder that cannot be made is an error at the start."""
+    monkeypatch.chdir(tmp_path)
+    assert not open_monitor(load_config({}), Communicator(), CPU).enabled and list(tmp_path.iterdir()) == []
     monitor = open_monitor(load_config(everything_enabled(tmp_path)), Communicator(DryTransport(rank, 2)), CPU)
     assert monitor.enabled == (rank == 0)
     monitor.write([LR])
     monitor.close()
-    assert sorted(path.name for path in tmp_path.rglob("*.*")) == (
-        ["Train_Samples_lr.csv", "events.jsonl"] if rank == 0 else []
-    )
-
-
-def test_nothing_is_opened_without_being_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert not open_monitor(load_config({}), Communicator(), CPU).enabled
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path: Path) -> None:
+    names = sorted(path.name for path in tmp_path.rglob("*.*"))
+    assert names == (["Train_Samples_lr.csv", "events.jsonl"] if rank == 0 else [])
     (tmp_path / "taken").write_text("")
     config = load_config({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "taken")}})
     with pytest.raises(RuntimeError, match=r"a monitor could not be opened\. .*taken"):
@@ -308,27 +279,31 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path: Path) -
 # ------------------------------------------------------------------ what a step writes
 
 
-class Scaler:
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+def step_log(*rates: float, scaler: Any = None) -> tuple[StepLog, Recording, Any]:
+    writer, optimizer = Recording(), SimpleNamespace(param_groups=[{"lr": rate} for rate in rates or (0.5,)])
+    return StepLog(Monitor([writer]), 8, optimizer, scaler), writer, optimizer
 
 
-class Optimizer:
-    def __init__(self, *rates: float) -> None:
-        self.param_groups = [{"lr": rate} for rate in rates]
+def values(writer: Recording, name: str) -> list[Any]:
+    """The values of the three first steps; None where there is none."""
+    found = {step: value for event, value, step in writer.events if event == f"Train/Samples/{name}"}
+    return [found.get(step) for step in (8, 16, 24)]
 
 
-def step_log(samples: int | None = 8, scaler: Scaler | None = None, *rates: float) -> tuple[StepLog, Recording, Any]:
-    writer, optimizer = Recording(), Optimizer(*(rates or (0.5,)))
-    return StepLog(Monitor([writer]), samples, optimizer, scaler), writer, optimizer
-
-
-def values_at(writer: Recording, step: int) -> dict[str, float]:
-    return {name: value for name, value, at in writer.events if at == step}
+def test_rate_and_scale_are_those_that_the_step_used() -> None:
+    scaler = SimpleNamespace(scale=256.0)
+    log, writer, optimizer = step_log(scaler=scaler)
+    log.on_updated()
+    optimizer.param_groups[0]["lr"] = 0.25  # the schedule moves
+    scaler.scale = 128.0  # an overflow: the scaler is told before the log is
+    log.on_settled(1, norm=math.inf)
+    log.on_settled(2, norm=math.nan)  # skipped: the schedule has not moved
+    assert values(writer, "lr") == [0.5, 0.25, None]
+    assert values(writer, "loss_scale") == [256.0, 128.0, None]
 
 
 def test_a_step_is_written_at_its_samples() -> None:
-    log, writer, _ = step_log(8, None, 0.5, 0.25)
+    log, writer, _ = step_log(0.5, 0.25)
     log.add_loss(torch.tensor(2.0), 0.5, steps=0, first=True)
     log.add_loss(torch.tensor([4.0]), 0.5, steps=0, first=False)
     log.on_settled(1, norm=7.0)
@@ -342,25 +317,6 @@ def test_a_step_is_written_at_its_samples() -> None:
     ]
 
 
-def test_the_learning_rate_is_the_one_that_the_step_used() -> None:
-    log, writer, optimizer = step_log()
-    log.on_updated()
-    optimizer.param_groups[0]["lr"] = 0.25  # the schedule moves
-    log.on_settled(1, norm=1.0)
-    log.on_settled(2, norm=math.nan)  # skipped: the schedule has not moved
-    assert values_at(writer, 8)["Train/Samples/lr"] == 0.5
-    assert values_at(writer, 16)["Train/Samples/lr"] == 0.25
-
-
-def test_the_loss_scale_is_the_one_that_the_step_used() -> None:
-    scaler = Scaler(256.0)
-    log, writer, _ = step_log(8, scaler)
-    scaler.scale = 128.0  # an overflow: the scaler is told before the log is
-    log.on_settled(1, norm=math.inf)
-    log.on_settled(2, norm=1.0)
-    assert [values_at(writer, at)["Train/Samples/loss_scale"] for at in (8, 16)] == [256.0, 128.0]
-
-
 def test_losses_belong_to_their_window() -> None:
     log, writer, _ = step_log()
     log.add_loss(torch.tensor(100.0), 1.0, steps=0, first=True)
@@ -370,37 +326,30 @@ def test_losses_belong_to_their_window() -> None:
     log.close_early(4.0, steps=1)
     log.on_settled(2, norm=1.0)
     log.on_settled(3, norm=1.0)
-    losses = [values_at(writer, at).get("Train/Samples/train_loss") for at in (8, 16, 24)]
-    assert losses == [1.0, 8.0, None]
-
-
-class LateOutcomes:
-    """One step behind, as on CUDA: its only step is settled when it is read."""
-
-    def __init__(self, observers: Observers) -> None:
-        self.settled = False
-        self.observers = observers
-
-    def settle(self) -> None:
-        if not self.settled:
-            self.settled = True
-            for updated in self.observers.on_updated:
-                updated()
-            for settled in self.observers.on_settled:
-                settled(1, 7.0)
-
-
-class BareEngine:
-    """Something that can go."""
+    assert values(writer, "train_loss") == [1.0, 8.0, None]
 
 
 @pytest.mark.parametrize("how", ["close", "delete"])
 def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine_goes(tmp_path: Path, how: str) -> None:
-    engine: Any = BareEngine()
-    config = load_config(everything_enabled(tmp_path))
     observers = Observers()
-    outcomes: Any = LateOutcomes(observers)
-    optimizer: Any = Optimizer(0.5)
+
+    class Late:
+        """One step behind, as on CUDA: its only step is settled when it is read."""
+
+        settled = False
+
+        def settle(self) -> None:
+            if not self.settled:
+                self.settled = True
+                for updated in observers.on_updated:
+                    updated()
+                for settled in observers.on_settled:
+                    settled(1, 7.0)
+
+    engine: Any = type("Engine", (), {})()  # something that can go
+    outcomes: Any = Late()
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.5}])
+    config = load_config(everything_enabled(tmp_path))
     started = Monitoring(config, data_topology(Communicator()), CPU, outcomes, observers, optimizer, None)
     started.end_with(engine)
     assert started.comms_logger is None and started.watch_module(torch.nn.Linear(1, 1), None) == []  # type: ignore[arg-type]
@@ -409,13 +358,8 @@ def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine
     if how == "close":
         started.monitor.close()
     del engine, outcomes
-    assert json.loads(path.read_text()) == {
-        "step": 1,
-        "Train/Steps/lr": 0.5,
-        "Train/Steps/grad_norm": 7.0,
-        "Train/Steps/loss_scale": 1.0,
-        "Train/Steps/global_steps": 1,
-    }
+    written = {"lr": 0.5, "grad_norm": 7.0, "loss_scale": 1.0, "global_steps": 1}
+    assert json.loads(path.read_text()) == {"step": 1} | {f"Train/Steps/{name}": v for name, v in written.items()}
 
 
 # ------------------------------------------------------------------ the clock
@@ -443,17 +387,20 @@ def one_step(clock: PhaseClock, device: Device, number: int) -> None:
 STEP_TIMES = {FORWARD: 5.0, BACKWARD: 7.0, REDUCE_WAIT: 3.0, GATHER: 0.0, STEP: 8.0, OTHER: 2.0}
 
 
-def test_inner_phases_are_taken_from_outer_ones(device: Device) -> None:
+def clock_of(every: int) -> tuple[PhaseClock, list[tuple[int, dict[str, float]]]]:
     reports: list[tuple[int, dict[str, float]]] = []
-    clock = PhaseClock(CPU, 2, lambda step, means: reports.append((step, dict(means))))
+    return PhaseClock(CPU, every, lambda step, means: reports.append((step, dict(means)))), reports
+
+
+def test_inner_phases_are_taken_from_outer_ones(device: Device) -> None:
+    clock, reports = clock_of(2)
     for number in range(1, 6):
         one_step(clock, device, number)
     assert reports == [(2, STEP_TIMES), (4, STEP_TIMES)]
 
 
 def test_moments_are_read_when_the_device_has_passed_them(device: Device) -> None:
-    reports: list[tuple[int, dict[str, float]]] = []
-    clock = PhaseClock(CPU, 1, lambda step, means: reports.append((step, dict(means))))
+    clock, reports = clock_of(1)
     device.done = 0.0
     one_step(clock, device, 1)
     device.done = device.now - 1  # all but the end
@@ -471,8 +418,7 @@ def test_moments_are_read_when_the_device_has_passed_them(device: Device) -> Non
 
 
 def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> None:
-    reports: list[dict[str, float]] = []
-    clock = PhaseClock(CPU, 1, lambda step, means: reports.append(dict(means)))
+    clock, reports = clock_of(1)
     clock.enter(STEP)
     clock.enter(REDUCE_WAIT)
     device.now += 3
@@ -481,4 +427,4 @@ def test_what_an_exception_left_open_ends_with_what_holds_it(device: Device) -> 
     device.now += 1
     clock.end_step(1)
     clock.end_step(1)  # an update that raised: no step has ended
-    assert reports == [{FORWARD: 0.0, BACKWARD: 0.0, REDUCE_WAIT: 3.0, GATHER: 0.0, STEP: 0.0, OTHER: 1.0}]
+    assert reports == [(1, {**dict.fromkeys(STEP_TIMES, 0.0), REDUCE_WAIT: 3.0, OTHER: 1.0})]

@@ -35,12 +35,12 @@ def test_ssh_runs_the_first_part_here_and_the_others_by_ssh() -> None:
     assert list(first.argv) == ["/opt/python", *run_module("some.module")] and list(first.nodes) == [0]
     assert second.argv[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in second.argv
     assert second.argv[-4:-1] == ["-p", "2222", "host2"] and third.argv[-2] == "host3"
-    remote = second.argv[-1]
-    assert (
-        remote
-        == f"cd '/work dir'; exec env 'PYTHONPATH=/a b:/c' /opt/python {shlex.join(run_module('some.module'))} ssh"
-    )
+    start = f"/opt/python {shlex.join(run_module('some.module'))} ssh"
+    assert second.argv[-1] == f"cd '/work dir'; exec env 'PYTHONPATH=/a b:/c' {start}"
     assert shlex.split(second.shell_line()) == list(second.argv)
+    route = Route("ssh", ["host1", "ann@fd00::3"], here=0, cwd="/", interpreter="python")
+    command = make_commands(route, "some.module", None, {})[1]
+    assert command.argv[0] == "ssh" and command.argv[-2] == "ann@fd00::3", "ssh gets the user"
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,9 @@ def test_one_command_for_all_hosts(launcher: str, start: list[str], node: str) -
 def test_what_is_packed_comes_back_without_characters_that_shells_know() -> None:
     value = {"jobs": ["{\"a\": '$x'}"], "hosts": NAMES}
     text = pack(value)
-    assert unpack(text) == value and shlex.quote(text) == text.replace("=", "=") and "%" not in text
-
-
-def test_variables_for_all_hosts() -> None:
-    environ = {
-        "NCCL_DEBUG": "INFO",
-        "GLOO_X": "1",
-        "TORCH_X": "2",
-        "ZEROLITE_JOB_ID": "3",
-        "HOME": "/root",
-        "RANK": "0",
-    }
-    assert exported_variables(environ) == {"NCCL_DEBUG": "INFO", "GLOO_X": "1", "TORCH_X": "2"}
+    assert unpack(text) == value and shlex.quote(text) == text and "%" not in text
+    known = {"NCCL_DEBUG": "INFO", "GLOO_X": "1", "TORCH_X": "2"}
+    assert exported_variables({**known, "ZEROLITE_JOB_ID": "3", "HOME": "/root", "RANK": "0"}) == known
 
 
 def test_a_process_learns_which_node_it_is() -> None:
@@ -104,12 +94,6 @@ def test_launchers_that_cannot_name_a_host(launcher: str, host: Host, complaint:
     with pytest.raises(HostsError, match=complaint):
         check_reachable([host], launcher)
     check_reachable([host], "ssh")
-
-
-def test_ssh_gets_the_user_and_the_checks_the_name() -> None:
-    route = Route("ssh", ["host1", "ann@fd00::3"], here=0, cwd="/", interpreter="python")
-    command = make_commands(route, "zerolite.launcher.node", None, {})[1]
-    assert command.argv[0] == "ssh" and command.argv[-2] == "ann@fd00::3"
 
 
 def test_a_host_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +176,9 @@ def test_addresses_of_the_first_host_to_try(monkeypatch: pytest.MonkeyPatch) -> 
     assert first_addresses("10.9.9.9", "here", True) == ["10.9.9.9"]
 
 
-def test_several_nodes_need_a_hostfile() -> None:
+def test_several_nodes_need_a_hostfile_or_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostsError, match="--num-nodes asks for 2 hosts and nothing says which: give a --hostfile"):
         make_plan(LaunchRequest(["t.py"], num_nodes=(2, 2)))
-
-
-def test_slurm_needs_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     with pytest.raises(HostsError, match="SLURM_JOB_NODELIST is not set"):
         make_plan(LaunchRequest(["t.py"], launcher="slurm"))
