@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from zerolite.planning.fakes import DryMachine
 from zerolite.utils import moments
+from zerolite.utils.accelerator import use_machine
 
 
 class Device:
@@ -42,3 +45,9 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
+
+
+@pytest.fixture
+def without_ranks() -> Iterator[None]:
+    with use_machine(DryMachine()):
+        yield

@@ -316,14 +316,9 @@ def attached_to(model: nn.Module, *patterns: str, **settings: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("patterns", "number", "host"),
-    [
-        (("blocks.*",), 3, True),
-        (("Block",), 3, False),
-        (("*.up",), 3, True),
-        (("again", "blocks.1"), 2, False),
-        (("*",), 5, True),
-    ],
-)
+    [(("blocks.*",), 3, True), (("Block",), 3, False), (("*.up",), 3, True), (("again", "blocks.1"), 2, False),
+     (("*",), 5, True)],
+)  # fmt: skip
 def test_modules_are_checkpointed_by_name_and_class(patterns: tuple[str, ...], number: int, host: bool) -> None:
     results = []
     for attaches in (False, True):

@@ -352,14 +352,6 @@ def test_auto_in_params_is_left_to_the_constructor() -> None:
     assert config.optimizer.params == {"eps": 1e-6, "mode": "automatic"}
 
 
-@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
-def test_auto_type_is_an_error_at_resolve(block: str) -> None:
-    config = load_config({block: {"type": "auto"}})
-    with pytest.raises(ConfigError) as caught:
-        config.resolve(1)
-    assert [path for path, _ in caught.value.errors] == [f"{block}.type"]
-
-
 # ------------------------------------------------------------------ frozen models
 
 

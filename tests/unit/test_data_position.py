@@ -6,13 +6,7 @@ import json
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, WeightedRandomSampler
 
 from zerolite.data.dataloader import Loaders, RepeatingLoader
 
@@ -24,13 +18,10 @@ class Ranks:
         """users: makes a DataLoader of a data set and this rank's sampler options."""
         self.loaders = [Loaders(rank, world_size, "cpu", batch_size, drop_last) for rank in range(world_size)]
         data = list(range(size))
-        if users is None:
-            self.each = [loaders.make(data, route=route) for loaders in self.loaders]
-        else:
-            self.each = [
-                loaders.prepare(users(data, num_replicas=world_size, rank=rank))
-                for rank, loaders in enumerate(self.loaders)
-            ]
+        self.each = [
+            one.prepare(users(data, num_replicas=world_size, rank=rank)) if users else one.make(data, route=route)
+            for rank, one in enumerate(self.loaders)
+        ]
 
     def passing(self):
         """The batches of all ranks, batch by batch: rows by rank, and the samples in their order, without repetitions.
@@ -125,25 +116,18 @@ def test_on_other_ranks_no_sample_comes_twice_and_none_is_left_out(before, after
 # -------------------------------------------------------------------- where a pass begins and ends
 
 
-def test_before_the_first_pass_and_between_passes():
+def test_before_between_and_after_passes():
     expected = Ranks(2, 12)
     passes = [expected.whole_pass() for _ in range(3)]
     saved = Ranks(2, 12)
     assert Ranks(2, 12).load(saved.save()).whole_pass() == passes[0]
-    saved.whole_pass()
-    resumed = Ranks(2, 12).load(saved.save())
-    assert [resumed.whole_pass() for _ in range(2)] == passes[1:]
-
-
-def test_after_the_last_batch_nothing_is_left_and_the_next_pass_follows():
-    expected = Ranks(2, 12)
-    passes = [expected.whole_pass() for _ in range(2)]
-    saved = Ranks(2, 12)
     passing, *_ = run(saved, 2)
     resumed = Ranks(2, 12).load(saved.save())
-    assert len(resumed.each[0]) == 0
+    assert len(resumed.each[0]) == 0, "after the last batch nothing is left"
     assert [resumed.whole_pass() for _ in range(2)] == [[], passes[1]]
-    del passing
+    assert list(passing) == []
+    resumed = Ranks(2, 12).load(saved.save())
+    assert [resumed.whole_pass() for _ in range(2)] == passes[1:]
 
 
 @pytest.mark.parametrize("users", [None, users_loader()])
@@ -184,26 +168,20 @@ def test_a_pass_under_way_goes_on_from_the_position():
     expected = [parts for parts, _ in passing]
     passing, *_ = run(ranks, 2)
     ranks.load(state)
-    lengths = [len(loader) for loader in ranks.each]
-    assert lengths == [3, 3]
+    assert [len(loader) for loader in ranks.each] == [3, 3]
     passes = [iter(loader) for loader in ranks.each]
-    again = [[batch.tolist() for batch in batches] for batches in zip(*passes, strict=True)]
-    assert again == expected
+    assert [[batch.tolist() for batch in batches] for batches in zip(*passes, strict=True)] == expected
     ranks = Ranks(1, 12)
-    (loader,) = ranks.each
-    seen = []
-    for number, batch in enumerate(loader):
-        seen.append(batch.tolist())
-        if number == 1:
-            state = ranks.save()
-        if number == 3:
-            break
+    batches = iter(ranks.each[0])
+    seen = [next(batches).tolist() for _ in range(2)]
+    state = ranks.save()
+    seen += [batch.tolist() for batch in batches]
     ranks, taken = Ranks(1, 12), []
     for batch in ranks.each[0]:
         taken.append(batch.tolist())
         if len(taken) == 1:
             ranks.load(state)
-    assert taken == [seen[0], *seen[2:4]]
+    assert taken == [seen[0], *seen[2:]], "the one under way goes on"
 
 
 # -------------------------------------------------------------------- RepeatingLoader
@@ -247,21 +225,17 @@ def one_process(make):
     return loaders, loaders.prepare(make())
 
 
-def noisy_epochs():
-    return DataLoader(Noisy(), 3, sampler=DistributedSampler(Noisy(), 1, 0))
+NOISY = {
+    "epochs": lambda: DataLoader(Noisy(), 3, sampler=DistributedSampler(Noisy(), 1, 0)),
+    "drawn": lambda: DataLoader(Noisy(), 3, shuffle=True),
+    "weighted": lambda: DataLoader(Noisy(), 3, sampler=WeightedRandomSampler([1.0] * 6 + [2.0] * 6, 10)),
+}
 
 
-def noisy_drawn():
-    return DataLoader(Noisy(), 3, shuffle=True)
-
-
-def noisy_weighted():
-    return DataLoader(Noisy(), 3, sampler=WeightedRandomSampler([1.0] * 6 + [2.0] * 6, 10))
-
-
-@pytest.mark.parametrize("make", [noisy_epochs, noisy_drawn, noisy_weighted])
-def test_random_numbers_are_those_of_the_uninterrupted_run(make):
+@pytest.mark.parametrize("kind", NOISY)
+def test_random_numbers_are_those_of_the_uninterrupted_run(kind):
     """The order of the pass under way, of later ones, and what else is drawn: dropout, noise."""
+    make = NOISY[kind]
     torch.manual_seed(1)
     _, loader = one_process(make)
     expected = numbers([*loader, *loader])
@@ -356,17 +330,17 @@ class Reversed(SequentialSampler):
         return reversed(range(len(self.data_source)))
 
 
+def reversed_loader(data, **_):
+    return DataLoader(data, 3, sampler=Reversed(data))
+
+
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
         (users_loader(seed=1), users_loader(seed=2), "were shuffled with seed 1 and are now shuffled with seed 2"),
         (users_loader(), users_loader(shuffle=False), "were shuffled with seed 5 and are now in sequence"),
         (lambda data, **_: DataLoader(data, 3, shuffle=True), None, "were drawn by RandomSampler and are now shuffled"),
-        (
-            lambda data, **_: DataLoader(data, 3, sampler=Reversed(data)),
-            lambda data, **_: DataLoader(data, 3, sampler=Reversed(data)),
-            "Reversed draws its indices in a way of its own",
-        ),
+        (reversed_loader, reversed_loader, "Reversed draws its indices in a way of its own"),
     ],
 )
 def test_a_pass_that_cannot_be_continued_begins_anew(before, after, words, caplog):

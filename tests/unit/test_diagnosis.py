@@ -26,11 +26,6 @@ def at(rank: int, **fields: object) -> Position:
     return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
 
 
-def test_a_position_survives_json() -> None:
-    position = at(1, collectives={NAME: [[7, "x"], [8, "y"]]}, uses=[[1, "'a' entered"]], schedule_step=4)
-    assert Position.from_json(position.to_json()) == position
-
-
 def test_ranks_in_the_same_place_share_a_line_and_a_stack() -> None:
     text = diagnose("Why.", [at(rank) for rank in range(64)], {})
     assert text.startswith("Why.\n\nWhere the ranks are:\n  ranks 0-63: step 3, in engine.backward()")
@@ -56,13 +51,10 @@ def test_what_has_not_come_yet_is_no_entry() -> None:
     )
 
 
-def test_equal_sequences_have_no_difference() -> None:
+def test_equal_sequences_and_uses_of_different_steps_have_no_difference() -> None:
     same = {NAME: [(1, "c1"), (2, "c2")]}
     assert first_difference([at(0, collectives=same), at(1, collectives=same)]) == []
     assert first_difference([at(0), at(1)]) == []
-
-
-def test_uses_of_different_steps_are_not_compared() -> None:
     one, other = at(0, uses=[(1, "'a' entered")], schedule_step=7), at(1, uses=[(1, "'b' entered")], schedule_step=8)
     assert first_difference([one, other]) == []
     assert "leaf_modules" not in diagnose("Why.", [one, other], {})

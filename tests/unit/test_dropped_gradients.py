@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,25 @@ def _fail(gradient: Tensor) -> Any:
     raise ArithmeticError("planned failure in backward")
 
 
+def engine_at(stage: int, model: nn.Module, **config: Any) -> Any:
+    setting = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **config,
+    }
+    with use_communicator(lambda rank, world: NullCommunicator(0, 1)):
+        return zerolite.initialize(model, setting)
+
+
 @pytest.mark.parametrize("drops", [True, False], ids=["dropped", "kept"])
 @pytest.mark.parametrize("fails", [LAYERS - 1, 0], ids=["before any gradient", "after some"])
 @pytest.mark.parametrize(("how", "stage"), [("engine.backward", 0), ("loss.backward", 2)])
 def test_after_a_later_backward_has_failed(how: str, stage: int, fails: int, drops: bool) -> None:
     """In a window that is kept, the gradients that had come before the failure count, as in plain PyTorch."""
     model, plain = models.build(Chain), models.build(Chain)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
-    with use_communicator(lambda rank, world: NullCommunicator(0, 1)):
-        engine = zerolite.initialize(model, config)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = engine_at(stage, model, gradient_accumulation_steps=3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
 
     def micro_batch(number: int, fails: int | None = None) -> None:
         x = torch.full((2, 4), 1.0 + number)
@@ -80,33 +85,22 @@ def test_after_a_later_backward_has_failed(how: str, stage: int, fails: int, dro
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def engine_at(stage: int, model: nn.Module, **config: Any) -> Any:
-    setting = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **config,
-    }
-    with use_communicator(lambda rank, world: NullCommunicator(0, 1)):
-        return zerolite.initialize(model, setting)
-
-
 @pytest.mark.parametrize("assigned", [False, True], ids=["None", "a tensor"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_reduced_gradient_that_is_replaced_before_a_backward_past_the_engine_does_not_count(
     stage: int, assigned: bool
 ) -> None:
     """The next backward begins with that parameter's hook: the loss does not come from the engine's outputs."""
-    models_of_both = [nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)]
-    models_of_both[1].load_state_dict(models_of_both[0].state_dict())
-    engine = engine_at(stage, models_of_both[0])
-    for model, forward in zip(models_of_both, (engine, models_of_both[1]), strict=True):
+    model = nn.Linear(3, 1, bias=False)
+    plain = copy.deepcopy(model)
+    engine = engine_at(stage, model)
+    for one, forward in ((model, engine), (plain, plain)):
         forward(torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
-        model.weight.grad = torch.full((1, 3), 100.0) if assigned else None
-        (model.weight.sum() * 10).backward()
+        one.weight.grad = torch.full((1, 3), 100.0) if assigned else None
+        (one.weight.sum() * 10).backward()
     engine.step()
-    torch.optim.SGD(models_of_both[1].parameters(), lr=1.0).step()
-    torch.testing.assert_close(engine.module.weight, models_of_both[1].weight, rtol=0, atol=0)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    torch.testing.assert_close(model.weight, plain.weight, rtol=0, atol=0)
 
 
 def test_a_gradient_that_is_assigned_after_the_update_is_not_in_a_checkpoint(tmp_path: Path) -> None:

@@ -21,12 +21,6 @@ class Model(nn.Module):
         return text.upper()
 
 
-class Broken(Engine):
-    @property
-    def dataset(self):
-        return SimpleNamespace().rows
-
-
 def engine_of(module, kind=Engine):
     """An engine before anything else about it exists."""
     engine = kind.__new__(kind)
@@ -42,10 +36,11 @@ def test_the_modules_attributes_are_found_and_the_engines_come_first():
 
 
 def test_a_property_that_fails_says_why():
+    broken = type("Broken", (Engine,), {"dataset": property(lambda self: SimpleNamespace().rows)})
     module = Model()
     module.dataset = "must not stand in for the engine's"
     with pytest.raises(AttributeError, match="'rows'"):
-        _ = engine_of(module, Broken).dataset
+        _ = engine_of(module, broken).dataset
 
 
 def test_copies_are_refused_by_the_engine():

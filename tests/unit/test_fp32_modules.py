@@ -12,8 +12,6 @@ from zerolite.precision.dtypes import Precision
 from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.utils.nested import find_tensors
 
-HALVES = [torch.bfloat16, torch.float16]
-
 
 class Block(nn.Module):
     def __init__(self):
@@ -122,7 +120,7 @@ def test_a_parameter_on_both_sides_is_an_error_where_dtypes_differ():
         assert shared.norm.weight.dtype is torch.float32 and shared.embed.weight.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_outputs_come_back_as_inputs_came(half):
     seen = Seen(lambda self, *args, **kwargs: {"y": [torch.ones(2)], "n": torch.arange(2), "d": torch.ones(1).double()})
     model, _ = wrapped(seen, compute=half)
@@ -140,32 +138,7 @@ def test_outputs_come_back_as_inputs_came(half):
         assert [t.dtype for t in find_tensors(out)] == [back, torch.int64, torch.float64]
 
 
-def test_the_arithmetic_is_that_of_casts_by_hand():
-    torch.manual_seed(0)
-    model = Net()
-    by_hand = copy.deepcopy(model)
-    kept(model, "*.norm", "*.router")
-    by_hand.embed.bfloat16()
-    for block in by_hand.blocks:
-        block.up.bfloat16()
-
-    def plain(ids):
-        x = by_hand.embed(ids)
-        for block in by_hand.blocks:
-            h = block.norm(x.float()).bfloat16()
-            x = x + block.up(block.router(h.float()).bfloat16())
-        return by_hand.norm(x.float()).bfloat16()
-
-    ids = torch.arange(5)
-    out, wanted = model(ids), plain(ids)
-    assert torch.equal(out, wanted)
-    out.float().square().sum().backward()
-    wanted.float().square().sum().backward()
-    for (name, p), q in zip(model.named_parameters(), by_hand.parameters(), strict=True):
-        assert p.grad.dtype is p.dtype and torch.equal(p.grad, q.grad), name
-
-
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_autocast_is_off_inside(half):
     inner = Seen(lambda self, x: (x @ torch.ones(2, 2), torch.is_autocast_enabled("cpu")))
     model, _ = wrapped(inner, compute=None, autocast=half)

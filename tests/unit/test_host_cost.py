@@ -1,7 +1,9 @@
-"""Instructions of Python in a step, which a parameter costs beyond plain PyTorch's."""
+"""What a step costs on the host: instructions of Python for each parameter, beyond plain PyTorch's, and functions of
+zerolite that a plain step enters. They tell how long the way through the code is: a feature that is off adds none."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -63,7 +65,7 @@ def of_plain(layers: int) -> int:
     return instructions_of(step)
 
 
-def of_engine(layers: int, stage: int) -> int:
+def make_engine(layers: int, stage: int) -> tuple[Any, torch.Tensor]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
@@ -71,10 +73,14 @@ def of_engine(layers: int, stage: int) -> int:
         "consistency_check_interval": 0,
     }
     with use_communicator(lambda rank, world: NullCommunicator(0, 8)):
-        engine = zerolite.initialize(nn.Sequential(*(Layer() for _ in range(layers))), config)
+        return zerolite.initialize(nn.Sequential(*(Layer() for _ in range(layers))), config), torch.ones(2, 10)
+
+
+def of_engine(layers: int, stage: int) -> int:
+    engine, x = make_engine(layers, stage)
 
     def step() -> None:
-        engine.backward(engine(torch.ones(2, 10)).square().mean())
+        engine.backward(engine(x).square().mean())
         engine.step()
 
     return instructions_of(step)
@@ -85,3 +91,37 @@ def test_a_parameter_costs_few_instructions(stage: int) -> None:
     plain = of_plain(2 * LAYERS) - of_plain(LAYERS)
     ours = of_engine(2 * LAYERS, stage) - of_engine(LAYERS, stage)
     assert (ours - plain) / PARAMETERS <= MOST, (ours - plain) / PARAMETERS
+
+
+ROOT = os.path.dirname(zerolite.__file__)
+
+
+def entered(function: Callable[[], Any]) -> tuple[Any, set[tuple[str, str, int]]]:
+    """Return the result of ``function``, and the functions that it enters: file, name, line."""
+    found: set[tuple[str, str, int]] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOT) and code.co_name != "kept_out":  # torch 2.6 alone
+            found.add((os.path.relpath(code.co_filename, ROOT), code.co_name, code.co_firstlineno))
+
+    sys.setprofile(note)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+    return result, found
+
+
+# Of forward, backward and step: functions that have a name, and files that have them.
+@pytest.mark.parametrize(("stage", "most"), [(2, [(6, 3), (76, 18), (144, 33)]), (3, [(25, 6), (94, 23), (161, 38)])])
+def test_a_plain_step_enters_few_functions_and_files(stage: int, most: list[tuple[int, int]]) -> None:
+    engine, x = make_engine(3, stage)
+    for _ in range(6):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    loss, forward = entered(lambda: engine(x).square().mean())
+    ways = [forward, entered(lambda: engine.backward(loss))[1], entered(engine.step)[1]]
+    for found, (functions, files) in zip(ways, most, strict=True):
+        named = sorted(entry for entry in found if not entry[1].startswith("<"))
+        assert len(named) <= functions and len({file for file, *_ in named}) <= files, named

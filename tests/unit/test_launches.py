@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from zerolite.comm.null import NullCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
-from zerolite.planning.fakes import DryMachine
-from zerolite.utils.accelerator import use_machine
 from zerolite.zero.gradient_bucket import GradientBucket
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("without_ranks")
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
@@ -69,12 +67,6 @@ class Simulated(NullCommunicator):
 
     def launched(self) -> list[int]:
         return [bucket for event, bucket in self.log if event == "launch"]
-
-
-@pytest.fixture(autouse=True)
-def without_ranks() -> Iterator[None]:
-    with use_machine(DryMachine()):
-        yield
 
 
 def make_engine(comm: Communicator, model: nn.Module, stage: int, **config: Any) -> Any:

@@ -407,9 +407,8 @@ def test_a_library_built_ahead_needs_neither_compiler_nor_cache(place: Place, mo
     assert built.parent == prebuilt and not place.cache.exists() and list(prebuilt.iterdir()) == [built]
     monkeypatch.setattr(load_module, "PREBUILT", prebuilt)
     calls = place.calls()
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("ZEROLITE_CACHE_DIR", "/proc/zerolite")
+    for variable, value in (("PATH", ""), ("CXX", "no-such-compiler"), ("ZEROLITE_CACHE_DIR", "/proc/zerolite")):
+        monkeypatch.setenv(variable, value)
     status = op_builder.status("cpu_kernels")
     assert status.built and status.path == built
     assert load_function("cpu_kernels").answer() == 42

@@ -24,7 +24,6 @@ from zerolite.zero.stage3.partitioned_parameter import (
 )
 
 CPU = torch.device("cpu")
-NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition", "all_gather", "partition_numel")
 
 
 def cut(value: torch.Tensor, rank: int = 0, world: int = 1) -> tuple[nn.Parameter, PartitionedParameter]:

@@ -1,14 +1,21 @@
-"""Variables that torchrun, srun and the mpiruns leave in the environment, and what follows from them."""
+"""Variables that torchrun, srun, the mpiruns, Kubernetes and SkyPilot leave in the environment (the table in
+docs/launching.md), and what follows from them. tests/clients/test_ray.py runs Ray."""
 
 import os
+import re
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from torch.torch_version import TorchVersion
 
 from zerolite.comm import environment, process_group
 from zerolite.comm.environment import Rendezvous, find_local_rank, first_host, read_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "launching.md").read_text()
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "123"}
 SRUN = {
@@ -201,14 +208,9 @@ def test_incomplete_or_wrong_variables_are_named(env, words):
 
 @pytest.mark.parametrize(
     ("host", "ranks_here", "known", "chosen"),
-    [
-        ("10.0.0.1", "2", None, "eth7"),
-        ("10.0.0.1", "2", "mine", "mine"),
-        ("10.0.0.1", "8", None, "lo"),
-        ("127.0.0.1", "2", None, "lo"),
-        (None, "2", None, None),
-    ],
-)
+    [("10.0.0.1", "2", None, "eth7"), ("10.0.0.1", "2", "mine", "mine"), ("10.0.0.1", "8", None, "lo"),
+     ("127.0.0.1", "2", None, "lo"), (None, "2", None, None)],
+)  # fmt: skip
 def test_gloo_is_told_the_interface_that_leads_to_rank_0(monkeypatch, host, ranks_here, known, chosen):
     for name, value in (("LOCAL_WORLD_SIZE", ranks_here), ("GLOO_SOCKET_IFNAME", known)):
         monkeypatch.delenv(name, raising=False)
@@ -238,3 +240,42 @@ def test_gloo_beside_nccl_connects_ranks_when_they_speak(monkeypatch, backend, k
         monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     process_group._let_gloo_wait(backend)
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == chosen
+
+
+# ------------------------------------------------------------------ pods and SkyPilot
+
+# As Kubeflow's PyTorchJob sets them in the second of three pods; PET_... are for torchrun.
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PET_NNODES": "3",
+    "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456", "PET_NODE_RANK": "1", "RANK": "1", "WORLD_SIZE": "3",
+}  # fmt: skip
+
+
+def test_a_pod():
+    """With one process no variable says the local rank: devices are counted modulo those that the pod has, so that any
+    will do. torchrun gives its processes variables of their own, which replace those of the pod."""
+    assert read_environment(POD) == Rendezvous(1, 3, 1, "job-master-0", 23456)
+    inside = {**POD, "RANK": "5", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert read_environment(inside) == Rendezvous(5, 12, 1, "job-master-0", 23456)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_command_for_skypilot(tmp_path, node):
+    """The line of the page, in a shell with SkyPilot's variables alone."""
+    found = re.search(r"^  zerolite (--no-ssh .*\n.*SKYPILOT.*)$", PAGE, re.MULTILINE)
+    assert found is not None
+    (tmp_path / "train.py").touch()
+    variables = {
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+        "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "4",
+        "SKYPILOT_NUM_NODES": "2",
+    }
+    command = f"{sys.executable} {ROOT}/bin/zerolite --dry-run {found[1]}"
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **variables}
+    done = subprocess.run(
+        ["bash", "-c", command], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    ranks = [line for line in done.stdout.splitlines() if "LOCAL_RANK=" in line]
+    assert len(ranks) == 4 and all("MASTER_ADDR=127.0.0.1 " in line for line in ranks), done.stdout

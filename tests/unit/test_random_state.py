@@ -51,12 +51,6 @@ def changed(saved: torch.Tensor, **entries: Any) -> torch.Tensor:
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def without(saved: torch.Tensor, key: str) -> torch.Tensor:
-    state = json.loads(bytes(saved.tolist()))
-    del state[key]
-    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-
-
 @pytest.mark.parametrize(
     "entries",
     [{"torch": {"$bytes": "AAAA"}}, {"torch": 3}, {"torch": {"$tensor": 0}}, {"python": 3},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -23,29 +24,16 @@ class CountingStore(dist.Store):
         super().__init__()
         self.inner, self.requests = inner, 0
 
-    def check(self, keys: list[str]) -> bool:
+    def _ask(self, request: str, *args: Any) -> Any:
         self.requests += 1
-        return self.inner.check(keys)
+        return getattr(self.inner, request)(*args)
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=30)) -> None:
-        self.requests += 1
-        self.inner.wait(keys, timeout)
-
-    def set(self, key: str, value: str) -> None:
-        self.requests += 1
-        self.inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.requests += 1
-        return self.inner.get(key)
-
-    def add(self, key: str, number: int) -> int:
-        self.requests += 1
-        return self.inner.add(key, number)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.requests += 1
-        return self.inner.compare_set(key, expected, desired)
+    check = functools.partialmethod(_ask, "check")
+    set = functools.partialmethod(_ask, "set")
+    get = functools.partialmethod(_ask, "get")
+    add = functools.partialmethod(_ask, "add")
+    compare_set = functools.partialmethod(_ask, "compare_set")
+    wait = functools.partialmethod(_ask, "wait")
 
 
 class SilentStore(CountingStore):

@@ -41,24 +41,16 @@ def test_devices_that_are_not_visible(visible: str, chosen: list[int], words: st
     assert words in str(caught.value)
 
 
-def fake_nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    tool = directory / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{body}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(directory))
-
-
 def test_listed_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a device (MIG) are indented below it and do not count; `-L` must have been asked for."""
-    lines = "GPU 0: A (UUID: GPU-1)\\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\\nGPU 1: A (UUID: GPU-2)\\n"
-    fake_nvidia_smi(tmp_path, monkeypatch, f'[ "$*" = "-L" ] && printf "{lines}"')
-    assert resources.count_cuda_devices({}) == 2
-    assert resources.default_nproc({}) == 2
-
-
-def test_no_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert resources.count_cuda_devices({}) == 0
+    assert resources.count_cuda_devices({}) == 0, "no tool"
+    lines = "GPU 0: A (UUID: GPU-1)\\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\\nGPU 1: A (UUID: GPU-2)\\n"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\n[ "$*" = "-L" ] && printf "{lines}"\n')
+    tool.chmod(0o755)
+    assert resources.count_cuda_devices({}) == resources.default_nproc({}) == 2
+    tool.unlink()
     Machine(tmp_path, monkeypatch, [[0, 1], [2, 3]])
     assert resources.default_nproc({}, tmp_path) == 2
 

@@ -254,10 +254,8 @@ def test_a_file_that_somebody_cut(file: SwapFile) -> None:
     os.truncate(f"/proc/self/fd/{file._fd}", 7 * BLOCK)
     with pytest.raises(UnexpectedEnd) as raised:
         file.read(offloaded, into).wait()
-    assert raised.value.strerror == (
-        f"reading 81920 bytes at byte 0 of the swap file of rank 3 in {file.directory} failed after 28672 of them: the "
-        "file ends at byte 28672"
-    )
+    for words in ("reading 81920 bytes at byte 0", f"of rank 3 in {file.directory}", "the file ends at byte 28672"):
+        assert words in str(raised.value)
     file.write(offloaded, into.fill_(3)).wait()  # makes it whole
     assert offloaded.eq(3).all()
 
@@ -269,9 +267,7 @@ def test_an_error_of_the_disk(file: SwapFile) -> None:
     os.dup2(os.open("/dev/null", os.O_RDONLY), fd)
     transfer = file.write(offloaded, staging(2 * BLOCK))
     for _ in range(2):
-        with pytest.raises(
-            OSError, match="writing 8192 bytes at byte 0 of the swap file of rank 3 in .* Bad file desc"
-        ):
+        with pytest.raises(OSError, match="writing 8192 bytes at byte 0 of the swap file of rank 3 in .* Bad file"):
             transfer.wait()
     os.dup2(kept, fd)
     os.close(kept)
@@ -300,10 +296,7 @@ def test_checksums(io: AsyncIO, tmp_path: Path) -> None:
     file.write(offloaded[BLOCK : 2 * BLOCK], staging(BLOCK)).wait()
     file.read(offloaded, into).wait()
     offloaded[-1] ^= 1
-    for view in (
-        offloaded,
-        offloaded[8 * BLOCK : 10 * BLOCK + 3],
-    ):  # the last block travels whole, and is compared whole
+    for view in (offloaded, offloaded[8 * BLOCK : 10 * BLOCK + 3]):  # the last block travels and is compared whole
         with pytest.raises(OSError, match="4096 bytes at byte 40960"):
             file.read(view, staging(view.numel())).wait()
     file.forget_cached()

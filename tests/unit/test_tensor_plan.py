@@ -155,16 +155,18 @@ def _linear(model: nn.Module) -> list[str]:
     return [name for name, child in model.blocks[0].named_children() if isinstance(child, nn.Linear)]
 
 
-def test_norms_of_heads_have_gradients_that_are_parts() -> None:
-    model = cut(Stack([Shapes("norms")]))
+@pytest.mark.parametrize(
+    ("kind", "settings", "names"),
+    [
+        ("norms", {}, {f"{norm}_norm.{key}" for norm in "qk" for key in ("weight", "bias")}),
+        ("separate", {"sequence_parallel": True}, {"norm.weight", "norm.bias", "o.bias", "down.bias"}),
+    ],
+)
+def test_gradients_that_are_parts(kind: str, settings: dict[str, Any], names: set[str]) -> None:
+    """Those of norms of heads; with sequence parallelism those of all that is whole in blocks."""
+    model = cut(Stack([Shapes(kind)]), **settings)
     partial = {name for name, parameter in model.named_parameters() if is_partial(parameter)}
-    assert partial == {f"blocks.0.{norm}_norm.{key}" for norm in "qk" for key in ("weight", "bias")}
-
-
-def test_with_sequence_parallelism_all_that_is_whole_in_blocks_has_such_gradients() -> None:
-    model = cut(Stack([Shapes("separate")]), sequence_parallel=True)
-    partial = {name for name, parameter in model.named_parameters() if is_partial(parameter)}
-    assert partial == {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.o.bias", "blocks.0.down.bias"}
+    assert partial == {f"blocks.0.{name}" for name in names}
 
 
 def test_a_stage_of_a_pipeline() -> None:
@@ -219,6 +221,12 @@ def _with_parameter() -> Stack:
     return model
 
 
+def _shared() -> Stack:
+    model = _stack(Plain(), Plain())
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
     "nothing": (
         lambda: _stack(Plain()), {**MLP, "blocks.*.upp": "column"}, 2, r"'blocks\.\*\.upp'.*nearest.*blocks\.\*\.up'",
@@ -269,6 +277,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         lambda: _stack(Odd(up=nn.Linear(8, 20), down=nn.Linear(16, 8))), MLP, 2,
         r"as many outputs of the column.*got 20",
     ),
+    "a weight used elsewhere": (
+        _shared, {"blocks.0.up": "column", "blocks.0.down": "row"}, 2,
+        r"same style wherever a weight is used, got column for 'blocks\.0\.up' and none",
+    ),
 }  # fmt: skip
 
 
@@ -280,6 +292,11 @@ def test_what_cannot_be_cut_is_said(case: str) -> None:
     with pytest.raises(TensorPlanError, match=expected):
         cut(model, plan, size=size)
     assert before == {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_blocks_that_mix_tokens_elsewhere_refuse_sequences_in_parts() -> None:
+    with pytest.raises(TensorPlanError, match=r"got 'blocks\.0\.mixer' \(Conv1d\), which is not"):
+        cut(_stack(Odd(mixer=nn.Conv1d(8, 8, 1))), MLP, sequence_parallel=True)
 
 
 def _of_library(folder: str, base: type[nn.Module], **settings: Any) -> nn.Module:
@@ -392,55 +409,27 @@ def test_the_first_forward_says_that_layers_are_cut() -> None:
             return super().forward(x) + self.q(x).view(*x.shape)
 
     model = cut(Stack([Knows("separate")]))
+    remedy = r"first forward of 'blocks\.0' \(Knows\)(.|\n)*\"blocks\.\*\": \"whole\""
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"first forward of 'blocks\.0' \(Knows\)(.|\n)*\"blocks\.\*\": \"whole\""
-        ):
+        with pytest.raises(RuntimeError, match=remedy):
             model(torch.ones(1, 4, dtype=torch.int64))
 
 
-def test_blocks_that_mix_tokens_elsewhere_refuse_sequences_in_parts() -> None:
-    class Mixes(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mixer = nn.Conv1d(8, 8, 1)
-
-    with pytest.raises(TensorPlanError, match=r"got 'blocks\.0\.mixer' \(Conv1d\), which is not"):
-        cut(_stack(Mixes()), MLP, sequence_parallel=True)
-
-
-def test_a_weight_that_is_used_uncut_elsewhere() -> None:
-    model = _stack(Plain(), Plain())
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-    with pytest.raises(
-        TensorPlanError, match=r"same style wherever a weight is used, got column for 'blocks\.0\.up' and none"
-    ):
-        cut(model, {"blocks.0.up": "column", "blocks.0.down": "row"})
-
-
-def test_a_parameter_may_be_said_to_act_outside() -> None:
-    model = cut(_with_parameter(), {**MLP, "blocks.*.scale": "whole"})
-    assert not is_partial(model.blocks[0].scale)
-    model = cut(_with_parameter(), {**MLP, "blocks.*.scale": "replicated_with_grad_allreduce"})
-    assert is_partial(model.blocks[0].scale)
-
-
 def test_a_module_with_whole_parameters_inside() -> None:
-    class Inside(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Linear(1, 1)
-
+    class Inside(Odd):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down(self.scale(self.up(x).unsqueeze(-1)).squeeze(-1))
 
-    model = cut(_stack(Inside()), MLP)
+    tokens = torch.tensor([[1, 2]])
+    model = cut(_stack(Inside(scale=nn.Linear(1, 1))), MLP)
     with pytest.raises(RuntimeError, match=r"between a column and its row, got 'blocks\.0\.scale' with 'weight'"):
-        model(torch.tensor([[1, 2]]))
+        model(tokens)
     with torch.no_grad():
-        model(torch.tensor([[1, 2]]))
-    model = cut(_stack(Inside()), {**MLP, "blocks.*.scale": "replicated_with_grad_allreduce"})
-    model(torch.tensor([[1, 2]]))
+        model(tokens)
+    reduced = {**MLP, "blocks.*.scale": "replicated_with_grad_allreduce"}
+    cut(_stack(Inside(scale=nn.Linear(1, 1))), reduced)(tokens)
+    assert is_partial(cut(_with_parameter(), reduced).blocks[0].scale)
+    assert not is_partial(cut(_with_parameter(), {**MLP, "blocks.*.scale": "whole"}).blocks[0].scale)
 
 
 def test_attributes_that_are_named() -> None:
