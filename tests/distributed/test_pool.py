@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -65,10 +66,6 @@ def leave_a_collective_on_rank_0() -> None:
         kept.append(dist.all_reduce(torch.zeros(5), async_op=True))
 
 
-def return_what_cannot_be_pickled() -> object:
-    return threading.Lock()
-
-
 def disturb_globals() -> None:
     warnings.simplefilter("error")
     os.environ["RANK"] = "77"
@@ -107,15 +104,6 @@ def assert_usable(pool: Pool) -> None:
     assert [result["rank"] for result in pool.run(sum_of_ranks, {"offset": 0})] == [0, 1]
 
 
-def test_exceptions_of_all_ranks_are_raised(pool: Pool) -> None:
-    with pytest.raises(CaseFailed) as caught:
-        pool.run(raise_on, {"ranks": [0, 1]})
-    assert "planned failure on rank 0" in str(caught.value)
-    assert "planned failure on rank 1" in str(caught.value)
-    assert str(caught.value).count("in raise_on") == 2
-    assert_usable(pool)
-
-
 @pytest.mark.slow
 def test_a_failure_on_one_rank_does_not_wait_for_the_rest(pool: Pool) -> None:
     start = time.monotonic()
@@ -141,29 +129,27 @@ def test_a_timeout_shows_the_stack_of_the_stuck_worker(pool: Pool) -> None:
     assert_usable(pool)
 
 
-def test_a_dead_worker_is_named(pool: Pool) -> None:
-    with pytest.raises(WorkerDied) as caught:
-        pool.run(die_on, {"rank": 1})
-    assert "rank 1 died: killed by SIGKILL" in str(caught.value)
-    assert "last words" in str(caught.value)
-    assert_usable(pool)
+FAILURES: list[tuple[Any, dict[str, Any], type[Exception], list[str]]] = [
+    (
+        raise_on,
+        {"ranks": [0, 1]},
+        CaseFailed,
+        ["planned failure on rank 0", "planned failure on rank 1", "in raise_on"],
+    ),
+    (die_on, {"rank": 1}, WorkerDied, ["rank 1 died: killed by SIGKILL", "last words"]),
+    (leave_a_group, {}, CaseFailed, ["process groups besides the default one are still alive"]),
+    (leave_a_collective_on_rank_0, {}, CaseFailed, ["leave_a_collective_on_rank_0"]),
+    (threading.Lock, {}, CaseFailed, ["cannot be pickled"]),
+]
 
 
-def test_a_group_left_behind_is_an_error(pool: Pool) -> None:
-    with pytest.raises(CaseFailed, match="process groups besides the default one are still alive"):
-        pool.run(leave_a_group)
-    assert_usable(pool)
-
-
-def test_a_collective_left_behind_is_an_error(pool: Pool) -> None:
-    with pytest.raises(CaseFailed, match="leave_a_collective_on_rank_0"):
-        pool.run(leave_a_collective_on_rank_0, timeout=5)
-    assert_usable(pool)
-
-
-def test_a_result_that_cannot_be_pickled_is_an_error(pool: Pool) -> None:
-    with pytest.raises(CaseFailed, match="cannot be pickled"):
-        pool.run(return_what_cannot_be_pickled)
+@pytest.mark.parametrize(("function", "arguments", "error", "words"), FAILURES)
+def test_a_failure_is_told_and_the_next_case_runs(
+    pool: Pool, function: Any, arguments: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        pool.run(function, arguments, timeout=5)
+    assert all(word in str(caught.value) for word in words)
     assert_usable(pool)
 
 
@@ -200,16 +186,10 @@ def test_killing_the_test_process_leaves_no_worker() -> None:
         parent.kill()
     try:
         for descriptor in descriptors:
-            assert wait_readable(descriptor, 10.0), "a worker outlived the process that made its pool"
+            assert select.select([descriptor], [], [], 10.0)[0], "a worker outlived the process that made its pool"
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def wait_readable(descriptor: int, seconds: float) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(seconds * 1000))

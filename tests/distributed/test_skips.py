@@ -157,23 +157,20 @@ def test_too_many_skips_in_a_row_raise_on_all_ranks(stage: int) -> None:
 
 @on_ranks(1, 2)
 def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gradient() -> None:
-    """Scales are powers of two and no value is near fp16's limits: a run whose scale grows every second step equals
-    one whose scale is 4 for ever."""
-    for stage in (0, 1, 2):
-        growing = config(stage, clip=CLIP, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=2))
-        grown, fixed = scale_growth(growing, 6), scale_growth(config(stage, clip=CLIP, fp16=STATIC), 6)
-        assert grown["scales"] == [4, 4, 8, 8, 16, 16] and fixed["scales"] == [4] * 6
+    """Scales are powers of two and no value is near fp16's limits: a run whose scale grows equals one whose scale is 4
+    for ever. Plain SGD moves by lr × gradient, and would show at once an update half or twice as large."""
+    plain = ("SGD", {"lr": 0.5, "foreach": True})
+    for stage, more, window, scales in (
+        (0, {"clip": CLIP}, 2, [4, 4, 8, 8, 16, 16]),
+        (1, {"clip": CLIP}, 2, [4, 4, 8, 8, 16, 16]),
+        (2, {"clip": CLIP}, 2, [4, 4, 8, 8, 16, 16]),
+        (1, {"optimizer": plain}, 1, [4, 8, 16]),
+    ):
+        growing = dynamic_fp16(initial_scale_power=2, loss_scale_window=window)
+        grown, fixed = (scale_growth(config(stage, fp16=fp16, **more), len(scales)) for fp16 in (growing, STATIC))
+        assert grown["scales"] == scales and fixed["scales"] == [4] * len(scales)
         # fp16 gradients below 2^-14 lose bits at the smaller scale: at most 2^-24 / 4 each, far below one unit of a
         # weight.
         assert grown["norms"] == pytest.approx(fixed["norms"], rel=1e-5)
-        torch.testing.assert_close(grown["snapshots"], fixed["snapshots"], rtol=2.0**-10, atol=2.0**-20)
-
-
-@on_ranks(2)
-def test_a_growing_scale_and_sgd_without_clipping() -> None:
-    """On the growth step an update half or twice as large would show at once: plain SGD moves by lr × gradient."""
-    plain = ("SGD", {"lr": 0.5, "foreach": True})
-    grown = scale_growth(config(1, optimizer=plain, fp16=dynamic_fp16(initial_scale_power=2, loss_scale_window=1)), 3)
-    fixed = scale_growth(config(1, optimizer=plain, fp16=STATIC), 3)
-    assert grown["scales"] == [4, 8, 16]
-    torch.testing.assert_close(grown["snapshots"], fixed["snapshots"], rtol=2.0**-10, atol=2.0**-14)
+        atol = 2.0**-20 if "clip" in more else 2.0**-14
+        torch.testing.assert_close(grown["snapshots"], fixed["snapshots"], rtol=2.0**-10, atol=atol)
