@@ -104,7 +104,7 @@ def _access_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[ParameterAcces
     return access, access.indices(parameters)
 
 
-def _for_all(parameters: Parameters, get: Callable[[ParameterAccess, list[int]], list[Any]]) -> Any:
+def _for_all(parameters: Parameters, get: Callable[[ParameterAccess, list[int]], list[Any]]) -> object:
     one = isinstance(parameters, torch.Tensor)
     several: list[Any] = [parameters] if one else list(parameters)
     if not several:
@@ -381,7 +381,7 @@ _NOTHING, _OTHER, _TENSOR = 0.0, 1.0, 2
 _DTYPES = (*FLOATS, torch.float64)
 
 
-def _kind(state: dict[str, Any] | None, name: str) -> float:
+def _kind(state: dict[str, object] | None, name: str) -> float:
     if not state:
         return _NOTHING
     value = state.get(name)

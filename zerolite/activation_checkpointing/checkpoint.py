@@ -61,7 +61,7 @@ class Checkpointing:
         cuts = _Cuts(group if settings.partition_activations else lambda: None)
         return Keeper(self._device, source, cuts, copies)
 
-    def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def checkpoint(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, computed again in backward; see :func:`zerolite.checkpointing.checkpoint`."""
         self.used = True
         kwargs = dict(kwargs)
@@ -127,7 +127,7 @@ class _Call:
     keeps lives as long as the graph does that needs it."""
 
     def __init__(
-        self, owner: Checkpointing, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, owner: Checkpointing, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         self.name = _name(function)
         self.before: weakref.ref[_Call] | None = None  # the one before it in forward, whose backward comes after
@@ -145,7 +145,7 @@ class _Call:
         # What torch keeps, with its checks; and something of every device, whose random state it keeps.
         self.passed = [leaves[i] for i in self._others] + [tensor.new_empty(0) for tensor in devices.values()]
 
-    def __call__(self, *passed: torch.Tensor) -> Any:
+    def __call__(self, *passed: torch.Tensor) -> object:
         args, kwargs = self._again(passed) if self._first is None else self._first
         _nesting.depth += 1
         try:
@@ -153,7 +153,7 @@ class _Call:
         finally:
             _nesting.depth -= 1
 
-    def _again(self, passed: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _again(self, passed: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments once more, in containers of their own."""
         leaves = list(self._constants)
         for index, tensor in self._owner.bring(self).items():
@@ -173,12 +173,12 @@ class _Call:
         self.passed = []
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     """True for all but the containers of Python itself: others may not survive being taken apart."""
     return type(value) not in (list, tuple, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Callable[..., object]) -> str:
     while isinstance(function, functools.partial):
         owner = function.args[0] if function.args else None
         function = type(owner) if isinstance(owner, torch.nn.Module) else function.func

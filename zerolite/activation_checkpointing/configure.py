@@ -24,7 +24,7 @@ _KEYS = {
 }
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, of which backward keeps the inputs alone and computes the rest again.
 
     Equal to ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)`` in its numbers, in
@@ -43,7 +43,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def configure(
-    mpu_: Any = None,
+    mpu_: object = None,
     deepspeed_config: Any = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
@@ -52,7 +52,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
     *,
-    group: Any = None,
+    group: object = None,
 ) -> None:
     """Say where :func:`checkpoint` keeps inputs, for calls outside of engines whose config says it; and, for all, over
     which ranks inputs are cut.
@@ -96,7 +96,7 @@ def reset() -> None:
     replace_configured(None, None)
 
 
-def _communicator(mpu: Any, group: Any) -> Communicator | None:
+def _communicator(mpu: object, group: Any) -> Communicator | None:
     if mpu is not None and group is None:
         names = ("get_model_parallel_group", "get_tensor_model_parallel_group")
         get = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)

@@ -62,9 +62,9 @@ def attach(
     a forward, and once more inside backward. Raises ConfigError for patterns that match no module, and for TorchScript.
     """
     chosen = list(_chosen(model, settings.modules))
-    attached = Attached(None)
-    if settings.model_copy(update={"modules": ()}) != type(settings)():
-        attached.checkpointing = Checkpointing(settings, device, lambda: group_of_parts() or group)
+    differs = settings.model_copy(update={"modules": ()}) != type(settings)()
+    attached = Attached(Checkpointing(settings, device, lambda: group_of_parts() or group) if differs else None)
+    if attached.checkpointing is not None:
         enter = _Enter(attached.checkpointing)
         attached.handles.append(enter.install(model.register_forward_pre_hook, prepend=True))
         attached.handles.append(_Leave().install(model.register_forward_hook, always_call=True))

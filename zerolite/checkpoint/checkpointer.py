@@ -13,6 +13,7 @@ from zerolite.checkpoint.engine_parts import EngineParts
 from zerolite.checkpoint.loading import Loader, LoadRequest
 from zerolite.checkpoint.run import run_of_this_job
 from zerolite.checkpoint.saving import Saver, SaveRequest, UserState
+from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import collector_off
 from zerolite.zero.commands import Command
 
@@ -23,14 +24,14 @@ class Checkpointer:
     loaders: give and take the positions of the engine's loaders.
     """
 
-    def __init__(self, parts: EngineParts, loaders: Any) -> None:
+    def __init__(self, parts: EngineParts, loaders: Loaders) -> None:
         self.parts = parts
         self._loaders = loaders
         run = run_of_this_job()
         self._saver = Saver(parts, run)
         self._loader = Loader(parts, run)
 
-    def save(self, scheduler: Any, client_state: Any, save_dir: Any, tag: str | None, *flags: Any) -> str:
+    def save(self, scheduler: object, client_state: Any, save_dir: Any, tag: str | None, *flags: Any) -> str:
         """See ``Engine.save_checkpoint``. flags: the other fields of :class:`SaveRequest`, in their order."""
 
         def user() -> UserState:
@@ -42,7 +43,7 @@ class Checkpointer:
         with self.parts.pipeline.commands(Command.SAVE), _undisturbed():
             return self._saver.save(request, user, scheduler)
 
-    def follow_save(self, scheduler: Any) -> None:
+    def follow_save(self, scheduler: object) -> None:
         """Take part in a save of the ranks that go on, with what this one holds."""
         with _undisturbed():
             self._saver.save(None, None, scheduler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -35,7 +35,7 @@ def validated(validate: Callable[[], Result]) -> Result:
     raise ValueError(f"{where}: {expected}, found {_found(first['input'])}")
 
 
-def _found(value: Any) -> str:
+def _found(value: object) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:  # Python refuses to print a number of thousands of digits

@@ -88,7 +88,7 @@ def _ranks(described: dict[str, Any]) -> str:
     return f"{described['world_size']}{more}"
 
 
-def _listed(values: dict[str, Any]) -> str:
+def _listed(values: dict[str, object]) -> str:
     return ", ".join(
         f"{name.replace('_', ' ')} {f'{value:,}' if isinstance(value, int) else value}"
         for name, value in values.items()

@@ -148,7 +148,7 @@ class Manifest:
         return json.dumps({**body, "crc32": _checksum(body)}, indent=1).encode()
 
 
-def _checksum(body: Mapping[str, Any]) -> str:
+def _checksum(body: Mapping[str, object]) -> str:
     return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 

@@ -120,13 +120,13 @@ def match_groups(
     return result
 
 
-def reordered(state: Mapping[str, Any], order: Sequence[int | None], stored: int) -> dict[str, Any]:
+def reordered(state: Mapping[str, object], order: Sequence[int | None], stored: int) -> dict[str, Any]:
     """A torch scheduler's state whose lists by param group follow the groups here: ``order`` is from
     :func:`match_groups`, ``stored`` the number of stored groups. Raises CheckpointError if they cannot."""
     if list(order) == list(range(stored)) or len(order) == stored == 1:
         return dict(state)
 
-    def of_groups(key: str, value: list[Any]) -> list[Any]:
+    def of_groups(key: str, value: list[object]) -> list[object]:
         if len(value) != stored or any(index is None for index in order):
             raise CheckpointError(
                 f"the schedule was saved for {stored} param groups, and those here are others ('{key}' has a value for "

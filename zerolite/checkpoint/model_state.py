@@ -89,7 +89,7 @@ class ModelState:
         """Return the state that modules add to their state dict by ``get_extra_state``."""
         return {clean(name): module.get_extra_state() for name, module in self._with_extra_state()}
 
-    def load_extra_state(self, extra: dict[str, Any]) -> None:
+    def load_extra_state(self, extra: dict[str, object]) -> None:
         for name, module in self._with_extra_state():
             if clean(name) in extra:
                 module.set_extra_state(extra[clean(name)])
@@ -224,13 +224,13 @@ class ModelState:
             return torch.Size((piece.fragment.numel,))
         return whole_shape(self.buffer.parameters[piece.fragment.slot.index])
 
-    def is_scalar(self, kind: str, value: Any, piece: OptimParamShard) -> bool:
+    def is_scalar(self, kind: str, value: object, piece: OptimParamShard) -> bool:
         """True if a state is one number for a whole parameter."""
         if not isinstance(value, torch.Tensor):
             return value is None or isinstance(value, (bool, int, float))
         return value.dim() == 0 and (bool(self.shape_of(piece)) or kind in _COUNTS)
 
-    def _state_range(self, piece: OptimParamShard, name: str, kind: str, value: Any) -> FlatRange:
+    def _state_range(self, piece: OptimParamShard, name: str, kind: str, value: object) -> FlatRange:
         key = f"{OPTIMIZER}{kind}/{name}"
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
@@ -357,6 +357,6 @@ def _targets_of(key: str, place: torch.Tensor, cut: ShardSpec | None) -> Iterato
         yield Target(key, box, part)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     """A copy: the next step changes torch's counts in place, while this one may not be written yet."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -25,7 +25,7 @@ _TAGS = {cls: tag for tag, cls in {**_SEQUENCES, **_MAPPINGS}.items()}
 _PLAIN = (type(None), bool, int, str)
 
 
-def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+def encode(value: object, where: str, tensors: list[torch.Tensor]) -> Any:
     """``value`` as JSON knows it. Tensors are appended to ``tensors``, those of no dimension excepted.
 
     where: how to call ``value`` in an error. Raises TypeError for what is not plain, naming its place.
@@ -33,7 +33,7 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     return _encode(value, where, tensors, 0)
 
 
-def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> Any:
+def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> object:
     cls = type(value)
     if cls in _PLAIN:
         return value
@@ -65,7 +65,7 @@ def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> 
     )
 
 
-def _encode_mapping(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> Any:
+def _encode_mapping(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> object:
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, f"{where}[{key!r}]", tensors, depth + 1) for key, item in value.items()}
     return {
@@ -79,7 +79,7 @@ def _encode_mapping(value: Any, where: str, tensors: list[torch.Tensor], depth: 
     }
 
 
-def _encode_tensor(value: torch.Tensor, where: str, tensors: list[torch.Tensor]) -> Any:
+def _encode_tensor(value: torch.Tensor, where: str, tensors: list[torch.Tensor]) -> object:
     if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
         raise TypeError(
             f"{where}: expected a dense tensor with values, got one with layout {value.layout} on {value.device}"
@@ -90,7 +90,7 @@ def _encode_tensor(value: torch.Tensor, where: str, tensors: list[torch.Tensor])
     return {"$tensor": len(tensors) - 1}
 
 
-def _advice(value: Any) -> str:
+def _advice(value: object) -> str:
     if hasattr(value, "state_dict"):
         return "save its state_dict()"
     if type(value).__name__ == "Namespace":
@@ -100,7 +100,7 @@ def _advice(value: Any) -> str:
     return "save what it is made of"
 
 
-def decode(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
+def decode(value: object, tensor: Callable[[int], torch.Tensor]) -> Any:
     """The inverse of :func:`encode`; ``tensor(i)`` gives the i-th tensor. Raises ValueError for what encode never
     gives, and the CheckpointError that ``tensor`` raises."""
     try:
@@ -111,7 +111,7 @@ def decode(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
         raise ValueError(f"it was not written by zerolite ({type(error).__name__}: {error})") from error
 
 
-def _decode(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
+def _decode(value: object, tensor: Callable[[int], torch.Tensor]) -> object:
     if isinstance(value, list):
         return [_decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -124,7 +124,7 @@ def _decode(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
     return _decode_tagged(tag, value[tag], tensor)
 
 
-def _decode_tagged(tag: str, content: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
+def _decode_tagged(tag: str, content: Any, tensor: Callable[[int], torch.Tensor]) -> object:
     if tag == "$float":
         return float(content)
     if tag == "$bytes":

@@ -49,7 +49,7 @@ class ShardSavePlanner(SavePlanner):
         self._beside = empty, scalars
 
     def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: object, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Do nothing: the shards are the state."""
 

@@ -85,7 +85,7 @@ class Saver:
         self._failure: BaseException | None = None
         keep_track(self)
 
-    def save(self, request: SaveRequest | None, user: Callable[[], UserState] | None, scheduler: Any) -> str:
+    def save(self, request: SaveRequest | None, user: Callable[[], UserState] | None, scheduler: object) -> str:
         """Save a checkpoint; called on all ranks; ``request`` and ``user`` are None on those that have finished their
         batches. Returns the checkpoint's directory."""
         self.wait_for_all()
@@ -276,7 +276,7 @@ class Saver:
         commit = Commit(save_dir, about, state, self._run, agreed.save_latest, settings.keep_last, settings.overwrite)
         return commit, shards
 
-    def _state(self, model: ModelFacts, user: UserState, scheduler: Any) -> dict[str, Any]:
+    def _state(self, model: ModelFacts, user: UserState, scheduler: Any) -> dict[str, object]:
         """The content of state.json, not yet encoded. model: the whole one."""
         optimizer = self._parts.model.optimizer
         groups = [

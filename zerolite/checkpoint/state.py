@@ -20,13 +20,13 @@ def _known_dtype(code: str) -> str:
     return code
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("expected a number")
     return value
 
 
-def _scalar(value: Any) -> Any:
+def _scalar(value: object) -> object:
     plain = value is None or isinstance(value, bool) or (isinstance(value, torch.Tensor) and not value.dim())
     return value if plain else _number(value)
 
@@ -156,7 +156,7 @@ class SavedState(StoredModel):
                     raise ValueError(f"{kind}/{name}: expected the shape {entry.shape}, found {list(shape)} stored")
 
 
-def check_hyperparameters(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_hyperparameters(group: Mapping[str, object], saved: Mapping[str, object]) -> None:
     """Raise ValueError if a value that is to be replaced by a saved one is of another type."""
     for key, value in saved.items():
         given = value is not None and group.get(key) is not None
@@ -164,7 +164,7 @@ def check_hyperparameters(group: Mapping[str, Any], saved: Mapping[str, Any]) ->
             raise ValueError(f"{key}: expected a value like {group[key]!r:.40}, found {value!r:.40}")
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: object) -> object:
     """Numbers are like each other, and so are lists of as many."""
     if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
         return "number"

@@ -7,7 +7,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from zerolite.comm.communicator import Communicator, Pending
 from zerolite.comm.flight_recorder import WAIT, Mismatch, Raw, wait_for
 from zerolite.comm.process_group import second_group
 from zerolite.comm.ranks import list_of, name_ranks, ranks_by_value
+from zerolite.comm.transport import Work
 
 VARIABLE = "ZEROLITE_CHECK_COLLECTIVES"
 TAG = "check"
@@ -137,7 +138,7 @@ class _Announced:
     """Announcements of all ranks about one collective, on their way."""
 
     def __init__(
-        self, check: CollectiveCheck, number: int, entry: Raw, own: torch.Tensor, rows: torch.Tensor, work: Any
+        self, check: CollectiveCheck, number: int, entry: Raw, own: torch.Tensor, rows: torch.Tensor, work: Work
     ) -> None:
         self._check, self._number, self._entry = check, number, entry
         self._own, self._rows, self._work = own, rows, work

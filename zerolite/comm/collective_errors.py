@@ -52,7 +52,7 @@ class RaiseTogether:
         result, error = _attempt(action)
         return self.exchange(error, result)
 
-    def exchange(self, error: BaseException | None, value: Any = None) -> list[Any]:
+    def exchange(self, error: BaseException | None, value: object = None) -> list[Any]:
         """Return every rank's ``value``, in rank order, if no rank comes with an ``error``."""
         rows = self.host.gather([self._told(error), value])
         if error is not None:
@@ -65,7 +65,7 @@ class RaiseTogether:
         more = f" (and {len(told) - 1} more rank{'s' if len(told) > 2 else ''})" if len(told) > 1 else ""
         raise self.kind(told[0] + more)
 
-    def _told(self, error: BaseException | None) -> Any:
+    def _told(self, error: BaseException | None) -> object:
         """The exception, or the message of one, that the other ranks raise."""
         if error is None or isinstance(error, self.same):
             return error

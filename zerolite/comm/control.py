@@ -49,7 +49,7 @@ class ControlChannel:
         own, full = self._rows(row)
         self._last = [own, full, dist.all_gather(list(full), own, group=self._group, async_op=True)]
 
-    def broadcast(self, value: Any, source: int) -> Any:
+    def broadcast(self, value: object, source: int) -> Any:
         """Rank ``source``'s ``value``."""
         return broadcast_object(value, source, self._group)
 

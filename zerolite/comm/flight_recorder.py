@@ -170,7 +170,7 @@ WAIT = Wait()
 wait_for, blocked = WAIT.wait_for, WAIT.blocked
 
 
-def wait_for_result(result: Any) -> None:
+def wait_for_result(result: object) -> None:
     """Wait for a collective of the user's own, of which ``result`` is what torch's operator has returned."""
     for item in result if isinstance(result, (list, tuple)) else (result,):
         if isinstance(item, torch.ScriptObject):

@@ -87,12 +87,12 @@ class HostGroup:
         store = dist.PrefixStore(f"{self._key}/{number}", _get_default_store())
         return StoreBarrier(store, self.global_rank, self._members, what)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Every rank's ``value``, in rank order."""
         group = self.group
         return [value] if group is None else gather_objects(value, group)
 
-    def broadcast(self, value: Any, source: int) -> Any:
+    def broadcast(self, value: object, source: int) -> Any:
         """Rank ``source``'s ``value``."""
         group = self.group
         return value if group is None else broadcast_object(value, source, group)
@@ -110,7 +110,7 @@ class HostLinks:
         self._ranks = comm.members()
         self._sent: list[tuple[Any, torch.Tensor]] = []  # works, and what they need alive
 
-    def send(self, value: Any, rank: int) -> None:
+    def send(self, value: object, rank: int) -> None:
         """Send ``value`` to ``rank``, and wait for nothing."""
         packed = to_tensor(value)
         for tensor in (torch.tensor([packed.numel()], device="cpu"), packed):

@@ -30,7 +30,7 @@ def same_host(group: dist.ProcessGroup) -> bool:
     return places[0] != "" and all(place == places[0] for place in places)
 
 
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def _gather(value: object, group: dist.ProcessGroup) -> list[Any]:
     with blocked(("all_gather", "initial_sync", 0, None, 0)):
         return gather_objects(value, group)
 

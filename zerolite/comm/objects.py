@@ -27,7 +27,7 @@ _JSON, _PICKLE = b"j", b"p"
 _SIGNATURE = hashlib.sha256().digest_size  # bytes
 
 
-def pack(value: Any) -> bytes:
+def pack(value: object) -> bytes:
     """``value`` for :func:`unpack` on another rank."""
     if _is_plain(value):
         return _JSON + json.dumps(value).encode()
@@ -63,7 +63,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or cls in (bool, int, float, str)
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(value: object, group: dist.ProcessGroup) -> list[Any]:
     """Every rank's ``value``, in rank order. group: of gloo; called on all its ranks."""
     own = to_tensor(value)
     world_size = dist.get_world_size(group)
@@ -74,7 +74,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return [from_tensor(row, length) for row, length in zip(rows, lengths, strict=True)]
 
 
-def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+def broadcast_object(value: object, source: int, group: dist.ProcessGroup) -> Any:
     """Rank ``source``'s ``value``; that of others is ignored. group: of gloo; called on all its ranks."""
     is_source = dist.get_rank(group) == source
     own = to_tensor(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -96,7 +96,7 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> N
     dist.broadcast(tensor, src=dist.get_global_rank(group, source), group=group)
 
 
-def to_tensor(value: Any) -> torch.Tensor:
+def to_tensor(value: object) -> torch.Tensor:
     """The bytes of :func:`pack`, uint8 on the host."""
     return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
 
@@ -116,6 +116,6 @@ def read_objects_without_numpy() -> None:
         torchs._tensor_to_object = _unpickled
 
 
-def _unpickled(tensor: torch.Tensor, tensor_size: int, group: Any) -> Any:
+def _unpickled(tensor: torch.Tensor, tensor_size: int, group: object) -> object:
     here = tensor.cpu().contiguous()
     return pickle.loads(ctypes.string_at(here.data_ptr(), int(tensor_size)))

@@ -90,7 +90,7 @@ def new_group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Pr
         return _new_group_within(parent, list(ranks), None, None)
 
 
-def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str | None, options: Any) -> Any:
+def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str | None, options: object) -> Any:
     """torch calls a group that its members alone make by a hash of their ranks and of how many groups a rank has, and
     waits for ever where they have different numbers: so the largest one is agreed on, and the rest is made up."""
     everywhere = len(dist.get_process_group_ranks(parent)) == dist.get_world_size()
@@ -211,7 +211,7 @@ def destroy() -> None:
         raise failed
 
 
-def _cpu_backends() -> list[Any]:
+def _cpu_backends() -> list[object]:
     """Return the backends for CPU tensors of all process groups."""
     groups: Any = dist.distributed_c10d._world.pg_names
     devices = [(group, device) for group in groups for device in group._device_types]

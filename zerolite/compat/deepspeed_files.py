@@ -223,6 +223,6 @@ def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
     return int(found.pop())
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """Read the number of an enumeration's member, which is pickled as the class and the number."""
     return value.arguments[0] if isinstance(value, Inert) and len(value.arguments) == 1 else value

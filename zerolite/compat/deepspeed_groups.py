@@ -97,7 +97,7 @@ def _numbers(file: Loaded, settings: Any, count: int) -> list[int]:
     return numbers
 
 
-def _states(saved: Any, count: int) -> list[Mapping[str, Any]]:
+def _states(saved: Any, count: int) -> list[Mapping[str, object]]:
     """Return the states by flat group: a list in an elastic checkpoint, else numbered as torch numbers parameters; {}
     before the first step."""
     if isinstance(saved, list):
@@ -122,7 +122,7 @@ def gather(flat: Sequence[torch.Tensor], pieces: Pieces, shape: tuple[int, ...])
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
 
 
-def common_number(group: Group, state: str, of_ranks: Sequence[Any]) -> Any:
+def common_number(group: Group, state: str, of_ranks: Sequence[object]) -> Any:
     """The value of a state that is one number for all elements, such as the count of steps: as torch's optimizers have
     it, a tensor without dimensions or a number of Python."""
     numbers = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in of_ranks]
@@ -144,7 +144,7 @@ def as_count(state: str, number: Any) -> Any:
     return torch.tensor(float(number)) if state == "step" else number
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return value.name if isinstance(value, Inert) else type(value).__name__

@@ -144,7 +144,7 @@ class _Importer:
             raise CheckpointError(f"'{self.head.path}': {kind}{name} is of {dtype}, which no checkpoint can hold")
         self.tensors.append(ImportedTensor(kind + clean(name), shape, dtype, values))
 
-    def _plain(self, value: Any, where: str) -> Any:
+    def _plain(self, value: object, where: str) -> Any:
         """``value`` without what is not plain; that is noted."""
         if type(value) is dict:
             kept = {key: self._plain(item, f"{where}[{key!r}]") for key, item in value.items()}
@@ -159,7 +159,7 @@ class _Importer:
 
     # ---------------------------------------------------------------- the model
 
-    def _parameters(self) -> dict[str, Any]:
+    def _parameters(self) -> dict[str, object]:
         buffers = set(self.head.get(list, "buffer_names"))
         aliases = self._aliases()
         found: dict[str, Any] = {}
@@ -229,7 +229,7 @@ class _Importer:
 
     # ---------------------------------------------------------------- the optimizer
 
-    def _optimizer(self) -> dict[str, Any]:
+    def _optimizer(self) -> dict[str, object]:
         groups: dict[int, dict[str, Any]] = {}
         scalars: dict[str, dict[str, Any]] = {}
         for group in self.groups:
@@ -264,7 +264,7 @@ class _Importer:
         states = {state for group in self.groups for state in group.states[0]}
         return "AdamW" if states >= {"exp_avg", "exp_avg_sq"} else "an unknown optimizer"
 
-    def _add_states(self, group: Group, scalars: dict[str, dict[str, Any]]) -> None:
+    def _add_states(self, group: Group, scalars: dict[str, dict[str, object]]) -> None:
         for state, value in group.states[0].items():
             of_ranks = [states.get(state) for states in group.states]
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() >= group.masters[0].numel():
@@ -277,7 +277,7 @@ class _Importer:
 
     # ---------------------------------------------------------------- the rest
 
-    def _lr_scheduler(self, saved: Any, config: Any) -> dict[str, Any] | None:
+    def _lr_scheduler(self, saved: object, config: object) -> dict[str, object] | None:
         """``type`` is None where only the client knows it."""
         if saved is None:
             return None
@@ -290,7 +290,7 @@ class _Importer:
             kept = {"last_epoch": kept["last_batch_iteration"] + 1}  # DeepSpeed counts from -1
         return {"type": kind, "state": kept}
 
-    def _loss_scaler(self) -> dict[str, Any] | None:
+    def _loss_scaler(self) -> dict[str, object] | None:
         if not any(value.dtype == torch.float16 for name, value in self.module.items() if name in self.trained):
             return None
         saved = self.files.optimizer[0].content["optimizer_state_dict"].get("loss_scaler")
@@ -308,7 +308,7 @@ class _Importer:
             "hysteresis_left": max(1, fields["cur_hysteresis"]),
         }
 
-    def _counters(self, config: Any) -> dict[str, Any]:
+    def _counters(self, config: object) -> dict[str, object]:
         steps = self.head.get(int, "global_steps")
         sizes = config if isinstance(config, dict) else {}
         accumulation = sizes.get("gradient_accumulation_steps")
@@ -324,7 +324,7 @@ class _Importer:
             "weight_unit": 1.0,
         }
 
-    def _client_state(self) -> dict[str, Any]:
+    def _client_state(self) -> dict[str, object]:
         head = self.head.content
         for name in ("data_sampler", "random_ltd"):
             if head.get(name) is not None:
@@ -341,5 +341,5 @@ def _same(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _set_number(scalars: dict[str, dict[str, Any]], state: str, group: Group, number: Any) -> None:
+def _set_number(scalars: dict[str, dict[str, object]], state: str, group: Group, number: object) -> None:
     scalars.setdefault(state, {}).update({clean(name): number for name in group.shapes})

@@ -49,10 +49,10 @@ class Inert:
 
     def __init__(self, *arguments: Any) -> None: ...
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         raise pickle.UnpicklingError(f"it has items of a {self.name}")
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ _PARAMS = ("optimizer.params", "scheduler.params")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | ZeroliteConfig) -> ZeroliteConfig:
+def load_config(source: Mapping[str, object] | str | os.PathLike[str] | ZeroliteConfig) -> ZeroliteConfig:
     """Load a configuration.
 
     Args:
@@ -84,7 +84,7 @@ class _Loader:
                 for details in error.errors(include_url=False, include_input=False):
                     self._invalid(details, clean)
                 continue
-            config._auto = frozenset(key for key in (TRAIN, MICRO) if _is_auto(clean.get(key)))
+            config.note_auto(key for key in (TRAIN, MICRO) if _is_auto(clean.get(key)))
             wrong = {path for path, _ in self.errors}
             self.errors += [(c.paths[0], c.sentence) for c in find_contradictions(config) if not wrong & set(c.paths)]
             return config
@@ -97,7 +97,7 @@ class _Loader:
 
     # ---------------------------------------------------------------- the walk over the raw values
 
-    def _walk(self, values: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    def _walk(self, values: Mapping[object, object], path: str) -> dict[str, object]:
         """Judge keys without support and unusable values, and return the rest, which pydantic validates."""
         clean: dict[str, Any] = {}
         for key, value in values.items():
@@ -122,7 +122,7 @@ class _Loader:
                 clean[name] = value
         return clean
 
-    def _without_alias(self, key: Any, values: Mapping[Any, Any]) -> Any:
+    def _without_alias(self, key: Any, values: Mapping[object, object]) -> object:
         name = ALIASES.get(key, key) if isinstance(key, str) else key
         if name != key and name in values:
             self.errors.append((key, f"expected one spelling, got {name} and {key}, the same block; keep {name}"))
@@ -130,20 +130,20 @@ class _Loader:
             self.spelled[name] = key
         return name
 
-    def _group(self, value: Any, here: str) -> None:
+    def _group(self, value: object, here: str) -> None:
         """Judge each key of a block that is known for its keys only."""
         if isinstance(value, Mapping):
             self.errors += [(join(here, key), self._unknown(here, key)) for key in self._walk(value, here)]
         elif not (value is None or value is False or _is_auto(value)):
             self.errors.append((here, _not_an_object(here, value)))
 
-    def _renamed(self, here: str, value: Any) -> None:
+    def _renamed(self, here: str, value: object) -> None:
         """Accept a deprecated spelling with the default of today's key, and with null."""
         today = RENAMED[here]
         if value is not None and not _is_one_of((supported_keys().get(today, False),), value):
             self.errors.append((here, f"expected today's name of the key, got a deprecated one; use {today}"))
 
-    def _unsupported(self, entry: Key, value: Any, here: str) -> None:
+    def _unsupported(self, entry: Key, value: object, here: str) -> None:
         asked = value
         if entry.switch and isinstance(value, Mapping):
             asked = value.get(entry.switch, entry.on_by_default)
@@ -225,7 +225,7 @@ def supported_keys() -> dict[str, Any]:
     return dict(_defaults(ZeroliteConfig, ""))
 
 
-def _defaults(model: type[Block], prefix: str) -> Iterator[tuple[str, Any]]:
+def _defaults(model: type[Block], prefix: str) -> Iterator[tuple[str, object]]:
     for name, info in model.model_fields.items():
         yield join(prefix, name), info.get_default(call_default_factory=True)
         inner = block_model(info)
@@ -253,7 +253,7 @@ def _not_an_object(path: str, value: object) -> str:
     return f"expected an object, got {show(value)}; write {{...}} or leave the key out"
 
 
-def _problems(value: Any, path: str, in_params: bool) -> Iterator[tuple[str, str]]:
+def _problems(value: object, path: str, in_params: bool) -> Iterator[tuple[str, str]]:
     """(path, sentence) of every unusable leaf and key of a JSON value."""
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
@@ -266,7 +266,7 @@ def _problems(value: Any, path: str, in_params: bool) -> Iterator[tuple[str, str
         yield path, said
 
 
-def _unusable_number(leaf: Any) -> str | None:
+def _unusable_number(leaf: object) -> str | None:
     """JSON has no NaN and no infinity, and no constructor argument is meant to be one. Beyond float32, torch's updates
     fail with an exception of their own."""
     if isinstance(leaf, float) and not math.isfinite(leaf):
@@ -276,7 +276,7 @@ def _unusable_number(leaf: Any) -> str | None:
     return None
 
 
-def _unusable_text(leaf: Any) -> str | None:
+def _unusable_text(leaf: object) -> str | None:
     """No name and no path holds a zero character, and a lone surrogate is half a character."""
     if isinstance(leaf, str) and "\0" in leaf:
         return f"expected text without zero characters, got {show(leaf)}; remove them"

@@ -6,6 +6,7 @@ The string below each field says what it does and in which unit; docs/configurat
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
@@ -173,15 +174,20 @@ class ZeroliteConfig(Block):
     """Before each collective the ranks compare its operation, number of elements and dtype, and raise where they
     differ. Slow; to find the cause of a hang. (zerolite's own key.)"""
 
-    # Keys given as "auto" whose value must still be found by resolve().
     _auto: frozenset[str] = PrivateAttr(default=frozenset())
-    # (path, sentence) of each given key that has no effect.
     _without_effect: tuple[tuple[str, str], ...] = PrivateAttr(default=())
 
     @property
     def without_effect(self) -> tuple[tuple[str, str], ...]:
         """(path, sentence) of each given key that has no effect."""
         return self._without_effect
+
+    def note_auto(self, keys: Iterable[str]) -> None:
+        """Note which keys are given as "auto", whose value must still be found by :meth:`resolve`."""
+        self._auto = frozenset(keys)
+
+    def note_without_effect(self, found: Iterable[tuple[str, str]]) -> None:
+        self._without_effect = tuple(found)
 
     def resolve(self, world_size: int) -> ZeroliteConfig:
         """The same configuration with the batch sizes filled in for `world_size` data-parallel ranks.
@@ -216,7 +222,7 @@ class ZeroliteConfig(Block):
         if errors:
             raise ConfigError(errors)
         resolved = self.model_copy(update=solved)
-        resolved._auto = frozenset()
+        resolved.note_auto(())
         return resolved
 
     def _batch_sizes(self, world_size: int) -> batch.BatchSizes:

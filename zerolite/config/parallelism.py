@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -15,7 +15,7 @@ TWO_CHUNKS = ("zbv", "dualpipev")
 _STYLE_KEYS = ("style", "parts", "gather_output")
 
 
-def _styles(plan: dict[str, Any]) -> dict[str, Any]:
+def _styles(plan: dict[str, object]) -> dict[str, object]:
     for pattern, style in plan.items():
         words = style if isinstance(style, dict) else {"style": style}
         if not isinstance(words.get("style"), str):
@@ -31,7 +31,7 @@ def _styles(plan: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
-def _lower(value: Any) -> Any:
+def _lower(value: object) -> object:
     return value if not isinstance(value, str) or value.lower().startswith("type:") else value.lower()
 
 

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -102,7 +101,7 @@ def _unsupported_rows() -> Iterator[str]:
         yield f"| `{path}` | {accepted} | {_cell('; '.join(notes))} |"
 
 
-def _cell(text: Any) -> str:
+def _cell(text: object) -> str:
     return " ".join(str(text).split()).replace("|", "\\|")
 
 

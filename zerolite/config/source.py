@@ -28,7 +28,7 @@ class _Pairs(list[tuple[str, Any]]):
     """An object of the text, before duplicates are dropped."""
 
 
-def read_source(source: Mapping[str, Any] | str | os.PathLike[str]) -> RawConfig:
+def read_source(source: Mapping[str, object] | str | os.PathLike[str]) -> RawConfig:
     """Read a configuration.
 
     Raises:
@@ -81,7 +81,7 @@ def _parse(text: str, origin: str | None) -> RawConfig:
     return RawConfig(values, duplicates, origin)
 
 
-def _parse_json_or_hjson(text: str, origin: str | None) -> Any:
+def _parse_json_or_hjson(text: str, origin: str | None) -> object:
     try:
         return json.loads(text, object_pairs_hook=_Pairs, parse_int=_integer)
     except ValueError as error:
@@ -109,7 +109,7 @@ def _syntax_problem(error: ValueError) -> str:
     return message if line is None else f"{message} at line {line} column {column}"
 
 
-def _without_pairs(value: Any, path: str, duplicates: list[tuple[str, str]]) -> Any:
+def _without_pairs(value: object, path: str, duplicates: list[tuple[str, str]]) -> object:
     """Turn pairs into dicts, noting the full path of every key that an object holds more than once."""
     if isinstance(value, _Pairs):
         for key, count in Counter(key for key, _ in value).items():

@@ -55,7 +55,7 @@ class Block(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _use_default(cls, value: Any, info: ValidationInfo) -> Any:
+    def _use_default(cls, value: object, info: ValidationInfo) -> object:
         """Take the default for "auto" and, in the place of a block, for null and false."""
         field = cls.model_fields[info.field_name or ""]
         auto = isinstance(value, str) and value == "auto" and info.field_name != cls.keeps_auto
@@ -107,7 +107,7 @@ def join(path: str, key: object) -> str:
 # ---------------------------------------------------------------- types
 
 
-def as_number(value: Any) -> Any:
+def as_number(value: object) -> Any:
     """Numeric strings ("1e9", as YAML tools write it) and foreign number types as int or float; the rest unchanged."""
     if isinstance(value, str) and len(value) <= _LONGEST_NUMBER and _NUMBER.fullmatch(value.strip()):
         exact, value = Decimal(value.strip()), float(value)
@@ -124,7 +124,7 @@ def as_number(value: Any) -> Any:
     return int(number) if number.is_integer() else number
 
 
-def _dtype(value: Any) -> Any:
+def _dtype(value: object) -> object:
     """DeepSpeed's or torch's spelling of a dtype, or a torch.dtype itself, as fp32, fp16 or bf16."""
     is_torch_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     spelling = str(value) if is_torch_dtype else value
@@ -138,13 +138,13 @@ _DTYPES = {
 }
 
 
-def _default_for_null(value: Any) -> Any:
+def _default_for_null(value: object) -> object:
     if value is None:
         raise PydanticUseDefault
     return value
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     """pydantic takes any iterable for a tuple."""
     return tuple(value) if isinstance(value, (list, tuple)) else object()
 
@@ -165,7 +165,7 @@ class FrozenDict(dict[str, Any]):
         return FrozenDict((key, frozen(value)) for key, value in self.items())
 
 
-def frozen(value: Any) -> Any:
+def frozen(value: object) -> Any:
     """A copy of a JSON value whose objects are frozen."""
     if isinstance(value, Mapping):
         return FrozenDict((key, frozen(item)) for key, item in value.items())
@@ -224,7 +224,7 @@ def _schema(info: FieldInfo) -> dict[str, Any]:
     return TypeAdapter[Any](Annotated[parts]).json_schema()
 
 
-def _remedy(kind: str, number: Any, context: Mapping[str, Any]) -> str:
+def _remedy(kind: str, number: object, context: Mapping[str, Any]) -> str:
     if kind in ("greater_than_equal", "less_than_equal"):
         return f"the nearest allowed value is {context.get('ge', context.get('le'))}"
     if kind == "multiple_of":
@@ -264,7 +264,7 @@ def _words(schema: dict[str, Any]) -> str:
     return names.get(schema["type"], "an object")
 
 
-def _range(schema: dict[str, Any]) -> str:
+def _range(schema: dict[str, object]) -> str:
     text = "an integer" if schema["type"] == "integer" else "a finite number"
     bounds = {_BOUNDS.get(key, key): value for key, value in schema.items()}
     if bounds.get("le", _MAX_INT) != _MAX_INT:

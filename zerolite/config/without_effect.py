@@ -31,7 +31,7 @@ def leave_out(config: ZeroliteConfig, found_before: Iterable[tuple[str, str]]) -
     instead = {key: value for *_, values in found for key, value in values.items()}
     if instead:
         config = config.model_copy(update={"zero_optimization": zero.model_copy(update=instead)})
-    config._without_effect = (*found_before, *((f"zero_optimization.{path}", why) for path, why, _ in found))
+    config.note_without_effect((*found_before, *((f"zero_optimization.{path}", why) for path, why, _ in found)))
     return config
 
 

@@ -29,7 +29,7 @@ class RepeatingLoader:
     Raises ValueError when a pass yields nothing, since the next one would not either.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[object]) -> None:
         self.loader = loader
         self._epoch: int | None = None  # of the sampler, before the pass under way
         self._batches: Iterator[Any] | None = None
@@ -118,7 +118,7 @@ class Loaders:
             self._report(number, position, tracked.restore(position) if same else f"it has {share.total} samples now")
         return tracked
 
-    def rows(self, loader: Any = None) -> Rows | None:
+    def rows(self, loader: object = None) -> Rows | None:
         """The rows of the batch in hand: of the pass begun last and not ended; None outside of any. With `loader`: of
         all batches of the pass over it that was begun last. Raises ValueError for a loader that this did not make."""
         if loader is None:
@@ -174,7 +174,7 @@ class Loaders:
 
 
 def build_dataloader(
-    dataset: Dataset[Any] | Iterable[Any],
+    dataset: Dataset[object] | Iterable[object],
     micro_batch_size: int | None,
     rank: int,
     world_size: int,

@@ -42,10 +42,10 @@ class _Unfit(ValueError):
 
 
 @torch.no_grad()
-def reduce(value: Any, op: str, comm: Communicator, device: torch.device) -> Any:
+def reduce(value: object, op: str, comm: Communicator, device: torch.device) -> Any:
     """See :meth:`zerolite.engine.engine.Engine.reduce`. Called on all ranks."""
 
-    def leaf(path: str, item: Any) -> _Leaf:
+    def leaf(path: str, item: object) -> _Leaf:
         if op not in OPS:
             raise _Unfit(f"expected op to be one of {', '.join(OPS)}, got {op!r}")
         if isinstance(item, torch.Tensor):
@@ -62,7 +62,7 @@ def reduce(value: Any, op: str, comm: Communicator, device: torch.device) -> Any
 
 @torch.no_grad()
 def gather(
-    value: Any, comm: Communicator, device: torch.device, loaders: Loaders | None = None, loader: Any = None
+    value: object, comm: Communicator, device: torch.device, loaders: Loaders | None = None, loader: object = None
 ) -> Any:
     """See :meth:`zerolite.engine.engine.Engine.gather`; with ``loaders``, ``gather_for_metrics`` there. Called on all
     ranks."""
@@ -73,7 +73,7 @@ def gather(
         except ValueError as error:
             problem = str(error)
 
-    def leaf(path: str, item: Any) -> _Leaf:
+    def leaf(path: str, item: object) -> _Leaf:
         if problem:
             raise _Unfit(problem)
         return _gathered(path, item, rows, comm.world_size, device)
@@ -94,7 +94,7 @@ def be_absent(comm: Communicator, device: torch.device) -> None:
 # -------------------------------------------------------------------- leaves
 
 
-def _gathered(path: str, item: Any, rows: Rows | None, world_size: int, device: torch.device) -> _Leaf:
+def _gathered(path: str, item: object, rows: Rows | None, world_size: int, device: torch.device) -> _Leaf:
     if isinstance(item, numbers.Real):
         item = _number_tensor(path, item)
     if not isinstance(item, torch.Tensor):
@@ -193,7 +193,7 @@ def _encode(path: str, number: Any) -> tuple[int, int]:
     return _FLOAT, struct.unpack("<q", struct.pack("<d", float(number)))[0]
 
 
-def _decode(parts: list[torch.Tensor]) -> list[Any]:
+def _decode(parts: list[torch.Tensor]) -> list[object]:
     decoded: list[Any] = []
     for kind, bits in HostRead(torch.cat(parts)).get().tolist():
         decoded.append(struct.unpack("<d", struct.pack("<q", bits))[0] if kind == _FLOAT else bits)
@@ -202,7 +202,7 @@ def _decode(parts: list[torch.Tensor]) -> list[Any]:
     return decoded
 
 
-def _reduce_numbers(values: list[Any], op: str) -> Any:
+def _reduce_numbers(values: list[Any], op: str) -> object:
     """One float among them makes the result a float."""
     if op in ("mean", "sum"):
         total = sum(values)
@@ -220,8 +220,8 @@ def _reduce_numbers(values: list[Any], op: str) -> Any:
 
 
 def _together(
-    call: str, value: Any, leaf: Callable[[str, Any], _Leaf], comm: Communicator, device: torch.device
-) -> Any:
+    call: str, value: object, leaf: Callable[[str, object], _Leaf], comm: Communicator, device: torch.device
+) -> object:
     """``value`` with each item replaced by what ``leaf`` makes of it over all ranks; None stays."""
     items, structure = tree_flatten_with_path(value)
     leaves: list[_Leaf] = []

@@ -55,7 +55,7 @@ class MicroBatch:
         return _scalar(outputs, "the model")
 
 
-def _scalar(loss: Any, who: str) -> torch.Tensor:
+def _scalar(loss: object, who: str) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         remedy = "reduce it with .mean()" if who == "the loss_fn" else "give initialize a loss_fn"
@@ -63,7 +63,7 @@ def _scalar(loss: Any, who: str) -> torch.Tensor:
     return loss
 
 
-def check_batches(data_iter: Any, dataloader: Any, call: str) -> None:
+def check_batches(data_iter: object, dataloader: object, call: str) -> None:
     """Raise ValueError if ``engine.<call>`` was given no iterator of micro-batches, and has no loader of its own."""
     if data_iter is None and dataloader is None:
         raise ValueError(

@@ -194,7 +194,7 @@ def rest_of_pass(indices: Sequence[int], start: int, rank: int, world_size: int,
     return rest[rank::world_size]
 
 
-def with_indices(loader: DataLoader[Any], indices: Iterable[int]) -> DataLoader[Any]:
+def with_indices(loader: DataLoader[object], indices: Iterable[int]) -> DataLoader[Any]:
     """A copy of `loader`, which has a BatchSampler, that loads these samples."""
     batches: Any = loader.batch_sampler
     other = copy.copy(loader)

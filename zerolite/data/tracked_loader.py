@@ -67,7 +67,7 @@ class Share:
         return Rows(end - start, min(held, self.total - start * self.world_size))
 
 
-def share_of(loader: Any, rank: int, world_size: int) -> Share:
+def share_of(loader: object, rank: int, world_size: int) -> Share:
     """Return the split of a pass of `loader` over the ranks.
 
     Raises ValueError for a loader of which that is not known: anything but a DataLoader that makes its batches with
@@ -135,7 +135,7 @@ class TrackedLoader:
     """A DataLoader whose batch in hand and position are known to :class:`Loaders`. Everything else is the DataLoader's:
     `dataset`, `sampler`, `batch_size`, …"""
 
-    def __init__(self, loader: DataLoader[Any], share: Share, rank: int, running: list[LoaderPass]) -> None:
+    def __init__(self, loader: DataLoader[object], share: Share, rank: int, running: list[LoaderPass]) -> None:
         self.share = share  # of a whole pass
         self._rank = rank
         self._running = running
@@ -216,7 +216,7 @@ class TrackedLoader:
         restored = self._restored
         return restored.consumed if restored is not None and restored.epoch == self._order.epoch else 0
 
-    def _begin(self, current: LoaderPass) -> Iterator[Any]:
+    def _begin(self, current: LoaderPass) -> Iterator[object]:
         start, restored, self._restored = self._start_of_next(), self._restored, None
         epoch = self._order.epoch
         self._last = current

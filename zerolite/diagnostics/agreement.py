@@ -98,8 +98,8 @@ def raise_differences(
 def check_initialize(
     config: ZeroliteConfig,
     model: torch.nn.Module,
-    optimizer: Any,
-    groups: Sequence[Mapping[str, Any]],
+    optimizer: object,
+    groups: Sequence[Mapping[str, object]],
     comm: Communicator,
     device: torch.device,
     **arguments: Any,
@@ -141,7 +141,7 @@ def describe_config(config: ZeroliteConfig) -> Description:
     )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -170,7 +170,7 @@ def describe_parameter(parameter: torch.nn.Parameter) -> dict[str, str]:
     }
 
 
-def describe_optimizer(optimizer: Any, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> Description:
+def describe_optimizer(optimizer: object, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> Description:
     """An optimizer (an instance, a class, a function that makes one, or None) and its param groups: which parameters
     each holds, and its hyperparameters as far as they are plain values."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -200,7 +200,7 @@ def joined(*descriptions: Description) -> Description:
     return whole
 
 
-def plain_text(value: Any) -> str:
+def plain_text(value: object) -> str:
     """A value as text that is equal on all ranks where the value is: what is not plain is its kind alone."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return repr(value)
@@ -213,7 +213,7 @@ def plain_text(value: Any) -> str:
     return kind_of(value)
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """The qualified name of a class or function, or of the class of anything else."""
     if isinstance(value, functools.partial):
         return f"partial of {kind_of(value.func)} with {plain_text([*value.args, value.keywords])}"

@@ -79,12 +79,12 @@ class UpdateNumbers:
         return found
 
 
-def numbers_of(groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[dict[str, Any], ...]:
+def numbers_of(groups: Sequence[Mapping[str, object]], keys: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """The values of ``keys`` in each group, kept as they are now."""
     return tuple({key: _kept(group[key]) for key in keys if key in group} for group in groups)
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return tuple(value) if type(value) is list else value

@@ -181,7 +181,7 @@ class Join:
                 raise RuntimeError(self._refusal())
             _ACTIONS[command](self, *numbers)
 
-    def _take(self, groups: list[dict[str, Any]]) -> None:
+    def _take(self, groups: list[dict[str, object]]) -> None:
         """Learning rates and the like are those of the ranks that go on."""
         for index, (group, values) in enumerate(zip(self._pipeline.param_groups, groups, strict=True)):
             for key, value in values.items():
@@ -264,15 +264,15 @@ class Join:
             self._guard(op)
 
 
-def _hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _hyperparameters(groups: Sequence[dict[str, object]]) -> list[dict[str, object]]:
     return [{key: _plain(value) for key, value in group.items() if key not in KEPT} for group in groups]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _put(group: dict[str, Any], key: str, value: Any) -> None:
+def _put(group: dict[str, Any], key: str, value: object) -> None:
     if isinstance(group.get(key), torch.Tensor):
         group[key].fill_(value)
     else:

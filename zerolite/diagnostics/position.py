@@ -299,7 +299,7 @@ def _call_and_lines(frames: Sequence[FrameType]) -> tuple[str, str, str]:
     return call, line, inside
 
 
-def _owner(frame: FrameType) -> Any:
+def _owner(frame: FrameType) -> object:
     """Return the object whose method the frame runs; None for functions, and for frames of other files than zerolite's
     and the one in which torch calls a module. Before Python 3.13 asking a frame for its locals leaves a copy of them in
     it, which keeps them alive until it returns: a user's loop would keep its tensors."""

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from zerolite.utils.builder import op_builder
@@ -61,7 +62,7 @@ def collect(build: bool) -> dict[str, Any]:
     }
 
 
-def devices(torch: Any) -> Section:
+def devices(torch: ModuleType | None) -> Section:
     """The CUDA devices as torch sees them."""
     if not torch or not torch.cuda.is_available():
         return {"cuda": "none"}
@@ -73,7 +74,7 @@ def devices(torch: Any) -> Section:
     return found
 
 
-def cuda_kernels(ops: list[dict[str, Any]]) -> str:
+def cuda_kernels(ops: list[dict[str, object]]) -> str:
     """Name the compiler whose kernels update on CUDA."""
     usable = {op["name"] for op in ops if op["compatible"]}
     if "cuda_kernels" in usable:
@@ -101,7 +102,7 @@ def processor() -> Section:
     }
 
 
-def instruction_set(features: Sequence[str], ops: list[dict[str, Any]]) -> str:
+def instruction_set(features: Sequence[str], ops: list[dict[str, object]]) -> str:
     """Return the instruction set of the CPU kernels: the library's own answer where there is one, otherwise the widest
     set of which the processor has all features."""
     names: dict[str, set[str]] = {}
@@ -114,7 +115,7 @@ def instruction_set(features: Sequence[str], ops: list[dict[str, Any]]) -> str:
     return [name for name, needed in names.items() if needed <= set(features)][-1]
 
 
-def backends(torch: Any) -> str:
+def backends(torch: ModuleType | None) -> str:
     """The backends of torch.distributed, such as "gloo nccl"."""
     if not torch:
         return "unknown"

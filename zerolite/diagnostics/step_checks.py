@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -154,5 +154,5 @@ def _blame(groups: Sequence[int], numbers: UpdateNumbers) -> str:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (float, int, tuple, torch.Tensor)) and not isinstance(value, bool)

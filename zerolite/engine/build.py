@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.access.parameter_access import OWNERS, ParameterAccess
 from zerolite.access.pending_gradients import PendingGradients
@@ -299,7 +300,9 @@ class Assembly:
         monitoring.watch_communication(topology, coordinator)
         return engine
 
-    def _watch_model(self, call: ModuleCall, schedule: LearningRateSchedule) -> tuple[Attached, Monitoring, list[Any]]:
+    def _watch_model(
+        self, call: ModuleCall, schedule: LearningRateSchedule
+    ) -> tuple[Attached, Monitoring, list[RemovableHandle]]:
         """Install the hooks on the model that come before those of stage 3, and the observers; return the hooks."""
         config, observers = self.config, self.observers
         hooks = watch_loading(self.model, self.pipeline)
@@ -339,7 +342,7 @@ class Assembly:
         size, drops = self.config.train_micro_batch_size_per_gpu, self.config.dataloader_drop_last
         return Loaders(self.comm.rank, self.comm.world_size, self.device.type, size, drops)
 
-    def _end_with(self, engine: Engine, offload: StateOffload, hooks: list[Any]) -> None:
+    def _end_with(self, engine: Engine, offload: StateOffload, hooks: list[RemovableHandle]) -> None:
         """Register the clean-up that follows when ``engine`` has gone."""
         for parameter in self.owned:
             OWNERS[parameter] = self.reference

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import CollectiveCheck, Topology
 from zerolite.diagnostics.position import Names
@@ -67,7 +68,7 @@ def check_collectives(
             other.watch(CollectiveCheck(other, label, names_of))
 
 
-def watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[Any]:
+def watch_loading(model: torch.nn.Module, pipeline: StepPipeline) -> list[RemovableHandle]:
     """Install hooks that tell the pipeline when ``load_state_dict`` of the model, or of a part of it, has changed
     parameters."""
     return [_AfterLoading(pipeline).install(m.register_load_state_dict_post_hook) for m in model.modules()]

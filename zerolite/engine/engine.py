@@ -210,7 +210,7 @@ class Engine:
 
     # ---------------------------------------------------------------- whole steps
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
         """One whole step: ``gradient_accumulation_steps`` micro-batches from ``data_iter``, forward, backward, update.
         With a pipeline this is how an engine trains.
 
@@ -224,7 +224,7 @@ class Engine:
         return self.runner.train_batch(self._batches_of(data_iter, "train_batch"))
 
     @torch.no_grad()
-    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
+    def eval_batch(self, data_iter: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """The mean loss of as many micro-batches as a step has, without gradients, in eval mode: as
         :meth:`train_batch` gives it.
 
@@ -244,7 +244,7 @@ class Engine:
             for module in training:  # those that the user has put in eval mode stay there
                 module.training = True
 
-    def _batches_of(self, data_iter: Iterator[Any] | None, call: str) -> Iterator[Any]:
+    def _batches_of(self, data_iter: Iterator[object] | None, call: str) -> Iterator[object]:
         check_batches(data_iter, self.dataloader, call)
         if data_iter is not None:
             return data_iter
@@ -295,7 +295,7 @@ class Engine:
 
     def offload_states(
         self,
-        include: Iterable[Any] | None = None,
+        include: Iterable[object] | None = None,
         device: object = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
@@ -350,7 +350,7 @@ class Engine:
         route: str = "train",
         pin_memory: bool = True,
         *,
-        collate_fn: Callable[..., Any] | None = None,
+        collate_fn: Callable[..., object] | None = None,
         num_local_io_workers: int = 0,
     ) -> Any:
         """A loader of this rank's part of ``dataset``, in batches of ``batch_size`` samples (default: the config's
@@ -512,7 +512,7 @@ class Engine:
         ``torch.float16`` these rounded; other floating tensors are cast. Called on all ranks."""
         return self.full_state.get(rank0_only, dtype)
 
-    def load_full_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
+    def load_full_state_dict(self, state: Mapping[str, object] | None, strict: bool = True) -> None:
         """Take rank 0's ``state`` of the whole model (other ranks may pass None) as the module's values, at every stage
         and grid of ranks; master weights follow. Raises RuntimeError on all ranks, before anything is changed, if
         shapes differ or, with ``strict``, names are missing or unexpected. Called on all ranks."""

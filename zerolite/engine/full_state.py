@@ -224,7 +224,7 @@ class FullState:
         self._pipeline.check_whole()
 
 
-def _unguarded_state(model: torch.nn.Module) -> dict[str, Any]:
+def _unguarded_state(model: torch.nn.Module) -> dict[str, object]:
     """``model.state_dict()``, in which partitioned parameters are empty."""
     global _allowed
     _allowed += 1
@@ -321,7 +321,7 @@ def _spread(
 
 def _agree(
     targets: Mapping[str, Known | None],
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     comm: Communicator,
     device: torch.device,
     strict: bool,
@@ -411,7 +411,7 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
     return {"state": whole, "param_groups": states.optimizer.numbered_groups()} if here else {}
 
 
-def _describe(states: ModelState, shard: Any, name: str, value: Any) -> tuple[Any, ...]:
+def _describe(states: ModelState, shard: Any, name: str, value: object) -> tuple[object, ...]:
     """A state's kind; its value if it is one number, otherwise its dtype, and its shape if that is not the shard's."""
     if not torch.is_tensor(value) or states.is_scalar(name, value, shard):
         return _NUMBER, value.cpu() if torch.is_tensor(value) else value

@@ -31,7 +31,7 @@ class LocalRunner:
         assert engine is not None, "it is the engine that calls"
         return engine
 
-    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+    def train_batch(self, batches: Iterator[object]) -> torch.Tensor:
         """One step, as ``Engine.train_batch`` says."""
         if not self._accumulation.empty:
             raise RuntimeError(
@@ -52,7 +52,7 @@ class LocalRunner:
             engine.step()
         return self._mean_over_data(losses)
 
-    def eval_batch(self, batches: Iterator[Any], return_logits: bool, compute_loss: bool) -> Any:
+    def eval_batch(self, batches: Iterator[object], return_logits: bool, compute_loss: bool) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
         engine, losses, outputs = self._engine, [], []
         for _ in range(self._accumulation.micro_batches):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import Topology
 from zerolite.config import ZeroliteConfig
@@ -57,7 +58,7 @@ class Monitoring:
             self.comms_logger = CommsLogger(config.comms_logger, world, device, _print if self._main else None)
             self._report_every(self._report_collectives)
 
-    def watch_module(self, module: torch.nn.Module, call: ModuleCall) -> list[Any]:
+    def watch_module(self, module: torch.nn.Module, call: ModuleCall) -> list[RemovableHandle]:
         """Measure forwards, if the config says so; returns the hooks on ``module``. call: what the engine calls."""
         if self._config.flops_profiler.enabled and self._main:
 

@@ -39,7 +39,7 @@ class LearningRateSchedule(StepObserver):
     def __init__(self, scheduler: Any, outcomes: Outcomes) -> None:
         self.scheduler, self._outcomes = scheduler, outcomes
 
-    def use(self, scheduler: Any) -> None:
+    def use(self, scheduler: object) -> None:
         """Move ``scheduler`` from now on; None: nothing."""
         self.scheduler = scheduler
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from zerolite.comm import Communicator, Topology, stages_communicator
 from zerolite.diagnostics.agreement import Description, check_agreement
+from zerolite.pipe.prepare import Tie
 from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
@@ -106,7 +106,7 @@ class GradientSums:
 def spread_over(
     topology: Topology,
     buffer: ParameterBuffer,
-    ties: Mapping[int, Any],
+    ties: Mapping[int, Tie],
     shared: dict[str, Communicator],
     reducer: GradReducer,
     device: torch.device,

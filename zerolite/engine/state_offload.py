@@ -47,7 +47,7 @@ class StateOffload:
         self._whole: list[Any] = []  # handles of stage 3's parameters that stay whole
 
     @torch.no_grad()
-    def offload(self, include: Iterable[Any] | None, device: object, pin_memory: bool, non_blocking: bool) -> None:
+    def offload(self, include: Iterable[object] | None, device: object, pin_memory: bool, non_blocking: bool) -> None:
         """See :meth:`Engine.offload_states`. Nothing is changed before all memory on the host is there."""
         kinds = _kinds(include)
         if str(getattr(device, "value", device)) != "cpu":
@@ -164,7 +164,7 @@ class _Refusal:
         """Do nothing: no gather is under way for it yet."""
 
 
-def _kinds(include: Iterable[Any] | None) -> list[str]:
+def _kinds(include: Iterable[object] | None) -> list[str]:
     if include is None:
         return list(KINDS)
     if isinstance(include, str):

@@ -63,7 +63,7 @@ class UnfrozenParams:
         groups[0]["params"].extend(homeless)
         self._train(unfrozen)
 
-    def add_group(self, group: Mapping[str, Any]) -> None:
+    def add_group(self, group: Mapping[str, object]) -> None:
         """engine.optimizer.add_param_group. Frozen parameters of the group are trained when they are unfrozen."""
         given: Any = group["params"]
         parameters: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)

@@ -59,7 +59,7 @@ def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
     return whole_shape(tensor) if handle_of(tensor) is not None else value.shape
 
 
-def union(own: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
+def union(own: Mapping[str, object], topology: Topology) -> dict[str, Any]:
     """Join the entries of all stages by name, :class:`Known` or plain values; of a name that several stages have, the
     first one's. Called on all ranks."""
     if topology.model.world_size == 1:
@@ -78,7 +78,7 @@ def union(own: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
     return found
 
 
-def owners_of(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def owners_of(model: torch.nn.Module, state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """The tensors of a state dict; of parameters and buffers these themselves, so that tied ones are one object."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)):

@@ -96,17 +96,21 @@ class Agent(LocalElasticAgent):
                 "would look for the host's own name, which often means 127.0.1.1; set it yourself to choose another"
             )
 
+    def stop(self) -> None:
+        """Start no ranks any more; those that run are ended by others."""
+        self.stopping = True
+
     def rank_pids(self) -> dict[int, int]:
         """The process of each local rank, which leads a process group."""
         return {} if self._pcontext is None else dict(self._pcontext.pids())
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         meeting = self.meeting
         nodes, world = len(meeting.hosts), worker_group.workers[0].world_size
         self._remaining_restarts = max(0, self.job.max_restarts - meeting.restarts)
         self.failures, self._unfinished_since, self._noted_done = [], {}, False
         self._told_of = set()
-        self.logs.attempt = meeting.attempt
+        self.logs.begin_attempt(meeting.attempt)
         if meeting.attempt and meeting.node == 0:
             why = meeting.why_last_failed() or "nodes have come or gone"
             say(f"attempt {meeting.attempt} starts: {count(world, 'rank')} on {count(nodes, 'node')}, because {why}")
@@ -324,7 +328,7 @@ class Guard:
         """A letter of the supervisor's; none when it has ended."""
         if letter == b"" or self.agent is None or not self.agent.ranks_run:
             self._end_everything()
-        self.agent.stopping = True
+        self.agent.stop()
         if letter == INTERRUPT:
             send(self.agent.rank_pids().values(), signal.SIGINT, os.killpg)
 
@@ -338,7 +342,7 @@ class Guard:
 
     def _end_everything(self) -> NoReturn:
         if self.agent is not None:
-            self.agent.stopping = True
+            self.agent.stop()
             self.agent.processes.end()
         os._exit(1)
 

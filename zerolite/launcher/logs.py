@@ -38,10 +38,14 @@ class RankLogs(LogsSpecs):
         self._keep_all = keep_all
         self._also = tee
         self._extra = extra
-        self.attempt = 0
+        self._attempt = 0
         self.outputs: dict[int, list[str]] = {}
         self.error_files: dict[int, str] = {}
         self._followers: list[FileFollower] = []
+
+    def begin_attempt(self, number: int) -> None:
+        """The files of :meth:`reify` are those of attempt ``number`` from now on."""
+        self._attempt = number
 
     @property
     def root_log_dir(self) -> str:
@@ -49,7 +53,7 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of the coming attempt. Completes the ranks' environment, ``envs``."""
-        directory = os.path.join(self.root_log_dir, f"attempt_{self.attempt}")
+        directory = os.path.join(self.root_log_dir, f"attempt_{self._attempt}")
         os.makedirs(directory, exist_ok=True)
         destination = LogsDest()
         self.outputs, self.error_files = {}, {}
@@ -65,7 +69,7 @@ class RankLogs(LogsSpecs):
             self.outputs[rank] = [f"{start}.out", f"{start}.err"] if to_file else []
             self.error_files[rank] = f"{start}.json"
             env["TORCHELASTIC_ERROR_FILE"] = f"{start}.json"
-            env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
+            env["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
             env.update(self._extra.get(local_rank, {}))
         return destination
 

@@ -80,7 +80,7 @@ def exported_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environ.items() if key.startswith(EXPORTED) and key not in NOT_EXPORTED}
 
 
-def pack(value: Any) -> str:
+def pack(value: object) -> str:
     """Return a JSON value as letters and digits, for a command line."""
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode()
 

@@ -146,7 +146,7 @@ class FlopCount:
 
     # ---------------------------------------------------------------- forward
 
-    def _counted_call(self, *args: Any, **kwargs: Any) -> Any:
+    def _counted_call(self, *args: Any, **kwargs: Any) -> object:
         if not self._module.training or self._counting():
             return self._call(*args, **kwargs)
         thread = self._thread
@@ -165,10 +165,10 @@ class FlopCount:
             place = _Place(name, _current_graph_task(), True, _next_sequence_number())
             self._thread.places.append(place)
 
-    def _leave_forward(self, module: torch.nn.Module, args: object, outputs: Any) -> None:
+    def _leave_forward(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         self.leave_module(module, outputs)
 
-    def leave_module(self, module: torch.nn.Module, outputs: Any) -> None:
+    def leave_module(self, module: torch.nn.Module, outputs: object) -> None:
         """Close a module after its forward; ``outputs`` is None if it raised."""
         places = self._thread.places
         if not (self._counting() and places and places[-1].is_forward):
@@ -272,7 +272,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         flops = self.count.operators.of_call(func, args, kwargs, out)

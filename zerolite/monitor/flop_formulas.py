@@ -40,7 +40,7 @@ class OperatorFlops:
         return 0
 
 
-def _operator(name: str) -> Any:
+def _operator(name: str) -> object:
     """The operator of that name, None if this torch, or what is imported, has none."""
     namespace, _, operator = name.partition("::")
     return getattr(getattr(torch.ops, namespace), operator, None)

@@ -75,7 +75,7 @@ class Monitor:
             )
 
 
-def _checked(event: Any) -> tuple[str, Any, int]:
+def _checked(event: object) -> tuple[str, Any, int]:
     """The event, its value a float or a tensor."""
     if not isinstance(event, (tuple, list)) or len(event) != 3:
         raise ValueError(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.moments import Moment, Spans
@@ -109,7 +109,7 @@ class PhaseObserver(StepObserver):
         self._clock.end_step(step)
 
 
-def watch_forward(clock: PhaseClock, module: torch.nn.Module) -> list[Any]:
+def watch_forward(clock: PhaseClock, module: torch.nn.Module) -> list[RemovableHandle]:
     """Let ``clock`` see the forwards of ``module`` in training; returns the hooks."""
     return [
         _BeforeForward(clock).install(module.register_forward_pre_hook, prepend=True),

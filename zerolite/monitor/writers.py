@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from .append_file import AppendFile
 
@@ -167,7 +167,7 @@ class WandbWriter(Writer):
             self._run.finish()
 
 
-def _import(module: str, extra: str) -> Any:
+def _import(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -32,8 +32,8 @@ def nearest(word: str, known: Collection[str]) -> str:
 
 def check_keyword_params(
     path: str,
-    cls: Callable[..., Any],
-    params: Mapping[str, Any],
+    cls: Callable[..., object],
+    params: Mapping[str, object],
     *,
     hidden: Collection[str] = (),
     also_known: Collection[str] = (),
@@ -83,14 +83,14 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _signature(cls: Callable[..., Any]) -> inspect.Signature:
+def _signature(cls: Callable[..., object]) -> inspect.Signature:
     try:
         return inspect.signature(cls, eval_str=True)
     except NameError:  # an annotation that only type checkers can read
         return inspect.signature(cls)
 
 
-def _converted(value: Any, parameter: inspect.Parameter) -> Any:
+def _converted(value: object, parameter: inspect.Parameter) -> object:
     """The value as the parameter wants it. Raises ValidationError if it does not fit."""
     default, kind = parameter.default, parameter.annotation
     if kind is inspect.Parameter.empty:
@@ -108,7 +108,7 @@ def _converted(value: Any, parameter: inspect.Parameter) -> Any:
         raise
 
 
-def _wanted(error: ValidationError, default: Any) -> str:
+def _wanted(error: ValidationError, default: object) -> str:
     """The sentence part for what is expected: "a number or a list of numbers"."""
     if isinstance(default, tuple):
         return f"a list of {len(default)} numbers such as {list(default)}"

@@ -27,7 +27,7 @@ logger = logging.getLogger("zerolite")
 _PATH = "scheduler.params"
 
 
-def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: Optimizer) -> LRScheduler:
+def build_scheduler(type_name: str, params: Mapping[str, object] | None, optimizer: Optimizer) -> LRScheduler:
     """The schedule for `{"scheduler": {"type": type_name, "params": params}}`, attached to `optimizer`.
 
     Args:
@@ -379,7 +379,7 @@ class OneCycle(_ClosedForm):
         return position / size if stairs == 0 else (position * stairs // size) / stairs
 
 
-def _momentum_key(group: Mapping[str, Any]) -> str | None:
+def _momentum_key(group: Mapping[str, object]) -> str | None:
     if "betas" in group:
         return "betas"
     return "momentum" if group.get("momentum") else None

@@ -98,7 +98,7 @@ class OptimizerSpec:
         return optimizer
 
 
-def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
+def resolve_optimizer(type_name: str, params: Mapping[str, object] | None = None) -> OptimizerSpec:
     """The class and the constructor arguments for `{"optimizer": {"type": type_name, "params": params}}`.
 
     Args:
@@ -144,7 +144,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any] | None = None) -
     return OptimizerSpec(cls, defaults, options)
 
 
-def _contradictions(options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Errors:
+def _contradictions(options: Mapping[str, object], kwargs: Mapping[str, object]) -> Errors:
     """Keys that only zerolite's kernels follow beside one that asks for an implementation of torch."""
     other = unsupported(kwargs)
     if other is None:
@@ -219,7 +219,7 @@ def _find_class(type_name: str) -> type[Optimizer]:
     raise ConfigError([("optimizer.type", sentence)])
 
 
-def _take_adam_keys(name: str, rest: dict[str, Any], errors: Errors) -> type[Optimizer]:
+def _take_adam_keys(name: str, rest: dict[str, object], errors: Errors) -> type[Optimizer]:
     """Take DeepSpeed's own keys out of `rest`; return the class they mean."""
     _take_switches(tuple(_DEEPSPEED_SWITCHES), rest, errors)
     _take_bool("torch_adam", True, rest, errors)
@@ -230,7 +230,7 @@ def _take_adam_keys(name: str, rest: dict[str, Any], errors: Errors) -> type[Opt
     return torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
-def _take_bool(key: str, default: bool, rest: dict[str, Any], errors: Errors) -> bool:
+def _take_bool(key: str, default: bool, rest: dict[str, object], errors: Errors) -> bool:
     value = rest.pop(key, default)
     if isinstance(value, bool):
         return value
@@ -239,14 +239,14 @@ def _take_bool(key: str, default: bool, rest: dict[str, Any], errors: Errors) ->
     return default
 
 
-def _take_switches(keys: tuple[str, ...], rest: dict[str, Any], errors: Errors) -> None:
+def _take_switches(keys: tuple[str, ...], rest: dict[str, object], errors: Errors) -> None:
     for key in keys:
         supported, otherwise = _DEEPSPEED_SWITCHES[key]
         if _take_bool(key, supported, rest, errors) is not supported:
             errors.append((f"{_PATH}.{key}", f"expected {str(supported).lower()}; {otherwise}"))
 
 
-def _take_foreign_keys(rest: dict[str, Any], errors: Errors) -> None:
+def _take_foreign_keys(rest: dict[str, object], errors: Errors) -> None:
     """Keys of DeepSpeed that belong elsewhere."""
     for key in [key for key in rest if key in _COMPRESSION_KEYS]:
         del rest[key]
@@ -263,7 +263,7 @@ def _hidden(cls: type[Optimizer]) -> tuple[str, ...]:
     return ("decoupled_weight_decay",) if cls is torch.optim.Adam else ()
 
 
-def _config_defaults(name: str, cls: type[Optimizer]) -> dict[str, Any]:
+def _config_defaults(name: str, cls: type[Optimizer]) -> dict[str, object]:
     """Defaults of the configuration that are not the class's."""
     if name == "adam" and cls is torch.optim.AdamW:
         return {"weight_decay": 0.0}

@@ -40,7 +40,7 @@ class BoundarySpec:
         return ", ".join(map(str, self.tensors))
 
 
-def tensors_of(outputs: Any, part: int) -> tuple[bool, tuple[torch.Tensor, ...]]:
+def tensors_of(outputs: object, part: int) -> tuple[bool, tuple[torch.Tensor, ...]]:
     """(whether it is one tensor by itself, the tensors) that part ``part`` of the model gives the next one. Raises
     TypeError for what cannot be sent."""
     if isinstance(outputs, torch.Tensor):
@@ -55,7 +55,7 @@ def tensors_of(outputs: Any, part: int) -> tuple[bool, tuple[torch.Tensor, ...]]
     return False, tuple(outputs)
 
 
-def shapes_of(value: Any) -> dict[str, Any]:
+def shapes_of(value: object) -> dict[str, Any]:
     """(shape, dtype) of each tensor in ``value`` and the class of every other leaf, by place: hashable text when
     printed."""
     return {

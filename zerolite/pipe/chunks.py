@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ NOT_WHOLE = (
 )
 
 
-class Chunk:
+class Chunk(Protocol):
     """One part of the model on this rank.
 
     Attributes:
@@ -35,10 +35,10 @@ class Chunk:
 
     def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
         """Set precision, device and loss. Once, by the runner."""
+        return
 
     def prepare(self, batch: MicroBatch) -> None:
         """Prepare for forwards with micro-batches of these shapes. Raises for what cannot be run as a pipeline."""
-        raise NotImplementedError
 
     def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:
         """Run the chunk: return the next part's input, or at the last part the model's outputs.
@@ -47,7 +47,6 @@ class Chunk:
             received: what the part before gives, ``single`` if it is one tensor by itself; nothing at the first part.
             batch: floating tensors in the compute dtype.
         """
-        raise NotImplementedError
 
 
 class LayerChunk(Chunk):

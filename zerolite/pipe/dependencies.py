@@ -86,7 +86,7 @@ class Labelling(TorchDispatchMode):
         self._alive[storage._cdata] = storage
         self._labels[storage._cdata] = self._labels.get(storage._cdata, NOTHING) | labels
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
         given = find_tensors([args, kwargs])
@@ -117,7 +117,7 @@ class Call:
     told: bool = False
     inner: list[Call] = field(default_factory=list)
 
-    def end(self, part: int, told: bool, template: Any) -> None:
+    def end(self, part: int, told: bool, template: object) -> None:
         self.ended, self.told, self.template = part, told, template
 
 
@@ -142,18 +142,18 @@ class Calls:
                 self._watch(path, module)
 
     def _watch(self, path: str, module: nn.Module) -> None:
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: object) -> None:
             call = Call(path, self._part())
             self._open[-1].inner.append(call)
             self._open.append(call)
 
-        def after(module: nn.Module, args: Any, outputs: Any) -> None:
+        def after(module: nn.Module, args: object, outputs: object) -> None:
             self._open.pop().end(self._part(), *self._template(outputs))
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after))
 
-    def _template(self, value: Any) -> tuple[bool, Any]:
+    def _template(self, value: Any) -> tuple[bool, object]:
         """(Whether it can be told, ``value`` with :class:`Zeros` for its tensors)."""
         if isinstance(value, torch.Tensor):
             if not self._labelling.of(value):

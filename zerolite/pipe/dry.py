@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,9 @@ from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import Launched
 from zerolite.pipe.stage import ChunkStage
 from zerolite.pipe.step import TAG
+
+if TYPE_CHECKING:
+    from zerolite.pipe.runner import PipelineRunner
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -43,7 +46,7 @@ class Rehearsal:
 _rehearsals: list[Rehearsal] = []
 
 
-def learn_boundaries(runners: Sequence[Any], batches: Iterator[Any]) -> None:
+def learn_boundaries(runners: Sequence[PipelineRunner], batches: Iterator[object]) -> None:
     """Fill the boundaries of the rehearsal under way.
 
     Args:

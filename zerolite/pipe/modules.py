@@ -17,7 +17,7 @@ class LayerSpec:
     """A layer that is built where it lives: ``cls(*args, **kwargs)``. cls: a class of modules, or a function that
     gives one. Raises ValueError if it cannot be called."""
 
-    def __init__(self, cls: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         if not callable(cls):
             raise ValueError(f"LayerSpec: expected a class of modules, got {type(cls).__name__}; pass the class itself")
         self.cls, self.args, self.kwargs = cls, args, kwargs
@@ -49,7 +49,7 @@ class TiedLayerSpec(LayerSpec):
     def __init__(
         self,
         key: str,
-        cls: Callable[..., Any],
+        cls: Callable[..., object],
         *args: Any,
         forward_fn: Callable[[Any, Any], Any] | None = None,
         tied_weight_attr: str | Sequence[str] = "weight",
@@ -106,8 +106,8 @@ class PipelineModule(nn.Module):
         *,
         seed_fn: Callable[[int], Any] | None = None,
         checkpointable_layers: Sequence[str] | None = None,
-        topology: Any = None,
-        activation_checkpoint_func: Any = None,
+        topology: object = None,
+        activation_checkpoint_func: object = None,
         dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class PipelineModule(nn.Module):
             self.build(range(len(self.specs)))
 
     @staticmethod
-    def _refuse(loss_fn: Any, num_stages: Any, topology: Any, checkpoint_func: Any) -> None:
+    def _refuse(loss_fn: object, num_stages: object, topology: object, checkpoint_func: object) -> None:
         if loss_fn is not None and not callable(loss_fn):
             raise ValueError(
                 f"PipelineModule: expected loss_fn to be a function of outputs and targets, got {loss_fn!r}; write "
@@ -199,7 +199,7 @@ class PipelineModule(nn.Module):
             (self.seed_fn or torch.manual_seed)(seed)
             return spec.build()
 
-    def _add(self, place: int, module: Any, device: torch.device | None) -> Any:
+    def _add(self, place: int, module: object, device: torch.device | None) -> Any:
         if not isinstance(module, nn.Module):
             raise ValueError(
                 f"PipelineModule: expected layer {place} ({self.specs[place]!r}) to build a module, got "
@@ -245,7 +245,7 @@ class PipelineModule(nn.Module):
         self._build_if_alone()
         return super().apply(fn)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> PipelineModule:
+    def _apply(self, fn: object, recurse: bool = True) -> PipelineModule:
         self._build_if_alone()  # .to(), .half() and their like
         return super()._apply(fn, recurse)
 
@@ -262,7 +262,7 @@ class PipelineModule(nn.Module):
             )
         return self.run(range(len(self.specs)), inputs[0] if len(inputs) == 1 else inputs)
 
-    def run(self, places: Sequence[int], value: Any) -> Any:
+    def run(self, places: Sequence[int], value: object) -> Any:
         """Run the layers at ``places``, ascending neighbours, on ``value``."""
         return run_layers([self.functions[place] for place in places], value, self.interval, self.checkpointable_layers)
 
@@ -277,7 +277,7 @@ class PipelineModule(nn.Module):
 
 def run_layers(
     layers: Sequence[Callable[[Any], Any]],
-    value: Any,
+    value: object,
     interval: int = 0,
     checkpointable: Sequence[str] | None = None,
 ) -> Any:
@@ -296,7 +296,7 @@ def run_layers(
     return value
 
 
-def name_of(layer: Any) -> str:
+def name_of(layer: object) -> str:
     """The class of a module, or a function's own name."""
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
@@ -315,7 +315,7 @@ def trained_numel(layer: Any) -> int:
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
 
 
-def _first_places(layers: Sequence[Any]) -> list[int]:
+def _first_places(layers: Sequence[object]) -> list[int]:
     """Return for each place the first one with the same layer."""
     seen: dict[Any, int] = {}
     places = []

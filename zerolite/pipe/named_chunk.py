@@ -97,7 +97,7 @@ class Splitting:
         finally:
             self.running = None
 
-    def check_running(self, model: nn.Module, args: Any) -> None:
+    def check_running(self, model: nn.Module, args: object) -> None:
         """Raise RuntimeError if other code calls the model."""
         if self.running is None:
             raise RuntimeError(NOT_WHOLE)
@@ -115,10 +115,10 @@ class Splitting:
         return self._plans[key]
 
 
-def _reached(splitting: Splitting, part: int) -> Callable[..., Any]:
+def _reached(splitting: Splitting, part: int) -> Callable[..., object]:
     """A hook on the module that begins ``part``."""
 
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def hook(module: nn.Module, args: object, kwargs: object) -> object:
         chunk = splitting.running
         if chunk is not None and chunk.index == part:
             return chunk.enter(args, kwargs)
@@ -171,7 +171,7 @@ class NamedChunk(Chunk):
             )
         return outputs
 
-    def enter(self, args: Any, kwargs: Any) -> Any:
+    def enter(self, args: object, kwargs: object) -> Any:
         """The part begins: its first module's arguments, with what was received."""
         assert self._plan is not None and self._leave_prefix is not None
         received = self._received
@@ -187,11 +187,11 @@ class NamedChunk(Chunk):
             self._splitting.replaced[tensors[place]] = value
         return with_tensors((args, kwargs), values)
 
-    def leaving(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...]:
+    def leaving(self, args: object, kwargs: object) -> tuple[torch.Tensor, ...]:
         """Return the arguments of the next part's first module that it needs."""
         return tuple(self._crossing(args, kwargs, self.index + 1).values())
 
-    def _crossing(self, args: Any, kwargs: Any, part: int) -> dict[str, torch.Tensor]:
+    def _crossing(self, args: object, kwargs: object, part: int) -> dict[str, torch.Tensor]:
         assert self._plan is not None
         given = dict(tensors_with_places((args, kwargs)))
         crossing = self._plan.crossing[part]
@@ -204,12 +204,12 @@ class NamedChunk(Chunk):
         return {place: given[place] for place in crossing}
 
 
-def tensors_with_places(value: Any) -> list[tuple[str, torch.Tensor]]:
+def tensors_with_places(value: object) -> list[tuple[str, torch.Tensor]]:
     """The tensors in ``value``, with their places as :func:`named_leaves` says them."""
     return [(place, leaf) for place, leaf in named_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def with_tensors(value: Any, replaced: Mapping[str, torch.Tensor]) -> Any:
+def with_tensors(value: object, replaced: Mapping[str, torch.Tensor]) -> Any:
     """``value`` with the tensors at the places in ``replaced`` replaced."""
     places = iter([place for place, _ in tensors_with_places(value)])
     return map_tensors(lambda tensor: replaced.get(next(places), tensor), value)
@@ -242,7 +242,7 @@ def _left_out(splitting: Splitting, prefix: Prefix) -> Iterator[None]:
                 vars(module)[name] = old
 
 
-def _stand_in(templates: Sequence[Any], device: torch.device, path: str) -> Callable[..., Any]:
+def _stand_in(templates: Sequence[object], device: torch.device, path: str) -> Callable[..., object]:
     """Stand-in for a module's call."""
     rest = iter(templates)
 
@@ -313,8 +313,8 @@ class _Rehearsal:
             self._homes[name] = parts[name]
             self._labelling.mark(parameter, frozenset([name]))
 
-    def _boundary(self, part: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _boundary(self, part: int) -> Callable[..., object]:
+        def hook(module: nn.Module, args: object, kwargs: object) -> object:
             name = self._names[part - 1]
             if self._part != part - 1:
                 when = "again" if self._part >= part else f"before '{self._names[self._part]}'"
@@ -366,7 +366,7 @@ class _Rehearsal:
                 "shared weights in each module that uses them"
             )
 
-    def _check_end(self, outputs: Any) -> None:
+    def _check_end(self, outputs: object) -> None:
         if self._part != len(self._names):
             raise ValueError(
                 f"pipeline.split: expected the model's forward to call '{self._names[self._part]}', which begins part "
@@ -403,7 +403,7 @@ class _Rehearsal:
         return Prefix(stand_ins, shapes)
 
 
-def _visit(call: Call, part: int, forced: set[str], stand_ins: dict[str, list[Any]], opened: set[str]) -> None:
+def _visit(call: Call, part: int, forced: set[str], stand_ins: dict[str, list[object]], opened: set[str]) -> None:
     if call.path and call.told and 0 <= call.ended < part and call.path not in forced:
         stand_ins.setdefault(call.path, []).append(call.template)
         return

@@ -241,7 +241,7 @@ def _of_sequential(
     return chunks, homes
 
 
-def _refuse_call(model: nn.Module, args: Any) -> None:
+def _refuse_call(model: nn.Module, args: object) -> None:
     raise RuntimeError(NOT_WHOLE)
 
 

@@ -50,14 +50,14 @@ class PipelineRunner:
         self._meeting = StepBarrier(topology)
         self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
 
-    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
+    def train_batch(self, batches: Iterator[object]) -> torch.Tensor:
         """One step, as ``Engine.train_batch`` says. Raises RuntimeError on all ranks if one has failed, with its
         sentence, and the error itself where it happened."""
         loss = self.accumulate(batches)
         self.update()
         return loss
 
-    def accumulate(self, batches: Iterator[Any]) -> torch.Tensor:
+    def accumulate(self, batches: Iterator[object]) -> torch.Tensor:
         """Forward and backward of a step's micro-batches. Gives the loss."""
         parts = self._parts
         if not parts.accumulation.empty:
@@ -78,7 +78,7 @@ class PipelineRunner:
         """Reduce and apply what :meth:`accumulate` has left."""
         self._parts.pipeline.step()
 
-    def eval_batch(self, batches: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
+    def eval_batch(self, batches: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
         step = self._begin("eval_batch", batches, False, return_logits or not compute_loss, compute_loss)
         self._run_stages("eval_batch", step)
@@ -91,7 +91,7 @@ class PipelineRunner:
     # ---------------------------------------------------------------- a step
 
     def _begin(
-        self, call: str, batches: Iterator[Any], training: bool, outputs: bool = False, loss: bool = True
+        self, call: str, batches: Iterator[object], training: bool, outputs: bool = False, loss: bool = True
     ) -> Step:
         """Read the micro-batches, and learn how all ranks have fared."""
         status, read, content = FINE, list[MicroBatch](), 0
@@ -108,7 +108,7 @@ class PipelineRunner:
             self._parts.pipeline.note_inputs(find_tensors([(micro.args, micro.kwargs, micro.target) for micro in read]))
         return Step(self._parts, read, (shapes, training), outputs, loss)
 
-    def _read(self, call: str, batches: Iterator[Any]) -> tuple[list[MicroBatch], int]:
+    def _read(self, call: str, batches: Iterator[object]) -> tuple[list[MicroBatch], int]:
         """A step's micro-batches, and a hash of their values."""
         parts, read, given = self._parts, list[MicroBatch](), []
         for _ in range(parts.micro_batches):
@@ -173,7 +173,7 @@ class StepBarrier:
         self._maxima = [HostMaximum(comm) for comm in comms if comm.world_size > 1]
         self._host = HostGroup(topology.world, "pipeline")
 
-    def content(self, batches: Sequence[Any]) -> int:
+    def content(self, batches: Sequence[object]) -> int:
         """A hash of what the iterator has given: of some values of each tensor on the host. Loaders whose ranks draw
         random numbers apart from each other give others."""
         return number_of(repr([sampled_hash(tensor) for tensor in find_tensors(batches)]))
@@ -241,5 +241,5 @@ def _check_shapes(call: str, first: MicroBatch, latest: MicroBatch, number: int)
             )
 
 
-def _parts_of(micro: MicroBatch) -> tuple[Any, Any, Any]:
+def _parts_of(micro: MicroBatch) -> tuple[object, object, object]:
     return micro.args, micro.kwargs, micro.target

@@ -62,7 +62,7 @@ def available_schedules() -> list[str]:
     return [name for name in SCHEDULES if _find_schedule(name) is not None]
 
 
-def _find_schedule(name: str) -> Any:
+def _find_schedule(name: str) -> object:
     found = getattr(schedules, SCHEDULES[name], None)
     if found is not None and name in FOLDED and not issubclass(found, schedules._PipelineScheduleRuntime):
         return None  # torch 2.6's would send messages from a rank to itself
@@ -105,6 +105,6 @@ def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -
     return run
 
 
-def _no_loss(outputs: Any, target: Any) -> Any:
+def _no_loss(outputs: object, target: object) -> object:
     """Losses are the stage's own affair; torch's schedules only need to know that there is one."""
     return None

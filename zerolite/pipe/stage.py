@@ -31,7 +31,7 @@ def computation(method: Method) -> Method:
     """``method`` of a stage computes, and does not wait."""
 
     @functools.wraps(method)
-    def compute(stage: ChunkStage, *args: Any, **kwargs: Any) -> Any:
+    def compute(stage: ChunkStage, *args: Any, **kwargs: Any) -> object:
         step = stage.step
         if step.waiting is None:  # a plan, which has no messages
             return method(stage, *args, **kwargs)
@@ -80,7 +80,7 @@ class _Enter(torch.autograd.Function):
     """The same values, which may be written in place: a leaf, which collects the gradient to be sent, may not."""
 
     @staticmethod
-    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, received: torch.Tensor) -> torch.Tensor:
         return received.detach()
 
     @staticmethod
@@ -300,7 +300,7 @@ class ChunkStage(PipelineStage):
 
     @computation
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if not self.has_backward:
             return

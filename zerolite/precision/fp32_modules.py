@@ -66,12 +66,12 @@ class Fp32Forward:
             return None
         return next((dtype for dtype in came if dtype in HALF), None if came else self._compute)
 
-    def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def _without_autocast(self) -> contextlib.AbstractContextManager[object]:
         if torch.is_autocast_enabled(self._device_type):
             return torch.autocast(self._device_type, enabled=False)
         return contextlib.nullcontext()
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> object:
         if self._replaced is not None:
             return self._replaced(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
@@ -81,10 +81,10 @@ class Fp32Forward:
         own = types.MethodType(type(self._module).forward, self._module)
         return inspect.signature(self._replaced or own)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp32Forward:
+    def __deepcopy__(self, memo: dict[int, object]) -> Fp32Forward:
         made = memo[id(self)] = Fp32Forward.__new__(Fp32Forward)
-        made.__dict__.update(copy.deepcopy(vars(self), memo))
-        made._compute = None  # the copy's neighbours may be given another dtype
+        # The copy's neighbours may be given another dtype.
+        made.__dict__.update(copy.deepcopy(vars(self), memo), _compute=None)
         return made
 
     def __reduce__(self) -> Any:
@@ -231,7 +231,7 @@ def _has_forward(module: torch.nn.Module) -> bool:
     return type(module).forward is not torch.nn.Module.forward and "_orig_mod" not in module._modules
 
 
-def _pre_hooks(module: torch.nn.Module) -> Collection[Any]:
+def _pre_hooks(module: torch.nn.Module) -> Collection[object]:
     return module._forward_pre_hooks.values()
 
 

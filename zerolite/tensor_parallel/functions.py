@@ -77,7 +77,7 @@ def shared_all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 _ATTRIBUTE = "_zerolite_entered"
 
 
-def _remembered(x: Tensor, comm: Communicator, what: object, make: Any) -> Tensor:
+def _remembered(x: Tensor, comm: Communicator, what: object, make: Callable[[], Tensor]) -> Tensor:
     version = None if x.is_inference() else x._version
     state = (id(comm), what, version, torch.is_grad_enabled(), x.requires_grad)
     known = getattr(x, _ATTRIBUTE, None)
@@ -169,7 +169,7 @@ class _Exchange(torch.autograd.Function):
         return _FORWARD[kind](x, comm, dim, in_place)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> object:
         if ctx.kind == "reduce" and not torch.is_grad_enabled():
             return gradient, None, None, None, None
         own = ctx.kind == "copy" and ctx.in_place

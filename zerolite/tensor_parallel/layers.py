@@ -53,7 +53,7 @@ class CutLayer(nn.Module):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.comm.rank} of {self.comm.world_size}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         made = self.__class__.__new__(self.__class__)
         memo[id(self)], memo[id(self.comm)] = made, self.comm
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -84,7 +84,7 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
         comm: Communicator,
         gather_output: bool = False,
         parts: int | Sequence[int] = 1,
-        device: Any = None,
+        device: object = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Made whole, with nn.Linear's initial values of the first rank, then cut. parts: how many layers of equal
@@ -172,7 +172,7 @@ class RowParallelLinear(CutLayer, nn.Linear):
         *,
         comm: Communicator,
         input_is_parallel: bool = True,
-        device: Any = None,
+        device: object = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Made whole, with nn.Linear's initial values of the first rank, then cut. Called on all ranks of ``comm``.
@@ -212,7 +212,7 @@ class VocabParallelEmbedding(CutLayer, nn.Embedding):
         padding_idx: int | None = None,
         *,
         comm: Communicator,
-        device: Any = None,
+        device: object = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Made whole, with nn.Embedding's initial values of the first rank, then cut. Called on all ranks of

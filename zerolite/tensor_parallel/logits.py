@@ -39,7 +39,7 @@ class VocabParallelLogits(Tensor):
         return _wrap(_State(local, comm, vocabulary))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _TOLD:
             with torch._C.DisableTorchFunctionSubclass():
@@ -54,16 +54,16 @@ class VocabParallelLogits(Tensor):
         return func(*_gathered(args), **_gathered(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         return func(*_gathered(args, _values), **_gathered(kwargs or {}, _values))
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
+    def __deepcopy__(self, memo: object) -> Tensor:
         return self._state.gathered().__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self._state.gathered().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"VocabParallelLogits(shape={list(self.shape)}, dtype={self._state.local.dtype})"
 
     def gathered(self) -> Tensor:
@@ -113,7 +113,7 @@ class _Whole(torch.autograd.Function):
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> object:
         start, length, vocabulary = ctx.place
         start = min(start, vocabulary)
         own = gradient.narrow(-1, start, min(length, vocabulary - start))

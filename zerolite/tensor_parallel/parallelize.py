@@ -284,7 +284,7 @@ def _connect(
     modules: Mapping[str, nn.Module],
     comm: Communicator,
     sequence_is_cut: bool,
-    plan: Any,
+    plan: object,
 ) -> None:
     """Tell layers their regions, and modules the shapes that they are to see."""
     changed = {id(modules[where]) for where, _, _ in divided}
@@ -306,7 +306,7 @@ def _connect(
                 owner.holder_of(layer).register_forward_pre_hook(seen.on_call, with_kwargs=True)
 
 
-def _guard(owner: Owner, region: Region, plan: Any) -> bool:
+def _guard(owner: Owner, region: Region, plan: object) -> bool:
     """Refuse modules with whole parameters inside ``region``; whether there are any."""
     found = False
     for name, module in owner.module.named_modules():
@@ -334,7 +334,7 @@ def _draws(module: nn.Module) -> bool:
     return False
 
 
-def _gather_what_leaves(module: nn.Module, args: object, outputs: Any) -> Any:
+def _gather_what_leaves(module: nn.Module, args: object, outputs: object) -> object:
     """Without gradients, logits leave the model whole. With gradients they stay in parts, for a loss outside."""
     if torch.is_grad_enabled():
         return None

@@ -30,18 +30,18 @@ class TensorPlanError(ValueError):
     What the user has to write for them depends on the plan: see :meth:`beside`.
     """
 
-    def __init__(self, text: str, *, add: tuple[str, Any] | None = None, whole: str | None = None) -> None:
+    def __init__(self, text: str, *, add: tuple[str, object] | None = None, whole: str | None = None) -> None:
         self.text, self.add, self.whole = text, add, whole
         super().__init__(text + advice(None, add, whole))
 
-    def beside(self, plan: Any) -> TensorPlanError:
+    def beside(self, plan: object) -> TensorPlanError:
         """Return the same error for an author of ``plan``."""
         made = type(self)(self.text)
         made.args = (self.text + advice(plan, self.add, self.whole),)
         return made
 
 
-def advice(plan: Any, add: tuple[str, Any] | None = None, whole: str | None = None) -> str:
+def advice(plan: Any, add: tuple[str, object] | None = None, whole: str | None = None) -> str:
     """The end of a sentence: what to write into ``plan``."""
     if whole is not None and not by_itself(plan):
         return f"; leave the layers in '{general(whole)}' out of tensor_parallel.plan"
@@ -56,7 +56,7 @@ def advice(plan: Any, add: tuple[str, Any] | None = None, whole: str | None = No
     return f"; add {json.dumps(pattern)}: {json.dumps(style)} to tensor_parallel.plan"
 
 
-def by_itself(plan: Any) -> bool:
+def by_itself(plan: object) -> bool:
     """Return True where the model says what is cut, beside what ``plan`` may say."""
     return plan == "auto" if isinstance(plan, str) else isinstance(plan, Mapping) and plan.get("*") == "auto"
 

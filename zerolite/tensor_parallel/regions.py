@@ -155,7 +155,7 @@ class SeenInput(Tensor):
         return seen
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TOLD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -164,7 +164,7 @@ class SeenInput(Tensor):
         return func(*_whole(args), **_whole(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
         return func(*_whole(args), **_whole(kwargs or {}))
 
 
@@ -180,12 +180,12 @@ class _Seen(torch.autograd.Function):
     so that what comes back to it is not lost."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, shape: Sequence[int]) -> Tensor:
+    def forward(ctx: object, whole: Tensor, shape: Sequence[int]) -> Tensor:
         made: Tensor = Tensor._make_wrapper_subclass(SeenInput, shape, dtype=whole.dtype, device=whole.device)
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> object:
         raise RuntimeError(_REFUSED)
 
 

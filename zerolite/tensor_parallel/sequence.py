@@ -147,7 +147,7 @@ class _Edge:
         self.comm = comm
         self.began, self.batch = False, 1
 
-    def __deepcopy__(self, memo: Any) -> _Edge:
+    def __deepcopy__(self, memo: object) -> _Edge:
         return self
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ class _Edge:
             {key: part if value is hidden else value for key, value in kwargs.items()},
         )
 
-    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def end(self, module: nn.Module, args: object, output: object) -> object:
         """Make the first floating output that has a sequence whole."""
         hidden = _hidden(find_tensors(output))
         if hidden is None:

@@ -178,7 +178,7 @@ class TorchUpdate:
                 state = self._inner.state.get(shard.tensor) or {}
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
+    def load_state(self, shard: OptimParamShard, state: Mapping[str, object]) -> None:
         self._reserved.pop(shard.fragment.slot.index, None)
         self._inner.state.pop(shard.tensor, None)
         if state:

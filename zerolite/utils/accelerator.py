@@ -48,7 +48,7 @@ class Machine:
         none."""
         return host_memory(nbytes, pin)
 
-    def file(self, make: Callable[[], Any]) -> Any:
+    def file(self, make: Callable[[], object]) -> Any:
         """Return the result of ``make``: a file for parts of shards."""
         return make()
 

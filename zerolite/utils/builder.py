@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 NAME = "zerolite.op_builder"
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import op_builder
 else:
 
-    def _load() -> Any:
+    def _load() -> object:
         if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
             return importlib.import_module(NAME)
         directory = Path(__file__).resolve().parents[2] / "op_builder"

@@ -16,7 +16,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         homes: the module of each name; "" if the name is itself a module of the package.
     """
 
-    def load(name: str) -> Any:
+    def load(name: str) -> object:
         module = sys.modules[package]
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(module.__all__)}")
@@ -29,7 +29,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     return load
 
 
-def _imported(module: str) -> Any:
+def _imported(module: str) -> object:
     """Import with the cyclic garbage collector off: imports create many long-lived objects and only trigger useless
     collections."""
     enabled = gc.isenabled()

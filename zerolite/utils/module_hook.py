@@ -34,7 +34,7 @@ def untraced(function: Function) -> Function:
     else:  # torch 2.6
 
         @functools.wraps(function)
-        def kept_out(*args: Any, **kwargs: Any) -> Any:
+        def kept_out(*args: Any, **kwargs: Any) -> object:
             before = _eval_frame.set_eval_frame(None)
             try:
                 return function(*args, **kwargs)

@@ -34,7 +34,7 @@ class _HostMoment:
     def __init__(self) -> None:
         self._at = 0.0
 
-    def record(self, stream: Any) -> None:
+    def record(self, stream: object) -> None:
         self._at = time.perf_counter()
 
     def query(self) -> bool:

@@ -133,7 +133,7 @@ def _attributes(value: object) -> Iterable[object]:
     return [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
 
 
-def _rebuilt_mapping(value: Mapping[Any, object], items: dict[object, object]) -> object:
+def _rebuilt_mapping(value: Mapping[object, object], items: dict[object, object]) -> object:
     if type(value) is dict:
         return items
     if isinstance(value, (dict, collections.UserDict)):  # their copies have entries of their own

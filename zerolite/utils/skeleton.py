@@ -44,7 +44,7 @@ class Skeleton:
                 getattr(copied, kind)[name] = None if tensor is None else self._without_memory(tensor, name)
         return copied
 
-    def _without_memory(self, tensor: torch.Tensor, name: str) -> Any:
+    def _without_memory(self, tensor: torch.Tensor, name: str) -> object:
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = self.make(tensor, name)
         return self.tensors[id(tensor)]
@@ -57,6 +57,6 @@ class Skeleton:
         return nn.Parameter(values, tensor.requires_grad)
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> object:
     """Return an attribute for the copy: what a forward caches stays with it."""
     return copy.copy(value) if type(value) in (dict, list, set) else value

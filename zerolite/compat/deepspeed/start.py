@@ -19,19 +19,19 @@ _DEFAULT_PORT = 29500
 
 
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: Any = None,
     optimizer: Any = None,
     model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
+    training_data: object = None,
+    lr_scheduler: object = None,
     distributed_port: int = _DEFAULT_PORT,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
     collate_fn: Any = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
+    config: object = None,
+    mesh_param: object = None,
+    config_params: object = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Make an engine of ``model`` as :func:`zerolite.initialize` does, with DeepSpeed's arguments.
 
@@ -79,7 +79,7 @@ def initialize(
     return made, stepping, made.training_dataloader, made.lr_scheduler
 
 
-def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+def _config_of(args: object, config: object, config_params: object) -> object:
     """The config among the three places in which DeepSpeed looks for it."""
     path = getattr(args, "deepspeed_config", None)
     given = [source for source in (config, config_params, path) if source is not None]
@@ -91,7 +91,7 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     return given[0]
 
 
-def _check_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
+def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
     if model is None:
         raise ValueError("deepspeed.initialize: expected a model, got None; pass model=")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
@@ -101,7 +101,7 @@ def _check_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
             )
 
 
-def _with_deepspeeds_defaults(given: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+def _with_deepspeeds_defaults(given: dict[str, Any], model: torch.nn.Module) -> dict[str, object]:
     """The config with what DeepSpeed does unasked: a plain ``loss.backward()`` is divided by
     gradient_accumulation_steps, a save replaces what another run has saved under the same tag, a PipelineModule says
     its number of stages, and modules that ``set_z3_leaf_modules`` has marked are units of stage 3."""

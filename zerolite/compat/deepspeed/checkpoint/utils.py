@@ -9,6 +9,6 @@ import torch
 from zerolite.utils.nested import map_tensors
 
 
-def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> Any:
     """Return ``item`` with each tensor copied to ``device``, with no more memory than its elements need."""
     return map_tensors(lambda tensor: tensor.detach().to(device, copy=True).contiguous(), item)

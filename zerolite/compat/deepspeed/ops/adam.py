@@ -29,7 +29,7 @@ def FusedAdam(
 
 
 def DeepSpeedCPUAdam(
-    model_params: Any,
+    model_params: object,
     lr: float = 1e-3,
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),

@@ -119,7 +119,7 @@ class ParameterOffload:
         for parameter in module.parameters():
             parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
 
-    def _register_deepspeed_module(self, module: Any) -> None: ...
+    def _register_deepspeed_module(self, module: object) -> None: ...
 
     _register_hooks_recursively = _register_deepspeed_module  # the name that older releases of TRL call
 

@@ -27,7 +27,7 @@ main()
 '''
 
 
-def on_rank0(engine: Engine, call: str, work: Callable[[], Any]) -> None:
+def on_rank0(engine: Engine, call: str, work: Callable[[], object]) -> None:
     """Let rank 0 do ``work``; if it raises, CheckpointError on all ranks. call: of the user, for the message. Called on
     all ranks."""
     error = None
@@ -40,7 +40,7 @@ def on_rank0(engine: Engine, call: str, work: Callable[[], Any]) -> None:
 
 
 def save(
-    engine: Engine, save_dir: Any, tag: Any, client_state: dict[str, Any] | None, latest: bool, without_frozen: bool
+    engine: Engine, save_dir: Any, tag: object, client_state: dict[str, Any] | None, latest: bool, without_frozen: bool
 ) -> None:
     """Save, and let rank 0 write the script that exports the checkpoint."""
 
@@ -54,7 +54,7 @@ def save(
 
 
 def load(
-    engine: Engine, load_dir: Any, tag: Any, flags: tuple[bool, bool, bool, bool]
+    engine: Engine, load_dir: Any, tag: object, flags: tuple[bool, bool, bool, bool]
 ) -> tuple[str | None, dict[str, Any]]:
     """Load, after rank 0 has imported what DeepSpeed has written. flags: those of ``Engine.load_checkpoint`` up to
     ``load_module_only``."""

@@ -97,7 +97,7 @@ def _decoded(text: str) -> str:
         return text
 
 
-def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
+def _without_auto(values: dict[str, object]) -> dict[str, object]:
     """``values`` without the keys that are still "auto": their defaults count."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
@@ -106,7 +106,7 @@ def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _use_todays_names(values: dict[str, Any]) -> None:
+def _use_todays_names(values: dict[str, object]) -> None:
     """Take deprecated spellings for the keys that they mean, as DeepSpeed does."""
     for old, block in _ON_THE_HOST.items():
         zero = values.get("zero_optimization")
@@ -126,7 +126,7 @@ def _use_todays_names(values: dict[str, Any]) -> None:
 _SUPPORTED = frozenset(supported_keys())
 
 
-def _settle_numbers(values: dict[str, Any]) -> None:
+def _settle_numbers(values: dict[str, object]) -> None:
     """Infinity for "never", and defaults that differ: DeepSpeed's Adam decays no weights unless it is told to, and
     bf16 outputs stay so."""
     for holder, key in _leaves(values):
@@ -142,7 +142,7 @@ def _settle_numbers(values: dict[str, Any]) -> None:
         bf16.setdefault("output_dtype", "bf16")
 
 
-def _leaves(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+def _leaves(values: dict[str, object]) -> Iterator[tuple[dict[str, Any], str]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value)
@@ -150,7 +150,7 @@ def _leaves(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
             yield values, key
 
 
-def _find(values: dict[str, Any], path: str, make: bool = False) -> tuple[dict[str, Any] | None, str]:
+def _find(values: dict[str, object], path: str, make: bool = False) -> tuple[dict[str, object] | None, str]:
     """The dict that holds the last key of ``path`` (None if there is none), and that key."""
     *blocks, key = path.split(".")
     holder: Any = values
@@ -161,14 +161,14 @@ def _find(values: dict[str, Any], path: str, make: bool = False) -> tuple[dict[s
     return holder, key
 
 
-def _asks(value: Any) -> bool:
+def _asks(value: object) -> bool:
     """Return whether a value that is left out asks for anything."""
     if isinstance(value, Mapping):
         return bool(value.get("enabled", any(map(_asks, value.values()))))
     return value is True or (value is not None and value not in (0, 1, -1))  # 1 and -1: groups of no size
 
 
-def is_stage3(values: Mapping[str, Any]) -> bool:
+def is_stage3(values: Mapping[str, object]) -> bool:
     """Return whether a cleaned config asks for stage 3."""
     zero = values.get("zero_optimization")
     return isinstance(zero, Mapping) and zero.get("stage", 0) == 3

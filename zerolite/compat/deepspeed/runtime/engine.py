@@ -86,12 +86,12 @@ class DeepSpeedEngine(torch.nn.Module):
         """Drop all gradients since the last step. Called on all ranks."""
         self.zerolite.zero_grad()
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
         """See :meth:`zerolite.Engine.train_batch`; with a pipeline this is how an engine trains."""
         loss: torch.Tensor = self.zerolite.train_batch(data_iter)
         return loss
 
-    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True) -> Any:
+    def eval_batch(self, data_iter: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """See :meth:`zerolite.Engine.eval_batch`."""
         return self.zerolite.eval_batch(data_iter, return_logits, compute_loss)
 
@@ -120,11 +120,11 @@ class DeepSpeedEngine(torch.nn.Module):
         norm: float | None = self.zerolite.get_global_grad_norm()
         return norm
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, route: str = "train", **kwargs: Any) -> Any:
+    def deepspeed_io(self, dataset: object, batch_size: int | None = None, route: str = "train", **kwargs: Any) -> Any:
         """See :meth:`zerolite.Engine.deepspeed_io`."""
         return self.zerolite.deepspeed_io(dataset, batch_size, route, **kwargs)
 
-    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, **ignored: Any) -> None:
+    def compile(self, backend: object = None, compile_kwargs: dict[str, Any] | None = None, **ignored: Any) -> None:
         """Compile the module with torch.compile. Raises NotImplementedError at stage 3, whose hooks gather
         parameters."""
         if self.zero_optimization_stage() == 3:
@@ -150,7 +150,7 @@ class DeepSpeedEngine(torch.nn.Module):
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
-        tag: Any = None,
+        tag: object = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -163,12 +163,12 @@ class DeepSpeedEngine(torch.nn.Module):
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
-        tag: Any = None,
+        tag: object = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
+        custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from a checkpoint that this class or DeepSpeed has saved, at any stage and number of ranks. Returns
         its directory and the client state, (None, {}) if there is none. Called on all ranks."""
@@ -194,7 +194,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     save_fp16_model = save_16bit_model
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object] | None:
         """The whole model's state on rank 0's CPU, in the compute dtype; None on other ranks. Called on all ranks."""
         state: dict[str, Any] = self.zerolite.full_state_dict(rank0_only=True)
         if self.zerolite.rank != 0:
@@ -221,7 +221,7 @@ class DeepSpeedEngine(torch.nn.Module):
         return self.zerolite.lr_scheduler
 
     @lr_scheduler.setter
-    def lr_scheduler(self, scheduler: Any) -> None:
+    def lr_scheduler(self, scheduler: object) -> None:
         self.zerolite.lr_scheduler = scheduler
 
     global_steps = _of_engine("global_steps")

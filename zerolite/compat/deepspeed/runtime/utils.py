@@ -9,6 +9,6 @@ import torch
 from zerolite.utils.nested import map_tensors
 
 
-def move_to_device(item: Any, device: torch.device | str) -> Any:
+def move_to_device(item: object, device: torch.device | str) -> Any:
     """Return ``item``, nested lists, tuples and dicts of tensors, on ``device``."""
     return map_tensors(lambda tensor: tensor.to(device), item)

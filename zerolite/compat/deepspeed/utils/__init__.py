@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -48,13 +47,13 @@ __all__ = [
 ]
 
 
-def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[Any]) -> list[torch.nn.Module]:
+def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[object]) -> list[torch.nn.Module]:
     """Mark the modules of these classes (or names of classes), which stage 3 then gathers as one unit with all that
     they hold. Before ``initialize``. Returns the modules; raises ValueError if there is none."""
     return _mark(model, leaf_module_classes, True)
 
 
-def unset_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[Any]) -> list[torch.nn.Module]:
+def unset_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[object]) -> list[torch.nn.Module]:
     """Undo :func:`set_z3_leaf_modules`."""
     return _mark(model, leaf_module_classes, False)
 
@@ -64,7 +63,7 @@ def z3_leaf_module(module: torch.nn.Module) -> bool:
     return getattr(module, "_z3_leaf", False)
 
 
-def _mark(model: torch.nn.Module, classes: Iterable[Any], flag: bool) -> list[torch.nn.Module]:
+def _mark(model: torch.nn.Module, classes: Iterable[object], flag: bool) -> list[torch.nn.Module]:
     kinds = tuple(classes)
     types = tuple(kind for kind in kinds if isinstance(kind, type))
     names = {kind for kind in kinds if isinstance(kind, str)}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from zerolite.compat.deepspeed import comm
 
 
-def _get_data_parallel_group() -> Any:
+def _get_data_parallel_group() -> object:
     return comm.group.WORLD
 
 

@@ -50,7 +50,7 @@ def _found(directory: Path, tag: str | None) -> Iterator[Path]:
         yield import_deepspeed(directory, Path(folder), tag)
 
 
-def _state(path: Path, without_frozen: bool) -> dict[str, Any]:
+def _state(path: Path, without_frozen: bool) -> dict[str, object]:
     reader = CheckpointReader(path)
     stored = reader.read_state(StoredModel)
     state: dict[str, Any] = {}

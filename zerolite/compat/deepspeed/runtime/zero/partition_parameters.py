@@ -22,7 +22,7 @@ __all__ = [
 _orig_torch_arange = torch.arange
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Return ``fn``: ``zero.Init`` changes neither dtype nor device of tensors that a constructor makes. transformers
     replaces this function and puts it back."""
     return fn
