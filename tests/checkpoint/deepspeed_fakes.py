@@ -111,19 +111,12 @@ class Fake:
         }
 
     def _state(self, rank: int) -> dict[str, Any]:
-        settings = {
-            "lr": 0.5,
-            "betas": (0.9, 0.99),
-            "weight_decay": 0.25,
-            "amsgrad": False,
-            "decoupled_weight_decay": True,
-        }
+        settings = {"lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.25, "amsgrad": False}
+        kernels = {"decoupled_weight_decay": True, "foreach": None, "fused": True}
         state = {name: self._partition(values, rank, padded=True) for name, values in self.moments.items()}
         optimizer = {
             "state": {0: {"step": torch.tensor(5.0), **state}},
-            "param_groups": [
-                {**settings, "decoupled_weight_decay": True, "foreach": None, "fused": True, "params": [0]}
-            ],
+            "param_groups": [{**settings, **kernels, "params": [0]}],
         }
         masters = [self._partition(self.trained, rank, padded=False)]
         saved: dict[str, Any] = {"zero_stage": self.classes.stage(self.stage), "loss_scaler": None}

@@ -193,12 +193,11 @@ def test_different_arguments(directory: str) -> None:
 @pytest.mark.fast("0-save-*")
 @pytest.mark.parametrize(("missing", "how", "stage"), [(0, "save", 1), (1, "load", 3)])
 def test_a_rank_that_does_not_take_part_is_named(directory: str, stage: int, missing: int, how: str) -> None:
-    """A rank that does not take part is named, and hinders nothing else."""
     engine = make_engine(Recipe(), stage, checkpoint={"timeout_s": 0.5})
     train(engine, Recipe(), 0, 1)
     engine.save_checkpoint(directory)
     call = engine.save_checkpoint if how == "save" else engine.load_checkpoint
-    if engine.rank != missing:
+    if engine.rank != missing:  # and nothing else is hindered
         began = time.monotonic()
         said = message(call, directory)
         assert time.monotonic() - began < 5

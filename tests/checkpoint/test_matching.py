@@ -76,8 +76,7 @@ def test_param_groups_in_another_order(directory: str, stage: int, schedule: str
 @on_ranks(2)
 def test_param_groups_of_other_parameters(directory: str) -> None:
     """Groups of other parameters keep what they have; a schedule with values for each is refused, if asked for."""
-    stage = 1
-    recipe = Recipe(engine=three_groups)
+    recipe, stage = Recipe(engine=three_groups), 1
     own = saved_by(directory, recipe, stage)
     one_group = replace(recipe, engine=lambda model: {}, optimizer=("AdamW", {"lr": 0.5}))
     engine = loaded(directory, one_group, stage)
@@ -242,7 +241,6 @@ HALVING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lamb
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parts_that_are_not_asked_for(directory: str, stage: int) -> None:
-    """Parts that are not asked for are left out."""
     engine = lambda model: {**three_groups(model), **HALVING(model)}  # noqa: E731
     recipe = replace(RECIPES["mixture"], config={}, engine=engine)
     own = saved_by(directory, recipe, stage)
