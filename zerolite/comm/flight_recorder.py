@@ -63,8 +63,6 @@ def _nothing_to_say(error: RuntimeError) -> RuntimeError | None:
 class _Blocked:
     """Stands for a call that returns when it is done."""
 
-    def wait(self) -> None: ...
-
     def is_completed(self) -> bool:
         return False
 

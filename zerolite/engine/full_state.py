@@ -18,6 +18,7 @@ from zerolite.checkpoint.checkpointer import directory_of
 from zerolite.checkpoint.engine_parts import EngineParts
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
+from zerolite.checkpoint.matching import listed
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import ToStore
@@ -37,7 +38,6 @@ from zerolite.zero.stage3.released_parameter import opened
 
 logger = logging.getLogger("zerolite")
 
-_SHOWN = 8  # names in a message
 _EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
 
 _allowed = 0  # calls under way that know what they do
@@ -67,7 +67,7 @@ def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     found = [] if _allowed else _cut(module, prefix)
     if found:
         raise RuntimeError(
-            f"state_dict: this rank has parts of parameters, cut by tensor parallelism: {_listed(found)}. Call "
+            f"state_dict: this rank has parts of parameters, cut by tensor parallelism: {listed(found)}. Call "
             "engine.full_state_dict() on all ranks, which gives the whole ones."
         )
 
@@ -77,7 +77,7 @@ def _before_load(module: torch.nn.Module, state: object, prefix: str, *rest: Any
     if found:
         raise RuntimeError(
             f"load_state_dict: this rank has parts of parameters, cut by tensor parallelism, which cannot take whole "
-            f"values: {_listed(found)}. Call engine.load_full_state_dict(state) on all ranks."
+            f"values: {listed(found)}. Call engine.load_full_state_dict(state) on all ranks."
         )
 
 
@@ -191,7 +191,7 @@ class FullState:
         tensors = dict(whole.tensors())
         left_out = sorted(whole.entries.keys() - tensors.keys())
         if left_out and world.rank == 0:
-            logger.warning("save_16bit_model: left out what is no tensor: %s", _listed(left_out))
+            logger.warning("save_16bit_model: left out what is no tensor: %s", listed(left_out))
         if exclude_frozen:
             tensors = _training(tensors)
         first: dict[str, str] = {}  # name of a tensor
@@ -345,11 +345,11 @@ def _agree(
     wrong = [_expected(name, targets[name]) for name, code in zip(names, codes, strict=False) if code == 2]
     problems = []
     if wrong:
-        problems.append(f"shapes differ for {_listed(wrong)}")
+        problems.append(f"shapes differ for {listed(wrong)}")
     if strict and missing:
-        problems.append(f"missing {_listed(missing)}")
+        problems.append(f"missing {listed(missing)}")
     if strict and codes[-1]:
-        problems.append(f"unexpected {_listed(unexpected) if unexpected else f'{codes[-1]} names (see rank 0)'}")
+        problems.append(f"unexpected {listed(unexpected) if unexpected else f'{codes[-1]} names (see rank 0)'}")
     if problems:
         raise RuntimeError(
             f"load_full_state_dict: rank 0's state does not fit the model: {'; '.join(problems)}. Nothing was loaded."
@@ -363,11 +363,6 @@ def _fits(given: object, known: Known | None) -> bool:
 
 def _expected(name: str, known: Known | None) -> str:
     return f"{name} (expected {known.shape})" if known is not None else name
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 # -------------------------------------------------------------------- an optimizer's states

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+Buffers = Mapping[str, Mapping[str, torch.Tensor]]  # by module and name
+
 
 @dataclass(frozen=True)
 class Home:
@@ -45,9 +47,7 @@ def homes_of(layers: Sequence[nn.Module | None], names: Sequence[str], bounds: S
     )
 
 
-def keep_only(
-    model: nn.Module, stays: Callable[[int], bool], leaves: Callable[[str], bool]
-) -> Mapping[str, dict[str, torch.Tensor]]:
+def keep_only(model: nn.Module, stays: Callable[[int], bool], leaves: Callable[[str], bool]) -> Buffers:
     """Take all other parameters out of ``model`` and let go of their memory, also where an optimizer knows them.
 
     Args:

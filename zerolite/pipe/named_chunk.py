@@ -15,7 +15,7 @@ from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import shapes_of
 from zerolite.pipe.chunks import NOT_WHOLE, Chunk
 from zerolite.pipe.dependencies import Call, Calls, Labelling, Labels, alive, caches_restored, filled
-from zerolite.pipe.homes import Home
+from zerolite.pipe.homes import Buffers, Home
 from zerolite.precision.dtypes import Precision
 from zerolite.utils.nested import find_tensors, map_tensors, named_leaves
 from zerolite.utils.skeleton import Skeleton
@@ -59,20 +59,15 @@ class Splitting:
     """Split of one model: its parts, how they are run for micro-batches of any shapes, and which of them runs now."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        homes: Sequence[Home],
-        skeleton: Skeleton,
-        buffers: Mapping[str, Mapping[str, torch.Tensor]],
+        self, model: nn.Module, names: Sequence[str], homes: Sequence[Home], skeleton: Skeleton, elsewhere: Buffers
     ) -> None:
         """
         Args:
             names: of the modules that begin the parts 1, 2, …
             skeleton: of the whole model.
-            buffers: of modules that are elsewhere.
+            elsewhere: buffers of the modules that are on other ranks.
         """
-        self.model, self.names, self.homes, self.buffers = model, list(names), list(homes), buffers
+        self.model, self.names, self.homes, self.buffers = model, list(names), list(homes), elsewhere
         self.running: NamedChunk | None = None
         self.replaced: Any = WeakTensorKeyDictionary()  # arguments, by what they stood for: backward may compute anew
         self.precision, self.device = Precision(), torch.device("cpu")

@@ -54,6 +54,13 @@ class _Flight:
     sent_back: tuple[torch.Tensor | None, ...] = ()  # gradients of what was received
     groups: Any = None  # what the weights' backward goes on with
 
+    def take_roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Let go of the outputs. Returns those with a graph, and their gradients."""
+        gradients = self.gradients or (None,) * len(self.outputs)
+        pairs = [(o, g) for o, g in zip(self.outputs, gradients, strict=True) if o.requires_grad]
+        self.outputs, self.gradients = (), ()
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
 
 @dataclass
 class _Boundary:
@@ -339,24 +346,16 @@ class ChunkStage(PipelineStage):
             step.fail(error)
         step.end_backward(step.failure is None)
 
-    def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Outputs with a graph, and their gradients."""
-        gradients = flight.gradients or (None,) * len(flight.outputs)
-        pairs = [(o, g) for o, g in zip(flight.outputs, gradients, strict=True) if o.requires_grad]
-        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
-
     def _backward(self, flight: _Flight) -> None:
-        outputs, gradients = self._roots(flight)
-        flight.outputs, flight.gradients = (), ()
+        outputs, gradients = flight.take_roots()
         if outputs:
             torch.autograd.backward(outputs, gradients)
 
     def _backward_of_inputs(self, flight: _Flight) -> None:
-        outputs, gradients = self._roots(flight)
+        outputs, gradients = flight.take_roots()
         # torch detaches them in place, which views and leaves do not bear.
         roots = [output.clone() if output._is_view() or output.is_leaf else output for output in outputs]
         given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
-        flight.outputs, flight.gradients = (), ()
         parameters = iter(self.chunk.parameters())
         received = [tensor for tensor in flight.received if tensor.requires_grad]
         try:

@@ -36,9 +36,7 @@ class TensorPlanError(ValueError):
 
     def beside(self, plan: object) -> TensorPlanError:
         """Return the same error for an author of ``plan``."""
-        made = type(self)(self.text)
-        made.args = (self.text + advice(plan, self.add, self.whole),)
-        return made
+        return type(self)(self.text + advice(plan, self.add, self.whole))
 
 
 def advice(plan: Any, add: tuple[str, object] | None = None, whole: str | None = None) -> str:
