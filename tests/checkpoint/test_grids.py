@@ -459,7 +459,8 @@ def test_the_command_line_knows_the_grid(tmp_path: Path) -> None:
         found, aliases = read_model(tmp_path / "out")
         values = kept(tmp_path / "saved")["first"]["fp32"]
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        assert {name for name in found if name not in tensors} == {"blocks.0.seen", "blocks.1.seen"}
+        others = {name: value.tolist() for name, value in found.items() if name not in tensors}
+        assert others == {"blocks.0.seen": [0.0, 100.0], "blocks.1.seen": [1.0, 100.0]}  # of the first rank
         assert_same({name: found[aliases.get(name, name)] for name in tensors}, tensors)
         assert aliases == {"head.weight": "embed.weight"}
 
