@@ -16,7 +16,7 @@ from torch import nn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits, everywhere_equal
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, everywhere_equal
 from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.partitioned import raises
@@ -314,9 +314,7 @@ def test_ranks_that_use_different_parameters_clip_alike(stage: int) -> None:
             next(reversed(list(engine.module.parameters()))).grad = None
         engine.step()
         norms.append(engine.get_global_grad_norm())
-    everywhere: list[Any] = [None, None]
-    dist.all_gather_object(everywhere, norms)
-    assert everywhere == [norms, norms]
+    assert_same_on_ranks({"norms": norms})
     all_ranks_equal(engine)
 
 

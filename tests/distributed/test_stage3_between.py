@@ -23,6 +23,7 @@ from tests.toolkit import models
 from tests.toolkit.configs import PARTITIONED, config
 from tests.toolkit.partitioned import raises
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 from zerolite.zero.stage3 import between_steps
 
 Extra = Callable[[], Any]
@@ -255,11 +256,11 @@ def test_refused() -> None:
             question(weight)
             question(input=weight) if question is torch.zeros_like else None
         assert not record.calls, question
-    errors: list[BaseException] = []
-    thread = threading.Thread(target=lambda: _collect(errors, weight.norm))
+    errors: list[str] = []
+    thread = threading.Thread(target=lambda: errors.append(raised(weight.norm)))
     thread.start()
     thread.join()
-    assert len(errors) == 1 and "this thread is not the one that trains" in str(errors[0])
+    assert errors[0].startswith("RuntimeError") and "this thread is not the one that trains" in errors[0]
     saved = weight.square().sum()
     with torch.no_grad():
         weight.mul_(2)
@@ -267,13 +268,6 @@ def test_refused() -> None:
         saved.backward()
     side.engine.zero_grad()
     side.train(2)
-
-
-def _collect(errors: list[BaseException], call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except RuntimeError as error:
-        errors.append(error)
 
 
 @pytest.mark.fast("2")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same
+from tests.toolkit.compare import assert_same, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.partitioned import (
     ATTRIBUTES,
@@ -344,10 +344,7 @@ def test_meta_model() -> None:
     assert values["attention.out_proj.bias"].eq(0).all()  # set by the attention, after its child has been made
     assert values["norm.weight"].eq(1).all() and model.norm.running_var.eq(1).all()
     assert values["rnn.weight_ih_l0"].abs().max() <= 5**-0.5
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, values)
-    for other in gathered:
-        assert_same(values, other)
+    assert_same_on_ranks(values)
 
 
 @on_ranks(2)

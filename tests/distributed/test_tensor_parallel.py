@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zerolite
 from examples.gpt.model import GPT, GPTConfig
+from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.memory import tensor_bytes
 from tests.toolkit.partitioned import raises
@@ -50,9 +51,8 @@ VOCABULARY = 2  # all-reduces of cross entropy: the largest logits, and the sums
 
 def check(result: dict[str, Any]) -> dict[str, Any]:
     """All ranks have the same loss, that of the whole model, and their parts of its gradients."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, result["value"])
-    assert len(set(values)) == 1 and result["loss"] <= LOSS
+    assert_same_on_ranks({"loss": result["value"]})
+    assert result["loss"] <= LOSS
     assert {name: off for name, off in result["gradients"].items() if off > GRADIENTS} == {}
     return result
 
@@ -392,9 +392,7 @@ def test_a_failure_inside_leaves_the_common_random_numbers() -> None:
     handle.remove()
     state = torch.get_rng_state().tolist()
     loss = F.cross_entropy(model(tokens(vocabulary=37)).flatten(0, 1), tokens(vocabulary=37).flatten())
-    everywhere: list[Any] = [None, None]
-    dist.all_gather_object(everywhere, (state, loss.item()))
-    assert everywhere[0] == everywhere[1]
+    assert_same_on_ranks({"state": state, "loss": loss.item()})
 
 
 @pytest.mark.slow
