@@ -40,6 +40,7 @@ from zerolite.checkpoint.state import (
     joined,
 )
 from zerolite.comm import RaiseTogether
+from zerolite.data.dataloader import Loaders
 from zerolite.zero.sharded_optimizer import KEPT
 
 logger = logging.getLogger("zerolite")
@@ -88,7 +89,7 @@ class Loader:
         self._run = run
         self._host = parts.host
 
-    def load(self, request: LoadRequest, scheduler: Any, loaders: Any) -> tuple[str | None, dict[str, Any]]:
+    def load(self, request: LoadRequest, scheduler: Any, loaders: Loaders) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint; called on all ranks. Returns the checkpoint's directory and the client state; (None, {})
         if there is none and that is fine. Raises CheckpointError: until the tensors are read, before anything is
         changed."""
@@ -133,7 +134,9 @@ class Loader:
 
     # ---------------------------------------------------------------- deciding
 
-    def _plan(self, path: Path, request: LoadRequest, stages: list[ModelFacts], scheduler: Any, loaders: Any) -> _Plan:
+    def _plan(
+        self, path: Path, request: LoadRequest, stages: list[ModelFacts], scheduler: object, loaders: Loaders
+    ) -> _Plan:
         self._parts.pipeline.check_between_steps()
         reader = self._open(path)
         state = reader.read_state(SavedState)
@@ -306,7 +309,7 @@ class Loader:
             targets.append(Target(own if same and own in stored else target.key, target.box, target.place))
         return targets
 
-    def _resume(self, plan: _Plan, scheduler: Any, loaders: Any) -> None:
+    def _resume(self, plan: _Plan, scheduler: Any, loaders: Loaders) -> None:
         """Everything that is not a tensor of the model or the optimizer."""
         parts, state = self._parts, plan.state
         parts.pipeline.load_state_dict({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
@@ -380,7 +383,7 @@ def _trained_in_both(
     }
 
 
-def _schedule(state: SavedState, scheduler: Any, groups: list[int | None]) -> dict[str, Any] | None:
+def _schedule(state: SavedState, scheduler: object, groups: list[int | None]) -> dict[str, object] | None:
     saved = state.lr_scheduler
     if saved is None or scheduler is None:
         if saved is not None or scheduler is not None:
@@ -402,7 +405,7 @@ def _family(optimizer: str) -> str:
     return "Adam" if optimizer in ("Adam", "AdamW") else optimizer
 
 
-def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _update_group(group: dict[str, Any], values: Mapping[str, object]) -> None:
     for key, value in values.items():
         if key in KEPT or (key not in group and key != "initial_lr"):
             continue
@@ -412,7 +415,7 @@ def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             group[key] = value.item() if isinstance(value, torch.Tensor) else value
 
 
-def changed_batch(saved: Mapping[str, Any], saved_ranks: int, here: int | None, ranks: int) -> str | None:
+def changed_batch(saved: Mapping[str, object], saved_ranks: int, here: int | None, ranks: int) -> str | None:
     """Describe how the steps have become larger or smaller because there are more or fewer ranks, or return None.
 
     Args:
