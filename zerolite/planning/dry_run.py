@@ -151,23 +151,28 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int,
 def _run(job: Job, points: int, rehearsal: Rehearsal | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
     with _without_ranks(job, rehearsal) as mode, tracker, tracker.modules.followed(), older_objects_kept():
-        gc.collect()  # before and not inside, so that the same run gives the same numbers
-        with collector_off():
+        with collector_off():  # the same run gives the same numbers
             return _Run(job, tracker, mode, rehearsal).outcome(points)
+
+
+_keeping = False  # here, and not by a caller's own gc.freeze
 
 
 @contextlib.contextmanager
 def older_objects_kept() -> Iterator[None]:
-    """Inside, collections look only at what is made inside: torch's own objects take half a second each time."""
-    if gc.get_freeze_count():  # by a caller
-        yield
-        return
+    """Collect, and look only at what is made inside from then on: torch's own objects take half a second each time."""
+    global _keeping
+    inner, frozen = _keeping, not _keeping and gc.get_freeze_count() > 0  # by a caller
     gc.collect()
-    gc.freeze()
+    if not frozen:
+        gc.freeze()
+    _keeping = not frozen
     try:
         yield
     finally:
-        gc.unfreeze()
+        _keeping = inner
+        if not (inner or frozen):
+            gc.unfreeze()
 
 
 @contextlib.contextmanager
