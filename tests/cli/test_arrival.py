@@ -2,20 +2,110 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import zerolite
 from tests.cli.helpers import free_port, output_of
 from tests.toolkit.pool import Pool
+from zerolite.comm import store_barrier
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
-CASES = "tests.distributed.cases.arrival"
+# -------------------------------------------------------------------- what a process of the pool runs
+
+
+def start_on_rank(
+    places: list[dict[str, str] | None],
+    env: dict[str, str] | None = None,
+    timeout: float = 20.0,
+    late: float = 0.0,
+    warn_after: float = 30.0,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Worker i starts with the variables ``places[i]`` (those of torchrun by its own number where it is None: it
+    does not arrive) and ``env``. late: seconds that the last worker takes to come."""
+    place = places[int(os.environ["RANK"])]
+    result: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "error": "", "warnings": []}
+    if place is None:
+        return result
+    if int(os.environ["RANK"]) == len(places) - 1:
+        time.sleep(late)
+    os.environ.update({**place, **(env or {})})
+    for name in {"RANK", "WORLD_SIZE"} - set(place):
+        del os.environ[name]
+    handler = _Collect(result["warnings"])
+    store_barrier.logger.addHandler(handler)
+    before, store_barrier._FIRST_WARNING_S = store_barrier._FIRST_WARNING_S, warn_after
+    began = time.monotonic()
+    try:
+        zerolite.init_distributed("gloo", timeout=timeout, **arguments)
+        result["sum"] = float(_sum_of_ranks())
+    except (RuntimeError, ValueError) as error:
+        result["error"] = str(error)
+    finally:
+        result["seconds"] = time.monotonic() - began
+        store_barrier._FIRST_WARNING_S = before
+        store_barrier.logger.removeHandler(handler)
+        zerolite.destroy()
+    return result
+
+
+def start_and_look(env: dict[str, str]) -> dict[str, Any]:
+    """The addresses on which this process listens once it has started, as /proc/net has them."""
+    os.environ.update(env)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    zerolite.init_distributed("gloo", timeout=20)
+    _sum_of_ranks()
+    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    ports = [line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    dist.barrier()
+    zerolite.destroy()
+    return {"ports": ports, "interface": interface, "after": os.environ.get("GLOO_SOCKET_IFNAME")}
+
+
+def _is_link(descriptor: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{descriptor}")
+
+
+def start_again(env: dict[str, str], times: int) -> list[float]:
+    """Start and end several times in one process, at one address."""
+    os.environ.update(env)
+    sums = []
+    for _ in range(times):
+        zerolite.init_distributed("gloo", timeout=20)
+        sums.append(float(_sum_of_ranks()))
+        zerolite.destroy()
+    return sums
+
+
+def _sum_of_ranks() -> torch.Tensor:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return total
+
+
+class _Collect(logging.Handler):
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self.messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+# -------------------------------------------------------------------- what is said of it
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +122,12 @@ def ranks(*numbers: int | None, world: int = 3) -> list[dict[str, str] | None]:
 
 def start(pool: Pool, places: list[dict[str, str] | None], port: int | None = None, **case: Any) -> list[Any]:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()), **case.pop("env", {})}
-    return pool.run(f"{CASES}:start", {"places": places, "env": env, **case})
+    return pool.run(start_on_rank, {"places": places, "env": env, **case})
 
 
 def test_they_may_start_again_in_the_same_processes(pool: Pool) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    assert pool.run(f"{CASES}:start_again", {"env": env, "times": 3}) == [[3.0] * 3] * 3
+    assert pool.run(start_again, {"env": env, "times": 3}) == [[3.0] * 3] * 3
 
 
 @pytest.mark.slow
@@ -106,7 +196,7 @@ def test_a_rank_that_has_exited_is_not_waited_for(pool: Pool) -> None:
 
 def test_on_one_machine_nothing_listens_to_others(pool: Pool) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    found = pool.run(f"{CASES}:start_and_look", {"env": env})
+    found = pool.run(start_and_look, {"env": env})
     assert found[0]["ports"] and {address for one in found for address in one["ports"]} == {"0100007F"}
     assert [one["interface"] for one in found] == ["lo"] * 3
     assert [one["after"] for one in found] == [None] * 3, "what was set is taken back at the end"
