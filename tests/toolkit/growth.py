@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -30,12 +27,3 @@ class Frozen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.second(torch.tanh(self.first(x)))) * self.scale
         return self.last(torch.tanh(self.fourth(torch.tanh(self.third(hidden)))))
-
-
-def message_of(function: Any, *args: Any) -> str:
-    with contextlib.suppress(StopIteration):
-        try:
-            function(*args)
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-    return ""

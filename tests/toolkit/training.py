@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import zerolite
 from tests.toolkit import models
@@ -103,16 +102,6 @@ def train_engine(engine: Any, model: str, steps: int, loop: str = "engine") -> d
 def train_many(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Several runs of :func:`train` in one call, by name."""
     return {name: train(**run) for name, run in runs.items()}
-
-
-def first_gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def set_everywhere(model: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
 
 
 def raised(call: Callable[[], Any]) -> str:
