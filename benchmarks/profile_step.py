@@ -29,34 +29,7 @@ import torch.multiprocessing as mp
 from benchmarks.competitors import Setting, make_zerolite_engine, optimizer_for
 from benchmarks.model import ModelSize, build_model, make_batches
 from benchmarks.workers import join_group
-from zerolite.zero.gradient_bucket import GradientBucket
-from zerolite.zero.step_update import StepUpdate
 
-# (class, method) -> the phase it belongs to. These are many objects, which keep methods of each other.
-CLASSES = {
-    (GradientBucket, "accept"): "gradients into buckets",
-    (GradientBucket, "put_run"): "gradients into buckets",
-    (GradientBucket, "put_held"): "gradients into buckets",
-    (StepUpdate, "_update"): "update",
-}
-# (attribute of the engine, method) -> the phase it belongs to. The methods are wrapped on the instance.
-PHASES = {
-    ("_reducer", "_launch"): "launch reductions",
-    ("_reducer", "_complete"): "wait for reductions",
-    ("_reducer", "clear"): "clear",
-    ("_pipeline", "stats"): "norm and finiteness",
-    ("_param_gatherer", "gather_bucket"): "publish: launch",
-    ("_param_gatherer", "wait"): "publish: wait",
-}
-STAGE_3 = {
-    ("coordinator", "enter_forward"): "hooks and schedule",
-    ("coordinator", "leave_forward"): "hooks and schedule",
-    ("coordinator", "on_output_gradient"): "hooks and schedule",
-    ("coordinator", "_execute"): "gather: wait",
-    ("coordinator", "_launch"): "gather: launch",
-    ("coordinator", "_release"): "release",
-    ("coordinator", "on_update"): "release",
-}
 WARMUP = 6  # steps before anything is counted: stage 3 then follows its plan
 
 
@@ -94,15 +67,6 @@ class PhaseTimer:
             yield
         self.steps.append({name: (wall, cpu) for name, (wall, cpu) in self._current.items()})
 
-    def wrap(self, owner: Any, method: str, name: str) -> None:
-        inner = getattr(owner, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name):
-                return inner(*args, **kwargs)
-
-        setattr(owner, method, timed)
-
     def table(self) -> dict[str, tuple[float, float]]:
         """Phase -> median (wall, CPU) in ms."""
         names = dict.fromkeys(name for step in self.steps for name in step)
@@ -138,19 +102,24 @@ def _alone(setting: Setting, size: ModelSize) -> Step:
     return step
 
 
-def _zerolite(setting: Setting, size: ModelSize, stage: int, zero: dict[str, Any], timer: PhaseTimer) -> Step:
-    for (kind, method), name in CLASSES.items():
-        timer.wrap(kind, method, name)
+def _zerolite(setting: Setting, size: ModelSize, stage: int, zero: dict[str, Any]) -> Step:
     engine = make_zerolite_engine(build_model(size), setting, stage, zero)
-    for (path, method), name in {**PHASES, **(STAGE_3 if stage == 3 else {})}.items():
-        timer.wrap(getattr(engine, path), method, name)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor, timer: PhaseTimer) -> None:
         with timer.phase("forward"):
             loss = engine(tokens, targets)
         with timer.phase("backward"):
             engine.backward(loss)
-        engine.step()
+        with timer.phase("wait for reductions"):
+            engine.reduce_gradients()
+        with timer.phase("norm and finiteness"):
+            engine.clip_gradients(1.0)
+        with timer.phase("update"):
+            engine.update()
+        with timer.phase("all-gather of parameters"):
+            engine.publish()
+        with timer.phase("clear"):
+            engine.zero_grad()
 
     return step
 
@@ -171,7 +140,7 @@ def _rank_main(rank: int, setting: Setting, size: ModelSize, args: argparse.Name
     join_group(rank, setting, store)
     zero = {} if args.bucket is None else {"reduce_bucket_size": args.bucket, "allgather_bucket_size": args.bucket}
     alone, together = PhaseTimer(), PhaseTimer()
-    alone_step, zerolite_step = _alone(setting, size), _zerolite(setting, size, args.stage, zero, together)
+    alone_step, zerolite_step = _alone(setting, size), _zerolite(setting, size, args.stage, zero)
     for number in range(args.rounds):
         for timer, step in ((alone, alone_step), (together, zerolite_step)):
             dist.barrier()

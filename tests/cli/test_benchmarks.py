@@ -76,7 +76,7 @@ def test_profile_step() -> None:
     phases = {line[:24].strip(): [float(value) for value in line[24:].split()] for line in printed.splitlines()[1:]}
     for name in ("forward", "backward", "update"):
         assert all(value > 0 for value in phases[name][:4]), printed
-    for name in ("gradients into buckets", "launch reductions", "hooks and schedule"):
+    for name in ("wait for reductions", "all-gather of parameters"):
         assert phases[name][0] == 0 < phases[name][2], printed
 
 

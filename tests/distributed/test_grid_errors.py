@@ -236,7 +236,7 @@ def misfits() -> dict[str, dict[str, Any]]:
         "expected 0 for a model that is no sequence of layers, got 2": settings(
             PIPE, pipeline={**named, "activation_checkpoint_interval": 2}
         ),
-        "train_batch_size: expected 2 x 4 x 1 = 8, got 16": settings(TENSOR, train_batch_size=16),
+        "x world size 1 = 8, got 16": settings(TENSOR, train_batch_size=16),
         'expected "none" with pipeline.stages, got "cpu"': settings(PIPE, zero=cpu),
     }
 
