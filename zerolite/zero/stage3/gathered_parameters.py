@@ -29,9 +29,9 @@ class GatheredParameters:
         enabled: False for a context that does nothing.
         check: False to trust that nothing is changed, which saves reading every value twice.
 
-    Contexts nest; what is not partitioned is left alone. If the block raises, the parameters are released and changes
-    are dropped. A tensor that shares a parameter's memory (``p.data``, a view) keeps that memory alive beyond the
-    context. Entered and left on all ranks, in the same order.
+    Contexts nest. What is not partitioned is left alone, so at stages 0 to 2 all ranks must make a change. If the block
+    raises, the parameters are released and changes are dropped. A tensor that shares a parameter's memory (``p.data``,
+    a view) keeps that memory alive beyond the context. Entered and left on all ranks, in the same order.
     """
 
     def __init__(
