@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 
 FILES = {
     "deepspeed/__init__.py": "raise AssertionError('the sources of the checkout were imported')",
+    "tests/pytest.ini": "[pytest]\n",  # as DeepSpeed's: without it pytest would take the settings of any project above
     "tests/conftest.py": "",
     "tests/unit/__init__.py": "",
     "tests/unit/common.py": "def two():\n    return 2\n",
