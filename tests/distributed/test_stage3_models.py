@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.stage3_cases import LENGTH, WIDTH, Block, Case, Cases, batch, loss_of, tokens
+from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, batch, loss_of, tokens
 
 CASES = Cases()
 
@@ -222,6 +223,32 @@ class BorrowedWeight(Case):
         for layer in self.stack:
             x = torch.tanh(layer(x))
         return x * self.lender.weight.sum()
+
+
+@CASES.add
+class LateExpert(Case):
+    """Blocks that are one unit each, of which the first uses an expert, its biases are always whole, only when a plan
+    has long been followed."""
+
+    zero = {"leaf_modules": ["*Choice"], "stage3_param_persistence_threshold": HIDDEN, "reduce_bucket_size": 60}
+
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.number = nn.ModuleList(Block() for _ in range(2)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts[self.number](x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(self.Choice(), self.Choice(), nn.LayerNorm(WIDTH))
+
+    def prepare(self, step: int) -> None:
+        self.blocks[0].number = int(step > 4 and dist.get_rank() > 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
 
 
 @CASES.variants(itself=0, view=1, inside=2)

@@ -11,8 +11,7 @@ class Passes:
     def __init__(self, units: list[list[int]]) -> None:
         self.number, self.length = 0, 0
         self.ends = 0
-        uncertain = [bucket for bucket, of_bucket in enumerate(units) if not of_bucket]
-        self.plan = LaunchPlan(units, uncertain, lambda: (self.number, self.ends == self.length))
+        self.plan = LaunchPlan(units, lambda: (self.number, self.ends == self.length))
 
     def run(self, events: list[tuple[int, list[int]]], number: int = 0, length: int = 0) -> list[list[int]]:
         """Return what is launched at each end. number, length: of the schedule's plan that the events follow."""

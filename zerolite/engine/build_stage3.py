@@ -141,5 +141,5 @@ def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
     backward uses, which is learned from here on."""
     coordinator = partitioned.coordinator
     coordinator.train(reducer.parameters)
-    units, uncertain = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
-    reducer.follow(LaunchPlan(units, uncertain, coordinator.plan_progress))
+    units = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
+    reducer.follow(LaunchPlan(units, coordinator.plan_progress))

@@ -4,9 +4,10 @@ Pure: standard library only. A bucket launched when *its own gradients* are ther
 where ranks use different parameters, between different gathers: then rank 0 could wait for a reduction that rank 1
 launches only after a gather, and rank 1 for that gather. So buckets follow the ends of uses, which are the same on
 all ranks. Which end is late enough for a bucket is learned for each plan of the schedule, whose events the ranks have
-compared. Before, it is the first end of its own units, of the last of them. A gradient that comes later (a module used
-several times) is reduced once more at the end of the backward, and the ranks agree on what is late with one small
-collective. Steps that follow a plan for which the ends are known need none.
+compared: never before the last end of its own units, because another step may use more of what they have. As long as
+nothing is learned it is the first end of each of them. A gradient that comes later (a module used several times) is
+reduced once more at the end of the backward, and the ranks agree on what is late with one small collective. Steps that
+follow a plan for which the ends are known need none.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ class LaunchPlan:
     """Order in which buckets are reduced.
 
     Args:
-        units: for each bucket the units that it belongs to, for whose first ends it waits in any case.
-        uncertain: the buckets that are launched when the backward ends as long as nothing is learned: some of their
-            parameters stay whole, or belong to several units.
+        units: for each bucket the units that it belongs to.
         progress: tells the number of the schedule's plan that the events follow, 0 if none, and whether they have
             reached its end; the same on all ranks.
     """
@@ -30,19 +29,16 @@ class LaunchPlan:
     def __init__(
         self,
         units: Sequence[Collection[int]],
-        uncertain: Collection[int],
         progress: Callable[[], tuple[int, bool]],
     ) -> None:
         self._progress = progress
         self._done = False  # whether the last end was the plan's last event
-        self._number = (
-            0  # the plan that the events of this backward follow: asked while they come, it ends before the backward
-        )
+        # The plan that the events of this backward follow; asked while they come, because it ends before the backward.
+        self._number = 0
         self._units = units
-        self._uncertain = frozenset(uncertain)
         self._buckets: dict[int, list[int]] = {}  # that wait for a unit, where nothing is learned
         for bucket, of_bucket in enumerate(units):
-            for unit in () if bucket in self._uncertain else of_bucket:
+            for unit in of_bucket:
                 self._buckets.setdefault(unit, []).append(bucket)
         self._all_missing = [len(of_bucket) for of_bucket in units]
         self._missing: list[int] = []  # units that each bucket waits for in this backward
@@ -92,13 +88,13 @@ class LaunchPlan:
         if not self._number or not self._done:
             return
         due: dict[End, list[int]] = {}
-        first_ends = {unit: index for index, (unit, count) in enumerate(self._ends) if count == 1}
+        last_ends = {unit: index for index, (unit, _) in enumerate(self._ends)}
         for bucket, arrival in enumerate(arrivals):
-            # Not before its units, whatever has come: what is frozen now may get a gradient one day. A unit that is
-            # not used may be, at the end of a backward that departs from the plan only there.
-            ends = [first_ends.get(unit, len(self._ends)) for unit in self._units[bucket]]
+            # Not before its units, whatever has come: what is frozen now, or an expert that no rank has used, may get a
+            # gradient one day. A unit that is not used may be, at the end of a backward that departs from the plan only
+            # there.
+            ends = [last_ends.get(unit, len(self._ends)) for unit in self._units[bucket]]
             last = max([arrival, *ends])
-            unknown = arrival < 0 and bucket in self._uncertain
-            if 0 <= last < len(self._ends) and not unknown:
+            if 0 <= last < len(self._ends):
                 due.setdefault(self._ends[last], []).append(bucket)
         self._learned[self._number] = due

@@ -22,7 +22,7 @@ from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, whole_numel
-from zerolite.zero.stage3.units import LeafRule, UnitPlan, plan_units, units_of_parameters
+from zerolite.zero.stage3.units import LeafRule, UnitPlan, is_released, plan_units, units_of_parameters
 
 
 @dataclass(frozen=True)
@@ -183,18 +183,19 @@ def _joined(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> lis
 
 def units_of_buckets(
     layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan]
-) -> tuple[list[set[int]], set[int]]:
-    """Return the units of each bucket made from :func:`bucket_groups`, and the buckets with parameters that stay whole
-    or that several units have: when their gradients are complete the units do not tell."""
+) -> list[set[int]]:
+    """Return the units of each bucket made from :func:`bucket_groups`. A parameter that stays whole has the units of
+    the modules that own it, or the root: a step may use it that the steps before have not."""
     units_of = units_of_parameters(plans)
-    units: list[set[int]] = []
-    uncertain: set[int] = set()
-    for bucket in layout.buckets:
-        found = [units_of.get(id(trained[slot.index]), []) for slot in bucket.slots]
-        units.append({having[0] for having in found if len(having) == 1})
-        if any(len(having) != 1 for having in found):
-            uncertain.add(bucket.index)
-    return units, uncertain
+    for index, plan in enumerate(plans):
+        for module in (plan.module, *plan.inside):
+            for parameter in module.parameters(recurse=False):
+                if not is_released(parameter):
+                    units_of.setdefault(id(parameter), []).append(index)
+    return [
+        {unit for slot in bucket.slots for unit in units_of.get(id(trained[slot.index]), [0])}
+        for bucket in layout.buckets
+    ]
 
 
 def make_whole(model: torch.nn.Module) -> None:
