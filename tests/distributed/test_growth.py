@@ -40,6 +40,10 @@ def settings(stage: str, optimizer: Optimizer, precision: str = "fp32", micros: 
 
 def change(model: Frozen, step: int, optimizer: Any, how: str) -> None:
     """Make the user's change before ``step``; the same to a plain model and its optimizer."""
+    if step == UNFREEZES - 1:
+        with torch.no_grad():
+            for parameter in model.sleepers():
+                parameter.mul_(0.75)
     if step == UNFREEZES:
         for parameter in model.sleepers():
             parameter.requires_grad_(True)

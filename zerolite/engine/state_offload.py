@@ -58,6 +58,8 @@ class StateOffload:
         self._pipeline.outcomes.settle()
         self._pipeline.wait_for_reductions()
         self._pipeline.written.take()
+        if self._coordinator is not None:
+            self._coordinator.collect_frozen_writes()
         parameters = list(self._parts.module.named_parameters()) if "lp_params" in kinds else []
         self._check_class(parameters)
         pin = pin_memory and self._parts.device.type == "cuda"

@@ -104,6 +104,8 @@ class UnfrozenParams:
         check_agreement(Description(described, orders=order), parts.comm, parts.device, _DIFFERENT)
         parts.pipeline.outcomes.settle()
         parts.param_gatherer.wait_all()
+        if parts.partitioned is not None:
+            parts.partitioned.coordinator.collect_frozen_writes()
         everything = [*parts.reducer.parameters, *parameters]
         layout = parts.buffer.layout.extended(parts.layout_of(parameters, names))
         parts.buffer.use(layout, everything)

@@ -391,6 +391,11 @@ class PartitionedParameterCoordinator:
         """Copy the user's writes into parameters that stay whole, which are alike on all ranks, into their shards."""
         self._whole.take_writes()
 
+    def collect_frozen_writes(self) -> None:
+        """The same for frozen ones, whose shards are read only when they are to be trained or to leave the device."""
+        frozen = [h for h in self.handles if h.persistent and h.index not in self._trained]
+        WholeParameters(self.group, frozen).take_writes()
+
     def plan_progress(self) -> tuple[int, bool]:
         """The number of the plan that uses follow and gradients come by, and whether it is done; (0, False) if none."""
         return (0, False) if self._used_outside else self.schedule.plan_progress
