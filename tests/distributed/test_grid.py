@@ -75,6 +75,7 @@ def flat(parameters: dict[str, Tensor], names: Any) -> Tensor:
 
 def trained(config: dict[str, Any], tied: bool) -> dict[str, Any]:
     engine = make_engine(config, tied=tied)
+    assert engine.gradient_accumulation_steps == config["gradient_accumulation_steps"]
     losses, norms = train(engine, STEPS)
     assert_ranks_agree(engine, losses, norms)
     assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)

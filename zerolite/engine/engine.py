@@ -637,7 +637,7 @@ class Engine:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self._accumulation.micro_batches
+        return self.config.gradient_accumulation_steps or 1
 
     @property
     def train_batch_size(self) -> int | None:
