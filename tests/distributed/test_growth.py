@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, Optimizer, config
+from tests.toolkit.faults import Warnings
 from tests.toolkit.growth import Frozen
 from tests.toolkit.partitioned import train as train_further
 from tests.toolkit.pipes import TiedGpt, batches_of, plain_loss, token_batch
@@ -181,6 +183,25 @@ def test_a_frozen_weight_that_two_stages_of_a_pipeline_share_is_unfrozen(zero: i
     wanted = dict(whole.named_parameters())
     for name, parameter in engine.module.named_parameters():
         torch.testing.assert_close(parameter, wanted[name], rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_checkpoint_with_states_of_what_is_frozen_here(tmp_path: Path) -> None:
+    """They are left, and rank 0 says so; those of a parameter that is unfrozen before it is loaded are taken."""
+    engine = zerolite.initialize(models.build(Frozen), settings("2", ADAMW))
+    engine.module.scale.requires_grad_(True)
+    train_further(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    for frozen in (True, False):
+        engine = zerolite.initialize(models.build(Frozen), settings("2", ADAMW))
+        engine.module.scale.requires_grad_(not frozen)
+        with Warnings() as warnings:
+            engine.load_checkpoint(tmp_path)
+        told = [text for text in warnings.messages if "optimizer states" in text]
+        assert len(told) == (frozen and engine.rank == 0)
+        assert all("1 parameters are frozen here" in text and "(scale)" in text for text in told)
+        if not frozen:
+            assert zerolite.get_full_optimizer_state(engine.module.scale, "step") == 2
 
 
 @pytest.mark.parametrize("stage", ["0", "2", "3"])

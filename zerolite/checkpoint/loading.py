@@ -69,6 +69,7 @@ class _Plan:
     Attributes:
         kinds: of the stored optimizer states; None to leave the engine's alone.
         groups: see :func:`match_groups`.
+        untrained: parameters whose stored states are left, because they are frozen here.
     """
 
     reader: CheckpointReader
@@ -77,6 +78,7 @@ class _Plan:
     buffers: list[str]
     kinds: Kinds | None
     groups: list[int | None]
+    untrained: list[str]
     scheduler_state: dict[str, Any] | None
     schedule_begins: bool  # the engine's schedule is not loaded, and begins anew
 
@@ -147,7 +149,7 @@ class Loader:
         trains = _trained_in_both(model.parameters, state.parameters, match)
         groups = self._match_groups(reader, state, model, trains)
         if request.load_module_only:
-            return _Plan(reader, state, match, buffers, None, groups, None, False)
+            return _Plan(reader, state, match, buffers, None, groups, [], None, False)
         kinds = None
         if request.load_optimizer_states:
             kinds = self._kinds(reader, state.optimizer)
@@ -157,7 +159,9 @@ class Loader:
         if state.loaders:
             loaders.check_state_dict(state.loaders)
         begins = scheduler is not None and schedule is None
-        return _Plan(reader, state, match, buffers, kinds, groups, schedule, begins)
+        updated = {name for names in (kinds or {}).values() for name in names}
+        untrained = [name for name, stored in match.names.items() if stored in updated and name not in trains]
+        return _Plan(reader, state, match, buffers, kinds, groups, untrained, schedule, begins)
 
     def _open(self, path: Path) -> CheckpointReader:
         if not path.is_dir():
@@ -357,6 +361,14 @@ class Loader:
                 "and other values",
                 _CALL,
                 ", ".join(kept),
+            )
+        if plan.untrained:
+            logger.warning(
+                "%s: %d parameters are frozen here and have optimizer states in the checkpoint, which are not loaded "
+                "(%s). To train them on, unfreeze them before load_checkpoint",
+                _CALL,
+                len(plan.untrained),
+                listed(plan.untrained),
             )
         about = plan.reader.manifest.about
         saved, here = about.grid.data, self._grid.data
