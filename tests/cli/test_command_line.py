@@ -96,7 +96,6 @@ def test_port_in_use(tmp_path: Path) -> None:
         check_mistake(run_command("--master-port", port, "train.py", cwd=tmp_path), f"--master-port {port}", "in use")
 
 
-@pytest.mark.slow
 def test_import_zerolite_adds_little_to_import_torch() -> None:
     """Counted in modules, over every public name: seconds depend on what else the machine does. Not counted is
     torch.distributed.checkpoint, with which torch 2.6 imports its compiler."""

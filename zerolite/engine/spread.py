@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerolite.comm import Communicator, Topology, stages_communicator
 from zerolite.diagnostics.agreement import Description, check_agreement
-from zerolite.pipe.prepare import Tie
 from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
@@ -22,6 +22,9 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import Across
 from zerolite.zero.layout import Fragment
+
+if TYPE_CHECKING:
+    from zerolite.pipe.prepare import Tie
 
 
 @dataclass(frozen=True)
