@@ -165,7 +165,7 @@ def test_every_rank_ends_with_the_same_diagnosis(
     for rank in answered:
         assert re.search(rf"ranks? ([0-9, -]|and)*\b{rank}\b", message)
     assert "Stack of rank" in message and "test_watchdog.py" in message
-    assert f"step {AT + 1}, in" in message
+    assert f"step {AT + 1}, in" in message, message
 
 
 @pytest.mark.slow
