@@ -81,8 +81,12 @@ def hooks_of(model: nn.Module) -> list[Any]:
 
 @case("`torch.save(copy.deepcopy(engine.module))`", ["plain", "watched"])
 def pickled_copy(run: Run, how: str) -> None:
-    checkpointed = {"wall_clock_breakdown": True, "activation_checkpointing": {"modules": ["Linear"]}}
-    run.start(more=checkpointed if how == "watched" else None)
+    watched = {
+        "wall_clock_breakdown": True,
+        "flops_profiler": {"enabled": True, "profile_step": 1},
+        "activation_checkpointing": {"modules": ["Linear"]},
+    }
+    run.start(more=watched if how == "watched" else None)
     run.train(1)
     twin = copy.deepcopy(run.module)
     assert how == "watched" or not hooks_of(twin), hooks_of(twin)

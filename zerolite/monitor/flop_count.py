@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerolite.monitor.flop_formulas import OperatorFlops
+from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.nested import Arguments, Function, Keywords, find_in_objects
 from zerolite.zero.stage3.partitioned_parameter import whole_numel
 
@@ -113,8 +114,8 @@ class FlopCount:
         for name, module in self._module.named_modules():
             if module is self._module or module in compiled:
                 continue
-            self._handles.append(module.register_forward_pre_hook(_hook(self.enter_module, name), prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave_forward, always_call=True))
+            self._handles.append(_Enter(self, name).install(module.register_forward_pre_hook, prepend=True))
+            self._handles.append(_Leave(self).install(module.register_forward_hook, always_call=True))
 
     def stop(self) -> None:
         """Stop counting and remove the hooks. May be called twice."""
@@ -164,9 +165,6 @@ class FlopCount:
         if self._counting():
             place = _Place(name, _current_graph_task(), True, _next_sequence_number())
             self._thread.places.append(place)
-
-    def _leave_forward(self, module: torch.nn.Module, args: object, outputs: object) -> None:
-        self.leave_module(module, outputs)
 
     def leave_module(self, module: torch.nn.Module, outputs: object) -> None:
         """Close a module after its forward; ``outputs`` is None if it raised."""
@@ -279,6 +277,24 @@ class _Counting(TorchDispatchMode):
         if flops:
             self.flops[self.count.here()] += flops
         return out
+
+
+class _Enter(WeakHook[FlopCount]):
+    def __init__(self, owner: FlopCount, name: str) -> None:
+        super().__init__(owner)
+        self._name = name
+
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
+        count = self.owner()
+        if count is not None:
+            count.enter_module(self._name)
+
+
+class _Leave(WeakHook[FlopCount]):
+    def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
+        count = self.owner()
+        if count is not None:
+            count.leave_module(module, outputs)
 
 
 def _hook(call: Callable[..., None], *args: str) -> Callable[..., None]:
