@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -220,6 +223,30 @@ def test_an_exception_inside_leaves_nothing(settings: str) -> None:
     if settings != "defaults":
         assert_partitioned(engine.module)
     train(engine, 2)
+
+
+@on_ranks(2)
+def test_other_memory_behind_parameters_that_stay_whole_is_copied_read_and_saved(tmp_path: Path) -> None:
+    """p.data = values, of one that is trained and of one that is frozen."""
+    wanted = {"first.bias": torch.full((13,), 5.0), "second.bias": torch.full((3,), 7.0)}
+
+    def start(zero: dict[str, int], changes: bool) -> Any:
+        model = models.build(models.Mlp)
+        model.second.bias.requires_grad_(False)
+        engine = zerolite.initialize(model, config(3, zero=zero))
+        for name, parameter in engine.module.named_parameters() if changes else ():
+            parameter.data = wanted.get(name, parameter.data).clone()
+        return engine
+
+    whole_biases = {"stage3_param_persistence_threshold": 13}
+    copied = dict(copy.deepcopy(start(whole_biases, True).module).named_parameters())
+    with zero.GatheredParameters(start(whole_biases, True).module) as gathered:
+        read = {handle.name: handle.parameter.clone() for handle in gathered._handles}
+    start(whole_biases, True).save_checkpoint(tmp_path)
+    loaded = start({}, False)
+    loaded.load_checkpoint(tmp_path)
+    for found in (copied, read, loaded.full_state_dict()):
+        assert_same({name: found[name] for name in wanted}, wanted)
 
 
 @on_ranks(2)

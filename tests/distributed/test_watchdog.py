@@ -69,6 +69,7 @@ def part(
         watchdog._EXITED_S = 1.0
     torch.manual_seed(0)
     model = Model()
+    evaluated = zerolite.initialize(Model(), {"train_batch_size": 6}) if how == "sleep" else None
     settings = config(stage, zero=PARTITIONED["moving"] if stage == 3 else None, optimizer=ADAMW)
     engine = zerolite.initialize(model, {**settings, "desync_timeout_s": timeout_s})
     odd = rank == ODD
@@ -113,7 +114,7 @@ def part(
                 time.sleep(FOR_EVER)
             zerolite.comm.HostGroup(engine.parts.comm, "after").gather("hello")
     found = {"steps": engine.global_steps, "raised": raised, "rank": rank}
-    del engine
+    del engine, evaluated
     return found
 
 

@@ -324,7 +324,7 @@ def _engine_on(frames: Sequence[FrameType], engines: Mapping[int, EngineView]) -
     """The number of the engine whose call is under way; 0 for none."""
     for frame in frames:
         owner = _owner(frame)
-        for number, engine in engines.items():
+        for number, engine in engines.items() if owner is not None else ():  # nor has every engine an optimizer
             if owner is engine or owner is engine.optimizer:
                 return number
     return 0

@@ -65,8 +65,11 @@ class WrittenValues:
                 self._outcomes.checks.forget(update=False)
 
     def take_all(self) -> None:
-        """The same, and masters follow what has been written into parameters in place, as they do in an update."""
+        """The same, and masters follow what has been written into parameters in place, as they do in an update. So do
+        the shards of frozen ones."""
         self.take()
+        if self._shards is not None:
+            self._shards.collect_frozen_writes()
         for bucket in () if self._update.unpublished else range(len(self._buffer.layout.buckets)):
             self._buffer.follow(bucket)
         self._buffer.placements.written_in_place()

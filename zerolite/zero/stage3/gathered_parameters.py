@@ -73,6 +73,7 @@ class GatheredParameters:
                     group.hold(of_group)
                     undo.callback(group.unhold, of_group)
                 for handle in self._handles:
+                    handle.bring_home()
                     handle.expose()  # the block may keep aliases of the values
                 if self._check:
                     self._saved = {id(handle): handle.full.clone() for handle in lasting}

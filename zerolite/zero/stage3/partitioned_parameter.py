@@ -290,7 +290,7 @@ class PartitionedParameter:
         whole = self.status is AVAILABLE
         self.group.gather([self])
         values = torch.empty_strided(self.shape, self.strides, dtype=self.full.dtype, device=self.full.device)
-        values.copy_(self.view)
+        values.copy_(parameter.data)  # which is other memory after ``p.data = values``
         if not whole:
             self.release()
         copied = torch.nn.Parameter(values, parameter.requires_grad)
