@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from zerolite.checkpoint.flat_ranges import empty_shard, split_evenly, whole
 from zerolite.checkpoint.manifest import About
-from zerolite.checkpoint.pieces import cut_evenly, empty_shard, whole
 from zerolite.checkpoint.planner import Shard
-from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.storage import Commit, write_checkpoint
+from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.utils.dtypes import BY_CODE, CODES
 
 Tensors = dict[str, torch.Tensor]
@@ -73,7 +73,7 @@ def make_checkpoint(path: Path, tensors: Tensors, parameters: dict[str, Any], bu
 
 def halves(key: str, tensor: torch.Tensor) -> list[Shard]:
     flat = [whole(key, tensor)]
-    return [shard for rank in range(2) for part in cut_evenly(flat, rank, 2) for shard in part.shards()]
+    return [shard for rank in range(2) for part in split_evenly(flat, rank, 2) for shard in part.shards()]
 
 
 def read_file(path: Path) -> tuple[dict[str, str], Tensors]:

@@ -15,11 +15,11 @@ import torch
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import complete_checkpoints, default_tag, find
+from zerolite.checkpoint.flat_ranges import empty_shard, whole
 from zerolite.checkpoint.manifest import About
-from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
+from zerolite.checkpoint.training_run import TrainingRun
 
 Operation = tuple[str, str]  # what is to happen, and the name of the file
 

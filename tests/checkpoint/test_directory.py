@@ -27,7 +27,7 @@ from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import MANIFEST, NoCheckpoint, check_tag, complete_checkpoints, find, locked
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import read_manifest
-from zerolite.checkpoint.run import TrainingRun, run_of_this_job
+from zerolite.checkpoint.training_run import TrainingRun, run_of_this_job
 
 
 @pytest.fixture

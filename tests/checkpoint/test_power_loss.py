@@ -23,7 +23,7 @@ from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import NoCheckpoint, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
-from zerolite.checkpoint.run import TrainingRun
+from zerolite.checkpoint.training_run import TrainingRun
 
 Save = Callable[[Path], Any]
 SCENARIOS: dict[str, tuple[Save, Save, set[int]]] = {

@@ -21,12 +21,12 @@ from zerolite.checkpoint.direct_write import BATCH_BYTES
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.filesystem import batches_of, write_file
-from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, whole
+from zerolite.checkpoint.flat_ranges import FlatRange, empty_shard, split_evenly, whole
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.reader import CheckpointReader, Target, part_of
-from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
 from zerolite.checkpoint.storage import Commit, write_checkpoint
+from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.utils.dtypes import CODES
 
 STATE: dict[str, Any] = {"optimizer": {"type": "AdamW", "groups": []}, "client_state": {}}
@@ -68,7 +68,7 @@ def test_ranges_of_permuted_memory_are_boxes_of_the_tensor(tmp_path: Path, order
     tensor = torch.randn([shape[dim] for dim in order]).permute(sorted(range(4), key=order.__getitem__))
     assert tuple(tensor.shape) == shape
     flat = whole("w", tensor)
-    shards = [shard for rank in range(ranks) for part in cut_evenly([flat], rank, ranks) for shard in part.shards()]
+    shards = [shard for rank in range(ranks) for part in split_evenly([flat], rank, ranks) for shard in part.shards()]
     reader = save(tmp_path, shards)
     assert torch.equal(reader.read("w"), tensor)
     contiguous = torch.zeros(60)
@@ -80,7 +80,7 @@ def test_even_parts_are_even_and_everything() -> None:
     tensors = [whole(str(i), torch.arange(n, dtype=dtype)) for i, (n, dtype) in enumerate(SIZES)]
     total = sum(t.values.numel() * t.values.element_size() for t in tensors)
     for world_size in range(1, 9):
-        parts = [list(cut_evenly(tensors, rank, world_size)) for rank in range(world_size)]
+        parts = [list(split_evenly(tensors, rank, world_size)) for rank in range(world_size)]
         for tensor in tensors:
             ranges = [(p.start, p.values.numel()) for part in parts for p in part if p.key == tensor.key]
             assert [start for start, _ in ranges] == [sum(n for _, n in ranges[:i]) for i in range(len(ranges))]

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from zerolite.comm import store_requests
-from zerolite.comm.rendezvous import meet
+from zerolite.comm.rendezvous import first_barrier
 from zerolite.comm.store_barrier import Patience
 
 WORLD = 24
@@ -56,7 +56,7 @@ def come(arrivals: dict[int, float], timeout_s: float) -> tuple[dict[int, str], 
         store = CountingStore(inner)
         time.sleep(after_s)
         try:
-            meet(store, rank, WORLD, timeout_s)
+            first_barrier(store, rank, WORLD, timeout_s)
             errors[rank] = ""
         except RuntimeError as error:
             errors[rank] = str(error)
@@ -87,7 +87,7 @@ def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(store_requests, "SILENT_S", 0.2)
     store, began = SilentStore(dist.HashStore()), time.monotonic()
     with pytest.raises(RuntimeError, match="init_distributed: rank 0 .*store of the rendezvous has not answered"):
-        meet(store, 0, 2, 60.0)
+        first_barrier(store, 0, 2, 60.0)
     assert time.monotonic() - began < 4.0
     store.over.set()
     for thread in threading.enumerate():

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.engine_parts import EngineParts
+from zerolite.checkpoint.engine_components import EngineComponents
 from zerolite.checkpoint.loading import Loader, LoadRequest
-from zerolite.checkpoint.run import run_of_this_job
 from zerolite.checkpoint.saving import Saver, SaveRequest, UserState
+from zerolite.checkpoint.training_run import run_of_this_job
 from zerolite.data.dataloader import Loaders
 from zerolite.utils.accelerator import collector_off
 from zerolite.zero.commands import Command
@@ -24,12 +24,12 @@ class Checkpointer:
     loaders: give and take the positions of the engine's loaders.
     """
 
-    def __init__(self, parts: EngineParts, loaders: Loaders) -> None:
-        self.parts = parts
+    def __init__(self, components: EngineComponents, loaders: Loaders) -> None:
+        self.components = components
         self._loaders = loaders
         run = run_of_this_job()
-        self._saver = Saver(parts, run)
-        self._loader = Loader(parts, run)
+        self._saver = Saver(components, run)
+        self._loader = Loader(components, run)
 
     def save(self, scheduler: object, client_state: Any, save_dir: Any, tag: str | None, *flags: Any) -> str:
         """See ``Engine.save_checkpoint``. flags: the other fields of :class:`SaveRequest`, in their order."""
@@ -40,7 +40,7 @@ class Checkpointer:
             return UserState(dict(client_state or {}), self._loaders.state_dict())
 
         request = SaveRequest(directory_of(save_dir, "save_dir"), tag, *map(bool, flags))
-        with self.parts.pipeline.commands(Command.SAVE), _undisturbed():
+        with self.components.pipeline.commands(Command.SAVE), _undisturbed():
             return self._saver.save(request, user, scheduler)
 
     def follow_save(self, scheduler: object) -> None:
@@ -51,7 +51,7 @@ class Checkpointer:
     def load(self, scheduler: Any, load_dir: Any, tag: str | None, *flags: Any) -> tuple[str | None, dict[str, Any]]:
         """See ``Engine.load_checkpoint``. flags: the other fields of :class:`LoadRequest`, in their order."""
         request = LoadRequest(directory_of(load_dir, "load_dir"), tag, *map(bool, flags))
-        with self.parts.pipeline.commands(Command.OTHER):
+        with self.components.pipeline.commands(Command.OTHER):
             self._saver.wait_for_all()
             with _undisturbed():
                 return self._loader.load(request, scheduler, self._loaders)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint.directory import NoCheckpoint, complete_checkpoints, find
-from zerolite.checkpoint.engine_parts import EngineParts, one_request
+from zerolite.checkpoint.engine_components import EngineComponents, one_request
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import INDEX, SavedGrid
 from zerolite.checkpoint.matching import (
@@ -28,7 +28,6 @@ from zerolite.checkpoint.matching import (
 from zerolite.checkpoint.model_state import OPTIMIZER, RANKS, Kinds
 from zerolite.checkpoint.random_state import load_random_state
 from zerolite.checkpoint.reader import CheckpointReader, Target
-from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.state import (
     GroupState,
     ModelFacts,
@@ -39,6 +38,7 @@ from zerolite.checkpoint.state import (
     check_hyperparameters,
     joined,
 )
+from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import RaiseTogether
 from zerolite.data.dataloader import Loaders
 from zerolite.zero.sharded_optimizer import KEPT
@@ -86,22 +86,22 @@ class _Plan:
 class Loader:
     """Loads checkpoints into one engine."""
 
-    def __init__(self, parts: EngineParts, run: TrainingRun) -> None:
-        self._parts = parts
+    def __init__(self, components: EngineComponents, run: TrainingRun) -> None:
+        self._components = components
         self._run = run
-        self._host = parts.host
+        self._host = components.host
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Loaders) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint; called on all ranks. Returns the checkpoint's directory and the client state; (None, {})
         if there is none and that is fine. Raises CheckpointError: until the tensors are read, before anything is
         changed."""
-        ranks = self._parts.meet(_CALL)
+        ranks = self._components.barrier(_CALL)
         one_request(_CALL, dict(enumerate(ranks.gather(lambda: request))))
         path = self._find(request, ranks)
         if path is None:
             return None, {}
         there = complete_checkpoints(path.parent) if self._host.rank == 0 else []
-        self._parts.register_unfrozen_params()
+        self._components.register_unfrozen_params()
         stages = self._stages(ranks)
         plan = ranks.run(lambda: self._plan(path, request, stages, scheduler, loaders))
         self._read(plan, ranks)
@@ -128,7 +128,7 @@ class Loader:
 
     def _stages(self, ranks: RaiseTogether) -> list[ModelFacts]:
         """Return the facts of a pipeline's stages; empty without one, where this rank's description needs no other."""
-        model = self._parts.model
+        model = self._components.model
         if model.topology.pipe.world_size == 1:
             return []
         describe = lambda: model.describe() if model.speaks_for_stage else None  # noqa: E731
@@ -139,11 +139,11 @@ class Loader:
     def _plan(
         self, path: Path, request: LoadRequest, stages: list[ModelFacts], scheduler: object, loaders: Loaders
     ) -> _Plan:
-        self._parts.pipeline.check_between_steps()
+        self._components.pipeline.check_between_steps()
         reader = self._open(path)
         state = reader.read_state(SavedState)
         reader.trust(lambda: state.check_shapes({key: stored.shape for key, stored in reader.tensors.items()}))
-        model = joined(stages or [self._parts.model.describe()])
+        model = joined(stages or [self._components.model.describe()])
         match = self._match(reader, state, model, request.load_module_strict)
         buffers = self._buffers(state.buffers, model, request.load_module_strict)
         trains = _trained_in_both(model.parameters, state.parameters, match)
@@ -153,7 +153,7 @@ class Loader:
         kinds = None
         if request.load_optimizer_states:
             kinds = self._kinds(reader, state.optimizer)
-            if kinds and self._parts.model.optimizer.method.state_names is None:
+            if kinds and self._components.model.optimizer.method.state_names is None:
                 self._check_flags(model, groups, trains, state.optimizer.groups)
         schedule = _schedule(state, scheduler, groups) if request.load_lr_scheduler_states else None
         if state.loaders:
@@ -192,13 +192,13 @@ class Loader:
         """Raise CheckpointError for values of other types."""
         saved = state.optimizer.groups
         groups = match_groups(model.groups, saved, trains)
-        for group, index in zip(self._parts.model.optimizer.param_groups, groups, strict=True):
+        for group, index in zip(self._components.model.optimizer.param_groups, groups, strict=True):
             if index is not None:
                 reader.trust(functools.partial(check_hyperparameters, group, saved[index].values))
         return groups
 
     def _buffers(self, stored: Mapping[str, TensorFacts], model: ModelFacts, strict: bool) -> list[str]:
-        here, everywhere = self._parts.model.named_buffers(), model.buffers
+        here, everywhere = self._components.model.named_buffers(), model.buffers
         if strict:
             missing = [name for name in everywhere if name not in stored]
             check_complete("buffer", missing, [name for name in stored if name not in everywhere])
@@ -219,7 +219,7 @@ class Loader:
             if key.startswith(OPTIMIZER):
                 kind, _, name = key.removeprefix(OPTIMIZER).partition("/")
                 kinds.setdefault(kind, {})[name] = (stored.shape, stored.dtype)
-        optimizer = self._parts.model.optimizer
+        optimizer = self._components.model.optimizer
         expected = optimizer.method.state_names
         saved, here = stored_optimizer.type, type(optimizer.inner).__name__
         other = _family(saved) != _family(here)
@@ -244,7 +244,9 @@ class Loader:
     ) -> None:
         """Groups that keep their own values need the states that these choose. Stored groups count if states of theirs
         are loaded into one."""
-        for group, names, index in zip(self._parts.model.optimizer.param_groups, model.groups, matched, strict=True):
+        for group, names, index in zip(
+            self._components.model.optimizer.param_groups, model.groups, matched, strict=True
+        ):
             members = {trains[name] for name in names if name in trains}
             for number, of in enumerate(stored if index is None else ()):
                 flag = next((flag for flag in _FLAGS if bool(of.values.get(flag)) != bool(group.get(flag))), None)
@@ -260,18 +262,18 @@ class Loader:
     @torch.no_grad()
     def _read(self, plan: _Plan, ranks: RaiseTogether) -> None:
         """Parameters, buffers and states. Called on all ranks."""
-        parts, reader = self._parts, plan.reader
-        parts.pipeline.outcomes.settle()
-        parts.pipeline.zero_grad()
-        parts.pipeline.written.take_all()
-        targets = list(parts.model.targets(plan.match.names))
+        components, reader = self._components, plan.reader
+        components.pipeline.outcomes.settle()
+        components.pipeline.zero_grad()
+        components.pipeline.written.take_all()
+        targets = list(components.model.targets(plan.match.names))
         targets += self._buffer_targets(plan)
 
         def make_room() -> None:
             self._update_groups(plan)
             if plan.kinds is not None:
                 scalars = plan.state.optimizer.scalars
-                targets.extend(parts.model.state_targets(plan.match.names, plan.kinds, scalars))
+                targets.extend(components.model.state_targets(plan.match.names, plan.kinds, scalars))
 
         def fetch() -> None:
             try:
@@ -285,15 +287,15 @@ class Loader:
 
         ranks.run(lambda: reader.trust(make_room))
         ranks.run(fetch)
-        parts.model.after_loading(plan.match.names)
-        parts.pipeline.publish()
-        parts.pipeline.on_weights_replaced()
-        ranks.run(lambda: parts.model.load_extra_state(plan.state.extra))
+        components.model.after_loading(plan.match.names)
+        components.pipeline.publish()
+        components.pipeline.on_weights_replaced()
+        ranks.run(lambda: components.model.load_extra_state(plan.state.extra))
 
     def _update_groups(self, plan: _Plan) -> None:
         """Hyperparameters; where only the schedule is loaded, what it goes on from."""
         saved = plan.state.optimizer.groups
-        for group, index in zip(self._parts.model.optimizer.param_groups, plan.groups, strict=True):
+        for group, index in zip(self._components.model.optimizer.param_groups, plan.groups, strict=True):
             if index is None:
                 continue
             values = saved[index].values
@@ -308,26 +310,26 @@ class Loader:
         stored = plan.reader.tensors
         same = plan.reader.manifest.about.grid == self._grid
         targets = []
-        for target in self._parts.model.buffer_targets(plan.buffers):
+        for target in self._components.model.buffer_targets(plan.buffers):
             own = f"{RANKS}{self._host.rank}/{target.key}"
             targets.append(Target(own if same and own in stored else target.key, target.box, target.place))
         return targets
 
     def _resume(self, plan: _Plan, scheduler: Any, loaders: Loaders) -> None:
         """Everything that is not a tensor of the model or the optimizer."""
-        parts, state = self._parts, plan.state
-        parts.pipeline.load_state_dict({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
+        components, state = self._components, plan.state
+        components.pipeline.load_state_dict({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
         if plan.scheduler_state is not None:
             scheduler.load_state_dict(plan.scheduler_state)
         if state.loaders:
             loaders.load_state_dict(state.loaders)
         key = f"{RANKS}{self._rank_there(plan.reader.manifest.about.grid)}/random"
         if key in plan.reader.tensors:
-            load_random_state(plan.reader.read(key), parts.device)
+            load_random_state(plan.reader.read(key), components.device)
 
     @property
     def _grid(self) -> SavedGrid:
-        return SavedGrid.of(self._parts.model.topology)
+        return SavedGrid.of(self._components.model.topology)
 
     def _rank_there(self, saved: SavedGrid) -> int:
         """The rank whose random numbers this one goes on with; one that was not there if there is none. Where ranks
@@ -335,7 +337,7 @@ class Loader:
         elements."""
         if saved == self._grid:
             return self._host.rank
-        data = self._parts.model.comm.rank
+        data = self._components.model.comm.rank
         return data * saved.tensor if data < saved.data else saved.ranks
 
     def _report(self, plan: _Plan, request: LoadRequest) -> None:
@@ -372,7 +374,7 @@ class Loader:
             )
         about = plan.reader.manifest.about
         saved, here = about.grid.data, self._grid.data
-        changed = changed_batch(about.config, saved, self._parts.config.train_batch_size, here)
+        changed = changed_batch(about.config, saved, self._components.config.train_batch_size, here)
         if changed is not None and not request.load_module_only:
             logger.warning("%s: %s", _CALL, changed)
         if saved < here and not request.load_module_only:

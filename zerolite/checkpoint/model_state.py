@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.flat_ranges import FlatRange, boxes_in_full_tensor, empty_shard, split_evenly, whole
 from zerolite.checkpoint.names import clean
-from zerolite.checkpoint.pieces import FlatRange, cut_evenly, empty_shard, in_full, whole
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.reader import Target
 from zerolite.checkpoint.safetensors import dtype_name
@@ -206,7 +206,7 @@ class ModelState:
             elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 sharded.append(replace(part, values=handle.own_part()) if handle.status is AVAILABLE else part)
         shards = [shard for part in sharded for shard in part.shards()]
-        for part in cut_evenly(everywhere, self.comm.rank, self.comm.world_size):
+        for part in split_evenly(everywhere, self.comm.rank, self.comm.world_size):
             shards += part.shards()
         trained = self.index_of()
         for name, parameter in self.named_parameters().items():
@@ -353,7 +353,7 @@ def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def _targets_of(key: str, place: torch.Tensor, cut: ShardSpec | None) -> Iterator[Target]:
     everything = ((0,) * place.dim(), tuple(place.shape))
-    for box, part in in_full(everything, place, cut):
+    for box, part in boxes_in_full_tensor(everything, place, cut):
         yield Target(key, box, part)
 
 

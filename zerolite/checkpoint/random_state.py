@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint import plain
+from zerolite.checkpoint import json_codec
 
 
 def save_random_state(device: torch.device) -> torch.Tensor:
@@ -20,7 +20,7 @@ def save_random_state(device: torch.device) -> torch.Tensor:
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [kind, keys.tolist(), *rest]
-    text = json.dumps(plain.encode(state, "random state", []), separators=(",", ":")).encode()
+    text = json.dumps(json_codec.encode(state, "random state", []), separators=(",", ":")).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
@@ -28,7 +28,7 @@ def load_random_state(saved: torch.Tensor, device: torch.device) -> None:
     """Inverse of :func:`save_random_state`; what is not there stays as it is. Raises ValueError, before anything is
     changed, for what it did not write."""
     try:
-        state = plain.decode(json.loads(bytes(saved.tolist())), _no_tensor)
+        state = json_codec.decode(json.loads(bytes(saved.tolist())), _no_tensor)
         _try(state, device)
     except Exception as error:  # of four libraries
         raise ValueError(f"expected the states of random number generators, got others ({error})") from error

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerolite.checkpoint import filesystem, plain
+from zerolite.checkpoint import filesystem, json_codec
 from zerolite.checkpoint.boxes import Box, BoxIndex
 from zerolite.checkpoint.directory import complete_checkpoints
 from zerolite.checkpoint.errors import CheckpointError
@@ -74,7 +74,7 @@ class CheckpointReader:
         """Stored state beside the model's and the optimizer's tensors."""
         content = self.content(STATE)
         with self._damaged_state():
-            decoded = plain.decode(json.loads(content), self._client_tensor)
+            decoded = json_codec.decode(json.loads(content), self._client_tensor)
             if not isinstance(decoded, dict):
                 raise ValueError(f"expected an object, found a {type(decoded).__name__}")
         return decoded

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint import plain
+from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import check_tag, default_tag
-from zerolite.checkpoint.engine_parts import EngineParts, one_request
+from zerolite.checkpoint.engine_components import EngineComponents, one_request
 from zerolite.checkpoint.errors import CheckpointError
+from zerolite.checkpoint.flat_ranges import empty_shard, whole
 from zerolite.checkpoint.manifest import About, SavedGrid, count_parameters, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS
-from zerolite.checkpoint.pieces import empty_shard, whole
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.random_state import save_random_state
-from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.safetensors import as_bytes
 from zerolite.checkpoint.state import ModelFacts, joined
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
+from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import keep_track
 from zerolite.utils.dtypes import CODES
 from zerolite.utils.pinned_memory import host_memory
@@ -75,10 +75,10 @@ class _Offer:
 class Saver:
     """Saves one engine's checkpoints, one at a time."""
 
-    def __init__(self, parts: EngineParts, run: TrainingRun) -> None:
-        self._parts = parts
+    def __init__(self, components: EngineComponents, run: TrainingRun) -> None:
+        self._components = components
         self._run = run
-        self._host = parts.host
+        self._host = components.host
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._told = False  # that nothing is saved in the background
         self._running: threading.Thread | None = None
@@ -89,8 +89,8 @@ class Saver:
         """Save a checkpoint; called on all ranks; ``request`` and ``user`` are None on those that have finished their
         batches. Returns the checkpoint's directory."""
         self.wait_for_all()
-        ranks = self._parts.meet(_CALL)
-        self._parts.register_unfrozen_params()
+        ranks = self._components.barrier(_CALL)
+        self._components.register_unfrozen_params()
         own: list[UserState] = []
 
         def offer() -> _Offer:
@@ -98,19 +98,19 @@ class Saver:
                 if request.tag is not None:
                     check_tag(request.tag)
                 own.append(user())
-                plain.encode(own[0].client_state, "client_state", [])
+                json_codec.encode(own[0].client_state, "client_state", [])
             return self._offer(request)
 
         offers = ranks.gather(offer)
         requests = {rank: of_rank.request for rank, of_rank in enumerate(offers) if of_rank.request is not None}
         agreed: SaveRequest = one_request(_CALL, requests)
-        self._parts.pipeline.check_ranks()
+        self._components.pipeline.check_ranks()
         source = min(requests)
         users = own[0] if own else None
         if source:  # a rank that goes on while the first one has finished
             users = self._host.broadcast(users, source)
         save_dir = Path(agreed.save_dir)
-        tag = agreed.tag or default_tag(self._parts.pipeline.outcomes.global_steps)
+        tag = agreed.tag or default_tag(self._components.pipeline.outcomes.global_steps)
         in_background = agreed.async_save and not self._offloads_to_disk()
 
         def collect() -> Callable[[], None]:
@@ -134,7 +134,7 @@ class Saver:
     def _offloads_to_disk(self) -> bool:
         """True if offload keeps states on disk, so that host memory may be too small for a copy of
         everything. Says so, once."""
-        found = self._parts.model.buffer.placements.on_disk
+        found = self._components.model.buffer.placements.on_disk
         if found and not self._told and self._host.rank == 0:
             logger.warning(
                 "%s: async_save copies what is saved into the host's memory first, and offload keeps states of this "
@@ -148,7 +148,7 @@ class Saver:
 
     def nbytes(self) -> int:
         """Bytes of parameters, masters and states that this rank writes."""
-        return sum(shard.nbytes for shard in self._parts.model.shards(exclude_frozen=False, with_scalars=False)[0])
+        return sum(shard.nbytes for shard in self._components.model.shards(exclude_frozen=False, with_scalars=False)[0])
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, has ended. Raises what went wrong with it, once."""
@@ -218,31 +218,31 @@ class Saver:
     # ---------------------------------------------------------------- what is saved
 
     def _offer(self, request: SaveRequest | None) -> _Offer:
-        parts = self._parts
-        parts.pipeline.check_between_steps()
-        parts.pipeline.check_whole()
-        if parts.pipeline.accumulating and self._host.rank == 0:
+        components = self._components
+        components.pipeline.check_between_steps()
+        components.pipeline.check_whole()
+        if components.pipeline.accumulating and self._host.rank == 0:
             logger.warning(
                 "%s: called in the middle of a gradient accumulation. Training goes on as if it had not been, but a "
                 "checkpoint holds no gradients: a job that continues from it begins the accumulation anew, without the "
                 "micro-batches since the last step. Save when engine.step() has returned True to lose none",
                 _CALL,
             )
-        parts.pipeline.written.take_all()
-        buffers = {name: _checksum(buffer) for name, buffer in parts.model.named_buffers().items()}
-        return _Offer(request, buffers, self._facts() if parts.model.speaks_for_stage else None)
+        components.pipeline.written.take_all()
+        buffers = {name: _checksum(buffer) for name, buffer in components.model.named_buffers().items()}
+        return _Offer(request, buffers, self._facts() if components.model.speaks_for_stage else None)
 
     def _facts(self) -> ModelFacts:
-        return replace(self._parts.model.describe(), extra=self._parts.model.extra_state())
+        return replace(self._components.model.describe(), extra=self._components.model.extra_state())
 
     def _shards(self, offers: Sequence[_Offer], exclude_frozen: bool) -> tuple[list[Shard], Scalars]:
         """Return the model's tensors that this rank writes, its random state, and states that are one number."""
-        self._parts.pipeline.outcomes.settle()
-        model = self._parts.model
+        self._components.pipeline.outcomes.settle()
+        model = self._components.model
         stages = [offer.stage for offer in offers if offer.stage is not None]
         earlier = stages[: model.topology.pipe.rank]
         shards, scalars = model.shards(exclude_frozen, {name for stage in earlier for name in stage.parameters})
-        random = save_random_state(self._parts.device)
+        random = save_random_state(self._components.device)
         shards += whole(f"{RANKS}{self._host.rank}/random", random).shards()
         return shards + self._buffers([offer.buffers for offer in offers]), scalars
 
@@ -250,7 +250,7 @@ class Saver:
         """Written by the first rank that has them, and by those that have other values. checksums: of each rank."""
         rank = self._host.rank
         shards: list[Shard] = []
-        for name, buffer in self._parts.model.named_buffers().items():
+        for name, buffer in self._components.model.named_buffers().items():
             first = next(place for place, of_rank in enumerate(checksums) if name in of_rank)
             if not buffer.numel():
                 shards.append(empty_shard(BUFFERS + name, buffer.shape, buffer.dtype))
@@ -266,19 +266,21 @@ class Saver:
         """Return what the rank that commits needs, and the user's tensors, which it writes."""
         model = joined([offer.stage for offer in offers if offer.stage is not None] or [self._facts()])
         tensors: list[torch.Tensor] = []
-        state = {key: plain.encode(value, key, tensors) for key, value in self._state(model, user, scheduler).items()}
+        state = {
+            key: json_codec.encode(value, key, tensors) for key, value in self._state(model, user, scheduler).items()
+        }
         shards: list[Shard] = []
         for index, tensor in enumerate(tensors):
             key = f"{CLIENT}{index}"
             shards += whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
         about = self._about(tag, agreed, model)
-        settings = self._parts.config.checkpoint
+        settings = self._components.config.checkpoint
         commit = Commit(save_dir, about, state, self._run, agreed.save_latest, settings.keep_last, settings.overwrite)
         return commit, shards
 
     def _state(self, model: ModelFacts, user: UserState, scheduler: Any) -> dict[str, object]:
         """The content of state.json, not yet encoded. model: the whole one."""
-        optimizer = self._parts.model.optimizer
+        optimizer = self._components.model.optimizer
         groups = [
             {"names": names, "values": {key: value for key, value in group.items() if key not in KEPT}}
             for names, group in zip(model.groups, optimizer.param_groups, strict=True)
@@ -287,7 +289,7 @@ class Saver:
         if scheduler is not None:
             schedule = {"type": type(scheduler).__name__, "state": scheduler.state_dict()}
         return {
-            **self._parts.pipeline.state_dict(),
+            **self._components.pipeline.state_dict(),
             "parameters": {name: entry.model_dump() for name, entry in model.parameters.items()},
             "buffers": {name: entry.model_dump() for name, entry in model.buffers.items()},
             "extra": model.extra,
@@ -298,19 +300,19 @@ class Saver:
         }
 
     def _about(self, tag: str, agreed: SaveRequest, described: ModelFacts) -> About:
-        parts, model = self._parts, self._parts.model
+        components, model = self._components, self._components.model
         layout = model.buffer.layout
         return About(
             tag=tag,
             saved_at=now(),
-            global_steps=parts.pipeline.outcomes.global_steps,
+            global_steps=components.pipeline.outcomes.global_steps,
             world_size=self._host.world_size,
-            stage=parts.config.zero_optimization.chosen_stage,
+            stage=components.config.zero_optimization.chosen_stage,
             precision={
                 "compute": ", ".join(sorted({entry.dtype for entry in described.parameters.values()})),
                 "master": ", ".join(sorted({CODES[master.dtype] for master in model.buffer.master})),
             },
-            config=parts.config.model_dump(mode="json"),
+            config=components.config.model_dump(mode="json"),
             versions=library_versions(),
             parameters=count_parameters(described.parameters),
             layout={

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zerolite.checkpoint import directory, filesystem, plain
+from zerolite.checkpoint import directory, filesystem, json_codec
 from zerolite.checkpoint.checksums import BlockChecksums, entry_of
 from zerolite.checkpoint.directory import MANIFEST, newest_complete
 from zerolite.checkpoint.errors import CheckpointError
@@ -34,8 +34,8 @@ from zerolite.checkpoint.manifest import (
     index_to_json,
 )
 from zerolite.checkpoint.planner import Scalars, Shard, ShardSavePlanner
-from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
+from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import read_objects_without_numpy
 
 
@@ -156,7 +156,7 @@ class _CheckpointWriter(StorageWriter):
         files = {result.storage_data.file: result.storage_data.entry for of_rank in results for result in of_rank}
         for name, entry in sorted(files.items()):
             _check_size(path / name, entry.bytes)
-        scalars = plain.encode(metadata.planner_data, "optimizer states", [])
+        scalars = json_codec.encode(metadata.planner_data, "optimizer states", [])
         state = {**commit.state, "optimizer": {**commit.state["optimizer"], "scalars": scalars}}
         contents = {
             INDEX: index_to_json(_index(metadata, results)),

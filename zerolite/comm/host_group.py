@@ -61,7 +61,7 @@ class HostGroup:
         """True if there is one process, or the group has not been destroyed."""
         return self._alone or dist.is_initialized()
 
-    def meet(self, timeout_s: float, what: str) -> None:
+    def barrier(self, timeout_s: float, what: str) -> None:
         """Wait until all ranks are here. Raises RuntimeError on all that are after ``timeout_s`` seconds, which says
         who is missing from ``what``. It goes through the store of the rendezvous, where a missing rank hinders
         no other. A rank that comes when the others have given up, or has left out a call of theirs, waits for them at

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from zerolite.comm.environment import Rendezvous, find_local_rank, read_environment
 from zerolite.comm.flight_recorder import blocked
-from zerolite.comm.rendezvous import meet, open_store
+from zerolite.comm.rendezvous import first_barrier, open_store
 from zerolite.utils.accelerator import default_device, machine, make_current
 from zerolite.utils.listening import is_loopback, loopback_interface
 from zerolite.utils.network import GLOO_VARIABLE, interface_towards
@@ -255,7 +255,7 @@ def _start_from_environment(backend: str, rank: int | None, world_size: int | No
 
 def _start(backend: str, init_method: str, rank: int, world_size: int, timeout: timedelta) -> None:
     store = open_store(init_method, rank, world_size, timeout)
-    meet(store, rank, world_size, timeout.total_seconds())
+    first_barrier(store, rank, world_size, timeout.total_seconds())
     _keep_gloo_here(urlparse(init_method).hostname, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

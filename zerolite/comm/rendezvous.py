@@ -108,7 +108,9 @@ def _refusal(host: str, port: int, left_s: float) -> str | None:
 # ------------------------------------------------------------------ the first barrier
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float, what: str = "init_distributed") -> None:
+def first_barrier(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float, what: str = "init_distributed"
+) -> None:
     """Wait until all ranks are here.
 
     Raises RuntimeError on all that have come: after ``timeout_s`` seconds, with those who have not; at once, if two

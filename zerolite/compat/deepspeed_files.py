@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.compat.inert_pickle import Inert, load_inert
+from zerolite.compat.safe_unpickle import StubObject, load_safely
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -161,7 +161,7 @@ def _by_rank(path: Path, names: list[str]) -> dict[int, Path]:
 
 
 def _load(path: Path, verify: bool) -> Loaded:
-    content = load_inert(path, verify)
+    content = load_safely(path, verify)
     if not isinstance(content, dict):
         raise CheckpointError(f"'{path}': expected a dict, got {type(content).__name__}")
     return Loaded(path, content)
@@ -225,4 +225,4 @@ def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
 
 def _number(value: object) -> Any:
     """Read the number of an enumeration's member, which is pickled as the class and the number."""
-    return value.arguments[0] if isinstance(value, Inert) and len(value.arguments) == 1 else value
+    return value.arguments[0] if isinstance(value, StubObject) and len(value.arguments) == 1 else value

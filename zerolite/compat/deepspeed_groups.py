@@ -12,7 +12,7 @@ import torch
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.compat.deepspeed_files import Files, Loaded
 from zerolite.compat.deepspeed_layout import Pieces, equal_partitions, sliced_parameters
-from zerolite.compat.inert_pickle import Inert
+from zerolite.compat.safe_unpickle import StubObject
 
 
 @dataclass(frozen=True)
@@ -147,4 +147,4 @@ def as_count(state: str, number: Any) -> Any:
 def described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    return value.name if isinstance(value, Inert) else type(value).__name__
+    return value.name if isinstance(value, StubObject) else type(value).__name__

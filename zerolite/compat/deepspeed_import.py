@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from zerolite.checkpoint import plain
+from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import MANIFEST, check_tag
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import About, count_parameters, library_versions
 from zerolite.checkpoint.planner import Shard
-from zerolite.checkpoint.run import TrainingRun
 from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
+from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 
 DESCRIPTION = """\
@@ -57,7 +57,7 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
         logger.warning("import-deepspeed: '%s': left out: %s", imported.directory, text)
     tensors: list[torch.Tensor] = []
     scalars = imported.state["optimizer"].pop("scalars")
-    state = {key: plain.encode(value, key, tensors) for key, value in imported.state.items()}
+    state = {key: json_codec.encode(value, key, tensors) for key, value in imported.state.items()}
     shards = [_shard(*tensor) for tensor in imported.tensors]
     shards += [_shard(f"client_state/{i}", tuple(t.shape), t.dtype, t) for i, t in enumerate(tensors)]
     commit = Commit(out, _about(imported), state, TrainingRun())  # imported ones name no run: any may replace them

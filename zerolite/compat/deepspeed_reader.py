@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerolite.checkpoint import plain
+from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.names import clean
 from zerolite.compat.deepspeed_files import Files, find_tag, read_files
@@ -25,7 +25,7 @@ from zerolite.compat.deepspeed_groups import (
     read_groups,
 )
 from zerolite.compat.deepspeed_layout import slices
-from zerolite.compat.inert_pickle import Inert
+from zerolite.compat.safe_unpickle import StubObject
 from zerolite.utils.dtypes import CODES
 
 # What DeepSpeed writes beside the client's own entries in a file of model states.
@@ -150,9 +150,9 @@ class _Importer:
             kept = {key: self._plain(item, f"{where}[{key!r}]") for key, item in value.items()}
             return {key: item for key, item in kept.items() if item is not _NOTHING}
         try:
-            plain.encode(value, where, [])
+            json_codec.encode(value, where, [])
         except TypeError:
-            more = "" if isinstance(value, Inert) else " that holds other objects"
+            more = "" if isinstance(value, StubObject) else " that holds other objects"
             self.left_out.append(f"{where}, a {described(value)}{more}")
             return _NOTHING
         return value
@@ -294,7 +294,7 @@ class _Importer:
         if not any(value.dtype == torch.float16 for name, value in self.module.items() if name in self.trained):
             return None
         saved = self.files.optimizer[0].content["optimizer_state_dict"].get("loss_scaler")
-        fields = saved.fields if isinstance(saved, Inert) else {}
+        fields = saved.fields if isinstance(saved, StubObject) else {}
         if not isinstance(fields.get("cur_scale"), (int, float)):
             self.left_out.append("the loss scale, which is not saved in a known way")
             return None

@@ -19,7 +19,7 @@ from zerolite.access.pending_gradients import PendingGradients
 from zerolite.access.sharded_grad import ShardedGradient
 from zerolite.activation_checkpointing import Attached, attach
 from zerolite.checkpoint.checkpointer import Checkpointer
-from zerolite.checkpoint.engine_parts import EngineParts
+from zerolite.checkpoint.engine_components import EngineComponents
 from zerolite.checkpoint.model_state import ModelState
 from zerolite.comm import (
     Communicator,
@@ -279,7 +279,7 @@ class Assembly:
             parameter_access=access,
             pending_gradients=PendingGradients(pipeline, self.reducer, self.comm, self.device, access.whole, refusal),
             checkpointer=checkpointer,
-            full_state=FullState(self.param_gatherer, self.precision, checkpointer.parts, access),
+            full_state=FullState(self.param_gatherer, self.precision, checkpointer.components, access),
             monitor=monitoring.monitor,
             step_log=monitoring.log if monitoring.monitor.enabled else None,
             comms_logger=monitoring.comms_logger,
@@ -508,7 +508,7 @@ class Assembly:
         self.sharded.connect(pipeline, unfrozen.add_group, schedule.settle, step)
         tensors = ModelState(self.model, self.buffer, self.sharded, self.comm, self.topology)
         host = HostGroup(self.topology.world, "checkpoint")
-        return Checkpointer(EngineParts(tensors, pipeline, self.config, self.device, host, register), loaders)
+        return Checkpointer(EngineComponents(tensors, pipeline, self.config, self.device, host, register), loaders)
 
     def layout_of(self, parameters: Parameters, names: dict[int, str]) -> PartitionLayout:
         """Make the layout of parameters that are trained from now on."""

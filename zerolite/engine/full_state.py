@@ -15,7 +15,7 @@ import torch
 
 from zerolite.access.parameter_access import ParameterAccess
 from zerolite.checkpoint.checkpointer import directory_of
-from zerolite.checkpoint.engine_parts import EngineParts
+from zerolite.checkpoint.engine_components import EngineComponents
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import ModelFile, ModelWriter, exported_dtype, plan_files
 from zerolite.checkpoint.matching import listed
@@ -114,11 +114,11 @@ class FullState:
     on all ranks."""
 
     def __init__(
-        self, param_gatherer: ParamGatherer, precision: Precision, parts: EngineParts, access: ParameterAccess
+        self, param_gatherer: ParamGatherer, precision: Precision, components: EngineComponents, access: ParameterAccess
     ) -> None:
         self._param_gatherer, self._precision, self._access = param_gatherer, precision, access
-        self._states, self._pipeline, self._device = parts.model, parts.pipeline, parts.device
-        self._topology = parts.model.topology
+        self._states, self._pipeline, self._device = components.model, components.pipeline, components.device
+        self._topology = components.model.topology
 
     @torch.no_grad()
     def get(self, rank0_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:

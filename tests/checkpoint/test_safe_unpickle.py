@@ -16,7 +16,7 @@ import torch
 from tests.checkpoint.deepspeed_fakes import example
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.compat.deepspeed_reader import read_deepspeed
-from zerolite.compat.inert_pickle import load_inert
+from zerolite.compat.safe_unpickle import load_safely
 
 
 class Command:
@@ -63,10 +63,10 @@ def test_bare_pickles_and_containers_of_other_classes_are_refused(tmp_path: Path
 
     torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="bare pickle.*would need unpickling"):
-        load_inert(tmp_path / "old.pt")
+        load_safely(tmp_path / "old.pt")
     torch.save(defaultdict(list, {1: 2}), tmp_path / "default.pt")
     with pytest.raises(CheckpointError, match="would need unpickling.*defaultdict"):
-        load_inert(tmp_path / "default.pt")
+        load_safely(tmp_path / "default.pt")
 
 
 class Declared:
@@ -84,7 +84,7 @@ def test_what_other_code_has_declared_safe_is_not_run_and_stays_declared(tmp_pat
     torch.save(value, tmp_path / "declared.pt")
     with torch.serialization.safe_globals([Declared]):
         before = set(torch.serialization.get_safe_globals())
-        assert load_inert(tmp_path / "declared.pt").fields == {"x": 1}
+        assert load_safely(tmp_path / "declared.pt").fields == {"x": 1}
         assert Declared.calls == 0 and set(torch.serialization.get_safe_globals()) == before
         torch.load(tmp_path / "declared.pt", weights_only=True)
         assert Declared.calls == 1

@@ -1,9 +1,9 @@
 """Safe reader of ``torch.save`` files: classes of other programs are read as data and no code runs.
 
-A pickle is a program: it names functions and has them called. torch's ``weights_only`` reader calls none but the few
-that make tensors, and fails at every other name. Here each other name stands for an :class:`Inert`: a class of ours
-that keeps what it is given and does nothing. So an enumeration's member or a scaler's fields can be looked at, and a
-command hidden in the file is a value like any other.
+A pickle is a program: it names functions and has them called. torch's ``weights_only`` reader calls only the few that
+make tensors, and fails at every other name. Here every other name stands for a :class:`StubObject`, which stores its
+arguments and runs nothing. So the fields of an unknown object can be read, and a command hidden in the file is a value
+like any other.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from torch.serialization import (
 from zerolite.checkpoint.errors import CheckpointError
 
 
-class Inert:
-    """Stand-in for an object of a class, or the result of a function, that is not called.
+class StubObject:
+    """Stand-in for an object whose class is not imported, or for the result of a function that is not called.
 
-    Args:
-        arguments: what it would have been called with.
-        state: what it would have been given afterwards, or None.
+    Attributes:
+        name: "module.class" of the object that it stands for.
+        arguments: arguments of the constructor or function.
+        state: state that the pickle would have set afterwards, or None.
     """
 
-    name = ""  # "module.class" of what it stands for
+    name = ""
 
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> Inert:
+    def __new__(cls, *arguments: Any) -> StubObject:
         self = object.__new__(cls)
         self.arguments, self.state = arguments, None
         return self
@@ -60,20 +61,22 @@ class Inert:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes of an ordinary object; {} of others."""
+        """Attributes of an ordinary object; an empty dict for an object without a dict as its state."""
         return self.state if isinstance(self.state, dict) else {}
 
 
-def _stand_in(name: str) -> type[Inert]:
-    """A class under the given full name: torch finds the classes that a file may use by theirs."""
+def _stand_in(name: str) -> type[StubObject]:
+    """Return a class with the given full name: torch finds the classes that a file may use by their names."""
     module, _, last = name.rpartition(".")
-    return type(last, (Inert,), {"__module__": module, "__qualname__": last, "name": name})
+    return type(last, (StubObject,), {"__module__": module, "__qualname__": last, "name": name})
 
 
 @contextlib.contextmanager
 def _nothing_declared_safe() -> Iterator[None]:
-    """Ignore what other code of this process has told torch to unpickle, and torch itself for its distributed tensors.
-    Not for several threads at a time: the declarations are the process's."""
+    """Ignore the classes that other code of this process, or torch for its distributed tensors, has declared safe.
+
+    The declarations belong to the process: do not use this in several threads at a time.
+    """
     declared = get_safe_globals()
     clear_safe_globals()
     try:
@@ -83,12 +86,16 @@ def _nothing_declared_safe() -> Iterator[None]:
         add_safe_globals(declared)
 
 
-def load_inert(path: Path, verify: bool = False) -> Any:
-    """Load a file, with tensors on the CPU and mapped: their bytes are read when they are used, and the file must stay.
-    Objects of classes other than torch's and plain ones are :class:`Inert`. verify: read the file to its end first, and
-    compare it with its own checksums.
+def load_safely(path: Path, verify: bool = False) -> Any:
+    """Load a file with its tensors on the CPU, mapped: bytes are read when they are used, so the file must stay.
 
-    Raises CheckpointError for a file that cannot be read in this way.
+    Objects of classes other than torch's and Python's plain ones become :class:`StubObject`.
+
+    Args:
+        verify: read the file to its end first, and compare it with its own checksums.
+
+    Raises:
+        CheckpointError: the file cannot be read in this way.
     """
     _check_archive(path)
     if verify:
@@ -99,13 +106,15 @@ def load_inert(path: Path, verify: bool = False) -> Any:
             with safe_globals([_stand_in(name) for name in get_unsafe_globals_in_checkpoint(path)]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        reason = str(error.__context__ or error).splitlines()[0].strip(" .")  # torch wraps it in much advice
+        # torch wraps the reason in several lines of advice about weights_only; its first line says which name was
+        # refused.
+        reason = str(error.__context__ or error).splitlines()[0].strip(" .")
         raise CheckpointError(
             f"'{path}' would need unpickling, which lets a file run any command, and zerolite does not do that "
             f"({reason}). Load it with the program that wrote it, and save it again with nothing in it but plain data "
             f"and tensors."
         ) from error
-    except Exception as error:  # a damaged program fails in any way
+    except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointError(
             f"'{path}' is damaged: expected a file of torch.save, but reading it fails with {type(error).__name__}: "
             f"{(str(error) or 'no message').splitlines()[0]}"
@@ -121,6 +130,7 @@ def _check_archive(path: Path) -> None:
             start = file.read(4)
     except OSError as error:
         raise CheckpointError(f"'{path}' cannot be read: {error.strerror}") from error
+    # b"\x80" is the first opcode (PROTO) of every binary pickle.
     if start[:1] == b"\x80":
         raise CheckpointError(
             f"'{path}' is a bare pickle, torch's format before 1.6, and would need unpickling, which lets a file run "

@@ -16,7 +16,7 @@ from zerolite.zero.step import StepPipeline
 
 
 @dataclass(frozen=True)
-class EngineParts:
+class EngineComponents:
     """Components of one engine.
 
     Attributes:
@@ -30,13 +30,13 @@ class EngineParts:
     host: HostGroup
     register_unfrozen_params: Callable[[], None]
 
-    def meet(self, call: str) -> RaiseTogether:
+    def barrier(self, call: str) -> RaiseTogether:
         """Wait until all ranks are here. Returns what raises the error of one rank on all of them, as CheckpointError.
 
         Raises CheckpointError after checkpoint.timeout_s seconds, naming the ranks that are missing.
         """
         try:
-            self.host.meet(self.config.checkpoint.timeout_s, call)
+            self.host.barrier(self.config.checkpoint.timeout_s, call)
         except RuntimeError as error:
             raise CheckpointError(str(error)) from error
         return RaiseTogether(self.host, call, CheckpointError, same=CheckpointError)

@@ -34,7 +34,7 @@ class FlatRange:
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """The boxes of the range in the full tensor, and views of their values."""
         for box, view in self._boxes_here():
-            yield from in_full(box, view, self.cut)
+            yield from boxes_in_full_tensor(box, view, self.cut)
 
     def _boxes_here(self) -> Iterator[tuple[Box, torch.Tensor]]:
         order = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
@@ -56,7 +56,7 @@ class FlatRange:
             yield Target(self.key, box, view)
 
 
-def in_full(box: Box, values: torch.Tensor, cut: ShardSpec | None) -> Iterator[tuple[Box, torch.Tensor]]:
+def boxes_in_full_tensor(box: Box, values: torch.Tensor, cut: ShardSpec | None) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of a part as boxes of the full tensor, with views of their ``values``; padding is left out."""
     if cut is None:
         yield box, values
@@ -76,7 +76,7 @@ def whole(key: str, tensor: torch.Tensor, cut: ShardSpec | None = None) -> FlatR
     return FlatRange(key, tuple(tensor.shape), strides, 0, flattened(tensor, strides), cut)
 
 
-def cut_evenly(tensors: Sequence[FlatRange], rank: int, world_size: int) -> Iterator[FlatRange]:
+def split_evenly(tensors: Sequence[FlatRange], rank: int, world_size: int) -> Iterator[FlatRange]:
     """Yield the ranges that ``rank`` writes of tensors that every rank has whole: all of them in a row, cut into equal
     numbers of bytes. Given the same tensors in the same order on all ranks, the parts are everything."""
     total = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors)

@@ -15,13 +15,13 @@ import numpy
 import pytest
 import torch
 
-from zerolite.checkpoint import plain
+from zerolite.checkpoint import json_codec
 
 
 def through_json(value: Any) -> Any:
     tensors: list[torch.Tensor] = []
-    encoded = plain.encode(value, "client_state", tensors)
-    return plain.decode(json.loads(json.dumps(encoded)), tensors.__getitem__)
+    encoded = json_codec.encode(value, "client_state", tensors)
+    return json_codec.decode(json.loads(json.dumps(encoded)), tensors.__getitem__)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
 def test_what_is_not_plain_is_refused_with_its_place(name: str) -> None:
     value, words = REFUSED[name]
     with pytest.raises(TypeError) as raised:
-        plain.encode(value, "client_state", [])
+        json_codec.encode(value, "client_state", [])
     assert all(word in str(raised.value) for word in words), raised.value
 
 
@@ -152,7 +152,7 @@ def test_what_contains_itself_is_refused(cls: type) -> None:
     value: Any = cls()
     value.append(value) if cls is list else value.update(a=value)
     with pytest.raises(TypeError, match="does it contain itself"):
-        plain.encode(value, "client_state", [])
+        json_codec.encode(value, "client_state", [])
 
 
 def execute(*ignored: Any) -> None:
@@ -179,7 +179,7 @@ def test_crafted_json_is_refused(value: Any) -> None:
         return torch.zeros(1)
 
     with pytest.raises((ValueError, RuntimeError)):
-        plain.decode(value, tensor)
+        json_codec.decode(value, tensor)
 
 
 def test_nothing_of_a_pickle_is_looked_at() -> None:
@@ -190,4 +190,4 @@ def test_nothing_of_a_pickle_is_looked_at() -> None:
     content = pickle.dumps(Thing)
     assert through_json({"$bytes": content}) == {"$bytes": content}
     with pytest.raises(TypeError, match="Evil"):
-        plain.encode(Evil(), "client_state", [])
+        json_codec.encode(Evil(), "client_state", [])
