@@ -21,7 +21,7 @@ from tests.toolkit.pool import Pools, WorkerDied
 from tests.toolkit.ranks import on_ranks
 from zerolite.comm import flight_recorder
 from zerolite.diagnostics import watchdog
-from zerolite.diagnostics.position import WATCHDOG
+from zerolite.diagnostics.stack_report import WATCHDOG_THREAD
 from zerolite.diagnostics.watchdog import EXIT_STATUS
 from zerolite.utils import failure_record
 
@@ -245,8 +245,8 @@ def test_a_step_costs_one_small_write_beside_the_main_thread() -> None:
     written = [key for name, key, _ in calls if name == "set"]
     assert 1 <= len(written) <= 6 and all(key.startswith("beat/") for key in written)
     assert {name for name, _, _ in calls} == {"set", "has"}  # and one look for questions, per period
-    assert {thread for _, _, thread in calls} == {WATCHDOG}
-    assert len([thread for thread in threading.enumerate() if thread.name == WATCHDOG]) == 1
+    assert {thread for _, _, thread in calls} == {WATCHDOG_THREAD}
+    assert len([thread for thread in threading.enumerate() if thread.name == WATCHDOG_THREAD]) == 1
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_sigusr1_prints_the_position_of_a_rank_that_waits() -> None:
         sys.stderr = real
     with os.fdopen(read) as file:
         said = file.read()
-    where = r"zerolite: SIGUSR1: rank 0 stands in step 1, in engine\.backward\(\)( of engine [0-9]+)?, at "
+    where = r"zerolite: SIGUSR1: rank 0 is in step 1, in engine\.backward\(\)( of engine [0-9]+)?, at "
     assert rank or (re.search(where, said) and "waits for" in said and "a stack" in said), said
 
 

@@ -1,17 +1,17 @@
-"""From positions to one message."""
+"""From reports to one message."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from zerolite.diagnostics.diagnosis import Absent, diagnose, first_difference
-from zerolite.diagnostics.position import Position
+from zerolite.diagnostics.stack_report import StackReport
 
 NAME = "gathers of parameters"
 
 
-def at(rank: int, **fields: object) -> Position:
-    base = Position(
+def at(rank: int, **fields: object) -> StackReport:
+    base = StackReport(
         rank=rank,
         host=f"host{rank}",
         process=100 + rank,
@@ -38,16 +38,16 @@ def test_the_first_difference_is_the_first_even_if_ranks_remember_other_lengths(
     long = [(number, f"c{number}") for number in range(60, 98)] + [(98, "other"), (99, "c99")]
     (parted,) = first_difference([at(0, collectives={NAME: short}), at(1, collectives={NAME: long})])
     assert parted.sentence == (
-        f"They parted at collective number 98 of the {NAME}: rank 0: c98; rank 1: other (the one before, c97, was the "
+        f"They diverge at collective number 98 of the {NAME}: rank 0: c98; rank 1: other (the one before, c97, was the "
         "same)."
     )
 
 
 def test_what_has_not_come_yet_is_no_entry() -> None:
     ahead, behind = [(1, "c1"), (2, "c2")], [(1, "c1")]
-    positions = [at(0, collectives={NAME: ahead}), at(1, collectives={NAME: behind}), at(2, collectives={NAME: ahead})]
+    reports = [at(0, collectives={NAME: ahead}), at(1, collectives={NAME: behind}), at(2, collectives={NAME: ahead})]
     assert "number 2 of the gathers of parameters: ranks 0 and 2: c2; rank 1: nothing so far" in diagnose(
-        "", positions, {}
+        "", reports, {}
     )
 
 
@@ -55,7 +55,10 @@ def test_equal_sequences_and_uses_of_different_steps_have_no_difference() -> Non
     same = {NAME: [(1, "c1"), (2, "c2")]}
     assert first_difference([at(0, collectives=same), at(1, collectives=same)]) == []
     assert first_difference([at(0), at(1)]) == []
-    one, other = at(0, uses=[(1, "'a' entered")], schedule_step=7), at(1, uses=[(1, "'b' entered")], schedule_step=8)
+    one, other = (
+        at(0, executions=[(1, "'a' entered")], schedule_step=7),
+        at(1, executions=[(1, "'b' entered")], schedule_step=8),
+    )
     assert first_difference([one, other]) == []
     assert "leaf_modules" not in diagnose("Why.", [one, other], {})
 
@@ -63,8 +66,8 @@ def test_equal_sequences_and_uses_of_different_steps_have_no_difference() -> Non
 def test_different_modules_are_a_branch() -> None:
     before = [(1, "'in' entered"), (2, "'in' left")]
     one, other = [*before, (3, "'left' entered")], [*before, (3, "'right' entered")]
-    text = diagnose("Why.", [at(0, uses=one), at(1, uses=other), at(2, uses=one)], {})
-    assert "use of a module number 3 in this step: ranks 0 and 2: 'left' entered; rank 1: 'right' entered" in text
+    text = diagnose("Why.", [at(0, executions=one), at(1, executions=other), at(2, executions=one)], {})
+    assert "module execution number 3 in this step: ranks 0 and 2: 'left' entered; rank 1: 'right' entered" in text
     assert "a branch that depends on the rank" in text and "'left' and 'right'" in text and "leaf_modules" in text
 
 

@@ -1,7 +1,7 @@
 """Comparison between ranks during training: the scalars that updates use, and replicated weights.
 
-The numbers travel as a hash in the step's statistics. The weights are hashed on the device every so many steps. Either
-way the ranks gather what they hold, in order to name it, only once they know that it differs.
+The scalars are compared as a hash in the step's statistics. The weights are hashed on the device every few steps. Only
+when a hash differs do the ranks gather their values, to name the difference.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from zerolite.comm import Topology
 from zerolite.comm.initial_sync import combined_hash, content_hash
 from zerolite.comm.ranks import list_of
-from zerolite.diagnostics.agreement import Description, plain_text, raise_differences
+from zerolite.diagnostics.rank_comparison import Description, describe_value, raise_differences
 from zerolite.utils.accelerator import HostRead
 from zerolite.zero.buffer import ParameterBuffer, PartitionedParameterBuffer
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
-_HASH = 1 << 52  # two of them add without rounding in float64
-_EXACT = 1 << 24  # integers below are exact in fp32
+_HASH = 1 << 52  # hashes are smaller, so that two of them add without rounding in float64
+_EXACT = 1 << 24  # integers below this are exact in fp32
 _OFF = 'set "consistency_check_interval" to 0 to compare nothing'
 _ALIKE = (
     "Change them alike on all ranks: give a schedule to zerolite.initialize, and ReduceLROnPlateau a loss that all "
@@ -40,15 +40,15 @@ _WRITTEN = (
 
 @dataclass(frozen=True)
 class UpdateNumbers:
-    """The numbers that one update uses beside gradients and states.
+    """Scalars that one update uses beside gradients and states.
 
     Attributes:
-        step: updates before it.
+        step: updates before this one.
         groups: of each param group, the values that the optimizer reads, by key.
-        divisor: of the summed gradient (the loss scale, less what a partial accumulation lacks).
+        divisor: of the summed gradient (the loss scale, adjusted for a partial accumulation).
         max_norm: for clipping, 0 for none.
-        gathers: a hash of what stage 3 has gathered so far. A rank that has run other modules than the rest has
-            exchanged other parameters than they believe, without a word from NCCL.
+        gathers: hash of everything that stage 3 has gathered so far. NCCL does not notice if one rank runs other
+            modules and so exchanges other parameters.
     """
 
     step: int
@@ -58,8 +58,11 @@ class UpdateNumbers:
     gathers: int = 0
 
     def fingerprint(self) -> tuple[int, list[torch.Tensor]]:
-        """A hash below 2^52 of what the host knows, and the tensors on a device that belong to it. Floats count as the
-        fp32 numbers that kernels use: schedules may differ in the last bit of a double between two C libraries."""
+        """Return a hash below 2^52 of the values on the host, and the tensors on a device that belong to it.
+
+        Floats are hashed as fp32, which the kernels use: a schedule may differ in the last bit of a double between two
+        C libraries.
+        """
         numbers, texts = array("f", (self.divisor, self.max_norm)), [f"{self.step},{self.gathers}"]
         tensors: list[torch.Tensor] = []
         for group in self.groups:
@@ -70,17 +73,17 @@ class UpdateNumbers:
         return int.from_bytes(digest, "big") % _HASH, tensors
 
     def describe(self) -> Description:
-        """The same in words."""
+        """Return the same numbers as a description."""
         found = Description({"the step": {"number": str(self.step + 1)}})
         found.items["what stage 3 has gathered"] = {"a hash": f"{self.gathers & (1 << 64) - 1:016x}"}
         found.items["the update"] = {"a gradient divisor of": repr(self.divisor), "a max_norm of": repr(self.max_norm)}
         for number, group in enumerate(self.groups):
-            found.items[f"param group {number}"] = {key: plain_text(value) for key, value in group.items()}
+            found.items[f"param group {number}"] = {key: describe_value(value) for key, value in group.items()}
         return found
 
 
 def numbers_of(groups: Sequence[Mapping[str, object]], keys: Sequence[str]) -> tuple[dict[str, Any], ...]:
-    """The values of ``keys`` in each group, kept as they are now."""
+    """Return copies of the values of ``keys`` in each group."""
     return tuple({key: _kept(group[key]) for key in keys if key in group} for group in groups)
 
 
@@ -93,13 +96,14 @@ def _kept(value: object) -> object:
 def _note(value: Any, numbers: array[float], texts: list[str], tensors: list[torch.Tensor]) -> None:
     kind = type(value)
     if kind is float or ((kind is int or kind is bool) and abs(value) < _EXACT):
+        # "n" marks the place of a number, so that (1.0, None) and (None, 1.0) have different hashes.
         numbers.append(value)
-        texts.append("n")  # keeps (1.0, None) apart from (None, 1.0)
+        texts.append("n")
     elif kind is tuple:
         for item in value:
             _note(item, numbers, texts, tensors)
     elif not isinstance(value, torch.Tensor):
-        texts.append(plain_text(value))
+        texts.append(describe_value(value))
     elif type(value) is torch.Tensor and value.device.type == "cpu":
         for item in value.reshape(-1).tolist():
             _note(item, numbers, texts, tensors)
@@ -109,18 +113,22 @@ def _note(value: Any, numbers: array[float], texts: list[str], tensors: list[tor
 
 @dataclass(frozen=True)
 class SharedWeight:
-    """A tensor that all data-parallel ranks hold; parts: views of it by parameter."""
+    """A tensor that all data-parallel ranks hold.
+
+    Attributes:
+        tensor: the flat tensor.
+        parts: views of it by parameter name.
+    """
 
     tensor: torch.Tensor
     parts: dict[str, torch.Tensor]
 
 
 def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer) -> Iterator[SharedWeight]:
-    """The weights that all data-parallel ranks hold between two steps: full buckets, frozen parameters, and at stage 3
-    the parameters that stay whole.
+    """Yield the weights that all data-parallel ranks hold between two steps.
 
-    The model's buffers are not among them. Those that are sent take rank 0's values before each forward and are each
-    rank's own after it, as those that are not sent are.
+    These are full buckets, frozen parameters, and at stage 3 the parameters that stay whole. The model's buffers are
+    not compared: they may differ between ranks after a forward, as with DDP.
     """
     if not isinstance(buffer, PartitionedParameterBuffer):
         for bucket, flat in zip(buffer.layout.buckets, buffer.compute, strict=True):
@@ -133,8 +141,11 @@ def shared_weights(model: torch.nn.Module, buffer: ParameterBuffer) -> Iterator[
 
 
 class ConsistencyCheck:
-    """Compares numbers in every step and weights every ``interval`` steps; see the module. All methods are called on
-    all ranks, except :meth:`note`, which each rank calls when it reads the statistics."""
+    """Compares scalars in every step and weights every ``interval`` steps.
+
+    All methods are called on all ranks at the same place, except :meth:`note`, which each rank calls when it reads the
+    statistics.
+    """
 
     def __init__(
         self,
@@ -144,7 +155,11 @@ class ConsistencyCheck:
         interval: int,
         late: bool,
     ) -> None:
-        """late: the outcome of a comparison of weights is read in the next step, when the device has it."""
+        """Args:
+        weights: gives the weights to compare, see :func:`shared_weights`.
+        interval: updates from one comparison of weights to the next.
+        late: read the outcome of a comparison in the next step, so that the host does not wait for the device.
+        """
         self._topology = topology
         self._device = device
         self._weights = weights
@@ -152,37 +167,43 @@ class ConsistencyCheck:
         self._late = late
         self._updates = 0
         self.numbers: UpdateNumbers | None = None  # of the latest update
-        self._differing: UpdateNumbers | None = None  # as the statistics have shown
-        self._compared: _Comparison | None = None  # whose outcome has not been read
+        self._differing: UpdateNumbers | None = None  # numbers that the statistics have shown to differ
+        self._compared: _Comparison | None = None  # a comparison whose outcome has not been read
 
     # ---------------------------------------------------------------- numbers
 
     @property
     def size(self) -> int:
-        """Values in the statistics: one for each rank."""
+        """Number of values in the statistics: one for each rank."""
         return self._topology.world.world_size
 
     def write(self, values: torch.Tensor) -> None:
-        """Put this rank's hash into ``values`` [size], zeros, which are summed over all ranks. The host does not wait
-        for the device."""
+        """Put this rank's hash into ``values``.
+
+        The host does not wait for the device.
+
+        Args:
+            values: zeros of shape [size]; they are summed over all ranks, so that each rank then has all hashes.
+        """
         if self.numbers is None:
             return
         number, tensors = self.numbers.fingerprint()
         own = values[self._topology.world.rank]
         own.fill_(number)
-        if tensors:  # a learning rate that only the device knows
+        if tensors:  # such as a learning rate in a CUDA tensor (capturable optimizers)
             own += (combined_hash([content_hash(t, self._device) for t in tensors], self._device) % _HASH).double()
 
     def note(self, values: torch.Tensor, numbers: UpdateNumbers) -> None:
-        """Keep what the ranks' hashes of ``numbers`` have shown. Raising is left to :meth:`act`: when a rank reads the
-        statistics is its own affair, and naming the difference takes a collective."""
+        """Remember if the ranks' hashes of ``numbers`` differ. :meth:`act` raises.
+
+        Each rank reads the statistics at its own time, but to name the difference takes a collective on all ranks.
+        """
         of_stage = values.view(self._topology.pipe.world_size, -1)  # a stage may have param groups of its own
         if bool((of_stage != of_stage[:, :1]).any()):
             self._differing = numbers
 
     def forget(self) -> None:
-        """Drop the differences between ranks, which do not matter any more: all have loaded the same. Called on all
-        ranks."""
+        """Forget differences, because all ranks have loaded the same values. Called on all ranks."""
         self._differing = self._compared = None
 
     def act(self) -> None:
@@ -195,22 +216,25 @@ class ConsistencyCheck:
     # ---------------------------------------------------------------- weights
 
     def before_update(self, numbers: UpdateNumbers) -> None:
-        """Compare the ranks before an update: called in the same place of every step, with the numbers of the coming
-        update, when parameters are those of the step before. Raises RuntimeError on all ranks if weights differ."""
+        """Compare the ranks before an update: at the same place of every step, with the numbers of the coming update.
+
+        Parameters are those of the step before. Raises RuntimeError on all ranks if weights differ.
+        """
         self._finish()
         self.numbers = numbers
-        self._updates += 1  # calls, which are the same on all ranks; a counter that is loaded might not be
+        # This counts calls, which all ranks make alike. The engine's step counter is loaded from checkpoints.
+        self._updates += 1
         if self._updates % self._interval == 0:
             self._compared = _Comparison(self._weights(), self._topology, self._device)
             if not self._late:
                 self._finish()
 
     def use(self, numbers: UpdateNumbers) -> None:
-        """Let the next :meth:`write` be of ``numbers``."""
+        """Use ``numbers`` in the next :meth:`write`."""
         self.numbers = numbers
 
     def compare_weights(self) -> None:
-        """Compare the weights now. Raises RuntimeError on all ranks."""
+        """Compare the weights now. Raises RuntimeError on all ranks if they differ."""
         self._finish()
         self._compared = _Comparison(self._weights(), self._topology, self._device)
         self._finish()
@@ -229,10 +253,12 @@ class _Comparison:
         self._weights = list(weights)
         self._hashes = [content_hash(weight.tensor, device) for weight in self._weights]
         whole = combined_hash(self._hashes, device).reshape(1)
+        # One maximum of h and ~h: ~ reverses the order of integers, so ~max(~h) is the minimum, without overflow at the
+        # ends.
         extremes = torch.cat([whole, ~whole])
         topology.data.all_reduce_max(extremes, tag="consistency")
         different = (extremes[:1] != ~extremes[1:]).long()
-        if not topology.trivial:  # all parts of the model stop together
+        if not topology.trivial:  # the ranks with other parts of the model must raise too
             topology.model.all_reduce_max(different, tag="consistency")
         self._different = HostRead(different)
 
@@ -240,8 +266,10 @@ class _Comparison:
         return bool(self._different.get().item())
 
     def describe(self) -> Description:
-        """The same by parameter as they are now, and as they were when they were compared: a step later they may be
-        equal again, when the owner's values have reached all ranks."""
+        """Describe the weights as they are now, and as they were when they were compared.
+
+        A step later they may be equal again, because the all-gather has overwritten the copies with the owner's values.
+        """
         found = Description()
         for weight in self._weights:
             for name, part in weight.parts.items():

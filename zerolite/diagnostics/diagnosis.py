@@ -1,4 +1,4 @@
-"""Diagnosis of a hang from the positions of all ranks: divergence, likely cause and remedy."""
+"""Diagnosis of a hang from the reports of all ranks: where they diverge, the likely cause, and what to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zerolite.comm.ranks import list_of, name_ranks
-from zerolite.diagnostics.last_words import EXITED
-from zerolite.diagnostics.position import AMONG, Entries, Position
+from zerolite.diagnostics.exit_messages import EXITED
+from zerolite.diagnostics.stack_report import AMONG, Entries, StackReport
 
-_STACKS = 6  # different ones that are printed
+_STACKS = 6  # different stacks in one message
+_EXECUTION = "module execution"
 _TORCH_CALL = re.compile(r'distributed_c10d\.py", line \d+, in ([a-z]\w*)')
+# Calls of an ordinary training loop, which every rank is expected to make.
 _LOOP = {
     "",
     "the forward",
@@ -27,48 +29,54 @@ _LOOP = {
 
 @dataclass(frozen=True)
 class Absent:
-    """A rank that does not report its position.
+    """A rank that does not answer.
 
     Attributes:
-        ended: how it has left, such as "ended normally after step 10", or "" if it has said nothing.
-        last: its last sign of life, such as "in step 12, 40 s ago".
+        ended: how its process ended, such as "ended normally after step 10"; "" if it left no message.
+        last: when it was last seen, such as "in step 12, 40 s ago"; "" if it was never seen.
     """
 
     ended: str = ""
     last: str = ""
 
 
-class Parting(NamedTuple):
-    """The first use or collective in which ranks differ. said: the ranks that have each one there, "" for none yet."""
+class Divergence(NamedTuple):
+    """The first module execution or collective in which ranks differ.
+
+    Attributes:
+        said: ranks by their entry at this number; the entry "" means that a rank has not come so far.
+        of_modules: True for a module execution, False for a collective.
+        sentence: the same for the message.
+    """
 
     said: Mapping[str, Sequence[int]]
     of_modules: bool
     sentence: str
 
 
-def diagnose(reason: str, positions: Sequence[Position], absent: Mapping[int, Absent]) -> str:
-    """Return the message that ends a job whose ranks have parted.
+def diagnose(reason: str, reports: Sequence[StackReport], absent: Mapping[int, Absent]) -> str:
+    """Return the message that ends a job whose ranks have diverged.
 
     Args:
-        reason: the sentence to begin with.
-        positions: by rank, of those that have answered.
-        absent: the others.
+        reason: first sentence of the message.
+        reports: reports of the ranks that have answered, by rank.
+        absent: all other ranks.
     """
-    parted = first_difference(positions)
-    cause, remedy = _cause(positions, absent, parted)
-    parts = [reason, "Where the ranks are:\n" + _table(positions, absent), "\n".join(one.sentence for one in parted)]
-    parts += [f"Likely cause: {cause}", f"What to do: {remedy}", _stacks(positions)]
+    divergences = first_difference(reports)
+    cause, remedy = _cause(reports, absent, divergences)
+    parts = [reason, "Where the ranks are:\n" + _table(reports, absent), "\n".join(one.sentence for one in divergences)]
+    parts += [f"Likely cause: {cause}", f"What to do: {remedy}", _stacks(reports)]
     return "\n\n".join(part for part in parts if part)
 
 
 # -------------------------------------------------------------------- who is where
 
 
-def _table(positions: Sequence[Position], absent: Mapping[int, Absent]) -> str:
+def _table(reports: Sequence[StackReport], absent: Mapping[int, Absent]) -> str:
     lines: dict[str, list[int]] = {}
-    for position in positions:
-        waits = f"; waits for {position.waits_for}" if position.waits_for else "; waits for no rank"
-        lines.setdefault(position.place() + waits, []).append(position.rank)
+    for report in reports:
+        waits = f"; waits for {report.waits_for}" if report.waits_for else "; waits for no rank"
+        lines.setdefault(report.summary() + waits, []).append(report.rank)
     for rank, known in absent.items():
         said = known.ended or (
             f"no answer, last seen {known.last}: dead, or stuck outside of Python"
@@ -76,7 +84,7 @@ def _table(positions: Sequence[Position], absent: Mapping[int, Absent]) -> str:
             else "no answer, and no step so far: dead, stuck outside of Python, or not yet in zerolite.initialize()"
         )
         lines.setdefault(said, []).append(rank)
-    hosts = {position.rank: f"host {position.host}, process {position.process}" for position in positions}
+    hosts = {report.rank: f"host {report.host}, process {report.process}" for report in reports}
     told = []
     for line, ranks in sorted(lines.items(), key=lambda item: item[1]):
         host = f" ({hosts[ranks[0]]})" if len(ranks) == 1 and ranks[0] in hosts else ""
@@ -84,26 +92,35 @@ def _table(positions: Sequence[Position], absent: Mapping[int, Absent]) -> str:
     return "\n".join(told)
 
 
-# -------------------------------------------------------------------- where they parted
+# -------------------------------------------------------------------- where they diverge
 
 
-def first_difference(positions: Sequence[Position]) -> list[Parting]:
-    """The first use of a module in which the ranks differ, or else the first collective of each communicator, among
-    those that they remember."""
-    if len({position.schedule_step for position in positions}) == 1:
-        uses = _parting({p.rank: p.uses for p in positions}, "use of a module", "in this step")
-        if uses:
-            return uses
+def first_difference(reports: Sequence[StackReport]) -> list[Divergence]:
+    """Return the first module execution in which the ranks differ; without one, the first collective of each
+    communicator.
+
+    Only the entries that the ranks still remember are compared.
+    """
+    # Module executions are numbered within a step, so they can be compared only if all ranks are in the same one.
+    if len({report.schedule_step for report in reports}) == 1:
+        executions = _first_divergence({r.rank: r.executions for r in reports}, _EXECUTION, "in this step")
+        if executions:
+            return executions
     found = []
-    for name in dict.fromkeys(name for position in positions for name in position.collectives):
-        members = [p for p in positions if name in p.collectives or AMONG not in name]
-        found += _parting({p.rank: p.collectives.get(name, []) for p in members}, "collective", f"of the {name}")
+    for name in dict.fromkeys(name for report in reports for name in report.collectives):
+        members = [r for r in reports if name in r.collectives or AMONG not in name]
+        latest = {r.rank: r.collectives.get(name, []) for r in members}
+        found += _first_divergence(latest, "collective", f"of the {name}")
     return found
 
 
-def _parting(of_rank: Mapping[int, Entries], what: str, where: str) -> list[Parting]:
-    """Find where the sequences part: entries with the same number that differ, or that some ranks do not have yet."""
+def _first_divergence(of_rank: Mapping[int, Entries], what: str, where: str) -> list[Divergence]:
+    """Compare entries of the same number: return the first that differ, or that some ranks do not have yet.
+
+    The list has one item, or none if all ranks agree.
+    """
     known = {rank: dict(entries) for rank, entries in of_rank.items()}
+    # Each rank remembers only its latest entries: start at the first number that all of them still have.
     first = max((min(entries, default=1) for entries in known.values()), default=1)
     last = max((max(entries, default=0) for entries in known.values()), default=0)
     for number in range(first, last + 1):
@@ -114,34 +131,37 @@ def _parting(of_rank: Mapping[int, Entries], what: str, where: str) -> list[Part
             told = "; ".join(f"{name_ranks(ranks)}: {entry or 'nothing so far'}" for entry, ranks in said.items())
             same = next((entries[number - 1] for entries in known.values() if number - 1 in entries), "")
             before = f" (the one before, {same}, was the same)" if same else ""
-            sentence = f"They parted at {what} number {number} {where}: {told}{before}."
-            return [Parting(said, what == "use of a module", sentence)]
+            sentence = f"They diverge at {what} number {number} {where}: {told}{before}."
+            return [Divergence(said, what == _EXECUTION, sentence)]
     return []
 
 
 # -------------------------------------------------------------------- why
 
 
-def _cause(positions: Sequence[Position], absent: Mapping[int, Absent], parted: Sequence[Parting]) -> tuple[str, str]:
-    """Describe in sentences the likely cause, and the remedy."""
-    if len(positions) == 1 and not absent:
+def _cause(
+    reports: Sequence[StackReport], absent: Mapping[int, Absent], divergences: Sequence[Divergence]
+) -> tuple[str, str]:
+    """Return the likely cause and the remedy, in sentences."""
+    if len(reports) == 1 and not absent:
         return (
             "the other ranks have ended or are stuck, or their host has gone.",
             "see the output of the other ranks, of rank 0 above all.",
         )
+    # From the surest sign to the vaguest: a rank that has gone explains everything else.
     found = (
         _gone(absent)
-        or _different_engines(positions)
-        or _different_modules(parted)
-        or _different_places(positions)
-        or _called_alone(positions)
-        or _different_collectives(positions)
+        or _different_engines(reports)
+        or _different_modules(divergences)
+        or _different_places(reports)
+        or _called_alone(reports)
+        or _different_collectives(reports)
     )
     if found:
         return found
-    if parted:
+    if divergences:
         return (
-            "the ranks launch their collectives in different orders (see where they parted).",
+            "the ranks launch their collectives in different orders (see where they diverge).",
             "make the same calls in the same order on all ranks.",
         )
     return (
@@ -187,14 +207,12 @@ def _gone(absent: Mapping[int, Absent]) -> _Cause:
     )
 
 
-def _different_engines(positions: Sequence[Position]) -> _Cause:
-    nobody_waits = not any(p.waits_for for p in positions)  # the collective has failed
-    engines = {p.engine for p in positions if p.engine and (p.waits_for or nobody_waits)}
+def _different_engines(reports: Sequence[StackReport]) -> _Cause:
+    none_waits = not any(r.waits_for for r in reports)  # the collective has already failed on all of them
+    engines = {r.engine for r in reports if r.engine and (r.waits_for or none_waits)}
     if len(engines) <= 1:
         return None
-    told = [
-        f"{name_ranks([p.rank for p in positions if p.engine == engine])} in {engine}" for engine in sorted(engines)
-    ]
+    told = [f"{name_ranks([r.rank for r in reports if r.engine == engine])} in {engine}" for engine in sorted(engines)]
     return (
         f"the ranks call several engines in different orders: they are {list_of(told)} (in the order of their "
         "zerolite.initialize), or one rank leaves out a call of one of them.",
@@ -202,34 +220,36 @@ def _different_engines(positions: Sequence[Position]) -> _Cause:
     )
 
 
-def _different_modules(parted: Sequence[Parting]) -> _Cause:
-    said = sorted({text.rsplit(" ", 1)[0] for one in parted if one.of_modules for text in one.said if text})
+def _different_modules(divergences: Sequence[Divergence]) -> _Cause:
+    # An entry is "'name' entered" or "'name' left": the name alone matters here.
+    said = sorted({text.rsplit(" ", 1)[0] for one in divergences if one.of_modules for text in one.said if text})
     if len(said) <= 1:
         return None
     return (
         f"a branch that depends on the rank (or on its data): the ranks run different modules, {' and '.join(said)}, "
         "whose parameters all ranks must gather together.",
-        "make one unit of the module that contains the branch (its class or name in zero_optimization.leaf_modules), "
-        "so that all its parameters are gathered on all ranks; or take the same branch everywhere; or use stage 2.",
+        "name the module that contains the branch in zero_optimization.leaf_modules (its class or its name), so that "
+        "all its parameters are gathered on all ranks; or take the same branch everywhere; or use stage 2.",
     )
 
 
-def _different_places(positions: Sequence[Position]) -> _Cause:
-    """Some wait in zerolite, others are elsewhere."""
-    idle = [p for p in positions if not p.waits_for]
-    waiting = [p for p in positions if p.waits_for]
+def _different_places(reports: Sequence[StackReport]) -> _Cause:
+    """Return the cause if some ranks wait in zerolite and others work elsewhere."""
+    idle = [r for r in reports if not r.waits_for]
+    waiting = [r for r in reports if r.waits_for]
     if not idle or not waiting:
         return None
-    who = name_ranks([p.rank for p in idle])
-    own = {found[1] for p in idle if (found := _TORCH_CALL.search(p.stack)) and not p.call}
-    if len(own) == 1 and all(_TORCH_CALL.search(p.stack) for p in idle):
+    who = name_ranks([r.rank for r in idle])
+    # The stack of a rank that calls torch.distributed itself shows the name of the collective.
+    own = {found[1] for r in idle if (found := _TORCH_CALL.search(r.stack)) and not r.call}
+    if len(own) == 1 and all(_TORCH_CALL.search(r.stack) for r in idle):
         return (
             f"{who} called torch.distributed.{own.pop()} at {idle[0].inside or idle[0].line}, which the others do not "
             "make there: they wait for each other in different collectives.",
             "make that call on all ranks, after the same calls of the engine (not inside `if rank == 0`).",
         )
-    step = max(p.step for p in waiting)
-    behind = all(p.step < step for p in idle) or all(not p.call for p in idle)
+    step = max(r.step for r in waiting)
+    behind = all(r.step < step for r in idle) or all(not r.call for r in idle)
     where = idle[0].inside or idle[0].line or "an unknown line"
     if idle[0].call and not behind:
         return (
@@ -244,28 +264,28 @@ def _different_places(positions: Sequence[Position]) -> _Cause:
     )
 
 
-def _called_alone(positions: Sequence[Position]) -> _Cause:
-    """Some wait in a call that is no part of the loop's, the others elsewhere."""
-    calls = {p.call for p in positions} - _LOOP
+def _called_alone(reports: Sequence[StackReport]) -> _Cause:
+    """Return the cause if some ranks wait in a call that is not part of the loop, and the others are elsewhere."""
+    calls = {r.call for r in reports} - _LOOP
     if len(calls) != 1:
         return None
     call = calls.pop()
-    alone = [p.rank for p in positions if p.call == call]
-    if len(alone) == len(positions):
+    alone = [r.rank for r in reports if r.call == call]
+    if len(alone) == len(reports):
         return None
     return (
         f"{name_ranks(alone)} called {call}, and the others did not: they are in "
-        f"{' and '.join(sorted({p.call or 'no call of the engine' for p in positions if p.call != call}))}.",
+        f"{' and '.join(sorted({r.call or 'no call of the engine' for r in reports if r.call != call}))}.",
         f"call {call} on all ranks, in the same place of the loop (not inside `if rank == 0`), or on none.",
     )
 
 
-def _different_collectives(positions: Sequence[Position]) -> _Cause:
-    waits = {p.waits_for for p in positions}
-    calls = {p.call for p in positions}
+def _different_collectives(reports: Sequence[StackReport]) -> _Cause:
+    waits = {r.waits_for for r in reports}
+    calls = {r.call for r in reports}
     if len(waits) <= 1 and len(calls) <= 1:
         return None
-    steps = {p.rank: p.step for p in positions}
+    steps = {r.rank: r.step for r in reports}
     if len(set(steps.values())) > 1:
         ahead = [rank for rank, step in steps.items() if step == max(steps.values())]
         return (
@@ -285,19 +305,19 @@ def _different_collectives(positions: Sequence[Position]) -> _Cause:
         "a branch that depends on the rank: the ranks make different calls of the engine "
         f"({', '.join(sorted(call or 'none' for call in calls))}).",
         "make every call of the engine that all ranks must make (backward, step, reduce, gather, save_checkpoint, "
-        "zerolite.get_full_...) on all ranks, in the same order, outside of `if rank == 0`; evaluate, and end windows "
-        "of micro-batches, on all ranks alike.",
+        "zerolite.get_full_...) on all ranks, in the same order, outside of `if rank == 0`; evaluate, and end gradient "
+        "accumulation, on all ranks alike.",
     )
 
 
 # -------------------------------------------------------------------- stacks
 
 
-def _stacks(positions: Sequence[Position]) -> str:
-    """Each different one once."""
+def _stacks(reports: Sequence[StackReport]) -> str:
+    """Return the stacks of the main threads; equal ones are printed once, with all their ranks."""
     of: dict[str, list[int]] = {}
-    for position in positions:
-        of.setdefault(position.stack, []).append(position.rank)
+    for report in reports:
+        of.setdefault(report.stack, []).append(report.rank)
     told = [f"Stack of {name_ranks(ranks)} (main thread):\n{stack.rstrip()}" for stack, ranks in of.items() if stack]
     more = len(told) - _STACKS
     return "\n\n".join(told[:_STACKS]) + (f"\n\n({more} more stacks)" if more > 0 else "")

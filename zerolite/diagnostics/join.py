@@ -1,10 +1,10 @@
 """`engine.join()`: ranks without batches take part in the collectives of the other ranks.
 
-Inside ``engine.join()`` every rank says what it is about to do (:class:`Command`) in a small exchange on the host. A
-rank that has left its loop says that it has finished, and does from then on what the others say: it counts as a rank
-whose gradients are zero, updates its shards and sends its parts. It runs no forward, needs no batch, and ends like all
-others with the same parameters, states and counters. Where no rank has finished, the exchange is all that is added;
-afterwards stage 3 also announces what it gathers and reduces within a forward and backward.
+Inside ``engine.join()`` every rank announces what it is about to do (:class:`Command`) in a small exchange on the host.
+A rank that has left its loop announces that it has finished. From then on it executes the commands of the others: it
+counts as a rank whose gradients are zero, updates its shards and sends its parts. It runs no forward, needs no batch,
+and ends with the same parameters, states and counters. While no rank has finished, this exchange is the only addition.
+Afterwards stage 3 also announces what it gathers and reduces within a forward and backward.
 
 The idea is that of ``torch.distributed.algorithms.Join``, which shadows collectives one by one.
 """
@@ -28,14 +28,16 @@ from zerolite.zero.step import StepPipeline
 logger = logging.getLogger("zerolite")
 
 _ACTIVE, _FINISHED, _FAILED = 0, 1, 2
-_HEAD, _ROOM = 3, 13  # status, command and how many numbers; the numbers
+# A row of the exchange: status, command, count of numbers, and up to 13 numbers. Its length is fixed, so that ranks
+# need not agree on a size first; a command with more numbers sends them by a broadcast.
+_HEAD, _ROOM = 3, 13
 ROW = _HEAD + _ROOM
-_STEPS = (Command.ENGINE_STEP, Command.STEP, Command.UPDATE)  # what uses the optimizer's hyperparameters
+_STEPS = (Command.ENGINE_STEP, Command.STEP, Command.UPDATE)  # commands that use the optimizer's hyperparameters
 _STAGE3 = (Command.USE_END, Command.BACKWARD_END, Command.EXTERNAL)  # within a forward or backward that was announced
 
 
-class _Owner(Protocol):
-    """The engine."""
+class _Engine(Protocol):
+    """The methods of the engine that a finished rank calls."""
 
     coordinator: PartitionedParameterCoordinator | None
 
@@ -49,35 +51,35 @@ class _Owner(Protocol):
 
 
 class Join:
-    """One ``with engine.join():``. Everything in it is called on all ranks; see the module."""
+    """One ``with engine.join():`` block. Everything in it is called on all ranks; see the module."""
 
     def __init__(
         self,
-        owner: _Owner,
+        engine: _Engine,
         pipeline: StepPipeline,
         reducer: GradReducer,
         comm: Communicator,
         channel: ControlChannel,
         divide_by_initial_world_size: bool,
     ) -> None:
-        self._owner = owner
+        self._engine = engine
         self._pipeline = pipeline
         self._reducer = reducer
         self._comm = comm
         self._channel = channel
         self._keep_divisor = divide_by_initial_world_size
-        self._finished: tuple[int, ...] = ()  # ranks
-        self._depth = 0  # commands under way
-        self._serving = False
-        self._over = False
+        self._finished: tuple[int, ...] = ()  # ranks whose loops have ended
+        self._depth = 0  # nested commands that are running
+        self._serving = False  # this rank's loop has ended; it executes the commands of the others
+        self._over = False  # the block has failed on all ranks
         self._warned = False
 
     @property
     def source(self) -> int:
-        """The first rank that goes on."""
+        """The first rank that still has batches."""
         return next(rank for rank in range(self._comm.world_size) if rank not in self._finished)
 
-    # ---------------------------------------------------------------- who goes on
+    # ---------------------------------------------------------------- ranks with batches
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -94,8 +96,9 @@ class Join:
 
     @contextlib.contextmanager
     def announce(self, command: Command, *numbers: int) -> Iterator[None]:
-        """Context of a command; commands inside it are part of it."""
-        within = command in _STAGE3 and not (self._finished and self._owner.coordinator is not None)
+        """Context of a command. Commands inside it belong to it and are not announced."""
+        # While all ranks have batches, each does these by itself in its own forward and backward.
+        within = command in _STAGE3 and not (self._finished and self._engine.coordinator is not None)
         if not (self._depth or self._serving or within):
             self._tell(command, numbers)
         self._depth += 1
@@ -117,7 +120,7 @@ class Join:
             self._channel.broadcast(_hyperparameters(self._pipeline.param_groups), self.source)
 
     def _look(self, rows: list[list[int]]) -> None:
-        """Read the result of the exchange; raise on all ranks if they cannot go on together."""
+        """Read the rows of all ranks. Raises RuntimeError on all ranks if they cannot go on together."""
         failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
         said = {rank: row for rank, row in enumerate(rows) if row[0] == _ACTIVE}
         if failed:
@@ -133,14 +136,16 @@ class Join:
                 "alike, as long as they have batches"
             )
         finished = tuple(rank for rank, row in enumerate(rows) if row[0] == _FINISHED)
-        if said and finished and not self._finished and self._owner.coordinator is not None:
-            self._owner.coordinator.schedule.pause()
+        if said and finished and not self._finished and self._engine.coordinator is not None:
+            # The first rank has finished: a rank that runs no modules cannot follow a plan of module executions.
+            self._engine.coordinator.schedule.pause()
         self._finished = finished
         if said and not self._keep_divisor:
+            # The reduction divides by all ranks, but only some have gradients: make it the mean of those.
             self._reducer.share = self._comm.world_size / len(said)
 
     def _numbers(self, rows: list[list[int]], own: Sequence[int]) -> list[int]:
-        """The numbers of the command that the active ranks have said."""
+        """Return the numbers of the command that the ranks with batches have announced."""
         row = rows[self.source]
         count = row[2]
         if count <= _ROOM:
@@ -149,9 +154,11 @@ class Join:
         return numbers
 
     def _fail(self) -> None:
+        """Tell the other ranks that this one has left with an exception."""
         if not self._over:
             self._over = True
-            # In the row that the others wait for, with no text: it waits for no rank, and its message is its own.
+            # This row takes the place of the command for which the others wait. This rank itself waits for none of
+            # them, so that its exception is raised at once; they only need to know that it has failed.
             self._channel.leave([_FAILED])
 
     def _refusal(self) -> str:
@@ -165,7 +172,7 @@ class Join:
     # ---------------------------------------------------------------- serving
 
     def _serve(self) -> None:
-        """Do what the others say until all have finished."""
+        """Execute the commands of the other ranks until all have finished."""
         self._serving = True
         while not self._over:
             rows = self._channel.exchange([_FINISHED])
@@ -182,7 +189,7 @@ class Join:
             _ACTIONS[command](self, *numbers)
 
     def _take(self, groups: list[dict[str, object]]) -> None:
-        """Learning rates and the like are those of the ranks that go on."""
+        """Take over learning rates and other hyperparameters from the ranks that still have batches."""
         for index, (group, values) in enumerate(zip(self._pipeline.param_groups, groups, strict=True)):
             for key, value in values.items():
                 if _plain(group.get(key)) == value:
@@ -202,7 +209,7 @@ class Join:
                 _put(group, key, value)
 
     def _gather(self, *indices: int) -> None:
-        coordinator = self._owner.coordinator
+        coordinator = self._engine.coordinator
         assert coordinator is not None
         coordinator.follow_gather(indices)
 
@@ -210,20 +217,20 @@ class Join:
         self._reducer.on_use_end(unit)
 
     def _external(self, unit: int, index: int) -> None:
-        coordinator = self._owner.coordinator
+        coordinator = self._engine.coordinator
         assert coordinator is not None
         coordinator.schedule.add_parameter(unit, index)
 
     def _forward(self, sends: int) -> None:
         if sends:
-            self._owner.send_buffers()
+            self._engine.send_buffers()
 
-    # ---------------------------------------------------------------- where commands come from
+    # ---------------------------------------------------------------- sources of commands
 
     def _install(self) -> None:
         self._pipeline.commands.announce_with(self.announce)
         self._comm.guard_with(self._guard)
-        coordinator = self._owner.coordinator
+        coordinator = self._engine.coordinator
         if coordinator is not None:
             coordinator.comm.guard_with(self._guard_gathers)
             coordinator.group.listen(self)
@@ -232,7 +239,7 @@ class Join:
         self._pipeline.commands.announce_with(None)
         self._comm.guard_with(None)
         self._reducer.share = 1.0
-        coordinator = self._owner.coordinator
+        coordinator = self._engine.coordinator
         if coordinator is not None:
             coordinator.comm.guard_with(None)
             coordinator.group.listen(None)
@@ -243,23 +250,24 @@ class Join:
             pass
 
     def before_launch(self, indices: Sequence[int]) -> None:
-        """Announce gathers that no announced forward or backward implies. Called by the coordinator."""
-        coordinator = self._owner.coordinator
+        """Announce gathers that are not part of an announced forward or backward. Called by the coordinator."""
+        coordinator = self._engine.coordinator
         assert coordinator is not None
         if self._finished or not coordinator.busy:
             self._note(Command.GATHER, *indices)
 
     def before_external(self, unit: int, index: int) -> None:
-        """Announce a parameter that a unit gathers from now on. Called by the coordinator."""
+        """Announce a parameter that a module will gather from now on. Called by the coordinator."""
         self._note(Command.EXTERNAL, unit, index)
 
     def _guard(self, op: str) -> None:
-        """Note a command before a collective of the engine's communicators."""
+        """Announce an unknown command before any other collective, so that it fails on all ranks if one has
+        finished."""
         if not self._reducer.current.open:
             self._note(Command.OTHER)
 
     def _guard_gathers(self, op: str) -> None:
-        """The same on the communicator of the gathers, which :meth:`before_launch` announces."""
+        """The same for the communicator of gathers, which :meth:`before_launch` announces."""
         if op != "gather_shards":
             self._guard(op)
 
@@ -286,7 +294,7 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.BACKWARD_END: lambda join: join._reducer.end_backward(complete=False),
     Command.GATHER: Join._gather,
     Command.EXTERNAL: Join._external,
-    Command.ENGINE_STEP: lambda join, flush, forced: join._owner.follow_step(bool(flush), forced),
+    Command.ENGINE_STEP: lambda join, flush, forced: join._engine.follow_step(bool(flush), forced),
     Command.STEP: lambda join: join._pipeline.step(),
     Command.UPDATE: lambda join, publish: join._pipeline.update(bool(publish)),
     Command.PUBLISH: lambda join: join._pipeline.publish(),
@@ -294,6 +302,6 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.REDUCE: lambda join: join._pipeline.reduce(),
     Command.STATS: lambda join: join._pipeline.stats(),
     Command.CLIP: lambda join, bits: join._pipeline.clip(number_of(bits)),
-    Command.METRIC: lambda join: join._owner.absent_from_metric(),
-    Command.SAVE: lambda join: join._owner.follow_save(),
+    Command.METRIC: lambda join: join._engine.absent_from_metric(),
+    Command.SAVE: lambda join: join._engine.follow_save(),
 }

@@ -1,6 +1,6 @@
 """`zerolite report`: versions, devices, processor and kernels of this machine.
 
-It is for the user and for bug reports, and works with missing or broken parts: torch itself may fail to import.
+It is meant for users and bug reports, so it works on broken installations too: even torch may fail to import.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ def find_torch() -> tuple[Any, str]:
 
 
 def collect(build: bool) -> dict[str, Any]:
-    """Find out everything that is printed: sections of names and values, and a list of ops. `build` builds what can be
-    built and is not."""
+    """Collect everything that is printed: sections of names and values, and a list of ops.
+
+    Args:
+        build: first build the libraries that can be built and are not yet.
+    """
     torch, problem = find_torch()
     features = processor()
     ops = [op_report(name, torch, build) for name in op_builder.OPS]
@@ -63,7 +66,7 @@ def collect(build: bool) -> dict[str, Any]:
 
 
 def devices(torch: ModuleType | None) -> Section:
-    """The CUDA devices as torch sees them."""
+    """Describe the CUDA devices that torch sees."""
     if not torch or not torch.cuda.is_available():
         return {"cuda": "none"}
     found = {}
@@ -85,12 +88,12 @@ def cuda_kernels(ops: list[dict[str, object]]) -> str:
 
 
 def processor() -> Section:
-    """Name, cores and features of the processor."""
+    """Describe the name, cores and features of the processor."""
     try:
         from cpuinfo import get_cpu_info
 
         about = get_cpu_info()
-    except Exception as error:  # it parses what several programs and files say
+    except Exception as error:  # it parses the output of several programs, which may have any form
         about = {"brand_raw": f"unknown ({type(error).__name__}: {error})"}
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     has = set(about.get("flags", ()))
@@ -125,7 +128,7 @@ def backends(torch: ModuleType | None) -> str:
 
 
 def op_report(name: str, torch: Any, build: bool) -> dict[str, Any]:
-    """Report if an op can be used, why not, whether it is built and where."""
+    """Describe one op: if it can be used, why not, if it is built, and its path."""
     has_device = op_builder.OPS[name].kind != "cpp" and torch and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_device else None
     torch_cuda = torch.version.cuda if has_device else None
@@ -147,7 +150,7 @@ def op_report(name: str, torch: Any, build: bool) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as aligned text."""
+    """Return the report as aligned text."""
     sections = {name: values for name, values in report.items() if name != "ops"}
     for op in report["ops"]:
         values = {"compatible": "yes" if op["compatible"] else "no", "built": op["path"] or "no"}

@@ -13,19 +13,22 @@ from zerolite.zero.step import StepPipeline
 
 
 class SameInputs:
-    """Compares shapes before anything depends on them, and values with the step's statistics.
+    """Compares the shapes of inputs before a forward, and their values with the step's statistics.
 
     Args:
-        comm: of the ranks that share layers.
-        channel: between them, on the CPU; None where shapes are not compared.
+        comm: ranks that share layers.
+        channel: channel between these ranks on the host; None if shapes are not compared.
     """
 
     def __init__(self, pipeline: StepPipeline, comm: Communicator, channel: ControlChannel | None) -> None:
         self._pipeline, self._comm, self._channel = pipeline, comm, channel
 
     def compare(self, tensors: list[torch.Tensor]) -> None:
-        """Compare the inputs; called on all these ranks, before a forward. Raises RuntimeError on all of them if shapes
-        differ."""
+        """Compare the inputs before a forward; called on all ranks of ``comm``.
+
+        Raises RuntimeError on all of them if shapes differ: the collectives of the layers would exchange tensors of
+        different sizes. Values are compared later, with the step's statistics, which costs no collective of its own.
+        """
         if self._channel is not None:
             shapes = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
             rows = self._channel.exchange([shapes])

@@ -1,4 +1,4 @@
-"""Checks that ride on a step's statistics: equal scalars on all ranks, and finite weights after the last update."""
+"""Checks that use a step's statistics: equal scalars on all ranks, and finite weights after the last update."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from zerolite.comm import Communicator
-from zerolite.diagnostics.agreement import plain_text
 from zerolite.diagnostics.consistency import ConsistencyCheck, UpdateNumbers, numbers_of
+from zerolite.diagnostics.rank_comparison import describe_value
 from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.utils.accelerator import HostRead
 
@@ -17,17 +17,22 @@ _ONLY_KERNELS = ("bias_correction", "fp32_optimizer_states")  # keys of param gr
 
 
 class _Written(NamedTuple):
-    """One part of what travels: how many values, and which update they are about; None before the first."""
+    """Values of one check in the statistics.
+
+    Attributes:
+        size: number of values.
+        numbers: the update that they are about; None before the first.
+    """
 
     size: int
     numbers: UpdateNumbers | None
 
 
 class StepChecks:
-    """Both checks, whose numbers travel with the step's statistics (:class:`~zerolite.zero.grad_stats.Extra`).
+    """The two checks whose values are reduced with the step's statistics (:class:`~zerolite.zero.grad_stats.Extra`).
 
-    :meth:`note` is called by each rank when it reads the statistics, :meth:`act` by all ranks in the same place, where
-    it may communicate and raise; the other methods are called by all ranks, too.
+    Each rank calls :meth:`note` when it reads the statistics, which may be at different times. All ranks call
+    :meth:`act` at the same place, where it may communicate and raise. All other methods are called on all ranks, too.
     """
 
     def __init__(
@@ -38,7 +43,9 @@ class StepChecks:
         consistency: ConsistencyCheck | None,
         updated: UpdatedWeights | None,
     ) -> None:
-        """optimizer: whose param groups are used, and whose defaults say which of their values it reads."""
+        """Args:
+        optimizer: its param groups are compared; its defaults say which of their values it reads.
+        """
         self._optimizer = optimizer
         self._keys = (*optimizer.defaults, *_ONLY_KERNELS)
         self._world = world
@@ -46,7 +53,7 @@ class StepChecks:
         self._consistency = consistency
         self._updated = updated
         self._parts = [part for part in (consistency, updated) if part is not None]
-        self.blame = ""  # a sentence about an update that has made weights non-finite
+        self.blame = ""  # a sentence about the update that made weights non-finite
 
     # ---------------------------------------------------------------- statistics
 
@@ -55,8 +62,10 @@ class StepChecks:
         return sum(part.size for part in self._parts)
 
     def write(self, values: torch.Tensor) -> list[_Written]:
-        """Write the values to be compared; the returned list goes with ``values``: the next statistics may be begun
-        before these have been read."""
+        """Write this rank's values into ``values``, which are then added over all ranks.
+
+        The returned list belongs to these values: the next statistics may begin before these have been read.
+        """
         written = []
         for part in self._parts:
             of_part, values = values[: part.size], values[part.size :]
@@ -65,7 +74,11 @@ class StepChecks:
         return written
 
     def note(self, extra: tuple[list[_Written], torch.Tensor] | None) -> None:
-        """extra: what :meth:`write` has returned, and what the ranks have written, added, on the host."""
+        """Read the outcome of one step's statistics.
+
+        Args:
+            extra: the list that :meth:`write` returned, and the values added over all ranks, on the host.
+        """
         if extra is None:
             return
         written, values = extra
@@ -79,8 +92,12 @@ class StepChecks:
                 self.blame = _blame(groups, numbers)
 
     def act(self) -> None:
-        """Raise on all ranks what the statistics have shown: RuntimeError if the ranks use different numbers,
-        FloatingPointError if an update has made weights non-finite."""
+        """Raise on all ranks what the statistics have shown.
+
+        Raises:
+            RuntimeError: the ranks use different numbers.
+            FloatingPointError: an update has made weights non-finite.
+        """
         blame, self.blame = self.blame, ""
         if blame:
             assert self._updated is not None
@@ -95,13 +112,17 @@ class StepChecks:
     # ---------------------------------------------------------------- the step
 
     def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
-        """Run the checks of an update, in the same place of every step, before its statistics are needed.
+        """Run the checks of an update: at the same place of every step, before its statistics are needed.
 
         Args:
             step: updates so far.
+            divisor: of the summed gradient.
+            max_norm: for clipping; 0 for none.
             gathers: see :class:`UpdateNumbers`.
 
-        Raises as :meth:`act` does, and RuntimeError if the ranks hold different weights.
+        Raises:
+            RuntimeError: the ranks hold different weights, or use different numbers.
+            FloatingPointError: the last update has made weights non-finite.
         """
         self.act()
         groups = numbers_of(self._optimizer.param_groups, self._keys)
@@ -112,7 +133,7 @@ class StepChecks:
             self._consistency.before_update(numbers)
 
     def before_save(self, step: int, scale: float, max_norm: float) -> None:
-        """Look at everything at once, between two steps. Raises as :meth:`before_update` does."""
+        """Run all checks at once, between two steps. Raises as :meth:`before_update` does."""
         self.act()
         numbers = UpdateNumbers(step, numbers_of(self._optimizer.param_groups, self._keys), scale, max_norm)
         if self._consistency is not None:
@@ -127,8 +148,12 @@ class StepChecks:
             self._consistency.compare_weights()
 
     def forget(self, update: bool) -> None:
-        """Values have been written, so that weights are not what the last update has left. update: all of them are
-        new, and what that update has made does not matter any more."""
+        """Forget earlier weights, because values have been written into parameters.
+
+        Args:
+            update: all weights are new (a checkpoint was loaded), so the outcome of the last update does not matter any
+                more.
+        """
         if self._updated is not None:
             self._updated.forget(update)
         if update:
@@ -137,16 +162,17 @@ class StepChecks:
                 self._consistency.forget()
 
     def replan(self) -> None:
-        """The layout has other buckets than before."""
+        """Follow a layout with new buckets."""
         if self._updated is not None:
             self._updated.replan()
 
 
 def _blame(groups: Sequence[int], numbers: UpdateNumbers) -> str:
     which = f"param group {groups[0]}" + (f" and {len(groups) - 1} more" if len(groups) > 1 else "")
-    known = numbers.groups[groups[0]] if groups[0] < len(numbers.groups) else {}  # else of another pipeline stage
+    # Another pipeline stage may have more param groups than this rank knows.
+    known = numbers.groups[groups[0]] if groups[0] < len(numbers.groups) else {}
     values = {key: value for key, value in known.items() if _is_number(value)}
-    used = ", ".join(f"{key}={plain_text(value)}" for key, value in values.items())
+    used = ", ".join(f"{key}={describe_value(value)}" for key, value in values.items())
     scaled = f", gradients divided by {numbers.divisor:g} (loss scale)" if numbers.divisor != 1.0 else ""
     return (
         f"the update of step {numbers.step + 1} made weights of {which} non-finite, from finite gradients and weights, "

@@ -15,7 +15,7 @@ from zerolite.precision.dtype_errors import explain
 
 
 class _Hook:
-    """Stands in ``sys.excepthook``, before the hook that was there."""
+    """Replacement of ``sys.excepthook``, which then calls the hook that was there before."""
 
     def __init__(self) -> None:
         self.models: weakref.WeakKeyDictionary[torch.nn.Module, torch.dtype | None] = weakref.WeakKeyDictionary()
@@ -28,7 +28,7 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and _only_prints(self._before):
-            if self.rank == 0:  # one line for the job
+            if self.rank == 0:  # Ctrl-C reaches every rank: one line for the whole job
                 print(f"{_new_line()}zerolite: interrupted by Ctrl-C{_place(trace)}", file=sys.stderr, flush=True)
             return
         for model, compute in list(self.models.items()):
@@ -40,18 +40,22 @@ _hook = _Hook()
 
 
 def watch(model: torch.nn.Module, compute: torch.dtype | None, rank: int) -> None:
-    """Let uncaught exceptions be told with what is known of an engine's model.
+    """Let uncaught exceptions be explained with facts about an engine's model.
 
     Args:
+        model: the engine's model.
         compute: see :func:`explain`.
-        rank: of the job; rank 0 speaks for all of it.
+        rank: rank in the job; only rank 0 prints.
     """
     _hook.models[model], _hook.rank = compute, rank
     _hook.install()
 
 
 def _only_prints(hook: Any) -> bool:
-    """True for Python's hook, also inside that of torch.distributed, which puts the rank before each line."""
+    """Return True for Python's own hook, also inside the hook of torch.distributed.
+
+    torch's hook only puts the rank before each line; it keeps the hook that it wraps in a closure.
+    """
     if getattr(hook, "__module__", "") != "torch.distributed.distributed_c10d":
         return hook is sys.__excepthook__
     inside = [cell.cell_contents for cell in hook.__closure__ or ()]
@@ -59,12 +63,12 @@ def _only_prints(hook: Any) -> bool:
 
 
 def _new_line() -> str:
-    """A line of its own on a terminal, which shows ``^C``."""
+    """Return a line break on a terminal, which shows ``^C`` on the current line."""
     return "\n" if sys.stderr.isatty() else ""
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The innermost line of the file that the process runs."""
+    """Return the innermost line of the script that the process runs, as " at FILE, line N"."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     lines = [entry for entry in traceback.extract_tb(trace) if main is not None and entry.filename == main]
     return f" at {os.path.basename(lines[-1].filename)}, line {lines[-1].lineno}" if lines else ""

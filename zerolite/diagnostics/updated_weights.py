@@ -15,10 +15,10 @@ Sums = dict[torch.device, torch.Tensor]  # of the squares of masters by param gr
 
 
 class UpdatedWeights:
-    """Sums of the squares of this rank's masters by param group, before and after the last update. A sum is finite
-    exactly where all of them are. They stay on the device and are added over ranks with the next step's statistics.
+    """Squared norms of this rank's masters by param group, before and after the last update.
 
-    What an update leaves is what the next one finds, so masters are read once in each update, and before the first.
+    A sum of squares is finite exactly if all its masters are. Sums stay on the device and are added over ranks with the
+    next step's statistics. The sums after one update are those before the next, so each update reads the masters once.
     """
 
     def __init__(
@@ -27,19 +27,19 @@ class UpdatedWeights:
         shards: Callable[[], Sequence[Sequence[OptimParamShard]]],
         most_groups: int,
     ) -> None:
-        """
-        Args:
-            shards: of each bucket.
-            most_groups: param groups of any rank of the model now, which are as many on all ranks that share its
-                statistics: stages of a pipeline may have other groups.
+        """Args:
+        optimizer: its param groups are those of the sums.
+        shards: gives the optimizer shards of each bucket.
+        most_groups: the largest number of param groups of any rank. Pipeline stages may have different numbers, and
+            all ranks must put the same number of values into the statistics.
         """
         self._more = most_groups - len(optimizer.param_groups)
         self._optimizer = optimizer
         self._before: Sums = {}
         self._after: Sums = {}
-        self._known = False  # whether masters are those that the last update has left
+        self._known = False  # masters are still those that the last update has left
         self._count = 0  # param groups in the last update
-        self._told = False
+        self._told = False  # the outcome of the last update has been raised
         self._announced: UpdateNumbers | None = None
         self.numbers: UpdateNumbers | None = None  # of the last update
         self._plan = SquaresPlan(
@@ -47,29 +47,33 @@ class UpdatedWeights:
         )
 
     def replan(self) -> None:
-        """Look at the layout anew: there are other buckets than before."""
+        """Follow a layout with new buckets."""
         self._plan.clear()
         self._known = False
 
     def forget(self, update: bool) -> None:
-        """Values have been written or loaded: what the next update finds is not what the last one has left. update:
-        what that one has made does not matter any more, whether it has been told or not."""
+        """Forget the sums, because values have been written or loaded.
+
+        Args:
+            update: the outcome of the last update does not matter any more, even if it has not been raised yet.
+        """
         self._known = False
         if update or self._told:
             self._before, self._after = {}, {}
 
     def tell(self) -> None:
-        """All ranks have been told what the last update has made; new values end it."""
+        """Note that the outcome of the last update has been raised; new values clear it."""
         self._told = True
 
     # ---------------------------------------------------------------- the update
 
     def announce(self, numbers: UpdateNumbers) -> None:
-        """Say what the coming update uses, if it comes to one."""
+        """Set the numbers of the coming update, which may still be skipped."""
         self._announced = numbers
 
     def __call__(self, update: Update) -> Update:
-        """An update begins: look before each of its calls, unless the last update has, and after it."""
+        """Return ``update`` with the sums added before and after each of its calls; before, only if they are not
+        known."""
         count = self._more + len(self._optimizer.param_groups)
         known = self._known and count == self._count
         self.numbers, self._told, self._known = self._announced, False, True
@@ -86,6 +90,7 @@ class UpdatedWeights:
     @torch.no_grad()
     def _add(self, sums: Sums, hands: Sequence[Hand]) -> None:
         device = hands[0].master.device
+        # Offloaded masters are summed where they are: one small tensor for each device.
         if device not in sums:
             sums[device] = torch.zeros(self._count, dtype=torch.float64, device=device)
         self._plan.add(sums[device], tuple(hand.span for hand in hands), [hand.master for hand in hands])

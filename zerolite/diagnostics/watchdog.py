@@ -1,13 +1,13 @@
 """Watchdog thread: end a job whose ranks wait for each other in vain, with a message that says why.
 
-Each rank has one thread. It looks, a few times in `desync_timeout_s`, how long its process has waited for the others (a
-clock that every wait for a collective starts: zerolite.comm.flight_recorder), and says in the rendezvous' store which
-step it is in. The first rank that has waited too long asks a question there: every rank answers where its training
-thread stands (position.py); the asker compares the answers (diagnosis.py) and sets the verdict; every rank prints it
-and ends with status 76. A rank that does not answer is dead, or stuck where no Python thread runs.
+Each rank has one such thread. A few times in `desync_timeout_s` it looks how long its process has waited for the others
+(zerolite.comm.flight_recorder notes every wait), and writes its step into the rendezvous store. The first rank that has
+waited too long asks a question through the store. Every rank answers with its stack report (stack_report.py). The asker
+compares the answers (diagnosis.py) and writes the verdict; every rank prints it and ends with status 76. A rank that
+does not answer is dead, or stuck in native code.
 
-A rank that finds out by itself that the ranks launched different collectives, or whose collective has timed out, asks
-in the thread that trains, and raises the verdict instead. There is one question for all of that.
+A rank may find out by itself: its collective has timed out, or differs from that of the others. Then the training
+thread asks the same question and raises the verdict. There is one question for all of these cases.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from zerolite.comm import SharedStore, keep_track
 from zerolite.comm.flight_recorder import WAIT, Mismatch
 from zerolite.comm.ranks import name_ranks
 from zerolite.diagnostics.diagnosis import Absent, diagnose
-from zerolite.diagnostics.last_words import LastWords, describe_end, lost_peer
-from zerolite.diagnostics.position import WATCHDOG, EngineView, Position, position_of
+from zerolite.diagnostics.exit_messages import ExitMessages, describe_end, lost_peer
+from zerolite.diagnostics.stack_report import WATCHDOG_THREAD, EngineView, StackReport, make_stack_report
 from zerolite.utils import failure_record
 from zerolite.utils.finalizers import finalize_before_exit
 
@@ -46,12 +46,13 @@ EXIT_STATUS = 76
 """Exit status of a process that its watchdog ends: EX_PROTOCOL of sysexits.h, a breach of the protocol."""
 
 _LONGEST_PERIOD_S = 5.0
-_LATE_S = 1.0  # how late the thread may come to a look because others have the processor
+_LATE_S = 1.0  # delay of a look that is still normal on a busy processor
 _ANSWER_S = 3.0  # beyond two periods: how long a rank's answer may take
 _EXITED_S = 10.0  # how long to wait for ranks of which one has exited with status 0
 _RAISE_S = 10.0  # how long a rank that was asked about a mismatch may take to find out by itself
 _LEAVE_S = 3.0  # how long ranks wait for the others to have read the verdict
 _FAREWELL_S = 2 * _LEAVE_S  # how long the process may take to print it and to leave with the others
+# Texts of gloo, NCCL and torch's stores: they raise RuntimeError with nothing but a text to tell the cases apart.
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote process exited|"
     r"remote error|connection lost|no route to host",
@@ -65,39 +66,47 @@ class TimedOut(RuntimeError):
 
 
 class Watchdog:
-    """One per process and default process group; see the module. One process alone never waits, and only listens to
-    SIGUSR1."""
+    """The watchdog of one process and its default process group; see the module.
+
+    A job of one process never waits: there the watchdog only handles SIGUSR1.
+    """
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
         self._rank, self._world_size = store.rank, store.world_size
-        self._last_words = LastWords(store)
+        self._exit_messages = ExitMessages(store)
         self._timeout_s = 0.0
         self._engines: weakref.WeakValueDictionary[int, EngineView] = weakref.WeakValueDictionary()  # in this order
         self._watched = 0  # engines so far
-        self._counters: dict[int, StepCounters] = {}  # theirs, for a thread that must never be the last to hold one
-        self._steps = 0  # done, as far as this thread has seen
-        self._beaten = 0  # what was said last: backwards so far
-        self._question = 0  # verdicts that were raised, and after which the ranks went on to another initialize
+        # Counters of the engines, for the heartbeat. If this thread held the last reference to an engine, the engine
+        # would be freed here and not in the thread that trains.
+        self._counters: dict[int, StepCounters] = {}
+        self._steps = 0  # steps done, when this thread last looked
+        self._beaten = 0  # backwards so far, at the last heartbeat
+        self._question = 0  # number of the question: one more after each verdict that the user's code has survived
         self._consulting = threading.RLock()
         self._verdict = ""  # about the question, the same on all ranks
-        self._fatal = True  # ranks that have heard it end
-        self._raised = False  # the thread that trains raises it, or has; what follows is a consequence
-        self._ending = False  # the process is about to end with it
+        self._fatal = True  # the verdict ends the ranks that read it
+        self._raised = False  # the training thread raises the verdict, or has: later errors are consequences
+        self._ending = False  # the process is about to end with the verdict
         self._closed = False
         self._alone = False  # the store does not answer any more
         self._process = os.getpid()
-        self._trains: int | None = None  # the thread that has called initialize
+        self._trains: int | None = None  # identifies the thread that has called initialize
         self._wake, self._woken = os.pipe()
+        # A signal handler writes here too: it must never block, even if the pipe is full.
         os.set_blocking(self._woken, False)
         self._signalled = _listen(self._woken)
-        self._thread = threading.Thread(target=self._run, name=WATCHDOG, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=WATCHDOG_THREAD, daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        """timeout_s: how long a rank may wait for the others, 0 for ever; of several engines that are alive, the
-        shortest holds. Called on all ranks, when ``initialize`` begins."""
+        """Start to watch, or change the timeout. Called on all ranks, when ``initialize`` begins.
+
+        Args:
+            timeout_s: time that a rank may wait for the others, 0 for ever. The shortest of all living engines is used.
+        """
         with self._consulting:
-            if self._raised:  # on every rank that is still there
+            if self._raised:  # all ranks have raised the verdict, so all of them begin a new question here
                 self._question, self._verdict, self._raised = self._question + 1, "", False
         self._trains = threading.get_ident()
         others = [self._timeout_s] if self._counters else []
@@ -109,7 +118,7 @@ class Watchdog:
             self._thread.start()
 
     def watch(self, engine: EngineView) -> None:
-        """Positions are those of ``engine`` from now on. Called when ``initialize`` has made it."""
+        """Watch ``engine``, which ``initialize`` has just made: reports are about it from now on."""
         self._watched += 1
         self._engines[self._watched] = engine
         self._counters[id(engine)] = engine.parts.counters
@@ -122,13 +131,16 @@ class Watchdog:
 
     @property
     def usable(self) -> bool:
-        """True while it is open, and its process group is the default one."""
+        """True while the watchdog is open and its process group is the default one."""
         return not self._closed and self._store.belongs_to_default_group()
 
     def close(self, how: str = "") -> None:
-        """The process group is about to end, as ``how`` says, or else because of the exception that is on its way
-        through a ``finally``, if there is one. Called in the main thread."""
-        if self._closed or os.getpid() != self._process:
+        """End, because the process group is about to end. Called in the main thread.
+
+        Args:
+            how: how the process ends; default: by the exception that is being handled, if there is one, else normally.
+        """
+        if self._closed or os.getpid() != self._process:  # a forked worker has a copy of this object
             return
         self._say_ended(how or describe_end(sys.exc_info()[1]))
         self._closed = True
@@ -147,7 +159,7 @@ class Watchdog:
             return
         steps = max((engine.global_steps for engine in list(self._engines.values())), default=self._steps)
         with contextlib.suppress(RuntimeError, OSError):
-            self._last_words.say(f"ended {how} after step {steps}")
+            self._exit_messages.say(f"ended {how} after step {steps}")
 
     def _nudge(self) -> None:
         with contextlib.suppress(OSError):
@@ -164,13 +176,15 @@ class Watchdog:
 
     @property
     def _answer_s(self) -> float:
-        """Longest time that a rank's answer to a question may take, in seconds."""
+        """Longest time that a rank's answer to a question may take, in seconds: it looks once in a period."""
         return 2 * (self._period or _LONGEST_PERIOD_S) + _ANSWER_S
 
     @property
     def _pause_s(self) -> float:
-        """Pause between two looks of a rank at a key that all wait for: the store answers some 10 000 a second of
-        all."""
+        """Pause between two looks at a key for which all ranks wait, in seconds.
+
+        It grows with the number of ranks: the store answers about 10,000 requests a second, from all ranks together.
+        """
         return min(0.02 + self._world_size / 4000, 1.0)
 
     def _run(self) -> None:
@@ -195,19 +209,25 @@ class Watchdog:
             os.close(descriptor)
 
     def _look(self, waited: float) -> None:
-        """Say what is to be said, and answer or ask the question. waited: in vain, in seconds."""
+        """Send a heartbeat, and answer or ask the question.
+
+        Args:
+            waited: seconds since this process began to wait for other ranks.
+        """
         self._beat()
-        with self._consulting:  # no other question begins meanwhile
+        with self._consulting:  # the training thread must not ask meanwhile
             asked = self._store.has(f"{self._question}/asker")
             cause = self._waits_in_vain(waited)
             if self._closed or not (asked or cause):
                 return
             reason = f"zerolite: rank {self._rank} has waited {waited:.0f} s for the other ranks, {cause}."
             if self._raised:
-                if waited > self._timeout_s:  # for ranks that went on, or have ended
+                if waited > self._timeout_s:  # the user's code caught the error and waits again, for ranks that ended
                     self._end(f"{reason} Before that:\n\n{self._verdict}")
                 return
             verdict = self._consult(reason, fatal=True)
+        # After a mismatch every rank raises the verdict in its training thread, which gives a better traceback. A rank
+        # whose training thread does not get there is ended from here.
         deadline = time.monotonic() + (0 if self._fatal else _RAISE_S)
         while not self._raised and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -215,17 +235,19 @@ class Watchdog:
             self._end(verdict)
 
     def _waits_in_vain(self, waited: float) -> str:
-        """Half a sentence that says why waiting so long is in vain; "" where it may not be."""
+        """Return why it is in vain to wait any longer, as half a sentence; "" if it may still be worth it."""
         if waited > self._timeout_s:
             return f"longer than desync_timeout_s ({self._timeout_s:g} s), so the job is ended"
-        # Every collective needs all ranks in initialize, and in engines without parallel dimensions besides data.
+        # In initialize, and with data parallelism alone, every collective needs all ranks: if one has exited, no
+        # collective can end any more, and there is no need to wait for the timeout.
         if waited > _EXITED_S and all(engine.topology.trivial for engine in list(self._engines.values())):
             exited = self._store.exited()
             return f"of which {name_ranks(exited)} exited with status 0, so the job is ended" if exited else ""
         return ""
 
     def _beat(self) -> None:
-        """One small write for each step at most."""
+        """Write the step into the store, at most once in each backward, so that others can say when this rank was last
+        seen."""
         counters = list(self._counters.values())
         self._steps = max((counter.global_steps for counter in counters), default=self._steps)
         beat = sum(counter.micro_steps for counter in counters)
@@ -234,23 +256,25 @@ class Watchdog:
             self._beaten = beat
 
     def _end_alone(self, waited: float) -> None:
-        """End the process where no rank can be asked."""
+        """End the process if no rank can be asked."""
         reason = (
             f"zerolite: rank {self._rank} has waited {waited:.0f} s for the other ranks, and the store of the "
             "rendezvous does not answer: the process that holds it (rank 0, or the launcher) has gone or is stuck."
         )
-        self._end(diagnose(reason, [self._position()], {}))
+        self._end(diagnose(reason, [self._report()], {}))
 
     def _end(self, verdict: str) -> None:
-        """The process, at once: its main thread may never wake."""
+        """Print the verdict and end the process at once, without Python's clean-up: its main thread may never
+        return."""
         self._ending = True
         if not verdict.startswith("zerolite"):
             verdict = f"zerolite: the ranks launched different collectives, so the job is ended.\n\n{verdict}"
         failure_record.write(verdict, "")
-        farewell = threading.Thread(target=self._say_farewell, args=(verdict,), name=WATCHDOG, daemon=True)
+        farewell = threading.Thread(target=self._say_farewell, args=(verdict,), name=WATCHDOG_THREAD, daemon=True)
         with contextlib.suppress(RuntimeError):  # where the interpreter is ending
             farewell.start()
-            farewell.join(_FAREWELL_S)  # neither the store nor the terminal need answer
+            # In a thread with a limit: neither the store nor the terminal has to answer, and the process must end.
+            farewell.join(_FAREWELL_S)
         os._exit(EXIT_STATUS)
 
     def _say_farewell(self, verdict: str) -> None:
@@ -261,8 +285,11 @@ class Watchdog:
             self._leave_together()
 
     def _leave_together(self) -> None:
-        """Wait until all have the verdict: the end of the first may take the store, or be the launcher's reason to end
-        the others."""
+        """Wait until all ranks have read the verdict, but not for long.
+
+        If the first rank to end hosts the store, the others cannot read it any more. And its end makes the launcher end
+        them.
+        """
         store, question = self._store, self._question
         if self._alone or not store.has(f"{question}/verdict"):
             return
@@ -272,39 +299,45 @@ class Watchdog:
         while store.add(f"{question}/read", 0) < answered and time.monotonic() < deadline:
             time.sleep(self._pause_s)
         if self._rank == 0 and not store.held_by_launcher:
-            time.sleep(0.3)  # the others are reading the counter in this process's store
+            time.sleep(0.3)  # the others may be reading the counter, whose store this process hosts
 
     # ---------------------------------------------------------------- question and verdict
 
     def _consult(self, reason: str, fatal: bool) -> str:
-        """Return the verdict. The first rank to ask begins it with its ``reason``, if there is one, and says whether it
-        is ``fatal``: whether ranks that only answer are to end. Raises RuntimeError if the store is lost."""
+        """Return the verdict, after asking or answering the question. Raises RuntimeError if the store is lost.
+
+        Args:
+            reason: first sentence of the verdict, if this rank is the first to ask.
+            fatal: ranks that only answer end with the verdict; used if this rank is the first to ask.
+        """
         with self._consulting:
             if not self._verdict:
                 store, question = self._store, self._question
-                own = self._position()
+                own = self._report()
+                # The first rank to claim this key asks; all others read its claim.
                 asker, self._fatal = json.loads(store.claim(f"{question}/asker", json.dumps([self._rank, fatal])))
                 store.set(f"{question}/at/{self._rank}", own.to_json())
                 if asker == self._rank:
-                    store.set(f"{question}/verdict", json.dumps(self._judge(reason)))
-                self._verdict = self._hear(own, reason)
+                    store.set(f"{question}/verdict", json.dumps(self._diagnose(reason)))
+                self._verdict = self._await_verdict(own, reason)
             return self._verdict
 
-    def _judge(self, reason: str) -> tuple[int, str]:
-        """Return how many ranks have answered, and the verdict."""
+    def _diagnose(self, reason: str) -> tuple[int, str]:
+        """Collect the reports of all ranks. Returns the number of ranks that have answered, and the verdict."""
         store = self._store
         answers = [f"{self._question}/at/{rank}" for rank in range(self._world_size)]
         deadline = time.monotonic() + self._answer_s
         while not store.has(*answers) and time.monotonic() < deadline:
             time.sleep(self._pause_s)
         there = [rank for rank, key in enumerate(answers) if store.has(key)]
-        positions = [Position.from_json(store.get(answers[rank])) for rank in there]
+        reports = [StackReport.from_json(store.get(answers[rank])) for rank in there]
         missing = [rank for rank in range(self._world_size) if rank not in there]
-        ended = self._last_words.known() if missing else {}
+        ended = self._exit_messages.known() if missing else {}
         absent = {rank: Absent(ended.get(rank, ""), self._last_seen(rank)) for rank in missing}
-        return len(there), diagnose(reason, positions, absent)
+        return len(there), diagnose(reason, reports, absent)
 
-    def _hear(self, own: Position, reason: str) -> str:
+    def _await_verdict(self, own: StackReport, reason: str) -> str:
+        """Wait for the verdict of the rank that asked; if that rank has gone, diagnose from this rank's own report."""
         key, deadline = f"{self._question}/verdict", time.monotonic() + 2 * self._answer_s
         while not self._store.has(key):
             if time.monotonic() > deadline:
@@ -319,20 +352,22 @@ class Watchdog:
         step, when = json.loads(self._store.get(f"beat/{rank}"))
         return f"in step {step}, {max(0.0, time.time() - when):.0f} s ago"
 
-    def _position(self) -> Position:
-        """Return this rank's position. What cannot be told of it is left out, since the message must come."""
+    def _report(self) -> StackReport:
+        """Return this rank's report. If part of it cannot be read, that part is left out, because the message must
+        come."""
         try:
-            return position_of(self._rank, dict(self._engines.items()), self._trains)
+            return make_stack_report(self._rank, dict(self._engines.items()), self._trains)
         except Exception as error:
-            logger.debug("the position cannot be told in full", exc_info=error)
-            return position_of(self._rank, {}, self._trains)
+            logger.debug("the stack report is incomplete", exc_info=error)
+            return make_stack_report(self._rank, {}, self._trains)
 
     # ---------------------------------------------------------------- errors of collectives
 
     def explain(self, error: RuntimeError) -> RuntimeError | None:
-        """A better error than that of a collective which has failed in the thread that trains, or None."""
+        """Return a better error for a collective that has failed in the training thread, or None."""
         if self._ending:
-            time.sleep(2 * _LEAVE_S)  # the thread ends this process
+            # The watchdog's thread is ending this process: do not let the training thread print another error first.
+            time.sleep(2 * _LEAVE_S)
         if self._store.alone or self._closed or not self._timeout_s:
             return None
         differs, in_vain = isinstance(error, Mismatch), _IN_VAIN.search(str(error))
@@ -349,7 +384,7 @@ class Watchdog:
                 self._leave_together()
                 return TimedOut(f"{verdict}\n\n({error})")
             if _LOST.search(str(error)):
-                return lost_peer(error, self._rank, self._position().place(), self._last_words.awaited())
+                return lost_peer(error, self._rank, self._report().summary(), self._exit_messages.awaited())
         except (RuntimeError, OSError) as failed:
             logger.debug("no diagnosis: %s", failed)
         return None
@@ -357,21 +392,27 @@ class Watchdog:
     # ---------------------------------------------------------------- SIGUSR1
 
     def _read_signal(self) -> None:
-        """faulthandler has written all threads' stacks into the pipe: print them behind the position."""
-        time.sleep(0.05)  # until it has written all
+        """Print this rank's report and the stacks of all threads, which faulthandler has written into the pipe."""
+        time.sleep(0.05)  # faulthandler writes many small pieces: wait for the last
         text = os.read(self._wake, 1 << 20).decode(errors="replace").strip("\0")
         if not text or self._closed:
             return
-        own = self._position()
+        own = self._report()
         waits = f", waits for {own.waits_for} since {WAIT.seconds():.0f} s" if own.waits_for else ""
         print(
-            f"zerolite: SIGUSR1: rank {self._rank} stands in {own.place()}{waits}\n{text}", file=sys.stderr, flush=True
+            f"zerolite: SIGUSR1: rank {self._rank} is in {own.summary()}{waits}\n{text}",
+            file=sys.stderr,
+            flush=True,
         )
 
 
 def _listen(pipe: int) -> bool:
-    """Have SIGUSR1 write all stacks into ``pipe``, also while the main thread is in native code; False where other code
-    else handles that signal."""
+    """Let SIGUSR1 write all stacks into ``pipe``. Returns False if other code handles that signal.
+
+    faulthandler writes from C, so this works while the main thread is in native code, where Python's handlers do not
+    run.
+    """
+    # A handler that was installed in C is invisible to Python's signal module. Linux lists it in the mask SigCgt.
     handled = 0
     with contextlib.suppress(OSError, ValueError, StopIteration):
         status = Path("/proc/self/status").read_text().splitlines()
@@ -383,18 +424,19 @@ def _listen(pipe: int) -> bool:
     return True
 
 
-# -------------------------------------------------------------------- the one of this process
+# -------------------------------------------------------------------- the watchdog of this process
 
 _current: Watchdog | None = None
 _starts = 0
 
 
 def start_watchdog(timeout_s: float) -> Watchdog:
-    """Return this process's watchdog, started. Called on all ranks by ``initialize``, in the same order."""
+    """Return this process's watchdog, started. ``initialize`` calls this on all ranks, in the same order."""
     global _current, _starts
     if _current is None or not _current.usable:
         if _current is not None:
             _current.close()
+        # Ranks start their watchdogs equally often, so this number gives all of them the same fresh keys in the store.
         _starts += 1
         _current = Watchdog(SharedStore(f"zerolite/watchdog/{_starts}"))
         keep_track(_current)

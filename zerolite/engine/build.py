@@ -32,8 +32,8 @@ from zerolite.comm import (
 from zerolite.config import ZeroliteConfig
 from zerolite.data.dataloader import Loaders
 from zerolite.data.micro_batch import LossFunction
-from zerolite.diagnostics.agreement import check_initialize, check_made_optimizer
 from zerolite.diagnostics.consistency import ConsistencyCheck, shared_weights
+from zerolite.diagnostics.rank_comparison import check_initialize, check_made_optimizer
 from zerolite.diagnostics.same_inputs import SameInputs
 from zerolite.diagnostics.step_checks import StepChecks
 from zerolite.diagnostics.updated_weights import UpdatedWeights

@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import CollectiveCheck, Topology
-from zerolite.diagnostics.position import Names
+from zerolite.diagnostics.stack_report import Names
 from zerolite.engine.components import EngineRef
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.precision.loss_scaler import LossScaler

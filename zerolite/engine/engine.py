@@ -15,7 +15,7 @@ from zerolite.data import metrics
 from zerolite.data.dataloader import RepeatingLoader
 from zerolite.data.micro_batch import check_batches
 from zerolite.diagnostics.join import ROW, Join
-from zerolite.diagnostics.position import Parts
+from zerolite.diagnostics.stack_report import Parts
 from zerolite.engine.arguments import check_loss, checked_weight
 from zerolite.engine.components import Components
 from zerolite.monitor.memory_report import MemoryReport, memory_report

@@ -10,7 +10,7 @@ import torch
 from zerolite.comm import HostGroup, RaiseTogether, Topology
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
-from zerolite.diagnostics.agreement import check_agreement, describe_config, describe_process, joined
+from zerolite.diagnostics.rank_comparison import check_equal_on_ranks, describe_config, describe_process, joined
 from zerolite.engine.full_state import guard_parts
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def part_of_model(
     if not topology.trivial:
         described = joined(describe_process(), describe_config(config))
         different = "zerolite.initialize: the ranks hold different configs or versions"
-        check_agreement(described, topology.world, device, different)
+        check_equal_on_ranks(described, topology.world, device, different)
     if topology.pipe.world_size > 1 or getattr(model, "is_pipeline_module", False):
         from zerolite.pipe.prepare import prepare
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerolite.comm import Communicator, Topology, stages_communicator
-from zerolite.diagnostics.agreement import Description, check_agreement
+from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks
 from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
@@ -145,7 +145,8 @@ def spread_over(
         if tie.key not in shared:
             comm = shared[tie.key] = stages_communicator(topology, tuple(tie.ranks), device)
             dtype = {f"parameter '{tie.key}', which stages share,": {"dtype": str(tie.parameter.dtype)}}
-            check_agreement(Description(dtype), comm, device, "zerolite.initialize: stages compute in different dtypes")
+            different = "zerolite.initialize: stages compute in different dtypes"
+            check_equal_on_ranks(Description(dtype), comm, device, different)
         if id(tie.parameter) in indices:
             groups.append(SharedGradients(shared[tie.key], (indices[id(tie.parameter)],)))
     return across, GradientSums(groups, reducer, topology.data.rank)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.diagnostics.agreement import Description, check_agreement, describe_parameter
+from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks, describe_parameter
 from zerolite.engine.model_values import fill_buckets
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -101,7 +101,7 @@ class UnfrozenParams:
         described = {f"parameter '{names[id(p)]}'": describe_parameter(p) for p in parameters}
         order = {"the parameters": [names[id(p)] for p in parameters]}
         parts = self._assembly
-        check_agreement(Description(described, orders=order), parts.comm, parts.device, _DIFFERENT)
+        check_equal_on_ranks(Description(described, orders=order), parts.comm, parts.device, _DIFFERENT)
         parts.pipeline.outcomes.settle()
         parts.param_gatherer.wait_all()
         if parts.partitioned is not None:

@@ -21,7 +21,7 @@ from zerolite.comm import (
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics import uncaught
-from zerolite.diagnostics.agreement import Description, check_agreement
+from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks
 from zerolite.diagnostics.watchdog import start_watchdog
 from zerolite.engine.arguments import OptimizerLike
 from zerolite.engine.build import Arguments, build_engine, check_model
@@ -110,7 +110,8 @@ def _grid(config: ZeroliteConfig, world: Communicator, device: torch.device) -> 
     """The grid that the config asks for, on all ranks the same."""
     pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
     facts = {f"config key {key}": {"": str(size)} for key, size in ((_PIPE, pipe), (_TENSOR, tensor))}
-    check_agreement(Description(facts), world, device, "zerolite.initialize: the ranks are to form different grids")
+    different = "zerolite.initialize: the ranks are to form different grids"
+    check_equal_on_ranks(Description(facts), world, device, different)
     try:
         return create_topology(world, device, pipe, tensor)
     except ValueError as error:

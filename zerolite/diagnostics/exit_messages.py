@@ -1,4 +1,4 @@
-"""Last words: how ranks have ended, and the error of a rank that has lost another one."""
+"""Exit messages: how processes have ended, and the error of a rank that has lost another one."""
 
 from __future__ import annotations
 
@@ -13,35 +13,45 @@ from zerolite.comm.ranks import name_ranks
 
 EXITED = "exited with status 0"
 _QUOTED = 300  # characters of an exception
-_READ = 64  # ranks whose last words are read, in the order in which they ended: the rest are consequences
-_PATIENCE_S = 1.5  # how long a rank that has lost another waits for that one's last words
+_READ = 64  # messages that are read, in the order in which ranks ended: later ones are consequences of the first
+_PATIENCE_S = 1.5  # how long a rank that has lost another waits for its exit message
 
 
 class PeerLost(RuntimeError):
     """A collective has failed because another process has gone."""
 
 
-class LastWords:
-    """Last messages that ending ranks leave in the store, and the launchers' knowledge of ranks that leave none."""
+class ExitMessages:
+    """Messages that ending ranks leave in the store. For ranks that leave none, the launcher may know how they
+    ended."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
+        # zerolite's launcher reports exited ranks itself; torchrun does not, so ranks look for each other's processes.
         self._neighbours = _ranks_of_torchrun()
         if self._neighbours and not store.alone:
             store.set(f"process/{store.rank}", json.dumps([os.getpid(), socket.gethostname()]))
 
     def say(self, how: str) -> None:
-        """Leave a word for the ranks that still wait. how: "ended normally after step 3", for example."""
+        """Leave a message for the ranks that still wait.
+
+        Args:
+            how: such as "ended normally after step 3".
+        """
+        # The counter gives every message a key of its own, so that two ranks that end at once do not overwrite.
         self._store.set(f"endings/{self._store.add('endings', 1)}", json.dumps([self._store.rank, how]))
 
     def known(self) -> dict[int, str]:
-        """Return how the first ranks to end have ended, as far as that is known long after."""
+        """Return how the first ranks have ended, by rank, as far as it is known now."""
         return {**self._under_torchrun(), **self._told()}
 
     def awaited(self) -> dict[int, str]:
-        """Return how a rank has ended whose connection broke just now, before it or its launcher can have said so."""
+        """Wait shortly for the message of a rank whose connection has just broken; return as :meth:`known` does.
+
+        The connection breaks before the rank, or its launcher, can have written the message.
+        """
         deadline = time.monotonic() + _PATIENCE_S
-        with contextlib.suppress(RuntimeError):  # the process that held the store has gone
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store may be the one that has gone
             while not (ended := self._told()) and time.monotonic() < deadline:
                 time.sleep(0.05)
             return ended or self._under_torchrun()
@@ -57,13 +67,17 @@ class LastWords:
         }
 
     def _under_torchrun(self) -> dict[int, str]:
-        """Ranks of this process's torchrun that are gone. It does not say how, but ends the job within a second after
-        any status other than 0."""
+        """Return the ranks started by this process's torchrun whose processes are gone.
+
+        torchrun does not say how they ended. But after any status except 0 it ends the whole job within a second, so a
+        process that is gone while this one still runs has exited with status 0.
+        """
         ended = {}
         for rank in self._neighbours:
             if self._store.has(f"process/{rank}"):
                 process, host = json.loads(self._store.get(f"process/{rank}"))
-                if host == socket.gethostname() and not _is_there(process):  # containers number processes anew
+                # Containers number processes anew, so a process id means something on the same host name only.
+                if host == socket.gethostname() and not _is_there(process):
                     ended[rank] = (
                         f"{EXITED} (process {process} is gone, and torchrun ends the job after any other status)"
                     )
@@ -71,7 +85,7 @@ class LastWords:
 
 
 def describe_end(error: BaseException | None) -> str:
-    """Describe the end of a process that ``error`` ends."""
+    """Describe how a process ends, from the exception that ends it, or None."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "normally"
     if isinstance(error, PeerLost):
@@ -81,7 +95,14 @@ def describe_end(error: BaseException | None) -> str:
 
 
 def lost_peer(error: RuntimeError, rank: int, place: str, ended: dict[int, str]) -> PeerLost:
-    """The error of a collective that has failed because a connection broke, with how ranks have ended."""
+    """Return the error of a collective whose connection broke, with how other ranks have ended.
+
+    Args:
+        error: the error of the collective.
+        rank: this rank.
+        place: where this rank is, as ``StackReport.summary`` says it.
+        ended: how other ranks have ended, by rank.
+    """
     who = name_ranks(list(ended))
     advice = "its process died: see its output, and the last lines of the launcher"
     if not ended:
@@ -107,7 +128,7 @@ def lost_peer(error: RuntimeError, rank: int, place: str, ended: dict[int, str])
 
 
 def _ranks_of_torchrun() -> range:
-    """The ranks that this process's torchrun has started; none without it."""
+    """Return the ranks that this process's torchrun has started; an empty range without torchrun."""
     numbers = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if "TORCHELASTIC_RUN_ID" not in os.environ or not all(number.isdecimal() for number in numbers):
         return range(0)
@@ -117,9 +138,9 @@ def _ranks_of_torchrun() -> range:
 
 def _is_there(process: int) -> bool:
     try:
-        os.kill(process, 0)
+        os.kill(process, 0)  # signal 0 sends nothing, it only checks that the process exists
     except ProcessLookupError:
         return False
-    except OSError:
+    except OSError:  # it exists, and belongs to another user
         return True
     return True

@@ -43,32 +43,35 @@ class Description:
     """Description of one rank's model and settings, in words.
 
     Attributes:
-        items: facts by subject ("parameter 'head.weight'", "config key gradient_clipping") and, where a subject has
-            several, by aspect ("shape"); the aspect of a single fact is "".
-        orders: names in an order that matters, by what they are the list of; each of them is a subject of ``items``
-            too.
+        items: facts by subject ("parameter 'head.weight'", "config key gradient_clipping") and aspect ("shape"). The
+            aspect of a single fact is "".
+        orders: names in an order that matters, by the list that they belong to ("param group 0"). Each name is also a
+            subject of ``items``.
     """
 
     items: dict[str, dict[str, str]] = field(default_factory=dict)
     orders: dict[str, list[str]] = field(default_factory=dict)
 
     def number(self) -> int:
-        """63 bits made of all of it; equal for equal descriptions, and hardly for others."""
+        """Return a 63-bit hash of everything. Equal descriptions have equal hashes."""
         text = json.dumps([self.items, self.orders], sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def check_agreement(mine: Description, comm: Communicator, device: torch.device, what: str, remedy: str = "") -> None:
+def check_equal_on_ranks(
+    mine: Description, comm: Communicator, device: torch.device, what: str, remedy: str = ""
+) -> None:
     """Raise RuntimeError on all ranks, with the differences by name, if ``mine`` is not the same on all of them.
 
-    Args:
-        what: what the message begins with: the call, and what is different.
-        remedy: what it ends with.
+    Called on all ranks of ``comm``. It costs one small all-reduce while the ranks are equal.
 
-    One small all-reduce while all is equal. Called on all ranks of ``comm``.
+    Args:
+        what: begin of the message: the call, and what is different.
+        remedy: end of the message.
     """
     if comm.world_size == 1:
         return
+    # One maximum of h and -h: all hashes are equal exactly if the largest is also the smallest.
     number = mine.number()
     highest, lowest = largest([number, -number], comm, device, "initial_sync")
     if highest != -lowest:
@@ -78,10 +81,12 @@ def check_agreement(mine: Description, comm: Communicator, device: torch.device,
 def raise_differences(
     mine: Description, comm: Communicator, what: str, remedy: str = "", part: Hashable = None
 ) -> NoReturn:
-    """Raise RuntimeError with the differences between the ranks' descriptions; see :func:`check_agreement`.
+    """Raise RuntimeError with the differences between the ranks' descriptions: the same error on all ranks of ``comm``.
 
-    part: the part of the model that this rank has; only ranks with the same one are compared. Called on all ranks of
-    ``comm``, and raises the same on all of them.
+    Called on all ranks of ``comm``; ``what`` and ``remedy`` as in :func:`check_equal_on_ranks`.
+
+    Args:
+        part: the part of the model on this rank; only ranks with the same part are compared.
     """
     found: dict[Hashable, dict[int, Description]] = {}
     gathered = HostGroup(comm, "agreement").gather((part, mine))
@@ -104,27 +109,30 @@ def check_initialize(
     device: torch.device,
     **arguments: Any,
 ) -> None:
-    """:func:`check_agreement` of what ``zerolite.initialize`` is given: the resolved config, the model, the optimizer
-    with the param groups, the other ``arguments``, versions, and the environment where it matters."""
+    """Compare the inputs of ``zerolite.initialize`` between all ranks, by :func:`check_equal_on_ranks`.
+
+    Compared are the resolved config, the model, the optimizer and its param groups, the other ``arguments``, the
+    versions, and the environment variable that adds collectives.
+    """
     if comm.world_size > 1:
         described = [describe_process(), describe_arguments(**arguments), describe_config(config)]
         described += [describe_model(model), describe_optimizer(optimizer, groups, model)]
-        check_agreement(joined(*described), comm, device, _DIFFERENT)
+        check_equal_on_ranks(joined(*described), comm, device, _DIFFERENT)
 
 
 def check_made_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, comm: Communicator, device: torch.device
 ) -> None:
-    """:func:`check_agreement` of the optimizer that a user's function has made; called on all ranks."""
+    """Compare the optimizer that a user's function has made between all ranks; called on all of them."""
     if comm.world_size > 1:
-        check_agreement(describe_optimizer(optimizer, optimizer.param_groups, model), comm, device, _DIFFERENT)
+        check_equal_on_ranks(describe_optimizer(optimizer, optimizer.param_groups, model), comm, device, _DIFFERENT)
 
 
-# ------------------------------------------------------------------ what is described
+# ------------------------------------------------------------------ descriptions
 
 
 def describe_process() -> Description:
-    """Versions, and the variable that adds collectives."""
+    """Describe the versions, and the environment variable that adds collectives."""
     facts = {
         "the version of zerolite": __version__,
         "the version of torch": str(torch.__version__),
@@ -134,7 +142,7 @@ def describe_process() -> Description:
 
 
 def describe_config(config: ZeroliteConfig) -> Description:
-    """Every key that is set, by its dotted name, but for :data:`LOCAL_KEYS`."""
+    """Describe every key that is set, by its dotted name, except :data:`LOCAL_KEYS`."""
     values = config.model_dump()
     return Description(
         {f"config key {key}": {"": text} for key, text in _flat({k: values[k] for k in values if k not in LOCAL_KEYS})}
@@ -146,11 +154,11 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         elif value is not None:
-            yield f"{prefix}{key}", plain_text(value)
+            yield f"{prefix}{key}", describe_value(value)
 
 
 def describe_model(model: torch.nn.Module) -> Description:
-    """Parameters (whole, where they are partitioned) and buffers, in their order."""
+    """Describe parameters and buffers in their order; partitioned parameters by their full shapes."""
     found = Description()
     for name, parameter in model.named_parameters():
         found.items[f"parameter '{name}'"] = describe_parameter(parameter)
@@ -162,7 +170,7 @@ def describe_model(model: torch.nn.Module) -> Description:
 
 
 def describe_parameter(parameter: torch.nn.Parameter) -> dict[str, str]:
-    """Shape [whole], dtype, and whether it requires a gradient."""
+    """Describe the full shape, the dtype, and if the parameter requires a gradient."""
     return {
         "shape": str(tuple(whole_shape(parameter))),
         "dtype": str(parameter.dtype),
@@ -171,28 +179,32 @@ def describe_parameter(parameter: torch.nn.Parameter) -> dict[str, str]:
 
 
 def describe_optimizer(optimizer: object, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module) -> Description:
-    """An optimizer (an instance, a class, a function that makes one, or None) and its param groups: which parameters
-    each holds, and its hyperparameters as far as they are plain values."""
+    """Describe an optimizer (an instance, a class, a function that makes one, or None) and its param groups.
+
+    A group is described by its parameters and by its hyperparameters, as far as these are plain values.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = Description({"the optimizer": {"": "not given" if optimizer is None else kind_of(optimizer)}})
     for number, group in enumerate(groups):
         members = [names.get(id(p), "(of no name)") for p in group["params"]]
         found.orders[f"param group {number}"] = members
-        settings = {str(key): plain_text(value) for key, value in group.items() if key not in ("params", "param_names")}
+        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings = {str(key): describe_value(value) for key, value in values.items()}
         found.items[f"param group {number}"] = {"a size of": str(len(members)), **settings}
-    for number in range(len(groups)):  # behind the settings, since one group more moves many parameters
+    # After all settings: one additional group moves many parameters, and the message shows the first differences only.
+    for number in range(len(groups)):
         of_members = {f"the param group of '{name}'": str(number) for name in found.orders[f"param group {number}"]}
         found.items.update({subject: {"": text} for subject, text in of_members.items()})
     return found
 
 
 def describe_arguments(**arguments: Any) -> Description:
-    """Arguments of a call: plain values, and kinds of everything else."""
-    return Description({f"the argument {name}": {"": plain_text(value)} for name, value in arguments.items()})
+    """Describe the arguments of a call: plain values as they are, all others by their kind."""
+    return Description({f"the argument {name}": {"": describe_value(value)} for name, value in arguments.items()})
 
 
 def joined(*descriptions: Description) -> Description:
-    """All of them, in this order."""
+    """Return one description with the contents of all, in this order."""
     whole = Description()
     for part in descriptions:
         whole.items.update(part.items)
@@ -200,32 +212,35 @@ def joined(*descriptions: Description) -> Description:
     return whole
 
 
-def plain_text(value: object) -> str:
-    """A value as text that is equal on all ranks where the value is: what is not plain is its kind alone."""
+def describe_value(value: object) -> str:
+    """Return a value as text that is equal on two ranks if the value is. Objects are described by their class alone.
+
+    ``repr`` of an object would contain its address, which differs between processes.
+    """
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return repr(value)
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(plain_text, value))}]"
+        return f"[{', '.join(map(describe_value, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {plain_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {describe_value(item)}' for key, item in value.items())}}}"
     return kind_of(value)
 
 
 def kind_of(value: object) -> str:
-    """The qualified name of a class or function, or of the class of anything else."""
+    """Return the qualified name of a class or function, or of the class of any other object."""
     if isinstance(value, functools.partial):
-        return f"partial of {kind_of(value.func)} with {plain_text([*value.args, value.keywords])}"
+        return f"partial of {kind_of(value.func)} with {describe_value([*value.args, value.keywords])}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-# ------------------------------------------------------------------ what differs
+# ------------------------------------------------------------------ differences
 
 
 def differences(ranks: Mapping[int, Description]) -> Iterator[str]:
-    """A sentence for each difference between the ranks' descriptions."""
+    """Yield a sentence for each difference between the ranks' descriptions."""
     for subject in _everywhere(entry.items for entry in ranks.values()):
         found = {rank: entry.items.get(subject) for rank, entry in ranks.items()}
         there = {rank: aspects for rank, aspects in found.items() if aspects is not None}
@@ -241,12 +256,12 @@ def differences(ranks: Mapping[int, Description]) -> Iterator[str]:
 
 
 def _everywhere(keys: Iterable[Iterable[str]]) -> list[str]:
-    """The keys of all ranks, each once, in the order in which they come."""
+    """Return the keys of all ranks, each once, in the order of their first occurrence."""
     return list(dict.fromkeys(key for rank in keys for key in rank))
 
 
 def _by_ranks(values: Mapping[int, str | None]) -> str:
-    """``0.001 on ranks 0 and 2, but 0.01 on rank 1``."""
+    """Return values with their ranks, as in ``0.001 on ranks 0 and 2, but 0.01 on rank 1``."""
     groups: dict[str | None, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -260,7 +275,7 @@ def _short(text: str) -> str:
 
 
 def _order(subject: str, lists: Mapping[int, list[str]]) -> Iterator[str]:
-    """One sentence if lists of the same names have them in different orders; none if the names differ."""
+    """Yield one sentence if the ranks have the same names in different orders; nothing if the names differ."""
     if len({frozenset(names) for names in lists.values()}) > 1:
         return
     for place, names in enumerate(zip_longest(*lists.values())):

@@ -1,8 +1,8 @@
-"""Position of this rank (engine call, user's line, module, step), read from the stack on request.
+"""Report of this rank (engine call, user's line, module, step), read from the stack on request.
 
-Nothing is written down while training runs. Which call of the engine is under way, from which line of the user's, and
-in which module is on the stack of the main thread; steps are counted anyway; and each communicator remembers its latest
-collectives. May be called by another thread while the main thread goes on: what is read then may be a moment old.
+Nothing is recorded for it while training runs. The engine's call, the user's line that made it and the module in its
+forward are frames on the main thread's stack; steps are counted anyway; and each communicator remembers its latest
+collectives. Another thread may ask while the main thread goes on: then the report may be slightly old.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ if TYPE_CHECKING:
     from zerolite.zero.outcomes import StepCounters
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-LATEST = 48  # collectives of each communicator that are told, and twice as many uses
-_DEEPEST = 60  # frames of a stack
-WATCHDOG = "zerolite watchdog"
-"""The name of the thread that asks for positions."""
+LATEST = 48  # collectives of each communicator in a report, and twice as many module executions
+_DEEPEST = 60  # frames of a stack in a report
+WATCHDOG_THREAD = "zerolite watchdog"
+"""Name of the thread that asks for reports."""
 
 
 Entries = Sequence[tuple[int, str]]
-"""Numbers from 1, in order, and what has that number in words."""
+"""Pairs of a number, counted from 1, and a description, in order."""
 
 
 @dataclass(frozen=True)
-class Position:
-    """Position of one rank.
+class StackReport:
+    """Place of one rank in its program.
 
     Attributes:
-        rank, host, process: who it is.
-        call: the call of zerolite's that is under way, such as "engine.backward()"; "" outside of any.
-        line: the user's line that made it, or that runs now: "train.py:40, in main".
-        inside: the user's line that runs inside that call, such as one of a model's forward; "" if there is none.
-        module: the innermost module whose forward is under way, by its name in the model; "" if there is none.
-        step: the step in hand, counted from 1; 0 where there is no engine yet.
-        waits_for: the collective that it waits for, "" if it waits for none.
-        collectives: by communicator, (number, description) of the latest collectives.
-        uses: at stage 3, (number, "module entered" or "module left") of this step of the schedule.
-        schedule_step: number of that step.
-        stack: the main thread's, innermost call last.
-        engine: whose call it is, such as "engine 2"; "" if there is only one.
+        rank: rank in the job.
+        host: name of the rank's host.
+        process: process id on that host.
+        call: zerolite's call that is running, such as "engine.backward()"; "" outside of any.
+        line: the user's line that made this call, or that runs now: "train.py:40, in main".
+        inside: the user's line that runs inside this call, such as one of a model's forward; "" if there is none.
+        module: innermost module whose forward is running, by its name in the model; "" if there is none.
+        step: current step, counted from 1; 0 before the first engine.
+        waits_for: the collective for which the rank waits; "" if it waits for none.
+        collectives: by communicator, (number, description) of its latest collectives.
+        executions: at stage 3, (number, "module entered" or "module left") of the current step of the schedule.
+        schedule_step: number of this step of the schedule.
+        stack: stack of the main thread, innermost call last.
+        engine: the engine that was called, such as "engine 2"; "" if there is only one.
     """
 
     rank: int
@@ -71,7 +73,7 @@ class Position:
     step: int
     waits_for: str
     collectives: dict[str, Entries] = field(default_factory=dict)
-    uses: Entries = ()
+    executions: Entries = ()
     schedule_step: int = 0
     stack: str = ""
     engine: str = ""
@@ -80,11 +82,11 @@ class Position:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Position:
+    def from_json(cls, text: str | bytes) -> StackReport:
         return cls(**json.loads(text))
 
-    def place(self) -> str:
-        """Describe the position in half a sentence."""
+    def summary(self) -> str:
+        """Return the step, call, module and line as half a sentence."""
         doing = (
             f"in {self.call}" + (f" of {self.engine}" if self.engine else "")
             if self.call
@@ -98,7 +100,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Parts:
-    """An engine's parts."""
+    """Components of an engine that a report reads."""
 
     module: torch.nn.Module
     comm: Communicator
@@ -107,7 +109,7 @@ class Parts:
 
 
 class EngineView(Protocol):
-    """The part of an engine that is read here, and the calls that are looked for on the stack."""
+    """The part of an engine that a report reads, and whose calls are searched for on the stack."""
 
     coordinator: PartitionedParameterCoordinator | None
     optimizer: Any
@@ -120,13 +122,13 @@ class EngineView(Protocol):
     def global_steps(self) -> int: ...
 
 
-def position_of(rank: int, engines: Mapping[int, EngineView], thread: int | None = None) -> Position:
-    """This rank's.
+def make_stack_report(rank: int, engines: Mapping[int, EngineView], thread: int | None = None) -> StackReport:
+    """Return this rank's report.
 
     Args:
-        engines: those that are alive, by the number, from 1, of the call of ``initialize`` that made them, which is the
-            same on all ranks.
-        thread: identifies the one that trains; default: the main thread.
+        rank: this rank.
+        engines: living engines, by the number of the ``initialize`` call that made them (from 1, equal on all ranks).
+        thread: identifies the training thread; default: the main thread.
     """
     main = thread or threading.main_thread().ident
     frames = _frames(sys._current_frames().get(main or 0))
@@ -135,14 +137,14 @@ def position_of(rank: int, engines: Mapping[int, EngineView], thread: int | None
     number = under_way or max(engines, default=0)
     engine, names = engines.get(number), alive.get(number)
     call, line, inside = _call_and_lines(frames)
-    uses, steps = names.uses() if names is not None else ((), 0)
+    executions, steps = names.executions() if names is not None else ((), 0)
     waits_for = ""
     if WAIT.under_way():
         entry = WAIT.entry
         waits_for = describe(Entry(*entry), names) if entry is not None else _OTHERS
     elif any(isinstance(_owner(frame), HostGroup) for frame in frames):
         waits_for = _OTHERS
-    return Position(
+    return StackReport(
         rank=rank,
         host=socket.gethostname(),
         process=os.getpid(),
@@ -157,7 +159,7 @@ def position_of(rank: int, engines: Mapping[int, EngineView], thread: int | None
             for number, known in alive.items()
             for name, entries in known.collectives().items()
         },
-        uses=uses,
+        executions=executions,
         schedule_step=steps,
         stack=stacks(main),
         engine=f"engine {under_way}" if under_way and len(engines) > 1 else "",
@@ -166,11 +168,11 @@ def position_of(rank: int, engines: Mapping[int, EngineView], thread: int | None
 
 _OTHERS = "the other ranks"
 AMONG = " among "
-"""In the name of a communicator that some ranks have: theirs are compared with each other alone."""
+"""Part of the name of a communicator that only some ranks have; these are compared only with each other."""
 
 
 class Names:
-    """Names of the parameters and modules that an engine's collectives are about."""
+    """Names of the parameters and modules in an engine's collectives."""
 
     def __init__(self, engine: EngineView) -> None:
         self._engine = engine
@@ -178,16 +180,20 @@ class Names:
         self._of = {id(parameter): name for name, parameter in self._parts.module.named_parameters()}
 
     def of_bucket(self, key: int) -> list[str]:
+        """Return the names of the parameters in the bucket of this key (index + 1)."""
         buckets = self._parts.reducer.layout.buckets
         return [slot.name for slot in buckets[key - 1].slots] if 0 < key <= len(buckets) else []
 
     def of_parameter(self, key: int) -> list[str]:
+        """Return the name of the partitioned parameter of this key (index + 1), as a list of one; [] if there is
+        none."""
         coordinator = self._engine.coordinator
         if coordinator is None or not 0 < key <= len(coordinator.handles):
             return []
         return [self._of.get(id(coordinator.handles[key - 1].ref()), f"parameter {key}")]
 
     def collectives(self) -> dict[str, Entries]:
+        """Return the latest collectives of each communicator."""
         topology = self._engine.topology
         comms = {"gradients and statistics": self._parts.comm}
         coordinator = self._engine.coordinator
@@ -205,13 +211,15 @@ class Names:
             if topology.trivial or comm.world_size > 1
         }
 
-    def uses(self) -> tuple[Entries, int]:
+    def executions(self) -> tuple[Entries, int]:
+        """Return the latest module executions of the current stage 3 step, and the number of that step."""
         coordinator = self._engine.coordinator
         if coordinator is None:
             return [], 0
         _, first, events = coordinator.schedule.events()
         names = [unit.name or "the model" for unit in coordinator.units]
         told = [
+            # The schedule writes ~index where a module ends.
             (number, f"'{names[event]}' entered" if event >= 0 else f"'{names[~event]}' left")
             for number, event in enumerate(events, first)
         ]
@@ -219,7 +227,7 @@ class Names:
 
 
 def describe(entry: Entry, names: Names | None) -> str:
-    """A collective in words, the same on all ranks that launch the same one."""
+    """Return a collective in words. Ranks that launch the same collective get the same words."""
     if entry.op == "message":
         return "a message from another stage of the pipeline"
     if isinstance(entry.what, int):
@@ -264,7 +272,7 @@ _PACKAGES = os.path.abspath(sysconfig.get_paths()["purelib"]) + os.sep
 
 
 def _frames(innermost: FrameType | None) -> list[FrameType]:
-    """The outermost first."""
+    """Return the frames from the outermost to the innermost."""
     frames = []
     while innermost is not None:
         frames.append(innermost)
@@ -284,7 +292,7 @@ def _kind(frame: FrameType) -> str:
 
 
 def _call_and_lines(frames: Sequence[FrameType]) -> tuple[str, str, str]:
-    """The outermost call of zerolite's, or of ``loss.backward()``, the user's line that it came from, and the user's
+    """Return the outermost call of zerolite (or ``loss.backward()``), the user's line that made it, and the user's
     innermost line inside it."""
     call = line = inside = ""
     for frame in frames:
@@ -300,9 +308,12 @@ def _call_and_lines(frames: Sequence[FrameType]) -> tuple[str, str, str]:
 
 
 def _owner(frame: FrameType) -> object:
-    """Return the object whose method the frame runs; None for functions, and for frames of other files than zerolite's
-    and the one in which torch calls a module. Before Python 3.13 asking a frame for its locals leaves a copy of them in
-    it, which keeps them alive until it returns: a user's loop would keep its tensors."""
+    """Return the object whose method the frame runs; None for functions and for most frames outside of zerolite.
+
+    Only zerolite's frames, and those in which torch calls a module, are asked for their locals. Before Python 3.13 this
+    leaves a copy of the locals in the frame, which keeps them alive until it returns: a user's loop would keep its
+    tensors.
+    """
     if _kind(frame) == "zerolite" or frame.f_code.co_filename.endswith(_CALLS_MODULES):
         return frame.f_locals.get("self")
     return None
@@ -321,7 +332,7 @@ def _call(frame: FrameType) -> str:
 
 
 def _engine_on(frames: Sequence[FrameType], engines: Mapping[int, EngineView]) -> int:
-    """The number of the engine whose call is under way; 0 for none."""
+    """Return the number of the engine that is called on this stack; 0 for none."""
     for frame in frames:
         owner = _owner(frame)
         for number, engine in engines.items() if owner is not None else ():  # nor has every engine an optimizer
@@ -337,9 +348,9 @@ def _module_on(frames: Sequence[FrameType], engines: Iterable[EngineView]) -> st
 
 
 def stacks(main: int | None) -> str:
-    """The main thread's stack, and those of other threads that are inside zerolite (backward on CUDA is)."""
+    """Return the main thread's stack, and those of other threads inside zerolite (on CUDA, backward runs in one)."""
     text: list[str] = []
-    own = {thread.ident for thread in threading.enumerate() if thread.name == WATCHDOG}
+    own = {thread.ident for thread in threading.enumerate() if thread.name == WATCHDOG_THREAD}
     for thread, innermost in sys._current_frames().items():
         frames = _frames(innermost)
         if thread == main:
@@ -350,8 +361,8 @@ def stacks(main: int | None) -> str:
 
 
 def _stack(innermost: FrameType) -> str:
-    """Return the stack without the frames in which torch calls a module and those that ask for the stack, which say
-    nothing."""
+    """Return the stack without frames that say nothing: those in which torch calls a module, and those that ask for the
+    stack."""
     told = [
         entry
         for entry in traceback.extract_stack(innermost)
@@ -364,5 +375,5 @@ _CALLS_MODULES = os.path.join("torch", "nn", "modules", "module.py")
 _DULL = (
     _CALLS_MODULES,
     os.path.join("diagnostics", "watchdog.py"),
-    os.path.join("diagnostics", "position.py"),
+    os.path.join("diagnostics", "stack_report.py"),
 )
