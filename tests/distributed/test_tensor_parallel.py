@@ -303,7 +303,7 @@ def test_a_second_engine_on_the_same_model(sequence: bool) -> None:
         assert float((loss.detach() - expected).abs() / expected) < 1e-6
         del engine, loss
         gc.collect()
-    with raises(ValueError, "as it was when the layers of ", " were cut for an earlier engine"):
+    with raises(ValueError, "as it was when the layers of ", " were sharded for an earlier engine"):
         made(not sequence)
 
 

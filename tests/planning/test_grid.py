@@ -14,7 +14,7 @@ from tests.planning.jobs import KINDS, planned, settings
 from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
 from zerolite.config import ConfigError
-from zerolite.pipe.order import orders
+from zerolite.pipe.schedule_actions import rank_actions
 from zerolite.pipe.schedules import ONE_PART, available_schedules
 from zerolite.planning.bubble import bubble
 from zerolite.planning.errors import PlanError
@@ -33,21 +33,21 @@ def test_the_bubble_of_one_part_for_each_rank(ranks: int, micro_batches: int) ->
     """(p - 1) / (m + p - 1): Narayanan et al., 2021, section 2.2, as a share of the whole step."""
     expected = (ranks - 1) / (micro_batches + ranks - 1)
     for schedule in ("gpipe", "1f1b"):
-        assert bubble(orders(schedule, ranks, 1, micro_batches)) == pytest.approx(expected)
+        assert bubble(rank_actions(schedule, ranks, 1, micro_batches)) == pytest.approx(expected)
 
 
 def test_more_parts_make_the_bubble_smaller() -> None:
     """Interleaved: (p - 1) / v instead of p - 1 (the same, section 2.3)."""
-    assert bubble(orders("interleaved_1f1b", 4, 2, 8)) == pytest.approx((3 / 2) / (8 + 3 / 2))
+    assert bubble(rank_actions("interleaved_1f1b", 4, 2, 8)) == pytest.approx((3 / 2) / (8 + 3 / 2))
     names = [name for name in ("zero_bubble", "zbv", "dualpipev") if name in available_schedules()]
-    least = [bubble(orders(name, 4, 2, 8)) for name in names]
-    assert max(least) < 0.1 < bubble(orders("interleaved_1f1b", 4, 2, 8))
+    least = [bubble(rank_actions(name, 4, 2, 8)) for name in names]
+    assert max(least) < 0.1 < bubble(rank_actions("interleaved_1f1b", 4, 2, 8))
 
 
 def test_every_computation_is_in_the_order_once() -> None:
     for schedule in available_schedules():
         chunks = 1 if schedule in ONE_PART else 2
-        done = [action for order in orders(schedule, 2, chunks, 4) for action in order]
+        done = [action for order in rank_actions(schedule, 2, chunks, 4) for action in order]
         forwards = {(a.part, a.micro_batch) for a in done if a.kind == "forward"}
         assert len(done) == len(set(done))
         assert forwards == {(part, index) for part in range(2 * chunks) for index in range(4)}

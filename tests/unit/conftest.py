@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zerolite.planning.fakes import DryMachine
-from zerolite.utils import moments
+from zerolite.utils import device_timers
 from zerolite.utils.accelerator import use_machine
 
 
@@ -19,14 +19,14 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.done = math.inf  # what has been executed
-        self.moments = 0
-        monkeypatch.setattr(moments, "new_moment", self.moment)
+        self.events = 0
+        monkeypatch.setattr(device_timers, "new_timing_event", self.event)
 
-    def moment(self, cuda: bool) -> Device.Moment:
-        self.moments += 1
-        return Device.Moment(self)
+    def event(self, cuda: bool) -> Device.Event:
+        self.events += 1
+        return Device.Event(self)
 
-    class Moment:
+    class Event:
         def __init__(self, device: Device) -> None:
             self.device = device
             self.at = math.nan
@@ -37,7 +37,7 @@ class Device:
         def query(self) -> bool:
             return self.at <= self.device.done
 
-        def elapsed_time(self, end: Device.Moment) -> float:
+        def elapsed_time(self, end: Device.Event) -> float:
             assert self.query() and end.query(), "read before the device has come to it"
             return end.at - self.at
 

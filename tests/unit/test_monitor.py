@@ -409,11 +409,11 @@ def test_moments_are_read_when_the_device_has_passed_them(device: Device) -> Non
     device.done = device.now
     one_step(clock, device, 3)
     assert reports == [(1, STEP_TIMES), (2, STEP_TIMES)]
-    made = device.moments
+    made = device.events
     for number in range(4, 50):
         device.done = device.now
         one_step(clock, device, number)
-    assert device.moments == made, "moments that were read are used again"
+    assert device.events == made, "events that were read are used again"
     assert reports[-1] == (48, STEP_TIMES)
 
 

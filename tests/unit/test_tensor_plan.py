@@ -152,7 +152,7 @@ def test_what_is_fused_is_cut_in_parts(
         cut(model, plan)
     found = shard_spec_of(getattr(model.blocks[0], name).weight)
     assert found is not None and tuple(length for _, _, length in found.ranges) == lengths
-    assert (f"blocks.0.{name} is cut in" in caplog.text) == (len(lengths) > 1)
+    assert (f"blocks.0.{name} is sharded in" in caplog.text) == (len(lengths) > 1)
 
 
 def _linear(model: nn.Module) -> list[str]:
@@ -243,7 +243,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         lambda: _stack(Plain()), {"blocks.*.down": "row"}, 2,
         r"a column in 'blocks\.0' for the row 'blocks\.0\.down'",
     ),
-    "type": (lambda: _stack(Plain()), {**MLP, "blocks.*": "column"}, 2, r"as 'blocks\.0'.*got Plain; cut are"),
+    "type": (lambda: _stack(Plain()), {**MLP, "blocks.*": "column"}, 2, r"as 'blocks\.0'.*got Plain; nn.Linear"),
     "own forward": (lambda: _stack(Odd(up=OwnForward(8, 16))), MLP, 2, "OwnForward, which has a forward of its own"),
     "computed weight": (lambda: _stack(Odd(up=_parametrized())), MLP, 2, "weight of its own"),
     "attention module": (
@@ -417,7 +417,7 @@ def test_a_module_with_whole_parameters_inside() -> None:
 
     tokens = torch.tensor([[1, 2]])
     model = cut(_stack(Inside(scale=nn.Linear(1, 1))), MLP)
-    with pytest.raises(RuntimeError, match=r"between a column and its row, got 'blocks\.0\.scale' with 'weight'"):
+    with pytest.raises(RuntimeError, match=r"a row-parallel layer, got 'weight' of 'blocks\.0\.scale'"):
         model(tokens)
     with torch.no_grad():
         model(tokens)

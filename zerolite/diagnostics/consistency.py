@@ -155,7 +155,8 @@ class ConsistencyCheck:
         interval: int,
         late: bool,
     ) -> None:
-        """Args:
+        """
+        Args:
         weights: gives the weights to compare, see :func:`shared_weights`.
         interval: updates from one comparison of weights to the next.
         late: read the outcome of a comparison in the next step, so that the host does not wait for the device.

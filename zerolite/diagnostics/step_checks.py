@@ -43,7 +43,8 @@ class StepChecks:
         consistency: ConsistencyCheck | None,
         updated: UpdatedWeights | None,
     ) -> None:
-        """Args:
+        """
+        Args:
         optimizer: its param groups are compared; its defaults say which of their values it reads.
         """
         self._optimizer = optimizer

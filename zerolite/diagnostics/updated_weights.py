@@ -27,7 +27,8 @@ class UpdatedWeights:
         shards: Callable[[], Sequence[Sequence[OptimParamShard]]],
         most_groups: int,
     ) -> None:
-        """Args:
+        """
+        Args:
         optimizer: its param groups are those of the sums.
         shards: gives the optimizer shards of each bucket.
         most_groups: the largest number of param groups of any rank. Pipeline stages may have different numbers, and

@@ -473,9 +473,9 @@ class Assembly:
     def _runner(self, boundary: GraphBoundary) -> Any:
         if self.staged is None:
             return LocalRunner(self.reference, self.accumulation, self.comm, self.device)
-        from zerolite.pipe.step import RunnerParts  # only where there is a pipeline
+        from zerolite.pipe.step import RunnerComponents  # only where there is a pipeline
 
-        parts = RunnerParts(
+        parts = RunnerComponents(
             pipeline=self.pipeline,
             accumulation=self.accumulation,
             reducer=self.reducer,

@@ -19,7 +19,7 @@ import torch
 from zerolite.comm.communicator import Communicator, Pending
 from zerolite.comm.flight_recorder import Raw
 from zerolite.config.profiling import CommsLoggerConfig
-from zerolite.utils.moments import Spans
+from zerolite.utils.device_timers import DeviceTimers
 from zerolite.utils.sizes import format_size
 from zerolite.utils.units import table
 
@@ -93,7 +93,7 @@ class CommsLogger:
         self._config = config
         self._ranks = ranks
         self._say = say
-        self._spans = Spans(device)
+        self._timers = DeviceTimers(device)
         self._all: dict[Kind, Times] = {}
         self._recent: dict[Kind, Times] = {}  # since the last report
 
@@ -115,13 +115,13 @@ class CommsLogger:
             nbytes = sum(shard.numel() * shard.element_size() for shard in what) * ranks
             if not nbytes:  # nothing travels, and no record counts it
                 return start()
-        began = self._spans.now()
+        began = self._timers.now()
         pending = start()
         pending.wait()
         caller = _caller() if self._config.debug else ""
         kind = Kind(op, tag, nbytes, caller, ranks)
-        self._spans.add(began, self._spans.now(), functools.partial(self._count, kind))
-        self._spans.read()
+        self._timers.add(began, self._timers.now(), functools.partial(self._count, kind))
+        self._timers.read()
         return pending
 
     def _count(self, kind: Kind, milliseconds: float) -> None:
@@ -138,7 +138,7 @@ class CommsLogger:
         count, total_bytes, mean_ms (launch to end), algbw and busbw (10^9 bytes a second). On CUDA it waits for those
         under way.
         """
-        self._spans.read(wait=True)
+        self._timers.read(wait=True)
         return [
             {
                 "op": kind.op,
@@ -158,7 +158,7 @@ class CommsLogger:
     def report(self, step: int) -> dict[str, float]:
         """Print the table of what was measured since the last report, and forget it; gives what monitors get: count,
         bytes, mean_ms, algbw and busbw by operation, such as "all_reduce_busbw"."""
-        self._spans.read()
+        self._timers.read()
         recent, self._recent = self._recent, {}
         if recent and self._say is not None:
             self._say(self._table(step, recent))

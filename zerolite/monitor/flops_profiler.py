@@ -14,7 +14,7 @@ import torch
 
 from zerolite.config.profiling import FlopsProfilerConfig
 from zerolite.monitor.flop_count import FlopCount, HasModule, ModuleFlops
-from zerolite.utils.moments import Moment, Spans
+from zerolite.utils.device_timers import DeviceTimers, TimingEvent
 from zerolite.utils.units import table, with_unit
 
 logger = logging.getLogger("zerolite")
@@ -43,12 +43,12 @@ class FlopsProfiler:
     ) -> None:
         self._config, self._every, self._say, self._write = config, every, say, write
         self._count = FlopCount(engine, module)
-        self._spans = Spans(device)
+        self._timers = DeviceTimers(device)
         self._steps = 0  # since the engine was made
         self._at = 0  # number of the step that ended last
         self._model = 0.0  # FLOPs of a step
         self._hardware = 0.0
-        self._since: tuple[int, Moment] | None = None  # the step and the moment from which time is taken
+        self._since: tuple[int, TimingEvent] | None = None  # the step and the moment from which time is taken
         if config.profile_step == 0:
             self._count.start()
 
@@ -63,18 +63,18 @@ class FlopsProfiler:
         elif self._steps == self._config.profile_step + 1:
             self._count.stop()
             self._report(step)
-            self._since = (step, self._spans.now())
+            self._since = (step, self._timers.now())
         elif self._since is not None and step % self._every == 0:
             first, start = self._since
-            end = self._spans.now()
-            self._spans.add(start, end, functools.partial(self._tell_speed, step, step - first), goes_on=True)
+            end = self._timers.now()
+            self._timers.add(start, end, functools.partial(self._tell_speed, step, step - first), goes_on=True)
             self._since = (step, end)
-        self._spans.read()
+        self._timers.read()
 
     def close(self) -> None:
         """The engine is gone, perhaps in the middle of the counted step."""
         self._count.stop()
-        self._spans.forget()
+        self._timers.forget()
 
     def _report(self, step: int) -> None:
         modules = self._count.modules()

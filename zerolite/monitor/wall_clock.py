@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zerolite.utils.device_timers import DeviceTimers, TimingEvent
 from zerolite.utils.module_hook import WeakHook
-from zerolite.utils.moments import Moment, Spans
 from zerolite.zero.observers import GATHER, REDUCE_WAIT, STEP, StepObserver
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
@@ -34,11 +34,11 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device, every: int, report: Report) -> None:
-        self._spans = Spans(device)
+        self._timers = DeviceTimers(device)
         self._every = every
         self._report = report
         self._phases = [OTHER]
-        self._last: Moment | None = None  # when the phase in hand began or went on
+        self._last: TimingEvent | None = None  # when the phase in hand began or went on
         self._sums = dict.fromkeys(PHASES, 0.0)
         self._steps = 0  # since the last report
         self._ended = 0  # number of the step that ended last
@@ -66,15 +66,15 @@ class PhaseClock:
         self._ended = step
         self._steps += 1
         if step % self._every == 0:
-            self._spans.then(functools.partial(self._tell, step, self._steps))
+            self._timers.then(functools.partial(self._tell, step, self._steps))
             self._steps = 0
-        self._spans.read()
+        self._timers.read()
 
     def _cut(self) -> None:
         """The phase in hand ends here, or another begins inside it."""
-        now = self._spans.now()
+        now = self._timers.now()
         if self._last is not None:
-            self._spans.add(self._last, now, functools.partial(self._add, self._phases[-1]), goes_on=True)
+            self._timers.add(self._last, now, functools.partial(self._add, self._phases[-1]), goes_on=True)
         self._last = now
 
     def _add(self, phase: str, milliseconds: float) -> None:

@@ -31,7 +31,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """single: whether one tensor crosses by itself, and not a tuple."""
+    """Tensors that one part gives the next.
+
+    Attributes:
+        single: it is one tensor and not a tuple.
+        tensors: their shapes and dtypes.
+    """
 
     single: bool
     tensors: tuple[TensorSpec, ...]
@@ -41,8 +46,10 @@ class BoundarySpec:
 
 
 def tensors_of(outputs: object, part: int) -> tuple[bool, tuple[torch.Tensor, ...]]:
-    """(whether it is one tensor by itself, the tensors) that part ``part`` of the model gives the next one. Raises
-    TypeError for what cannot be sent."""
+    """Return the tensors that part ``part`` gives the next one, with True if it is one tensor and not a tuple.
+
+    Raises TypeError for outputs that cannot be sent.
+    """
     if isinstance(outputs, torch.Tensor):
         return True, (outputs,)
     if not isinstance(outputs, (tuple, list)) or not all(isinstance(item, torch.Tensor) for item in outputs):
@@ -56,8 +63,7 @@ def tensors_of(outputs: object, part: int) -> tuple[bool, tuple[torch.Tensor, ..
 
 
 def shapes_of(value: object) -> dict[str, Any]:
-    """(shape, dtype) of each tensor in ``value`` and the class of every other leaf, by place: hashable text when
-    printed."""
+    """Return the (shape, dtype) of each tensor in ``value`` and the class of every other leaf, by place."""
     return {
         place: (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         for place, leaf in named_leaves(value)
@@ -65,7 +71,7 @@ def shapes_of(value: object) -> dict[str, Any]:
 
 
 def number_of(text: str) -> int:
-    """63 bits of a hash of ``text``, the same in every process."""
+    """Return a 63-bit hash of ``text``, the same in every process (Python's own hash is salted)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -73,7 +79,7 @@ SAMPLES = 4096
 
 
 def sampled_hash(tensor: torch.Tensor) -> int:
-    """Hash about 4096 values of ``tensor``, evenly spread; 0 for one that is not on the host, or without memory."""
+    """Return a hash of about 4096 values of ``tensor``, evenly spread; 0 for a tensor on a device or without memory."""
     if tensor.device.type != "cpu" or is_fake(tensor) or not tensor.numel():
         return 0
     flat = tensor.detach().reshape(-1)

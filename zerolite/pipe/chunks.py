@@ -22,7 +22,7 @@ class Chunk(Protocol):
     """One part of the model on this rank.
 
     Attributes:
-        index: its place among all parts.
+        index: its number among all parts.
         module: contains its parameters.
     """
 
@@ -34,23 +34,24 @@ class Chunk(Protocol):
         return list(self.module.parameters())
 
     def connect(self, precision: Precision, device: torch.device, loss_fn: LossFunction | None) -> None:
-        """Set precision, device and loss. Once, by the runner."""
+        """Set precision, device and loss. Called once, by the runner."""
         return
 
     def prepare(self, batch: MicroBatch) -> None:
-        """Prepare for forwards with micro-batches of these shapes. Raises for what cannot be run as a pipeline."""
+        """Prepare for micro-batches of these shapes. Raises ValueError for a model that cannot run as a pipeline."""
 
     def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:
-        """Run the chunk: return the next part's input, or at the last part the model's outputs.
+        """Run the chunk. Returns the next part's input, or in the last part the model's outputs.
 
         Args:
-            received: what the part before gives, ``single`` if it is one tensor by itself; nothing at the first part.
-            batch: floating tensors in the compute dtype.
+            received: tensors from the part before; empty in the first part.
+            single: the part before gives one tensor and not a tuple.
+            batch: the micro-batch, with floating tensors in the compute dtype.
         """
 
 
 class LayerChunk(Chunk):
-    """Layers one after the other: see :class:`~zerolite.pipe.modules.PipelineModule`."""
+    """Consecutive layers of a sequence: see :class:`~zerolite.pipe.modules.PipelineModule`."""
 
     def __init__(
         self,
@@ -60,7 +61,10 @@ class LayerChunk(Chunk):
         interval: int = 0,
         checkpointable: Sequence[str] | None = None,
     ) -> None:
-        """owners: the modules among ``layers``, and those behind functions of tied layers."""
+        """
+        Args:
+        owners: the modules among ``layers``, and those that functions of tied layers use.
+        """
         self.index = index
         self.module = nn.ModuleList(owners)
         self._layers, self._interval, self._checkpointable = list(layers), interval, checkpointable

@@ -1,7 +1,7 @@
 """Run of a model on fake tensors that records parameter dependencies and output shapes of modules.
 
-The whole model's own forward runs on fake tensors, which have shapes and no memory. A label travels from every
-parameter into all that is computed from it, through views, detached and integer tensors alike.
+The model's own forward runs on fake tensors, which have shapes and no memory. Every parameter has a label, which is
+passed on to all tensors computed from it, also through views, detached and integer tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ NOTHING: Labels = frozenset()
 
 @contextlib.contextmanager
 def alive(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeMode | None]:
-    """Inside, the parameters and buffers of a skeleton's ``model`` are fake tensors on ``device``, floating parameters
-    in ``dtype`` (None: their own). Gives the mode, None inside one of a dry run."""
+    """Context in which the parameters and buffers of a skeleton's ``model`` are fake tensors.
+
+    It yields the fake mode, or None if a dry run has one active already.
+
+    Args:
+        model: the skeleton's model.
+        device: device of the fake tensors.
+        dtype: dtype of floating parameters; None: their own.
+    """
     mode = None if fake_mode() is not None else FakeMode()
     places = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
     before = [dict(tensors) for tensors in places]
@@ -52,8 +59,11 @@ def alive(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
 
 @contextlib.contextmanager
 def caches_restored() -> Iterator[None]:
-    """Empty functools.lru_cache and cache at the end: entries made inside hold tensors without memory, which later
-    calls must not get."""
+    """Clear functools.lru_cache and cache at the end, if they have new entries.
+
+    Such entries hold tensors without memory, for example a cached mask, and later calls with real tensors must not get
+    them.
+    """
     caches = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
     before = [cache.cache_info().currsize for cache in caches]
     try:
@@ -70,13 +80,16 @@ _SHAPE_ONLY |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_str
 
 
 class Labelling(TorchDispatchMode):
-    """Labels of what each tensor was computed from. By storage, so that views and writes into views are one with what
-    they show."""
+    """Labels of the parameters from which each tensor was computed.
+
+    They are kept by storage, so that a view and its base have the same labels, and a write into a view reaches the
+    base.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._labels: dict[int, Labels] = {}
-        self._alive: dict[int, Any] = {}  # storages, whose addresses are the keys
+        self._alive: dict[int, Any] = {}  # storages: alive, so that no new one gets the same address
 
     def of(self, tensor: torch.Tensor) -> Labels:
         return self._labels.get(tensor.untyped_storage()._cdata, NOTHING)
@@ -105,9 +118,12 @@ class Call:
     """One call of a module with parameters or buffers.
 
     Attributes:
-        began, ended: the part of the model under way then (ended: -1 if it did not end).
-        template: its outputs, with :class:`Zeros` for tensors; None if they cannot be told from parameters' shapes
-            alone.
+        path: name of the module.
+        began: part of the model in which the call began.
+        ended: part in which it ended; -1 if it did not end.
+        template: its outputs, with :class:`Zeros` for tensors.
+        told: the outputs can be made from parameters' shapes alone.
+        inner: calls inside of this one.
     """
 
     path: str
@@ -154,7 +170,7 @@ class Calls:
         self._handles.append(module.register_forward_hook(after))
 
     def _template(self, value: Any) -> tuple[bool, object]:
-        """(Whether it can be told, ``value`` with :class:`Zeros` for its tensors)."""
+        """Return ``value`` with :class:`Zeros` for its tensors, and True if that is possible."""
         if isinstance(value, torch.Tensor):
             if not self._labelling.of(value):
                 return False, None
@@ -173,7 +189,7 @@ class Calls:
 
 
 def filled(template: Any, device: torch.device) -> Any:
-    """``template`` with real zeros."""
+    """Return ``template`` with real zeros."""
     if isinstance(template, Zeros):
         return torch.zeros(template.shape, dtype=template.dtype, device=device)
     if type(template) in (list, tuple):

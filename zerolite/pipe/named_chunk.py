@@ -15,14 +15,14 @@ from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import shapes_of
 from zerolite.pipe.chunks import NOT_WHOLE, Chunk
 from zerolite.pipe.dependencies import Call, Calls, Labelling, Labels, alive, caches_restored, filled
-from zerolite.pipe.homes import Buffers, Home
+from zerolite.pipe.parameter_assignment import Buffers, ParameterAssignment
 from zerolite.precision.dtypes import Precision
 from zerolite.utils.nested import find_tensors, map_tensors, named_leaves
 from zerolite.utils.skeleton import Skeleton
 
 
 class _Left(BaseException):
-    """The forward is left where the next part begins. No Exception: models may catch those."""
+    """Leaves the model's forward where the next part begins. It is no Exception, because models may catch those."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -34,8 +34,9 @@ class Prefix:
     """Stand-ins for the modules that run before a part in the model's forward.
 
     Attributes:
-        stand_ins: by module, what it gives at each call.
-        opened: modules that run themselves, whose parameters are zeros of these shapes and dtypes.
+        stand_ins: by module, the outputs of each call.
+        opened: modules that run themselves, with the shapes and dtypes of their parameters, which are replaced by
+            zeros.
     """
 
     stand_ins: Mapping[str, Sequence[Any]]
@@ -47,7 +48,7 @@ class ChunkPlan:
     """Plan for micro-batches of some shapes.
 
     Attributes:
-        crossing: by part, where in its first module's arguments the tensors are that come from the part before.
+        crossing: by part, the arguments of its first module that come from the part before.
         prefixes: by part.
     """
 
@@ -56,20 +57,29 @@ class ChunkPlan:
 
 
 class Splitting:
-    """Split of one model: its parts, how they are run for micro-batches of any shapes, and which of them runs now."""
+    """Split of one model: its parts, how they run for micro-batches of any shapes, and the part that runs now."""
 
     def __init__(
-        self, model: nn.Module, names: Sequence[str], homes: Sequence[Home], skeleton: Skeleton, elsewhere: Buffers
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        assignments: Sequence[ParameterAssignment],
+        skeleton: Skeleton,
+        elsewhere: Buffers,
     ) -> None:
         """
         Args:
-            names: of the modules that begin the parts 1, 2, …
-            skeleton: of the whole model.
-            elsewhere: buffers of the modules that are on other ranks.
+        model: the model.
+        names: names of the modules that begin the parts 1, 2, ...
+        assignments: the parts that have each parameter.
+        skeleton: copy of the full model without memory.
+        elsewhere: buffers of modules that are on other ranks.
         """
-        self.model, self.names, self.homes, self.buffers = model, list(names), list(homes), elsewhere
+        self.model, self.names, self.assignments, self.buffers = model, list(names), list(assignments), elsewhere
         self.running: NamedChunk | None = None
-        self.replaced: Any = WeakTensorKeyDictionary()  # arguments, by what they stood for: backward may compute anew
+        # Received tensors, by the argument that they replaced: activation checkpointing runs a forward again in
+        # backward, where it has to be given the same tensors.
+        self.replaced: Any = WeakTensorKeyDictionary()
         self.precision, self.device = Precision(), torch.device("cpu")
         self.loss_fn: LossFunction | None = None
         self._skeleton = skeleton
@@ -85,7 +95,7 @@ class Splitting:
         }
 
     def run(self, chunk: NamedChunk, batch: MicroBatch) -> Any:
-        """Run the model's forward, from and to the modules where ``chunk`` begins and ends."""
+        """Run the model's forward between the modules where ``chunk`` begins and ends."""
         self.running = chunk
         try:
             return self.model(*batch.args, **batch.kwargs)
@@ -98,10 +108,11 @@ class Splitting:
             raise RuntimeError(NOT_WHOLE)
 
     def plan(self, batch: MicroBatch) -> ChunkPlan:
-        """Plan for micro-batches like this one. Raises ValueError for a model that cannot be divided there."""
+        """Return the plan for micro-batches like this one. Raises ValueError for a model that cannot be divided
+        there."""
         key = repr((shapes_of((batch.args, batch.kwargs, batch.target)), self.model.training))
         if key not in self._plans:
-            self._plans[key] = _Rehearsal(self, self._skeleton).run(batch)
+            self._plans[key] = _ShapeRun(self, self._skeleton).run(batch)
         if not self._hooked:
             self._hooked = True
             for part, name in enumerate(self.names, 1):
@@ -111,7 +122,7 @@ class Splitting:
 
 
 def _reached(splitting: Splitting, part: int) -> Callable[..., object]:
-    """A hook on the module that begins ``part``."""
+    """Return a hook for the module that begins ``part``."""
 
     def hook(module: nn.Module, args: object, kwargs: object) -> object:
         chunk = splitting.running
@@ -167,7 +178,7 @@ class NamedChunk(Chunk):
         return outputs
 
     def enter(self, args: object, kwargs: object) -> Any:
-        """The part begins: its first module's arguments, with what was received."""
+        """Begin the part: return its first module's arguments with the received tensors in them."""
         assert self._plan is not None and self._leave_prefix is not None
         received = self._received
         if any(tensor.requires_grad for tensor in received) and not torch.is_grad_enabled():
@@ -183,7 +194,7 @@ class NamedChunk(Chunk):
         return with_tensors((args, kwargs), values)
 
     def leaving(self, args: object, kwargs: object) -> tuple[torch.Tensor, ...]:
-        """Return the arguments of the next part's first module that it needs."""
+        """Return the tensors that the next part's first module needs."""
         return tuple(self._crossing(args, kwargs, self.index + 1).values())
 
     def _crossing(self, args: object, kwargs: object, part: int) -> dict[str, torch.Tensor]:
@@ -200,23 +211,24 @@ class NamedChunk(Chunk):
 
 
 def tensors_with_places(value: object) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in ``value``, with their places as :func:`named_leaves` says them."""
+    """Return the tensors in ``value`` with their places, as :func:`named_leaves` names them."""
     return [(place, leaf) for place, leaf in named_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def with_tensors(value: object, replaced: Mapping[str, torch.Tensor]) -> Any:
-    """``value`` with the tensors at the places in ``replaced`` replaced."""
+    """Return ``value`` with the tensors at the places in ``replaced`` replaced."""
     places = iter([place for place, _ in tensors_with_places(value)])
     return map_tensors(lambda tensor: replaced.get(next(places), tensor), value)
 
 
 @contextlib.contextmanager
 def _left_out(splitting: Splitting, prefix: Prefix) -> Iterator[None]:
-    """Inside, modules before the part give zeros, and parameters that are elsewhere are zeros."""
+    """Context in which modules before the part return zeros, and parameters of other ranks are zeros."""
     changed: list[tuple[nn.Module, str, Any]] = []
     try:
         for path, templates in prefix.stand_ins.items():
             module = splitting.model.get_submodule(path)
+            # nn.Module.__call__ runs this attribute in place of forward and hooks, if it is set.
             changed.append((module, "_compiled_call_impl", vars(module).get("_compiled_call_impl")))
             vars(module)["_compiled_call_impl"] = _stand_in(templates, splitting.device, path)
         for path, shapes in prefix.opened.items():
@@ -238,7 +250,7 @@ def _left_out(splitting: Splitting, prefix: Prefix) -> Iterator[None]:
 
 
 def _stand_in(templates: Sequence[object], device: torch.device, path: str) -> Callable[..., object]:
-    """Stand-in for a module's call."""
+    """Return a function that replaces a module's call."""
     rest = iter(templates)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -256,8 +268,8 @@ def _stand_in(templates: Sequence[object], device: torch.device, path: str) -> C
 # -------------------------------------------------------------------- without values
 
 
-class _Rehearsal:
-    """One run of the whole model without values."""
+class _ShapeRun:
+    """One run of the full model without values, which shows what crosses each boundary."""
 
     def __init__(self, splitting: Splitting, skeleton: Skeleton) -> None:
         self._splitting, self._skeleton = splitting, skeleton
@@ -265,7 +277,7 @@ class _Rehearsal:
         self._part = 0
         self._labelling = Labelling()
         self._crossing: list[tuple[str, ...]] = [()]
-        self._homes: dict[str, frozenset[int]] = {}
+        self._parts_by_name: dict[str, frozenset[int]] = {}
 
     def run(self, batch: MicroBatch) -> ChunkPlan:
         splitting, model = self._splitting, self._skeleton.model
@@ -303,9 +315,9 @@ class _Rehearsal:
         return ChunkPlan(self._crossing, prefixes)
 
     def _label_parameters(self, model: nn.Module) -> None:
-        parts = {name: home.parts for home in self._splitting.homes for name in home.names}
+        parts = {name: assignment.parts for assignment in self._splitting.assignments for name in assignment.names}
         for name, parameter in model.named_parameters():
-            self._homes[name] = parts[name]
+            self._parts_by_name[name] = parts[name]
             self._labelling.mark(parameter, frozenset([name]))
 
     def _boundary(self, part: int) -> Callable[..., object]:
@@ -342,7 +354,7 @@ class _Rehearsal:
         """``what`` leaves the part under way: it must come from that part's parameters, and what the part received."""
         part = self._part
         for label in sorted(labels):
-            if label == _RECEIVED + str(part) or part in self._homes.get(label, ()):
+            if label == _RECEIVED + str(part) or part in self._parts_by_name.get(label, ()):
                 continue
             before = "the model" if part == 0 else f"'{self._names[part - 1]}'"
             if label.startswith(_RECEIVED):
@@ -352,7 +364,7 @@ class _Rehearsal:
                     "skip connection over a boundary; only the arguments of the module that begins a part are sent to "
                     "it. Name other modules"
                 )
-            parts = ", ".join(map(str, sorted(self._homes[label])))
+            parts = ", ".join(map(str, sorted(self._parts_by_name[label])))
             raise _Refused(
                 f"pipeline.split: {what}, in part {part}, needs parameter '{label}', which is in part {parts} (by the "
                 f"order of registration), other than through the arguments of {before}. Only these are sent: let skip "

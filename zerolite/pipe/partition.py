@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 
 
 def bounds_of(method: str, names: Sequence[str], parts: int, weigh: Callable[[], Sequence[float]]) -> list[int]:
-    """The partition of layers into ``parts`` by a partition_method of the config.
+    """Divide layers into ``parts`` by a partition_method of the config.
 
     Args:
-        names: of the layers' classes.
-        weigh: gives the trained parameters of each layer.
+        method: "uniform", "parameters" or "type:REGEX".
+        names: class names of the layers.
+        parts: number of parts.
+        weigh: returns the trained parameters of each layer.
 
-    Raises ValueError if there is none.
+    Raises:
+        ValueError: the method is unknown or the layers cannot be divided so.
     """
     if parts == 1:
         return [0, len(names)]
@@ -32,9 +35,13 @@ def bounds_of(method: str, names: Sequence[str], parts: int, weigh: Callable[[],
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """The partition of which the heaviest part is the lightest; among those, the one with the most even parts.
+    """Return the partition whose heaviest part is the lightest; among those, the one with the most even parts.
 
-    weights: of each layer, 0 or more. Raises ValueError if there are fewer layers than parts.
+    Args:
+        weights: weight of each layer, 0 or more.
+
+    Raises:
+        ValueError: there are fewer layers than parts.
     """
     count = len(weights)
     check_enough(count, parts)
@@ -46,7 +53,12 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _best(before: list[float], parts: int, limit: float, combine: object) -> tuple[float, list[int]]:
-    """The least ``combine`` over parts, each of at most ``limit``, and its partition. before: sums of weights."""
+    """Minimise ``combine`` over all parts, none above ``limit``. Returns the minimum and the partition, by dynamic
+    programming.
+
+    Args:
+        before: sum of the weights before each layer.
+    """
     count = len(before) - 1
     cost = [0.0] + [math.inf] * count
     starts: list[list[int]] = []
@@ -69,16 +81,16 @@ def _best(before: list[float], parts: int, limit: float, combine: object) -> tup
 
 
 def uniform(count: int, parts: int) -> list[int]:
-    """Equally many layers each; the first parts have one more where it does not come out even."""
+    """Divide into parts of equally many layers; the first parts have one more if it does not divide evenly."""
     check_enough(count, parts)
     each, more = divmod(count, parts)
     return [part * each + min(part, more) for part in range(parts + 1)]
 
 
 def by_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
-    """Equally many layers whose class name matches the regular expression ``pattern`` somewhere, whatever its case.
+    """Divide so that each part has equally many layers whose class name contains a match of ``pattern``, ignoring case.
 
-    names: of the layers' classes. Raises ValueError if none matches or the pattern is none.
+    Raises ValueError if nothing matches or the pattern is invalid.
     """
     try:
         expression = re.compile(pattern, re.IGNORECASE)
@@ -105,7 +117,7 @@ def check_enough(count: int, parts: int) -> None:
 
 
 def ranks_of_parts(stages: int, chunks: int, folded: bool) -> list[int]:
-    """The pipeline rank of each of ``stages × chunks`` parts: round and round, or there and back (``folded``).
+    """Return the pipeline rank of each of ``stages × chunks`` parts: in rounds, or there and back (``folded``).
 
     2 stages, 2 chunks: 0 1 0 1; folded: 0 1 1 0.
     """

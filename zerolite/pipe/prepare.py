@@ -16,9 +16,9 @@ from zerolite.config.parallelism import PipelineConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.pipe import partition
 from zerolite.pipe.chunks import NOT_WHOLE, Chunk, LayerChunk
-from zerolite.pipe.homes import Home, homes_of, keep_only
 from zerolite.pipe.modules import PipelineModule, name_of, trained_numel
-from zerolite.pipe.runner import PipelineRunner, RunnerParts
+from zerolite.pipe.parameter_assignment import ParameterAssignment, assign_layer_parameters, keep_only
+from zerolite.pipe.runner import PipelineRunner, RunnerComponents
 from zerolite.pipe.schedules import FOLDED, schedule_class
 from zerolite.pipe.split import split_by_names
 from zerolite.tensor_parallel.shard_spec import set_names
@@ -29,8 +29,9 @@ class Tie:
     """A parameter of this rank that several stages have.
 
     Attributes:
-        key: its name in the whole model.
-        ranks: of the pipeline, ascending, on which it is.
+        parameter: the parameter.
+        key: its name in the full model.
+        ranks: ranks of the pipeline that have it, ascending.
     """
 
     parameter: nn.Parameter
@@ -43,9 +44,12 @@ class PreparedStage:
     """Result of :func:`prepare`.
 
     Attributes:
-        module: the model, with this rank's layers.
-        ties: sorted by key.
-        passes: backwards for each micro-batch on this rank.
+        module: the model with this rank's layers.
+        loss_fn: the loss function of ``initialize`` or of the PipelineModule.
+        ties: tied parameters, sorted by key.
+        chunks: this rank's parts of the model.
+        parts: number of parts over all ranks.
+        schedule: its name in the config.
     """
 
     module: nn.Module
@@ -57,9 +61,10 @@ class PreparedStage:
 
     @property
     def passes(self) -> int:
+        """Backwards for each micro-batch on this rank."""
         return len(self.chunks)
 
-    def runner(self, given: RunnerParts) -> PipelineRunner:
+    def runner(self, given: RunnerComponents) -> PipelineRunner:
         """Make the runner; called on all ranks, in the same order."""
         return PipelineRunner(self.chunks, self.parts, self.schedule, given)
 
@@ -71,15 +76,15 @@ def prepare(
     device: torch.device,
     loss_fn: LossFunction | None = None,
 ) -> PreparedStage:
-    """Leave in ``model`` the layers of this rank's stage, with the values that the first stage's ranks have given them.
+    """Leave in ``model`` the layers of this rank's stage, with the values of the first stage's ranks.
+
+    Called on all ranks, before anything else is made from the model. Parameters keep their names; those of other stages
+    lose their memory. Raises ValueError for a model that cannot be divided.
 
     Args:
-        model: a :class:`~zerolite.pipe.modules.PipelineModule`, an ``nn.Sequential``, or any other that is divided by
+        model: a :class:`~zerolite.pipe.modules.PipelineModule`, an ``nn.Sequential``, or any other model, divided at
             the names in ``settings.split``.
-        loss_fn: that of ``initialize``; a PipelineModule may bring its own.
-
-    Parameters keep their names; those that are elsewhere lose their memory. Raises ValueError for what cannot be
-    divided so. Called on all ranks, before anything else is made of the model.
+        loss_fn: the loss function of ``initialize``; a PipelineModule may bring its own.
     """
     stages = topology.pipe.world_size
     if vars(model).get(_STAGED):
@@ -104,9 +109,10 @@ def prepare(
         _take_first_values([model], topology.pipe, device)
         function: Any = _of_sequential if type(model) is nn.Sequential else split_by_names
         divide = functools.partial(function, model, settings, len(ranks), own)
-    chunks, homes = _agreed(host, divide)
+    chunks, assignments = _agreed(host, divide)
     vars(model)[_STAGED] = stages > 1
-    ties = _ties(homes, ranks, topology.pipe.rank)
+    ties = _ties(assignments, ranks, topology.pipe.rank)
+    # A process group is made on all ranks in the same order, so all ranks need the combinations of all stages.
     shared_by = {tie.ranks for tie in ties}
     make_stage_groups(topology, sorted(shared_by.union(*host.gather(shared_by))))
     for tie in ties:
@@ -116,13 +122,14 @@ def prepare(
 
 
 _STAGED = "_zerolite_staged"
-_Divide = Callable[[], tuple[list[Chunk], list[Home]]]
+_Divide = Callable[[], tuple[list[Chunk], list[ParameterAssignment]]]
 
 
-def _agreed(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[Home]]:
-    """Return the result of ``divide``. It may fail on some ranks, which have other layers: then all raise."""
+def _agreed(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[ParameterAssignment]]:
+    """Return the result of ``divide``. Stages have different layers, so it may fail on some ranks: then all ranks
+    raise."""
 
-    def checked() -> tuple[list[Chunk], list[Home]]:
+    def checked() -> tuple[list[Chunk], list[ParameterAssignment]]:
         made = divide()
         _check_trains(made[0])
         return made
@@ -130,14 +137,14 @@ def _agreed(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[Home]]:
     return RaiseTogether(host, "zerolite.initialize", failed="could not make its stage:").run(checked)
 
 
-def _ties(homes: Iterable[Home], ranks: Sequence[int], here: int) -> list[Tie]:
-    """Return the ties of the parameters that stay here and are elsewhere too."""
+def _ties(assignments: Iterable[ParameterAssignment], ranks: Sequence[int], here: int) -> list[Tie]:
+    """Return the ties of the parameters that are on this stage and on others."""
     ties = []
-    for home in homes:
-        on = tuple(sorted({ranks[part] for part in home.parts}))
+    for assignment in assignments:
+        on = tuple(sorted({ranks[part] for part in assignment.parts}))
         if here in on and len(on) > 1:
-            set_names(home.parameter, home.names)
-            ties.append(Tie(home.parameter, home.names[0], on))
+            set_names(assignment.parameter, assignment.names)
+            ties.append(Tie(assignment.parameter, assignment.names[0], on))
     return sorted(ties, key=lambda tie: tie.key)
 
 
@@ -152,8 +159,8 @@ def _check_trains(chunks: Iterable[Chunk]) -> None:
 
 @torch.no_grad()
 def _take_first_values(models: Iterable[nn.Module], pipe: Communicator, device: torch.device) -> None:
-    """Take the values of the first stage's ranks where every rank has the whole model, which may have been made with
-    another seed."""
+    """Take the values of the first stage's ranks: here every rank still has the full model, maybe made with another
+    seed."""
     if pipe.world_size > 1:
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         synchronize_tensors(tensors, pipe, device, "initial_sync")
@@ -163,7 +170,7 @@ def _take_first_values(models: Iterable[nn.Module], pipe: Communicator, device: 
 
 
 def _adopt(model: PipelineModule, settings: PipelineConfig, stages: int, loss_fn: LossFunction | None) -> None:
-    """Exchange settings: the config's that a PipelineModule does not give, and the other way round."""
+    """Fill in the config's settings that a PipelineModule leaves out, and check those that both give."""
     if model.num_stages not in (None, stages):
         raise ValueError(
             f"PipelineModule: expected num_stages = {stages}, the config's pipeline.stages, got {model.num_stages}; "
@@ -183,10 +190,11 @@ def _refuse_names(settings: PipelineConfig, what: str) -> None:
 
 
 def _bounds(model: PipelineModule, host: HostGroup, parts: int) -> list[int]:
-    """Return the bounds of the parts of ``model``, as its first rank says, and take the seed of its layers."""
+    """Return the bounds of the parts of ``model`` that its first rank has computed, and take over the seed of its
+    layers."""
 
     def own() -> Any:
-        if host.rank and host.group is not None:  # in a dry run each rank is alone
+        if host.rank and host.group is not None:  # only the first rank computes; in a dry run each rank is alone
             return None
         seed = torch.initial_seed() if model.base_seed is None else model.base_seed
         try:
@@ -204,7 +212,9 @@ def _bounds_of(method: str, layers: Sequence[object], names: Sequence[str], part
     return partition.bounds_of(method, names, parts, weigh)
 
 
-def _of_layers(model: PipelineModule, bounds: Sequence[int], own: Sequence[int]) -> tuple[list[Chunk], list[Home]]:
+def _of_layers(
+    model: PipelineModule, bounds: Sequence[int], own: Sequence[int]
+) -> tuple[list[Chunk], list[ParameterAssignment]]:
     places = [place for part in own for place in range(bounds[part], bounds[part + 1])]
     model.build(places)
     layers = [
@@ -212,25 +222,25 @@ def _of_layers(model: PipelineModule, bounds: Sequence[int], own: Sequence[int])
         for layer, first in zip(model.specs, model.first_places, strict=True)
     ]
     names = [f"layers.{first}" for first in model.first_places]
-    homes = homes_of(layers, names, bounds)
-    _strip(layers, homes, own, bounds)
+    assignments = assign_layer_parameters(layers, names, bounds)
+    _strip(layers, assignments, own, bounds)
     chunks: list[Chunk] = []
     for part in own:
         here = range(bounds[part], bounds[part + 1])
         owners = [layer for layer in (layers[place] for place in here) if layer is not None]
         functions = [model.functions[place] for place in here]
         chunks.append(LayerChunk(part, functions, owners, model.interval, model.checkpointable_layers))
-    return chunks, homes
+    return chunks, assignments
 
 
 def _of_sequential(
     model: nn.Sequential, settings: PipelineConfig, parts: int, own: Sequence[int]
-) -> tuple[list[Chunk], list[Home]]:
+) -> tuple[list[Chunk], list[ParameterAssignment]]:
     _refuse_names(settings, "an nn.Sequential")
     layers = list(model)
     bounds = _bounds_of(settings.partition_method, layers, [name_of(layer) for layer in layers], parts)
-    homes = homes_of(layers, list(model._modules), bounds)
-    _strip(layers, homes, own, bounds)
+    assignments = assign_layer_parameters(layers, list(model._modules), bounds)
+    _strip(layers, assignments, own, bounds)
     if parts > 1:
         model.register_forward_pre_hook(_refuse_call)
     interval = settings.activation_checkpoint_interval
@@ -238,7 +248,7 @@ def _of_sequential(
     for part in own:
         here = layers[bounds[part] : bounds[part + 1]]
         chunks.append(LayerChunk(part, here, here, interval))
-    return chunks, homes
+    return chunks, assignments
 
 
 def _refuse_call(model: nn.Module, args: object) -> None:
@@ -246,11 +256,13 @@ def _refuse_call(model: nn.Module, args: object) -> None:
 
 
 def _strip(
-    layers: Sequence[nn.Module | None], homes: Iterable[Home], own: Sequence[int], bounds: Sequence[int]
+    layers: Sequence[nn.Module | None],
+    assignments: Iterable[ParameterAssignment],
+    own: Sequence[int],
+    bounds: Sequence[int],
 ) -> None:
-    """Strip layers that are used on other ranks only of their buffers, and of the parameters that no layer here
-    shares."""
-    staying = {id(home.parameter) for home in homes if home.parts & set(own)}
+    """Remove buffers of layers that run on other ranks only, and their parameters unless a layer here shares them."""
+    staying = {id(assignment.parameter) for assignment in assignments if assignment.parts & set(own)}
     here = {id(layer) for part in own for layer in layers[bounds[part] : bounds[part + 1]]}
     for layer in layers:
         if layer is not None and id(layer) not in here:

@@ -14,7 +14,7 @@ from zerolite.pipe.boundary import number_of, sampled_hash, shapes_of
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import make_schedule
 from zerolite.pipe.stage import ChunkStage
-from zerolite.pipe.step import RunnerParts, Step
+from zerolite.pipe.step import RunnerComponents, Step
 from zerolite.utils.nested import find_tensors
 
 FINE, ENDED, FAILED = 0, 1, 2
@@ -22,16 +22,21 @@ LOSS_TAG = "loss"
 
 
 class PipelineRunner:
-    """``train_batch`` and ``eval_batch`` of an engine whose model is spread over the ranks of ``topology.pipe``. Made
-    on all ranks, in the same order; both methods are called on all ranks, in the same order."""
+    """``train_batch`` and ``eval_batch`` of an engine whose model is divided over the ranks of ``topology.pipe``.
 
-    def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, given: RunnerParts) -> None:
+    It is made on all ranks, in the same order; both methods are called on all ranks, in the same order.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, given: RunnerComponents) -> None:
         """
         Args:
-            chunks: this rank's, ascending, of ``parts``.
+            chunks: this rank's chunks, ascending.
+            parts: number of chunks on all ranks.
             schedule: its name in the config.
+            given: components of the engine.
 
-        Raises ValueError if it cannot be made of so many micro-batches.
+        Raises:
+            ValueError: the schedule does not work with this number of micro-batches.
         """
         self._parts, self._chunks = given, list(chunks)
         topology = given.topology
@@ -39,7 +44,7 @@ class PipelineRunner:
         self._links = None if group is None else HostLinks(pipe, "pipeline")
         self._stages: list[ChunkStage]
         if group is None or self._links is None:
-            from zerolite.pipe.dry import DryStage  # of a plan only
+            from zerolite.pipe.dry_stage import DryStage  # of a plan only
 
             self._stages = [DryStage(chunk, parts, given.device, pipe) for chunk in self._chunks]
         else:
@@ -47,18 +52,18 @@ class PipelineRunner:
         for chunk in self._chunks:
             chunk.connect(given.precision, given.device, given.loss_fn)
         self._run = make_schedule(schedule, self._stages, given.micro_batches)
-        self._meeting = StepBarrier(topology)
+        self._barrier = StepBarrier(topology)
         self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
 
     def train_batch(self, batches: Iterator[object]) -> torch.Tensor:
-        """One step, as ``Engine.train_batch`` says. Raises RuntimeError on all ranks if one has failed, with its
-        sentence, and the error itself where it happened."""
+        """Run one step, as ``Engine.train_batch``. If a rank fails, it raises its error and all others raise
+        RuntimeError with it."""
         loss = self.accumulate(batches)
         self.update()
         return loss
 
     def accumulate(self, batches: Iterator[object]) -> torch.Tensor:
-        """Forward and backward of a step's micro-batches. Gives the loss."""
+        """Run forward and backward of a step's micro-batches and return the loss."""
         parts = self._parts
         if not parts.accumulation.empty:
             raise RuntimeError(
@@ -69,13 +74,13 @@ class PipelineRunner:
         with torch.enable_grad():
             step = self._begin("train_batch", batches, training=True)
             self._run_stages("train_batch", step)
-        counters.micro_steps = before + parts.micro_batches  # and not passes, of which each part has one
+        counters.micro_steps = before + parts.micro_batches  # each part has counted a backward of its own
         loss = self._mean_over_world(step)
         self._parts.on_loss(loss)
         return loss
 
     def update(self) -> None:
-        """Reduce and apply what :meth:`accumulate` has left."""
+        """Reduce and apply the gradients of :meth:`accumulate`."""
         self._parts.pipeline.step()
 
     def eval_batch(self, batches: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
@@ -93,7 +98,7 @@ class PipelineRunner:
     def _begin(
         self, call: str, batches: Iterator[object], training: bool, outputs: bool = False, loss: bool = True
     ) -> Step:
-        """Read the micro-batches, and learn how all ranks have fared."""
+        """Read the micro-batches, and exchange with all ranks if that has worked."""
         status, read, content = FINE, list[MicroBatch](), 0
         error: BaseException | None = None
         try:
@@ -103,13 +108,13 @@ class PipelineRunner:
         except Exception as failure:
             status, error = FAILED, failure
         shapes = number_of(repr(shapes_of([(micro.args, micro.kwargs, micro.target) for micro in read[:1]])))
-        self._meeting.begin(call, status, error, shapes, content)
+        self._barrier.begin(call, status, error, shapes, content)
         if training:
             self._parts.pipeline.note_inputs(find_tensors([(micro.args, micro.kwargs, micro.target) for micro in read]))
         return Step(self._parts, read, (shapes, training), outputs, loss)
 
     def _read(self, call: str, batches: Iterator[object]) -> tuple[list[MicroBatch], int]:
-        """A step's micro-batches, and a hash of their values."""
+        """Return a step's micro-batches and a hash of their values."""
         parts, read, given = self._parts, list[MicroBatch](), []
         for _ in range(parts.micro_batches):
             given.append(next(batches))
@@ -119,7 +124,7 @@ class PipelineRunner:
             _check_shapes(call, read[0], read[-1], len(read))
         for chunk in self._chunks:
             chunk.prepare(read[0])
-        return read, self._meeting.content(given)
+        return read, self._barrier.content(given)
 
     def _run_stages(self, call: str, step: Step) -> None:
         for stage in self._stages:
@@ -135,21 +140,22 @@ class PipelineRunner:
             for stage in self._stages:
                 stage.end()
         try:
-            self._meeting.end(call, step.failure)
+            self._barrier.end(call, step.failure)
         except Exception:
             if step.training:
                 self._drop_gradients()
             raise
 
     def _drop_gradients(self) -> None:
-        """Drop the gradients of a step that has failed, also what a backward in two halves has left in ``p.grad``."""
+        """Drop the gradients of a failed step, including those that a backward in two halves has left in ``p.grad``."""
         self._parts.pipeline.zero_grad()
         for chunk in self._chunks:
             for parameter in chunk.parameters():
                 parameter.grad = None
 
     def _mean_over_world(self, step: Step) -> torch.Tensor:
-        """The mean loss over micro-batches and data ranks: the ranks with the last part have it."""
+        """Return the mean loss over micro-batches and data ranks, on every rank; the ranks with the last part have
+        it."""
         topology, device = self._parts.topology, self._parts.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if self._has_last:
@@ -160,11 +166,10 @@ class PipelineRunner:
 
 
 class StepBarrier:
-    """The exchange in which all ranks learn how they fare, on the host, twice a step: a failure of one is known to all,
-    and no rank waits for what does not come.
+    """Exchange of all ranks on the host, twice a step: if one rank fails, all learn of it and none waits in vain.
 
-    Along the pipeline, then along the other dimensions, ranks pass on the largest numbers that they know. What each
-    rank has to say is gathered only if something is wrong.
+    Ranks pass on the largest numbers that they know, first along the pipeline, then along the other dimensions. Only if
+    something is wrong are the texts of all ranks gathered.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -174,13 +179,17 @@ class StepBarrier:
         self._host = HostGroup(topology.world, "pipeline")
 
     def content(self, batches: Sequence[object]) -> int:
-        """A hash of what the iterator has given: of some values of each tensor on the host. Loaders whose ranks draw
-        random numbers apart from each other give others."""
+        """Return a hash of some values of each tensor on the host.
+
+        It detects loaders whose ranks draw different random numbers and so read different samples.
+        """
         return number_of(repr([sampled_hash(tensor) for tensor in find_tensors(batches)]))
 
     def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
-        """Raise on all ranks if one could not read its micro-batches, or the stages of one pipeline read others."""
+        """Raise on all ranks if one could not read its micro-batches, or if stages of one pipeline read different
+        ones."""
         pipe, *others = self._maxima
+        # A maximum of x and -x gives the largest and the smallest: they are equal if all stages have the same number.
         worst, best, *extremes = pipe.of([status, -status, shapes, -shapes, content, -content])
         found = [worst, best, int(extremes[0] != -extremes[1] or extremes[2] != -extremes[3])]
         for maximum in others:
@@ -192,7 +201,11 @@ class StepBarrier:
             self._raise_different(call, worst, error, (status, shapes, content))
 
     def _raise_different(self, call: str, worst: int, error: BaseException | None, row: tuple[int, int, int]) -> None:
-        """Say on all ranks which of them differ, also on those whose own pipeline is fine. row: this rank's."""
+        """Raise the reason on all ranks, including those whose own pipeline is fine.
+
+        Args:
+            row: this rank's status and hashes.
+        """
         if worst == FAILED:
             self._raise(call, error if row[0] == FAILED else None, "could not read its micro-batches")
         rows = self._host.gather(row)
@@ -230,7 +243,7 @@ class StepBarrier:
 
 
 def _check_shapes(call: str, first: MicroBatch, latest: MicroBatch, number: int) -> None:
-    """All micro-batches of a step have the same shapes: stages make room for what they receive."""
+    """Check that all micro-batches of a step have the same shapes, because stages allocate memory to receive into."""
     names = ("inputs", "keywords", "targets")
     for name, one, other in zip(names, _parts_of(first), _parts_of(latest), strict=True):
         if shapes_of(one) != shapes_of(other):

@@ -1,4 +1,4 @@
-"""torch's pipeline schedules: by the config's names, made for stages, and the messages that they launch."""
+"""torch's pipeline schedules: found by the config's names, made for stages, and the messages that they launch."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ FOLDED = ("zbv", "dualpipev")
 
 
 class Launched(list[Any]):
-    """Messages launched together. torch's newer schedules wait for each of them, older ones for the whole."""
+    """Messages launched together. Newer schedules of torch wait for each message, older ones for the whole list."""
 
     def wait(self) -> None:
         for work in self:
             work.wait()
 
 
-Launch = Callable[..., Launched]  # of the arguments of torch's ``_batch_p2p``
+Launch = Callable[..., Launched]  # called with the arguments of torch's ``_batch_p2p``
 
 
 def launch_together(ops: list[dist.P2POp], desc: str | None = None) -> Launched:
     return Launched(dist.batch_isend_irecv(ops)) if ops else Launched()
 
 
-# The schedules of torch 2.6 keep the last of the messages and wait for that alone. gloo does not finish them in order,
-# so a stage that is sent two tensors could compute with what its room for the first one held before.
+# The schedules of torch 2.6 wait only for the last message of a batch. gloo does not finish messages in order, so a
+# stage that receives two tensors could compute before the first has arrived.
 KEEPS_ONE = not hasattr(schedules, "_wait_batch_p2p")
 
 
 @contextlib.contextmanager
 def _launched_by(launch: Launch | None) -> Iterator[None]:
-    """Inside, torch's schedules launch messages with ``launch``; None: as ever."""
+    """Context in which torch's schedules launch messages with ``launch``; None: with torch's own function."""
     torchs: Any = schedules
     before = torchs._batch_p2p
     torchs._batch_p2p = launch or before
@@ -58,7 +58,7 @@ def _launched_by(launch: Launch | None) -> Iterator[None]:
 
 
 def available_schedules() -> list[str]:
-    """The config's names of the schedules that the torch at hand has."""
+    """Return the config's names of the schedules that the installed torch has."""
     return [name for name in SCHEDULES if _find_schedule(name) is not None]
 
 
@@ -70,7 +70,8 @@ def _find_schedule(name: str) -> object:
 
 
 def schedule_class(name: str) -> Any:
-    """torch's schedule of the config's ``name``. Raises ValueError if the torch at hand has none."""
+    """Return torch's class for the schedule ``name`` of the config. Raises ValueError if the installed torch has
+    none."""
     found = _find_schedule(name)
     if found is None:
         raise ValueError(
@@ -81,8 +82,8 @@ def schedule_class(name: str) -> Any:
 
 
 def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -> Callable[[], None]:
-    """Return a function that runs one step of ``stages``, this rank's. Raises ValueError if the schedule cannot be made
-    of so many micro-batches."""
+    """Return a function that runs one step of this rank's ``stages``. Raises ValueError if the number of micro-batches
+    is wrong."""
     made = schedule_class(name)
     own: Any = stages[0] if name in ONE_PART else list(stages)
     try:
@@ -106,5 +107,5 @@ def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -
 
 
 def _no_loss(outputs: object, target: object) -> object:
-    """Losses are the stage's own affair; torch's schedules only need to know that there is one."""
+    """Tell torch's schedules that there is a loss; the stage computes it."""
     return None

@@ -1,9 +1,10 @@
 """Split of a model at named modules, without tracing: every stage runs the model's own forward.
 
-A part begins with a module, and ends where the next one's is called. Each rank calls the model with the micro-batch's
-own inputs. Until the forward reaches the module that begins its part, modules with parameters are left out and give
-zeros; there the arguments that come from parameters are replaced by what the part before has sent; and when it reaches
-the module with which the next part begins, that one's arguments are sent on and the forward is left.
+A part begins with a module and ends where the next part's module is called. Each rank calls the model with the
+micro-batch's own inputs. Before the module that begins its part, modules with parameters are skipped and return zeros.
+At that module, the arguments that are computed from parameters are replaced by the tensors from the part before. When
+the forward reaches the module that begins the next part, its arguments are sent on and the forward is left by an
+exception.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from zerolite.config.parallelism import PipelineConfig
 from zerolite.pipe import partition
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.dependencies import alive, caches_restored
-from zerolite.pipe.homes import Home, collect_homes, keep_only
 from zerolite.pipe.named_chunk import NamedChunk, Splitting
+from zerolite.pipe.parameter_assignment import ParameterAssignment, assign_parameters, keep_only
 from zerolite.utils.nested import map_tensors
 from zerolite.utils.skeleton import Skeleton
 
 
 def split_by_names(
     model: nn.Module, settings: PipelineConfig, parts: int, own: Sequence[int]
-) -> tuple[list[Chunk], list[Home]]:
-    """Divide ``model`` into ``parts`` at the modules that ``settings.split`` names, or "auto" finds, and keep ``own``
-    of them. Raises ValueError for names that do not divide it."""
+) -> tuple[list[Chunk], list[ParameterAssignment]]:
+    """Divide ``model`` into ``parts`` at the modules in ``settings.split`` (or found by "auto"), and keep the parts
+    ``own``.
+
+    Raises ValueError for names that do not divide it.
+    """
     if settings.activation_checkpoint_interval:
         raise ValueError(
             "pipeline.activation_checkpoint_interval: expected 0 for a model that is no sequence of layers, got "
@@ -44,27 +48,27 @@ def split_by_names(
     _check_names(model, names)
     skeleton = Skeleton(model)
     later = _called_later(model, skeleton, names)
-    homes = collect_homes(
+    assignments = assign_parameters(
         (f"{path}.{name}" if path else name, parameter, part)
         for path, module, part in parts_of_modules(model, names, later)
         for name, parameter in module._parameters.items()
         if parameter is not None
     )
     mine = set(own)
-    staying = {id(home.parameter) for home in homes if home.parts & mine}
+    staying = {id(assignment.parameter) for assignment in assignments if assignment.parts & mine}
     elsewhere = _paths_elsewhere(model, staying)
     buffers = keep_only(model, staying.__contains__, elsewhere.__contains__)
-    splitting = Splitting(model, names, homes, skeleton, buffers)
+    splitting = Splitting(model, names, assignments, skeleton, buffers)
     for path, module, part in parts_of_modules(model, names, later):
-        if part not in mine and path not in elsewhere:  # it may run here too, and another stage speaks for it
+        if part not in mine and path not in elsewhere:  # it may run here too, but another stage saves its buffers
             module._non_persistent_buffers_set.update(module._buffers)
     if parts > 1:
         model.register_forward_pre_hook(splitting.check_running)
     chunks: list[Chunk] = []
     for part in own:
-        parameters = [home.parameter for home in homes if part in home.parts]
+        parameters = [assignment.parameter for assignment in assignments if part in assignment.parts]
         chunks.append(NamedChunk(part, model, splitting, parameters))
-    return chunks, homes
+    return chunks, assignments
 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:
@@ -85,8 +89,11 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
 def parts_of_modules(
     model: nn.Module, names: Sequence[str], later: Mapping[str, int]
 ) -> Iterator[tuple[str, nn.Module, int]]:
-    """All modules with their paths and parts, in the order of registration. later: parts of those that are called in
-    another part than this order says."""
+    """Yield all modules with their paths and parts, in the order of registration.
+
+    Args:
+        later: parts of modules that are called in a later part than their place in this order.
+    """
     part = 0
     for path, module in model.named_modules(remove_duplicate=False):
         if part < len(names) and path == names[part]:
@@ -95,9 +102,11 @@ def parts_of_modules(
 
 
 def _called_later(model: nn.Module, skeleton: Skeleton, names: Sequence[str]) -> dict[str, int]:
-    """The parts of modules that are registered before the blocks and called behind some of them, as the last norm of
-    OPT. Known of models that say what they take (``dummy_inputs``, as those of transformers do): they are run once
-    without values. Where that fails nothing is known, and the first micro-batch's run says what is wrong."""
+    """Return the parts of modules that are registered before the blocks but called after some, such as OPT's last norm.
+
+    To learn this, a model with ``dummy_inputs`` (as those of transformers) is run once without values. If that fails,
+    nothing is returned, and the run of the first micro-batch reports the error.
+    """
     ahead = itertools.takewhile(lambda item: item[0] != names[0], model.named_modules()) if names else ()
     blocks = f"{names[0].rpartition('.')[0]}." if names else ""
     suspects = [
@@ -130,7 +139,7 @@ def _called_later(model: nn.Module, skeleton: Skeleton, names: Sequence[str]) ->
 
 
 def _paths_elsewhere(model: nn.Module, staying: set[int]) -> set[str]:
-    """Modules of which no parameter stays, and what is in them: their buffers go too."""
+    """Return the modules of which no parameter stays here, and their submodules: their buffers are removed too."""
     gone: set[str] = set()
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in gone) if gone else False
@@ -144,7 +153,7 @@ def _paths_elsewhere(model: nn.Module, staying: set[int]) -> set[str]:
 
 
 def _automatic(model: nn.Module, settings: PipelineConfig, parts: int) -> list[str]:
-    """The first blocks of the parts 2, 3, …"""
+    """Return the names of the blocks that begin the parts 2, 3, ..."""
     path, blocks = _blocks(model, parts)
     if len(blocks) < parts:
         found = f"{len(blocks)} in '{path}'" if blocks else "none"
@@ -158,7 +167,7 @@ def _automatic(model: nn.Module, settings: PipelineConfig, parts: int) -> list[s
 
 
 def _blocks(model: nn.Module, parts: int) -> tuple[str, list[nn.Module]]:
-    """The ModuleList of equal modules with most parameters, among those that are long enough, or else the longest."""
+    """Return the ModuleList of equal modules with the most parameters that is long enough, or else the longest one."""
     best: tuple[tuple[bool, int], str, list[nn.Module]] = ((False, 0), "", [])
     for path, module in model.named_modules():
         blocks = list(module) if isinstance(module, nn.ModuleList) else []
@@ -170,8 +179,11 @@ def _blocks(model: nn.Module, parts: int) -> tuple[str, list[nn.Module]]:
 
 
 def _weights(model: nn.Module, path: str, count: int) -> list[float]:
-    """Trained parameters of each block, with what is registered before the first one and behind the last one; those
-    that are tied at each of their places."""
+    """Return the number of trained parameters of each block.
+
+    Modules before the first block are added to it, and modules after the last one to that. Tied parameters count at
+    each place.
+    """
     weights = [0.0] * count
     place = 0
     for name, module in model.named_modules(remove_duplicate=False):

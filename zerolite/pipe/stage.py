@@ -1,9 +1,9 @@
-"""Stages for torch's pipeline schedules. All uses of torch's private pipeline interfaces are here and in schedules.py.
+"""Stages for torch's pipeline schedules. Only this file and schedules.py use torch's private pipeline interfaces.
 
-A schedule (``torch.distributed.pipelining``) decides when a stage receives, computes and sends. The stage is ours: it
-holds an activation no longer than its backward needs it, takes micro-batches from a list, learns shapes from the
-forwards themselves, tells the engine of each backward, and goes on with zeros where a computation has failed, so that
-no other rank waits for it.
+A schedule (``torch.distributed.pipelining``) decides when a stage receives, computes and sends. The stage is zerolite's
+own: it frees an activation as soon as its backward has used it, takes micro-batches from a list, learns shapes from the
+forwards themselves, and tells the engine of each backward. If a computation has failed, it continues with zeros, so
+that no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def computation(method: Method) -> Method:
-    """``method`` of a stage computes, and does not wait."""
+    """Decorate a method of a stage that computes: its time is not counted as a wait for other ranks."""
 
     @functools.wraps(method)
     def compute(stage: ChunkStage, *args: Any, **kwargs: Any) -> object:
@@ -45,17 +45,26 @@ def computation(method: Method) -> Method:
 
 
 @dataclass
-class _Flight:
-    """A micro-batch inside a stage, from its forward to its backward."""
+class _MicroBatchState:
+    """State of a micro-batch in a stage, from its forward to its backward.
+
+    Attributes:
+        received: tensors from the part before.
+        outputs: the outputs, or the loss.
+        gradients: received gradients of the outputs.
+        sent_back: gradients of the received tensors, to be sent.
+        groups: torch's parameter groups, with which the backward of the weights continues.
+    """
 
     received: tuple[torch.Tensor, ...] = ()
-    outputs: tuple[torch.Tensor, ...] = ()  # or the loss
-    gradients: tuple[torch.Tensor | None, ...] = ()  # of the outputs, received
-    sent_back: tuple[torch.Tensor | None, ...] = ()  # gradients of what was received
-    groups: Any = None  # what the weights' backward goes on with
+    outputs: tuple[torch.Tensor, ...] = ()
+    gradients: tuple[torch.Tensor | None, ...] = ()
+    sent_back: tuple[torch.Tensor | None, ...] = ()
+    groups: Any = None
 
     def take_roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Let go of the outputs. Returns those with a graph, and their gradients."""
+        """Forget the outputs, so that their memory is freed in backward. Returns those with a graph, and their
+        gradients."""
         gradients = self.gradients or (None,) * len(self.outputs)
         pairs = [(o, g) for o, g in zip(self.outputs, gradients, strict=True) if o.requires_grad]
         self.outputs, self.gradients = (), ()
@@ -64,11 +73,15 @@ class _Flight:
 
 @dataclass
 class _Boundary:
-    """Boundary with one neighbour: what crosses, by the key of a step's shapes. None if the part before it has failed
-    before anybody knew: then nothing crosses."""
+    """Boundary with a neighbouring part: the tensors that cross it, by the key of a step's shapes.
+
+    Attributes:
+        known: specifications by key.
+        dead: the part before it failed in this step before the tensors were known: nothing crosses.
+    """
 
     known: dict[Key, BoundarySpec] = field(default_factory=dict)
-    dead: bool = False  # in this step
+    dead: bool = False
 
     def begin_step(self) -> None:
         self.dead = False
@@ -84,7 +97,11 @@ class _Boundary:
 
 
 class _Enter(torch.autograd.Function):
-    """The same values, which may be written in place: a leaf, which collects the gradient to be sent, may not."""
+    """Identity whose result may be written in place.
+
+    The received tensor is a leaf that collects the gradient to be sent back, and autograd refuses in-place writes to
+    leaves.
+    """
 
     @staticmethod
     def forward(ctx: object, received: torch.Tensor) -> torch.Tensor:
@@ -96,9 +113,13 @@ class _Enter(torch.autograd.Function):
 
 
 class ChunkStage(PipelineStage):
-    """One part of the model as torch's schedules see it. links: to the other ranks of ``group``."""
+    """One part of the model as torch's schedules see it.
 
-    launch: Launch | None = launch_together if KEEPS_ONE else None  # of its messages; None: torch's own is right
+    Args:
+        links: sends objects to the other ranks of ``group``.
+    """
+
+    launch: Launch | None = launch_together if KEEPS_ONE else None  # launches its messages; None: torch's own function
 
     def __init__(
         self, chunk: Chunk, parts: int, device: torch.device, group: dist.ProcessGroup, links: HostLinks
@@ -107,33 +128,36 @@ class ChunkStage(PipelineStage):
         self._set_up(chunk, links, dist.get_process_group_ranks(group))
 
     def _set_up(self, chunk: Chunk, links: HostLinks | None, ranks: Sequence[int]) -> None:
-        """Set the attributes that torch's stage does not have. ranks: in the world, of the pipeline's."""
+        """Set the attributes that torch's stage does not have.
+
+        Args:
+            ranks: global ranks of the pipeline.
+        """
         self.chunk = chunk
         self.step: Step
         self.next_here: ChunkStage | None = None  # the stages of neighbouring parts, where they are on this rank
         self.previous_here: ChunkStage | None = None
         self._links = links
         self._before, self._after = _Boundary(), _Boundary()
-        self._flights: dict[int, _Flight] = {}
+        self._micro_batches: dict[int, _MicroBatchState] = {}
         self._ranks = list(ranks)
-        self._fresh: BoundarySpec | None = None  # what the first forward with new shapes has given
-        self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch looks whether neighbours are neighbours
+        self._fresh: BoundarySpec | None = None  # outputs of the first forward with new shapes
+        self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch reads these to check that stages are neighbours
 
     def begin(self, step: Step) -> None:
-        """Begin a step before its schedule runs."""
+        """Begin a step, before its schedule runs."""
         self.step = step
-        self._flights.clear()
+        self._micro_batches.clear()
         self._before.begin_step()
         self._after.begin_step()
         self.has_backward = step.training
 
     def end(self) -> None:
-        """End a step whose schedule has run, or was left by an exception. Micro-batches and losses are the runner's
-        again."""
-        self._flights.clear()
+        """End a step whose schedule has run or failed. The runner owns micro-batches and losses again."""
+        self._micro_batches.clear()
         del self.step
 
-    # ---------------------------------------------------------------- what torch prepares, and needs not here
+    # ------------------------------------------------ torch's preparations, which are not needed here
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.ones(1, dtype=torch.int32)
@@ -163,12 +187,12 @@ class ChunkStage(PipelineStage):
         if spec is None:
             return []
         room = self._room(spec.tensors)
-        self._flights[fwd_chunk_id] = _Flight(received=room)
+        self._micro_batches[fwd_chunk_id] = _MicroBatchState(received=room)
         return [self._receive(tensor, self.stage_index - 1) for tensor in room]
 
     def _incoming(self) -> BoundarySpec | None:
-        """Return the specification of the tensors from the part before; in the first forward with new shapes that part
-        sends it."""
+        """Return the tensors to expect from the part before; None if nothing comes. With new shapes that part sends
+        this first."""
         key = self.step.key
         if not self._before.dead and key not in self._before.known:
             assert self._links is not None
@@ -181,9 +205,9 @@ class ChunkStage(PipelineStage):
         spec = self._outgoing()
         if spec is None:
             return []
-        outputs = self._flights[fwd_chunk_id].outputs or self._zeros(spec.tensors)
+        outputs = self._micro_batches[fwd_chunk_id].outputs or self._zeros(spec.tensors)
         if not self.has_backward:
-            del self._flights[fwd_chunk_id]
+            del self._micro_batches[fwd_chunk_id]
         return [self._send(output.detach(), self.stage_index + 1) for output in outputs]
 
     def _outgoing(self) -> BoundarySpec | None:
@@ -196,7 +220,7 @@ class ChunkStage(PipelineStage):
         wanted = [tensor for tensor in spec.tensors if tensor.requires_grad]
         room = self._room(wanted)
         rest = iter(room)
-        self._flights[bwd_chunk_id].gradients = tuple(
+        self._micro_batches[bwd_chunk_id].gradients = tuple(
             next(rest) if tensor.requires_grad else None for tensor in spec.tensors
         )
         return [self._receive(tensor, self.stage_index + 1) for tensor in room]
@@ -208,26 +232,26 @@ class ChunkStage(PipelineStage):
         return [self._send(gradient, self.stage_index - 1) for gradient in gradients if gradient is not None]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """The part before is on this rank too: its outputs, as they are."""
+        """Take the outputs of the part before, which is on this rank too, without a message."""
         assert self.previous_here is not None
         spec = self.previous_here._outgoing()
         self._before.learn(self.step.key, spec)
         if spec is not None:
             outputs = prev_stage_outputs or self._zeros(spec.tensors)
-            self._flights[mb_index] = _Flight(received=tuple(output.detach() for output in outputs))
+            self._micro_batches[mb_index] = _MicroBatchState(received=tuple(output.detach() for output in outputs))
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         if not self.has_backward:
             return ()
-        flight = self._flights[mb_index]
-        gradients, flight.sent_back = flight.sent_back, ()
-        if flight.groups is None:
-            del self._flights[mb_index]
+        state = self._micro_batches[mb_index]
+        gradients, state.sent_back = state.sent_back, ()
+        if state.groups is None:
+            del self._micro_batches[mb_index]
         return gradients
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         if self.has_backward:
-            self._flights[mb_index].gradients = next_stage_bwd_outputs
+            self._micro_batches[mb_index].gradients = next_stage_bwd_outputs
 
     def _room(self, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
@@ -251,21 +275,23 @@ class ChunkStage(PipelineStage):
 
     @computation
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward and return what the schedule hands on to a next stage on this rank, which has no message; it
-        would hold other outputs longer than their backward needs them."""
-        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
+        """Run a forward. Returns outputs only for a next part on this rank, which gets no message.
+
+        The schedule would keep other outputs alive longer than their backward needs them.
+        """
+        state = self._micro_batches.setdefault(fwd_chunk_id, _MicroBatchState())
         if self.step.failure is None and not self._before.dead:
             try:
-                flight.outputs = self._forward(flight.received, fwd_chunk_id)
+                state.outputs = self._forward(state.received, fwd_chunk_id)
             except Exception as error:
                 self.step.fail(error)
         if not self.is_last:
             self._announce()
-        outputs = flight.outputs
+        outputs = state.outputs
         if not self.has_backward:
-            flight.received = ()
+            state.received = ()
             if self.is_last or self.next_here is not None:
-                del self._flights[fwd_chunk_id]
+                del self._micro_batches[fwd_chunk_id]
         return outputs if self.next_here is not None else ()
 
     def _forward(self, received: tuple[torch.Tensor, ...], index: int) -> tuple[torch.Tensor, ...]:
@@ -295,7 +321,7 @@ class ChunkStage(PipelineStage):
         return tensors
 
     def _announce(self) -> None:
-        """Tell the next part what comes, if it is new to it."""
+        """Send the shapes of the outputs to the next part, if they are new to it."""
         key = self.step.key
         if self._after.dead or key in self._after.known:
             return
@@ -311,32 +337,34 @@ class ChunkStage(PipelineStage):
     ) -> None:
         if not self.has_backward:
             return
-        flight = self._flights[bwd_chunk_id]
-        split = not full_backward and any(tensor.requires_grad for tensor in flight.received)
+        state = self._micro_batches[bwd_chunk_id]
+        split = not full_backward and any(tensor.requires_grad for tensor in state.received)
         if full_backward:
-            self._guarded(functools.partial(self._backward, flight))
+            self._guarded(functools.partial(self._backward, state))
         elif split and self.step.failure is None:
             try:
-                self._backward_of_inputs(flight)
+                self._backward_of_inputs(state)
             except Exception as error:
                 self.step.fail(error)
         if not full_backward:
-            flight.groups = flight.groups if split and self.step.failure is None else _WHOLE
-        self._keep_gradients(flight)
+            state.groups = state.groups if split and self.step.failure is None else _WHOLE
+        self._keep_gradients(state)
         if full_backward and self.is_first:
-            del self._flights[bwd_chunk_id]
+            del self._micro_batches[bwd_chunk_id]
 
     @computation
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
             return
-        flight = self._flights.pop(bwd_chunk_id)
-        whole = flight.groups is _WHOLE
-        self._guarded(functools.partial(self._backward if whole else self._backward_of_weights, flight))
+        state = self._micro_batches.pop(bwd_chunk_id)
+        whole = state.groups is _WHOLE
+        self._guarded(functools.partial(self._backward if whole else self._backward_of_weights, state))
 
     def _guarded(self, compute: Callable[[], None]) -> None:
-        """A backward that gives parameters their gradients; the engine hears of it also if it has failed, because the
-        other data ranks reduce gradients with this one."""
+        """Run a backward that gives parameters their gradients.
+
+        The engine is told even if it has failed, because the other data ranks reduce gradients together with this one.
+        """
         step = self.step
         try:
             step.begin_backward()
@@ -346,46 +374,46 @@ class ChunkStage(PipelineStage):
             step.fail(error)
         step.end_backward(step.failure is None)
 
-    def _backward(self, flight: _Flight) -> None:
-        outputs, gradients = flight.take_roots()
+    def _backward(self, state: _MicroBatchState) -> None:
+        outputs, gradients = state.take_roots()
         if outputs:
             torch.autograd.backward(outputs, gradients)
 
-    def _backward_of_inputs(self, flight: _Flight) -> None:
-        outputs, gradients = flight.take_roots()
-        # torch detaches them in place, which views and leaves do not bear.
+    def _backward_of_inputs(self, state: _MicroBatchState) -> None:
+        outputs, gradients = state.take_roots()
+        # torch calls detach_() on them, which autograd refuses for views and leaves.
         roots = [output.clone() if output._is_view() or output.is_leaf else output for output in outputs]
         given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
         parameters = iter(self.chunk.parameters())
-        received = [tensor for tensor in flight.received if tensor.requires_grad]
+        received = [tensor for tensor in state.received if tensor.requires_grad]
         try:
-            _, flight.groups = stage_backward_input(roots, given, received, parameters)
+            _, state.groups = stage_backward_input(roots, given, received, parameters)
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # torch says no more than which tensors there were
+            raise error.__cause__ or error from None  # torch's own text only lists the tensors
 
-    def _backward_of_weights(self, flight: _Flight) -> None:
+    def _backward_of_weights(self, state: _MicroBatchState) -> None:
         parameters = self.chunk.parameters()
-        stage_backward_weight(iter(parameters), flight.groups)
-        for parameter in parameters:  # torch has put them there without the hooks of an accumulation
+        stage_backward_weight(iter(parameters), state.groups)
+        for parameter in parameters:  # torch wrote p.grad directly, so its post-accumulate hooks have not run
             if parameter.grad is not None:
                 hooks: Any = parameter._post_accumulate_grad_hooks or {}
                 for hook in list(hooks.values()):
                     hook(parameter)
 
-    def _keep_gradients(self, flight: _Flight) -> None:
-        """Keep the gradients of what was received, for the part before; zeros for what was not used."""
+    def _keep_gradients(self, state: _MicroBatchState) -> None:
+        """Keep the gradients of the received tensors for the part before; zeros for tensors that were not used."""
         spec = None if self.is_first else self._before.spec(self.step.key)
         if spec is None:
             return
-        received = flight.received or self._room(spec.tensors)
+        received = state.received or self._room(spec.tensors)
         gradients = []
         for tensor, described in zip(received, spec.tensors, strict=True):
             gradient, tensor.grad = tensor.grad, None
             if described.requires_grad and gradient is None:
                 gradient = torch.zeros(described.shape, dtype=described.dtype, device=self.device)
             gradients.append(gradient if described.requires_grad else None)
-        flight.received = ()
-        flight.sent_back = tuple(gradients)
+        state.received = ()
+        state.sent_back = tuple(gradients)
 
 
-_WHOLE = object()  # instead of the groups of parameters: the whole backward is still to come
+_WHOLE = object()  # in place of parameter groups: the whole backward, of inputs and weights, is still to come

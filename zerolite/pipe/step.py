@@ -22,7 +22,7 @@ from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.step import StepPipeline
 
 TAG = "pipe"
-Key = tuple[int, bool]  # of a step's shapes, and whether it trains
+Key = tuple[int, bool]  # a hash of the shapes of a step's micro-batches, and True for training
 WITHOUT_VALUES = (
     "pipeline.split: the model keeps tensors from one forward to the next outside of its modules (a global cache), and "
     "has kept one of the run without values; let it compute them anew, or keep them in buffers"
@@ -30,8 +30,13 @@ WITHOUT_VALUES = (
 
 
 @dataclass(frozen=True)
-class RunnerParts:
-    """Components of an engine that a pipeline runs with. micro_batches: in a step."""
+class RunnerComponents:
+    """Components of an engine that run a pipeline.
+
+    Attributes:
+        micro_batches: number of micro-batches in a step.
+        on_loss: called with the loss of each step, before its update.
+    """
 
     pipeline: StepPipeline
     accumulation: GradAccumulation
@@ -42,24 +47,24 @@ class RunnerParts:
     device: torch.device
     micro_batches: int
     loss_fn: LossFunction | None
-    on_loss: Callable[[torch.Tensor], None]  # with the loss of each step, before its update
+    on_loss: Callable[[torch.Tensor], None]
 
 
 class Step:
-    """One step of a rank: the computations of its stages, and how they have fared.
+    """One step of a rank: its micro-batches, forwards, losses and first failure.
 
     Attributes:
-        key: of the shapes of this step's micro-batches.
-        failure: the first on this rank; computations are left out from then on.
+        key: identifies the shapes of this step's micro-batches.
+        failure: the first failure on this rank; computations are skipped from then on.
     """
 
     def __init__(
-        self, parts: RunnerParts, batches: list[MicroBatch], key: Key, keeps_outputs: bool, computes_loss: bool
+        self, parts: RunnerComponents, batches: list[MicroBatch], key: Key, keeps_outputs: bool, computes_loss: bool
     ) -> None:
         self.training = key[1]
         self.key = key
         self.failure: Exception | None = None
-        self.waiting: contextlib.AbstractContextManager[None] | None = None  # for a message, as the watchdog sees it
+        self.waiting: contextlib.AbstractContextManager[None] | None = None  # tells the watchdog of a wait for messages
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
@@ -75,10 +80,11 @@ class Step:
         return outputs
 
     def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
-        """Return what backward begins with at the last part; None if there is no loss."""
+        """Return the scaled loss with which backward begins in the last part; None if there is no loss."""
         widens = self._parts.precision.widens(outputs)
         outputs = map_tensors(lambda tensor: tensor.float() if widens(tensor) else tensor, outputs)
-        if self._keeps_outputs:  # parts of logits too: they are looked at on some ranks only
+        if self._keeps_outputs:
+            # Gather sharded logits here, on all ranks: the user may look at them on some ranks only.
             self.outputs.append(map_tensors(lambda t: t.gathered() if hasattr(t, "gathered") else t, outputs))
         if not self._computes_loss:
             return None
@@ -96,7 +102,7 @@ class Step:
         return loss * self._factor
 
     def fail(self, error: Exception) -> None:
-        """A computation has failed. The first failure is kept."""
+        """Record a failed computation. Only the first failure is kept."""
         if self.failure is None:
             self.failure = error
 
@@ -110,7 +116,7 @@ class Step:
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Context of a schedule: what is no computation waits for other ranks, until one fails."""
+        """Context of a schedule: it tells the watchdog that everything except computations waits for other ranks."""
         self.pause(False)
         try:
             yield
@@ -123,7 +129,7 @@ class Step:
             self.pause(True)
 
     def pause(self, computing: bool) -> None:
-        """A computation begins, or has ended."""
+        """Stop (``computing``) or start to count the time as a wait for other ranks."""
         if computing and self.waiting is not None:
             self.waiting.__exit__(None, None, None)
         self.waiting = None

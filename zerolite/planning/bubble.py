@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zerolite.pipe.order import Action
+    from zerolite.pipe.schedule_actions import Action
 
 DURATIONS = {"forward": 1, "backward": 2, "backward of inputs": 1, "backward of weights": 1}
 """Of one micro-batch in one part of the model: all parts take as long, a backward twice as long as a forward, and its

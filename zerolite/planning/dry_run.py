@@ -33,7 +33,7 @@ from zerolite.utils.nested import map_tensors
 from zerolite.zero.stage3.partitioned_parameter import whole_numel
 
 if TYPE_CHECKING:
-    from zerolite.pipe.dry import Rehearsal
+    from zerolite.pipe.dry_stage import DryPipeline
 
 _one_at_a_time = threading.RLock()
 """What a dry run stands in for (the communicator, the listeners to memory) is the process's."""
@@ -139,20 +139,20 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int,
     """:func:`run` for some stages of a pipeline, by number; without a pipeline there is one."""
     if job.grid.pipe == 1:
         return {stage: run(job, points) for stage in stages}
-    from zerolite.pipe.dry import Rehearsal  # only where there is a pipeline
+    from zerolite.pipe.dry_stage import DryPipeline  # only where there is a pipeline
 
     wanted = sorted(stages)
-    rehearsal = Rehearsal()
+    dry_pipeline = DryPipeline()
     if job.batch is not None and (job.config.pipeline.chunks_per_rank > 1 or wanted != list(range(len(wanted)))):
-        _learn_boundaries(job, rehearsal)
-    return {stage: _run(job.at_stage(stage), points, rehearsal) for stage in wanted}
+        _learn_boundaries(job, dry_pipeline)
+    return {stage: _run(job.at_stage(stage), points, dry_pipeline) for stage in wanted}
 
 
-def _run(job: Job, points: int, rehearsal: Rehearsal | None) -> Outcome:
+def _run(job: Job, points: int, dry_pipeline: DryPipeline | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
-    with _without_ranks(job, rehearsal) as mode, tracker, tracker.modules.followed(), older_objects_kept():
+    with _without_ranks(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_kept():
         with collector_off():  # the same run gives the same numbers
-            return _Run(job, tracker, mode, rehearsal).outcome(points)
+            return _Run(job, tracker, mode, dry_pipeline).outcome(points)
 
 
 _keeping = False  # here, and not by a caller's own gc.freeze
@@ -176,7 +176,7 @@ def older_objects_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_ranks(job: Job, rehearsal: Rehearsal | None) -> Iterator[WithoutMemory]:
+def _without_ranks(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[WithoutMemory]:
     """Inside, this process plays ``job.rank``. A loop that trains records gradients, whatever is set where a plan is
     asked for, and no value is looked at."""
     with (
@@ -188,7 +188,7 @@ def _without_ranks(job: Job, rehearsal: Rehearsal | None) -> Iterator[WithoutMem
         use_machine(DryMachine()),
         apart(),
         unrecorded(),
-        contextlib.nullcontext() if rehearsal is None else rehearsal.running(),
+        contextlib.nullcontext() if dry_pipeline is None else dry_pipeline.running(),
         use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size)),
         WithoutMemory() as mode,
     ):
@@ -196,15 +196,15 @@ def _without_ranks(job: Job, rehearsal: Rehearsal | None) -> Iterator[WithoutMem
         yield mode
 
 
-def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
+def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
     """Learn what each part of the pipeline gives the next one: one forward of every part, in their order."""
-    from zerolite.pipe.dry import learn_boundaries
+    from zerolite.pipe.dry_stage import learn_boundaries
 
-    with _without_ranks(job, rehearsal) as mode:
+    with _without_ranks(job, dry_pipeline) as mode:
         runners: list[Any] = []
         batches: Iterator[Any] = iter(())
         for stage in range(job.grid.pipe):
-            run = _Run(job.at_stage(stage), MemoryTracker(), mode, rehearsal)
+            run = _Run(job.at_stage(stage), MemoryTracker(), mode, dry_pipeline)
             engine = run.make_engine(run.make_model())
             batches = micro_batches(engine, run.batch)
             assert isinstance(engine, PipelineEngine)
@@ -216,14 +216,14 @@ def _learn_boundaries(job: Job, rehearsal: Rehearsal) -> None:
 class _Run:
     """Needs the modes that :func:`_run` sets."""
 
-    def __init__(self, job: Job, tracker: MemoryTracker, mode: WithoutMemory, rehearsal: Rehearsal | None) -> None:
+    def __init__(self, job: Job, tracker: MemoryTracker, mode: WithoutMemory, dry_pipeline: DryPipeline | None) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
         dry = machine()
         assert isinstance(dry, DryMachine)
         self._machine = dry
         self._staged: Any = None
-        if rehearsal is not None:
-            rehearsal.phase = self._phase
+        if dry_pipeline is not None:
+            dry_pipeline.phase = self._phase
 
     def outcome(self, points: int) -> Outcome:
         tracker = self._tracker

@@ -229,10 +229,10 @@ def plan_of_stages(
 
 def bubble_of(config: ZeroliteConfig, stages: int) -> float:
     """Return the share of a step in which the ranks of the pipeline wait."""
-    from zerolite.pipe.order import orders  # only where there is a pipeline
+    from zerolite.pipe.schedule_actions import rank_actions  # only where there is a pipeline
 
     block, micro_batches = config.pipeline, config.gradient_accumulation_steps or 1
-    return bubble(orders(block.schedule, stages, block.chunks_per_rank, micro_batches))
+    return bubble(rank_actions(block.schedule, stages, block.chunks_per_rank, micro_batches))
 
 
 def _stage(made: Plan) -> Stage:

@@ -19,9 +19,12 @@ from zerolite.utils.accelerator import default_device
 
 
 def tensor_ranks(size: int) -> Communicator:
-    """The ``size`` ranks that this one is to share layers with, for layers that are made before ``zerolite.initialize``
-    is called with that ``tensor_parallel.size``. Starts torch.distributed if it does not run. Raises ValueError if
-    ``size`` does not divide the number of ranks. Called on all ranks, in the same order."""
+    """Return the communicator of the ``size`` ranks that share layers with this one.
+
+    It is for layers that are made before ``zerolite.initialize`` is called with that ``tensor_parallel.size``. It
+    starts torch.distributed if that does not run. Called on all ranks, in the same order. Raises ValueError if ``size``
+    does not divide the number of ranks.
+    """
     init_distributed()
     device = default_device(local_rank())
     return create_topology(create_communicator(device), device, tensor=size).tensor

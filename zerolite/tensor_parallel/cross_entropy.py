@@ -26,21 +26,23 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy`` of the whole logits, the same on all ranks, though no rank has them.
+    """``F.cross_entropy`` of the full logits, the same on all ranks, though no rank has all logits.
+
+    Called on all ranks of ``comm``, and so is its backward, which sends nothing.
 
     Args:
-        logits: floating [tokens, ceil(vocabulary / ranks)], this rank's run of the vocabulary; what lies behind its end
-            is padding, and ignored. 16-bit ones are taken to fp32 inside.
+        logits: floating [tokens, ceil(vocabulary / ranks)], this rank's range of the vocabulary. Logits behind the end
+            of the vocabulary are padding and ignored. 16-bit logits are computed in fp32.
         target: integers [tokens], the same on all ranks.
+        comm: the ranks that share the vocabulary.
+        vocabulary: size of the full vocabulary.
 
-    Returns a scalar, or [tokens] with reduction "none", in the dtype of ``logits`` (fp32 under autocast).
+    Returns:
+        A scalar, or [tokens] with reduction "none", in the dtype of ``logits`` (fp32 under autocast).
 
     Raises:
-        IndexError: for targets outside of the vocabulary that are not ``ignore_index`` (on CUDA: a device
-            assertion).
-        ValueError: for another reduction.
-
-    Called on all ranks of ``comm``, as is its backward, which sends nothing.
+        IndexError: a target is outside of the vocabulary and is not ``ignore_index`` (on CUDA: a device assertion).
+        ValueError: the reduction is unknown.
     """
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f'expected reduction "none", "mean" or "sum", got {reduction!r}')
@@ -59,19 +61,20 @@ def vocab_parallel_cross_entropy(
 
 
 def _local_targets(target: Tensor, kept: Tensor, start: int, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return the index of each target among this rank's logits, and whether it is there. int64 and bool, [tokens]."""
+    """Return the index of each target among this rank's logits, int64 [tokens], and a mask of those that are here."""
     wrong = kept & ((target < 0) | (target >= vocabulary))
     if target.device.type == "cpu" and not is_fake(target) and host_value(wrong.any()):
         value = int(host_value(target[wrong][0]))
         raise IndexError(f"Target {value} is out of bounds: expected 0 to {vocabulary - 1}, or ignore_index")
     local = target - start
     here = kept & (local >= 0) & (local < rows)
-    index = torch.where(here, local, torch.where(wrong, max(rows, 1), 0))  # what gather refuses on a device
+    # On CUDA a wrong target gets an index that gather refuses, so that the host need not wait to check it.
+    index = torch.where(here, local, torch.where(wrong, max(rows, 1), 0))
     return index.to(torch.int64), here
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each token, fp32 (fp64 for fp64 logits) [tokens]; 0 where it is ignored."""
+    """Loss of each token, fp32 (fp64 for fp64 logits) [tokens]; 0 for ignored targets."""
 
     @staticmethod
     def forward(
@@ -88,6 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
         tokens = logits.shape[0]
         exact = torch.float32 if logits.dtype in HALF else logits.dtype
         own = logits.detach()[:, :rows]
+        # Subtract the largest logit of all ranks before exp(), which would overflow otherwise.
         largest = own.amax(1).to(exact) if rows else own.new_full((tokens,), -float("inf"), dtype=exact)
         if sends(largest, comm):
             comm.all_reduce_max(largest, TAG)
@@ -104,6 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses = sums[0].log() - sums[1]
         if smoothing:
             losses = (1 - smoothing) * losses + smoothing * (sums[0].log() - sums[2] / vocabulary)
+        # Backward needs only the probabilities of this rank's logits, which are in the memory of the exponentials.
         chances /= sums[0].unsqueeze(1)
         ctx.save_for_backward(chances, index, here, kept)
         ctx.smoothing, ctx.vocabulary, ctx.like = smoothing, vocabulary, (logits.shape, logits.dtype)

@@ -1,18 +1,19 @@
 """Autograd functions between replicated and sharded activations.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3, names the first pair f and g; Korthikanti et al., "Reducing activation
-recomputation" (2022), the pairs along the sequence. The forward of one is the backward of its partner:
+recomputation" (2022), the pairs along the sequence. The forward of each is the backward of its partner:
 
-    copy             as it is            sum over ranks      into a layer of which each rank has some outputs
-    reduce           sum over ranks      as it is            out of a layer of which each rank has some inputs
-    gather           all parts           this rank's part    what follows is the same on all ranks
-    scatter          this rank's part    all parts           what went before is the same on all ranks
-    all_gather       all parts           sum, this part      what follows differs between ranks
-    reduce_scatter   sum, this part      all parts           what went before differs between ranks
+    copy             unchanged           sum over ranks      into a layer of which each rank has some outputs
+    reduce           sum over ranks      unchanged           out of a layer of which each rank has some inputs
+    gather           all parts           this rank's part    the computation after it is the same on all ranks
+    scatter          this rank's part    all parts           the computation before it is the same on all ranks
+    all_gather       all parts           sum, this part      the computation after it differs between ranks
+    reduce_scatter   sum, this part      all parts           the computation before it differs between ranks
 
-All take and give floating tensors of any shape and dtype, and are called on all ranks of the communicator with equal
-shapes, in the same order, as are their backwards. On one rank they give the tensor itself. For tensors without memory
-(torch.FakeTensorMode) only a communicator that sends nothing is asked: see :func:`zerolite.comm.dry_communicator`.
+Each takes and returns a floating tensor of any shape and dtype. It is called on all ranks of the communicator with
+equal shapes, in the same order, and so is its backward. On one rank the tensor itself is returned. For fake tensors
+(torch.FakeTensorMode) a collective runs only over a communicator that sends nothing: see
+:func:`zerolite.comm.dry_communicator`.
 """
 
 from __future__ import annotations
@@ -27,50 +28,61 @@ from zerolite.comm import Communicator
 from zerolite.utils.accelerator import is_fake
 
 TAG = "tensor"
-"""Of every collective of tensor parallelism in :func:`zerolite.comm.record`."""
+"""Tag of every collective of tensor parallelism in :func:`zerolite.comm.record`."""
 
 
 def copy(x: Tensor, comm: Communicator) -> Tensor:
-    """``x``, which is the same on all ranks; its gradient is the sum of theirs."""
+    """Return ``x``, which is the same on all ranks; its gradient is the sum of the ranks' gradients."""
     return _applied("copy", x, comm)
 
 
 def reduce(x: Tensor, comm: Communicator, in_place: bool = False) -> Tensor:
-    """The sum over ranks. in_place: no other code uses ``x``, whose memory may hold the result."""
+    """Return the sum over ranks.
+
+    Args:
+        in_place: no other code uses ``x``, so its memory may hold the result.
+    """
     return _applied("reduce", x, comm, in_place=in_place)
 
 
 def gather(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
-    """The ranks' ``x``, one behind the other along ``dim``."""
+    """Concatenate the ranks' ``x`` along ``dim``."""
     return _applied("gather", x, comm, dim)
 
 
 def scatter(x: Tensor, comm: Communicator, dim: int = -1) -> Tensor:
-    """This rank's part of ``x`` along ``dim``, contiguous. Raises ValueError if it cannot be cut in equal parts."""
+    """Return this rank's part of ``x`` along ``dim``, contiguous. Raises ValueError if it cannot be divided equally."""
     return _applied("scatter", x, comm, dim)
 
 
 def all_gather(x: Tensor, comm: Communicator, dim: int = 1) -> Tensor:
-    """The ranks' ``x``, one behind the other along ``dim``; the gradient is summed over ranks."""
+    """Concatenate the ranks' ``x`` along ``dim``; the gradient is summed over ranks."""
     return _applied("all_gather", x, comm, dim)
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 1, in_place: bool = False) -> Tensor:
-    """This rank's part along ``dim`` of the sum over ranks. in_place: no other code uses ``x``, whose memory may be
-    clobbered. Raises ValueError if ``x`` cannot be cut in equal parts."""
+    """Return this rank's part along ``dim`` of the sum over ranks. Raises ValueError if ``x`` cannot be divided
+    equally.
+
+    Args:
+        in_place: no other code uses ``x``, so its memory may be overwritten.
+    """
     return _applied("reduce_scatter", x, comm, dim, in_place)
 
 
 def shared_copy(x: Tensor, comm: Communicator) -> Tensor:
-    """:func:`copy`, of which all layers that read the same tensor get one: their gradients are summed here before they
-    are summed over ranks. It lives as long as ``x``, whose memory it shares."""
+    """:func:`copy`, shared by all layers that read the same tensor.
+
+    Their gradients are summed on this rank before they are summed over ranks: one all-reduce for query, key and value,
+    instead of three. The copy lives as long as ``x`` and shares its memory.
+    """
     if comm.world_size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _remembered(x, comm, "copy", lambda: _applied("copy", x, comm, in_place=True))
 
 
 def shared_all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """:func:`all_gather`, once for all layers that read the same tensor, while it lives."""
+    """:func:`all_gather`, done once for all layers that read the same tensor, as long as the tensor lives."""
     return x if comm.world_size == 1 else _remembered(x, comm, dim, lambda: all_gather(x, comm, dim))
 
 
@@ -79,6 +91,7 @@ _ATTRIBUTE = "_zerolite_entered"
 
 def _remembered(x: Tensor, comm: Communicator, what: object, make: Callable[[], Tensor]) -> Tensor:
     version = None if x.is_inference() else x._version
+    # The version changes when ``x`` is written in place: then the remembered tensor is not valid any more.
     state = (id(comm), what, version, torch.is_grad_enabled(), x.requires_grad)
     known = getattr(x, _ATTRIBUTE, None)
     if known is not None and known[0] == state:
@@ -103,12 +116,12 @@ def _applied(kind: str, x: Tensor, comm: Communicator, dim: int = 0, in_place: b
     return result
 
 
-# Outputs share memory with inputs by detach(), which is no view for autograd: an output that is a view would hold the
-# input, and shared_copy() would make a cycle of the two.
+# Outputs share memory with inputs by detach(), which autograd does not treat as a view. A view would keep a reference
+# to its base: with shared_copy(), where the input refers to the output, the two would keep each other alive.
 
 
 def sends(x: Tensor, comm: Communicator) -> bool:
-    """True if ``x`` has anything to send, or if a recorder would note that it was sent."""
+    """True if ``x`` has elements to send, or if a recorder should note them in a dry run."""
     return x.numel() > 0 and (comm.peers_agree or not is_fake(x))
 
 
@@ -124,7 +137,7 @@ def _all_parts(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     part = x.detach()
     full = part.new_empty((size, *part.shape))
     full[comm.rank].copy_(part)
-    if sends(full, comm):  # not gather_shards, whose tensors the record of what is in flight keeps
+    if sends(full, comm):  # not gather_shards: the flight recorder would keep its tensors, activations here, alive
         comm.all_gather(full.view(-1), TAG).wait()
     return full.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
 
@@ -143,7 +156,7 @@ def _summed_part(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Ten
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     if not sends(rows, comm):
         return rows.new_empty(shape)
-    # Detached, it is no view any more for autograd, which refuses to write into a function's view in place.
+    # Autograd refuses in-place writes into a view that a function returns; after detach() it is not one.
     return comm.reduce_scatter(rows.view(-1), TAG).wait().view(shape).detach()
 
 
@@ -160,8 +173,11 @@ _PARTNER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 
 class _Exchange(torch.autograd.Function):
-    """in_place: the memory of the input, or of the gradient of a copy, may hold the result. A gradient may be shared
-    with other branches of the graph; then it is summed in memory of its own."""
+    """One of the functions above.
+
+    ``in_place``: the memory of the input, or of the gradient of a copy, may hold the result. Other branches of the
+    graph may use the same gradient tensor; then the sum gets memory of its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, kind: str, dim: int, in_place: bool) -> Tensor:
@@ -171,6 +187,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> object:
         if ctx.kind == "reduce" and not torch.is_grad_enabled():
-            return gradient, None, None, None, None
+            return gradient, None, None, None, None  # "copy" changes nothing, unless a second backward will follow
         own = ctx.kind == "copy" and ctx.in_place
         return _Exchange.apply(gradient, ctx.comm, _PARTNER[ctx.kind], ctx.dim, own), None, None, None, None

@@ -6,40 +6,48 @@ from typing import Any
 
 from torch import nn
 
-from zerolite.tensor_parallel.owners import FUSED_ATTENTION, SEPARATE_ATTENTION, Layer, Owner
+from zerolite.tensor_parallel.parallel_blocks import FUSED_ATTENTION, SEPARATE_ATTENTION, Layer, ParallelBlock
 from zerolite.tensor_parallel.plan import TensorPlanError
 
 FUSED_GATE = "gate_up_proj gate_up w12 w13 wi_fused up_gate fc1_gate".split()
 FUSED_KEY_VALUE = "kv kv_proj to_kv key_value c_kv w_kv wkv".split()
 
-# Hugging Face's attention, by the folder of its model. What is neither here nor there has to be said.
+# Hugging Face's attention, by the folder of its model. For families in neither list the user has to say it.
 _CONTIGUOUS_HEADS = "gpt_neox gpt_neox_japanese gpt_bigcode persimmon falcon bloom".split()  # [heads, 3, head width]
 _ONE_BEHIND_THE_OTHER = "gpt2 imagegpt decision_transformer openai phi3 phi4_multimodal modernbert mpt".split()
 
 
-def column_sizes(layer: Layer, owner: Owner | None) -> tuple[list[int], str]:
-    """The sizes of the parts of a column, each of which is cut, and what they are ("" if there is one part and nothing
-    to say). owner: None for a column whose outputs are gathered. Raises TensorPlanError where the parts cannot be
-    told."""
+def column_sizes(layer: Layer, tp_block: ParallelBlock | None) -> tuple[list[int], str]:
+    """Return the sizes of the fused parts of a column, each of which is sharded, and a description of them.
+
+    The description is "" for a single part. Raises TensorPlanError if the parts cannot be found out.
+
+    Args:
+        layer: the column.
+        tp_block: its parallel block; None for a column whose outputs are gathered.
+    """
     if layer.style.parts is not None:
         given = _given_parts(layer, layer.style.parts)
-        if owner is not None:
-            _check_given(layer, owner, given)
+        if tp_block is not None:
+            _check_given(layer, tp_block, given)
         return given, "as the plan says"
-    return ([layer.outputs], "") if owner is None else _inferred(layer, owner)
+    return ([layer.outputs], "") if tp_block is None else _inferred(layer, tp_block)
 
 
-def _check_given(layer: Layer, owner: Owner, given: list[int]) -> None:
-    """Raise TensorPlanError if ``given`` contradicts what is known of the layer: outputs that belong together would be
-    on different ranks, and nothing else would show it."""
-    kind = type(owner.holder_of(layer))
-    alone = layer.last_name in SEPARATE_ATTENTION or {row.inputs for row in _rows_of(layer, owner)} == {layer.outputs}
+def _check_given(layer: Layer, tp_block: ParallelBlock, given: list[int]) -> None:
+    """Raise TensorPlanError if ``given`` contradicts the known arrangement of the layer.
+
+    Outputs that belong together would be on different ranks, and nothing else would show it.
+    """
+    kind = type(tp_block.module_of(layer))
+    read = {row.inputs for row in _rows_of(layer, tp_block)}
+    alone = layer.last_name in SEPARATE_ATTENTION or read == {layer.outputs}
     if not (_from_library(kind) or alone):
         return
     try:
-        known, why = ([layer.outputs], "") if alone else _inferred(layer, owner)
+        known, why = ([layer.outputs], "") if alone else _inferred(layer, tp_block)
     except TensorPlanError:
-        return  # it is unknown, so the user has to say
+        return  # the arrangement is unknown, so the user's is taken
     if given != known:
         how = why or "one layer, of whose outputs each rank has a run"
         raise TensorPlanError(
@@ -48,19 +56,19 @@ def _check_given(layer: Layer, owner: Owner, given: list[int]) -> None:
         )
 
 
-def _rows_of(layer: Layer, owner: Owner) -> list[Layer]:
-    """The rows beside ``layer``, or else all of ``owner``."""
-    return [row for row in owner.rows if row.parent == layer.parent] or owner.rows
+def _rows_of(layer: Layer, tp_block: ParallelBlock) -> list[Layer]:
+    """Return the rows beside ``layer``, or else all rows of ``tp_block``."""
+    return [row for row in tp_block.rows if row.parent == layer.parent] or tp_block.rows
 
 
-def _inferred(layer: Layer, owner: Owner) -> tuple[list[int], str]:
-    """Infer what :func:`column_sizes` returns, where the plan does not say it."""
-    near = {row.inputs for row in _rows_of(layer, owner)}
-    others = [one for one in owner.columns if one.parent == layer.parent and one is not layer]
+def _inferred(layer: Layer, tp_block: ParallelBlock) -> tuple[list[int], str]:
+    """Infer the result of :func:`column_sizes` if the plan does not say it."""
+    near = {row.inputs for row in _rows_of(layer, tp_block)}
+    others = [one for one in tp_block.columns if one.parent == layer.parent and one is not layer]
     thirds = layer.outputs == 3 * layer.inputs and layer.outputs not in near and layer.inputs in near
     if layer.last_name in FUSED_ATTENTION or thirds:
         has_query = any(one.last_name in SEPARATE_ATTENTION and one.outputs in near for one in others)
-        return _halves(layer) if has_query else _attention(layer, owner.holder_of(layer), near)
+        return _halves(layer) if has_query else _attention(layer, tp_block.module_of(layer), near)
     if layer.last_name in FUSED_KEY_VALUE:
         return _halves(layer)
     gate = layer.outputs % 2 == 0 and layer.outputs // 2 in near and layer.outputs not in near and not others
@@ -76,18 +84,18 @@ def _inferred(layer: Layer, owner: Owner) -> tuple[list[int], str]:
     return [layer.outputs], ""
 
 
-def check_family(owner: Owner) -> None:
-    """Raise TensorPlanError for Hugging Face's attention whose bias knows all heads."""
-    for holder in owner.holders.values():
-        kind = type(holder)
+def check_family(tp_block: ParallelBlock) -> None:
+    """Raise TensorPlanError for Hugging Face's attention with a bias that is computed for all heads at once."""
+    for inner in tp_block.inner_modules.values():
+        kind = type(inner)
         family = _family(kind)
-        config: Any = getattr(holder, "config", None)
+        config: Any = getattr(inner, "config", None)
         biased = family in ("bloom", "mpt") or (family == "falcon" and getattr(config, "alibi", False))
-        if biased and owner.is_attention:
+        if biased and tp_block.is_attention:
             raise TensorPlanError(
-                f"expected attention that computes each head by itself, got {kind.__name__} in '{owner.name}', whose "
-                "model makes a bias (ALiBi) of all heads: it cannot be cut, but its feed-forward layers can",
-                whole=owner.name,
+                f"expected attention that computes each head by itself, got {kind.__name__} in '{tp_block.name}', "
+                "whose model makes a bias (ALiBi) of all heads: it cannot be sharded, but its MLP layers can",
+                whole=tp_block.name,
             )
 
 
@@ -96,7 +104,7 @@ def _from_library(kind: type[nn.Module]) -> bool:
 
 
 def _family(kind: type[nn.Module]) -> str:
-    """The folder of a model of transformers, "" for other classes."""
+    """Return the folder of a model of transformers; "" for other classes."""
     return kind.__module__.split(".")[2] if _from_library(kind) else ""
 
 
@@ -108,17 +116,17 @@ def _halves(layer: Layer) -> tuple[list[int], str]:
     return [layer.outputs // 2] * 2, "key and value"
 
 
-def _attention(layer: Layer, holder: nn.Module, reads: set[int]) -> tuple[list[int], str]:
-    name, family = type(holder).__name__, _family(type(holder))
-    grouped = bool(getattr(holder, "new_decoder_architecture", False))  # Falcon's: some queries, their key and value
-    shared = bool(getattr(holder, "multi_query", False)) and not grouped
+def _attention(layer: Layer, inner: nn.Module, reads: set[int]) -> tuple[list[int], str]:
+    name, family = type(inner).__name__, _family(type(inner))
+    grouped = bool(getattr(inner, "new_decoder_architecture", False))  # Falcon's: some queries, their key and value
+    shared = bool(getattr(inner, "multi_query", False)) and not grouped
     if family in _CONTIGUOUS_HEADS and not shared and (grouped or layer.outputs == 3 * layer.inputs):
         return [layer.outputs], f"by heads, which are contiguous in {name}"
     if family and not shared and family not in _ONE_BEHIND_THE_OTHER:
         raise TensorPlanError(
             f"expected to know how {name} arranges query, key and value in '{layer.name}', got a class that is not "
             'known; if they are one behind the other, say it with the style {"style": "column", "parts": 3}, and with '
-            '"parts": 1 if each head\'s are; else it cannot be cut',
+            '"parts": 1 if each head\'s are; else it cannot be sharded',
             whole=layer.parent,
         )
     for query in sorted(reads, key=lambda width: (width != layer.inputs, width)):

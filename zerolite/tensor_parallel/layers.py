@@ -1,8 +1,9 @@
 """Tensor-parallel layers.
 
-Every class is made in one of two ways: by its constructor, or by :func:`cut_column` and its siblings from a layer that
-exists, which changes its class and stays the same object with the same Parameter objects, hooks and place in its model.
-A Parameter's values become this rank's part; :func:`zerolite.tensor_parallel.shard_spec.shard_spec_of` says which.
+A layer is made in one of two ways: by its constructor, or by :func:`shard_column` and its siblings from an existing
+layer. The latter changes the class of the object, which stays the same object with the same Parameters, hooks and place
+in its model. Each Parameter keeps only this rank's shard; :func:`zerolite.tensor_parallel.shard_spec.shard_spec_of`
+describes it.
 """
 
 from __future__ import annotations
@@ -25,55 +26,63 @@ from zerolite.tensor_parallel.shard_spec import ShardSpec, mark_partial, set_sha
 
 
 class Edge(Protocol):
-    """A place where sequences are sharded: see sequence.py. batch: of the hidden states there."""
+    """Beginning or end of the sharded sequence: see sequence.py.
+
+    Attributes:
+        began: the sequence has been sharded in this forward.
+        batch: batch size of the hidden states there.
+    """
 
     began: bool
     batch: int
 
 
 def _tokens_of(x: Tensor, edge: Edge | None) -> tuple[int, int, int] | None:
-    """[batch, sequence, width] of ``x`` if the block has made one of the first two (OPT's feed-forward layers)."""
+    """Return the shape [batch, sequence, width] of ``x`` if the block has merged batch and sequence, as OPT does; else
+    None."""
     return (edge.batch, x.shape[0] // edge.batch, x.shape[1]) if x.dim() == 2 and edge is not None else None
 
 
-_NOT_CUT = (
-    "tensor_parallel.sequence_parallel: expected the first of the blocks whose layers are cut to be called by the "
-    "model, so that the sequence is cut there, got a layer in it that was called without; leave sequence_parallel out"
+_NOT_SHARDED = (
+    "tensor_parallel.sequence_parallel: expected the first of the blocks whose layers are sharded to be called by the "
+    "model, so that the sequence is sharded there, got a layer in it that was called without; leave sequence_parallel "
+    "out"
 )
 
 
-class CutLayer(nn.Module):
-    """Base class of the sharded layers. A copy of the layer talks to the same ranks, and holds the same parts."""
+class TensorParallelLayer(nn.Module):
+    """Base class of the sharded layers. A copy of a layer communicates with the same ranks and holds the same
+    shards."""
 
     comm: Communicator
-    region: Region | None = None  # that it begins or ends
-    edge: Edge | None = None  # where the sequence is cut
-    sequence: int | None = None  # the dimension along which its inputs or outputs outside of the region are cut
+    region: Region | None = None  # the region that this layer begins or ends
+    edge: Edge | None = None  # where the sequence is sharded
+    sequence: int | None = None  # dimension along which its inputs or outputs are sharded outside of the region
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.comm.rank} of {self.comm.world_size}"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
         made = self.__class__.__new__(self.__class__)
-        memo[id(self)], memo[id(self.comm)] = made, self.comm
+        memo[id(self)], memo[id(self.comm)] = made, self.comm  # a process group cannot be copied: share it
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for name, parameter in self._parameters.items():
-            cut = None if parameter is None else shard_spec_of(parameter)
-            if cut is not None:
-                set_shard_spec(made._parameters[name], cut)  # type: ignore[arg-type]
+            spec = None if parameter is None else shard_spec_of(parameter)
+            if spec is not None:
+                set_shard_spec(made._parameters[name], spec)  # type: ignore[arg-type]
         return made
 
 
-class ColumnParallelLinear(CutLayer, nn.Linear):
+class ColumnParallelLinear(TensorParallelLayer, nn.Linear):
     """``nn.Linear`` of which this rank computes some outputs: rows of the weight, [out_features / ranks, in_features].
 
-    The input, [..., in_features], is the same on all ranks (with ``sequence``: a part of it along that dimension). The
-    output is this rank's [..., out_features / ranks], or with gather_output all of it, [..., out_features].
+    The input, [..., in_features], is the same on all ranks (with ``sequence``: a shard along that dimension). The
+    output is this rank's [..., out_features / ranks], or with ``gather_output`` the full one, [..., out_features].
     """
 
     transposed = False  # the weight is [in_features, out_features]: Hugging Face's Conv1D
     gather_output = False
-    shares: list[int]  # lengths of what this rank has of each part
+    shares: list[int]  # outputs of this rank in each fused part
 
     def __init__(
         self,
@@ -87,12 +96,16 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
         device: object = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Made whole, with nn.Linear's initial values of the first rank, then cut. parts: how many layers of equal
-        size are fused in this one, or their sizes; each is cut. Called on all ranks of ``comm``. Raises ValueError
-        for sizes that cannot be shared equally."""
+        """Make the full layer with nn.Linear's initial values of the first rank, then shard it.
+
+        Called on all ranks of ``comm``. Raises ValueError for sizes that cannot be shared equally.
+
+        Args:
+            parts: number of equal layers that are fused in this one, or their sizes; each part is sharded by itself.
+        """
         nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
         _take_first_ranks_values(self, comm)
-        cut_column(self, comm, parts, gather_output)
+        shard_column(self, comm, parts, gather_output)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._column(x, self.weight, self.bias)
@@ -101,7 +114,7 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
         x = seen_input(x)
         if self.sequence is not None:
             if self.edge is not None and not self.edge.began:
-                raise RuntimeError(_NOT_CUT)
+                raise RuntimeError(_NOT_SHARDED)
             x = self._whole_sequence(x)
         else:
             x = functions.shared_copy(x, self.comm)
@@ -123,13 +136,16 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
         out = functions.gather(out, self.comm)
         if len(self.shares) == 1:
             return out
+        # The gathered outputs are ordered by rank, and within it by part. Order them by part, as in the full layer.
         ranks = [rank.split(self.shares, -1) for rank in out.split(sum(self.shares), -1)]
         return torch.cat([rank[part] for part in range(len(self.shares)) for rank in ranks], -1)
 
 
 class SharedColumnLinear(ColumnParallelLinear):
-    """A column of which several ranks need the same outputs, as key and value with fewer heads than ranks: the weight
-    is whole on all ranks, of which each computes some outputs. Its gradient is the sum of theirs."""
+    """A column-parallel layer of which several ranks need the same outputs: key and value with fewer heads than ranks.
+
+    The weight is whole on all ranks, and each computes some outputs. Its gradient is the sum of the ranks' gradients.
+    """
 
     runs: list[tuple[int, int]]  # starts and lengths of the outputs that this rank computes
 
@@ -143,8 +159,10 @@ class SharedColumnLinear(ColumnParallelLinear):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """A head that gives :class:`~zerolite.tensor_parallel.VocabParallelLogits`: each rank computes those of a run of
-    the vocabulary. The last ranks are padded."""
+    """An output layer that returns :class:`~zerolite.tensor_parallel.VocabParallelLogits`.
+
+    Each rank computes the logits of a range of the vocabulary. The last ranks are padded.
+    """
 
     vocabulary: int
 
@@ -153,7 +171,7 @@ class VocabParallelHead(ColumnParallelLinear):
         return VocabParallelLogits.of(local, self.comm, self.vocabulary)
 
 
-class RowParallelLinear(CutLayer, nn.Linear):
+class RowParallelLinear(TensorParallelLayer, nn.Linear):
     """``nn.Linear`` of which this rank reads some inputs: columns of the weight, [out_features, in_features / ranks].
 
     The input is this rank's [..., in_features / ranks], or with input_is_parallel=False all of it. The output, [...,
@@ -175,11 +193,13 @@ class RowParallelLinear(CutLayer, nn.Linear):
         device: object = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Made whole, with nn.Linear's initial values of the first rank, then cut. Called on all ranks of ``comm``.
-        Raises ValueError if in_features cannot be shared equally."""
+        """Make the full layer with nn.Linear's initial values of the first rank, then shard it.
+
+        Called on all ranks of ``comm``. Raises ValueError for a size that cannot be shared equally.
+        """
         nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
         _take_first_ranks_values(self, comm)
-        cut_row(self, comm, input_is_parallel)
+        shard_row(self, comm, input_is_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.region is not None:
@@ -197,12 +217,15 @@ class RowParallelLinear(CutLayer, nn.Linear):
         return out if self.bias is None else out.add_(self.bias.to(out.dtype))
 
 
-class VocabParallelEmbedding(CutLayer, nn.Embedding):
-    """``nn.Embedding`` of which this rank holds a run of rows, [ceil(num_embeddings / ranks), embedding_dim]; the last
-    ranks are padded. Takes indices of any shape, and gives their vectors, [..., embedding_dim], on all ranks."""
+class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
+    """``nn.Embedding`` of which this rank holds a range of rows, [ceil(num_embeddings / ranks), embedding_dim].
 
-    start: int  # the first of its rows in the whole
-    rows: int  # of the whole, without padding
+    The last ranks are padded. It takes indices of any shape and returns their vectors, [..., embedding_dim], on all
+    ranks.
+    """
+
+    start: int  # first row of this rank in the full weight
+    rows: int  # rows of this rank, without padding
     vocabulary: int
 
     def __init__(
@@ -215,18 +238,22 @@ class VocabParallelEmbedding(CutLayer, nn.Embedding):
         device: object = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Made whole, with nn.Embedding's initial values of the first rank, then cut. Called on all ranks of
-        ``comm``."""
+        """Make the full layer with nn.Embedding's initial values of the first rank, then shard it.
+
+        Called on all ranks of ``comm``.
+        """
         nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         _take_first_ranks_values(self, comm)
-        cut_embedding(self, comm)
+        shard_embedding(self, comm)
 
     def forward(self, indices: Tensor) -> Tensor:
         """Raise IndexError (on CUDA: a device assertion) for indices outside of the whole vocabulary."""
         local = indices - self.start
         here = (local >= 0) & (local < self.rows)
         elsewhere = (indices >= 0) & (indices < self.vocabulary)
-        beyond = self.weight.shape[0]  # an index that F.embedding refuses
+        # Row 0 takes the place of tokens of other ranks, and its vectors are zeroed below, so that the sum over ranks
+        # has each vector once. Wrong indices get one that F.embedding refuses.
+        beyond = self.weight.shape[0]
         local = torch.where(here, local, torch.where(elsewhere, 0, beyond))
         out = F.embedding(local, self.weight, self.padding_idx)
         out.masked_fill_(~here.unsqueeze(-1), 0.0)
@@ -239,7 +266,7 @@ def _take_first_ranks_values(module: nn.Module, comm: Communicator) -> None:
 
 
 def part_sizes(length: int, parts: int | Sequence[int]) -> list[int]:
-    """The sizes of ``parts``, which a layer of ``length`` outputs fuses. Raises ValueError if that is not possible."""
+    """Return the sizes of the ``parts`` that a layer of ``length`` outputs fuses. Raises ValueError if it cannot be."""
     if not isinstance(parts, int):
         return list(parts)
     if parts < 1 or length % parts:
@@ -247,17 +274,17 @@ def part_sizes(length: int, parts: int | Sequence[int]) -> list[int]:
     return [length // parts] * parts
 
 
-def cut_column(
+def shard_column(
     module: nn.Module, comm: Communicator, parts: int | Sequence[int] = 1, gather_output: bool = False
 ) -> None:
     """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`ColumnParallelLinear` in place."""
     transposed, inputs, outputs = linear_shape(module)
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     sizes = part_sizes(outputs, parts)
-    cut = ShardSpec.of_parts((inputs, outputs) if transposed else (outputs, inputs), int(transposed), sizes, comm)
-    shard_parameter(weight, cut)
+    spec = ShardSpec.of_parts((inputs, outputs) if transposed else (outputs, inputs), int(transposed), sizes, comm)
+    shard_parameter(weight, spec)
     shard_parameter(bias, ShardSpec.of_parts((outputs,), 0, sizes, comm))
-    _become(module, ColumnParallelLinear, comm, inputs, cut.length, transposed)
+    _become(module, ColumnParallelLinear, comm, inputs, spec.length, transposed)
     module.gather_output = gather_output  # type: ignore[assignment]
     module.shares = [size // comm.world_size for size in sizes]  # type: ignore[assignment]
 
@@ -265,8 +292,13 @@ def cut_column(
 def share_column(
     module: nn.Module, comm: Communicator, sizes: Sequence[int], shared: Sequence[bool], width: int
 ) -> None:
-    """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`SharedColumnLinear` in place. shared: which of its parts
-    have fewer heads, of ``width``, than there are ranks."""
+    """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`SharedColumnLinear` in place.
+
+    Args:
+        sizes: outputs of each fused part.
+        shared: which of these parts have fewer heads than there are ranks.
+        width: outputs of a head.
+    """
     transposed, inputs, _ = linear_shape(module)
     runs, start = [], 0
     for length, several in zip(sizes, shared, strict=True):
@@ -279,58 +311,61 @@ def share_column(
     module.runs, module.shares = runs, [length for _, length in runs]  # type: ignore[assignment]
 
 
-def cut_last(module: nn.Module, key: str, comm: Communicator) -> None:
-    """Leave this rank's part of the last dimension of a parameter that ``module`` uses as it is."""
+def shard_last_dim(module: nn.Module, key: str, comm: Communicator) -> None:
+    """Shard the last dimension of a parameter that ``module`` uses directly, such as a bias with one number for each
+    head."""
     parameter = module._parameters[key]
     assert parameter is not None
     shape = tuple(parameter.shape)
     shard_parameter(parameter, ShardSpec.of_parts(shape, len(shape) - 1, [shape[-1]], comm))
-    if not isinstance(module, CutLayer):
+    if not isinstance(module, TensorParallelLayer):
         kind = type(module)
-        module.__class__ = type(f"CutByHeads{kind.__name__}", (kind, CutByHeads), {"__module__": kind.__module__})
+        module.__class__ = type(
+            f"ShardedByHeads{kind.__name__}", (kind, ShardedByHeads), {"__module__": kind.__module__}
+        )
         module.comm = comm  # type: ignore[assignment]
 
 
-class CutByHeads(CutLayer):
-    """Mixed into the class of a module whose parameter has a number for each head, of which this rank has some."""
+class ShardedByHeads(TensorParallelLayer):
+    """Mixin for a module with a parameter that has a number for each head, of which this rank has some."""
 
 
-def cut_head(module: nn.Module, comm: Communicator) -> None:
+def shard_head(module: nn.Module, comm: Communicator) -> None:
     """Make an nn.Linear a :class:`VocabParallelHead` in place."""
     transposed, inputs, outputs = linear_shape(module)
-    cut = ShardSpec.of_rows((inputs, outputs) if transposed else (outputs, inputs), int(transposed), comm)
-    shard_parameter(module._parameters["weight"], cut)
+    spec = ShardSpec.of_rows((inputs, outputs) if transposed else (outputs, inputs), int(transposed), comm)
+    shard_parameter(module._parameters["weight"], spec)
     shard_parameter(module._parameters["bias"], ShardSpec.of_rows((outputs,), 0, comm))
-    _become(module, VocabParallelHead, comm, inputs, cut.length, transposed)
+    _become(module, VocabParallelHead, comm, inputs, spec.length, transposed)
     module.vocabulary = outputs  # type: ignore[assignment]
 
 
-def cut_row(module: nn.Module, comm: Communicator, input_is_parallel: bool = True) -> None:
+def shard_row(module: nn.Module, comm: Communicator, input_is_parallel: bool = True) -> None:
     """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`RowParallelLinear` in place."""
     transposed, inputs, outputs = linear_shape(module)
-    cut = ShardSpec.of_parts(
+    spec = ShardSpec.of_parts(
         (inputs, outputs) if transposed else (outputs, inputs), int(not transposed), [inputs], comm
     )
-    shard_parameter(module._parameters["weight"], cut)
-    _become(module, RowParallelLinear, comm, cut.length, outputs, transposed)
+    shard_parameter(module._parameters["weight"], spec)
+    _become(module, RowParallelLinear, comm, spec.length, outputs, transposed)
     module.input_is_parallel = input_is_parallel  # type: ignore[assignment]
 
 
-def cut_embedding(module: nn.Module, comm: Communicator) -> None:
+def shard_embedding(module: nn.Module, comm: Communicator) -> None:
     """Make an nn.Embedding a :class:`VocabParallelEmbedding` in place."""
     assert isinstance(module, nn.Embedding)
     whole = (module.num_embeddings, module.embedding_dim)
-    cut = ShardSpec.of_rows(whole, 0, comm)
-    shard_parameter(module._parameters["weight"], cut)
+    spec = ShardSpec.of_rows(whole, 0, comm)
+    shard_parameter(module._parameters["weight"], spec)
     kind = type(module)
     if kind.forward in (nn.Embedding.forward, VocabParallelEmbedding.forward):
         module.__class__ = VocabParallelEmbedding
-    else:  # what its forward calls by super() is VocabParallelEmbedding's
+    else:  # its own forward calls super().forward, which then is VocabParallelEmbedding's
         module.__class__ = type(f"VocabParallel{kind.__name__}", (kind, VocabParallelEmbedding), {})
     assert isinstance(module, VocabParallelEmbedding)
-    module.comm, module.vocabulary, module.num_embeddings = comm, whole[0], cut.length
-    module.start = min(comm.rank * cut.length, whole[0])
-    module.rows = sum(length for _, _, length in cut.ranges)
+    module.comm, module.vocabulary, module.num_embeddings = comm, whole[0], spec.length
+    module.start = min(comm.rank * spec.length, whole[0])
+    module.rows = sum(length for _, _, length in spec.ranges)
     if module.padding_idx is not None:
         local = module.padding_idx % whole[0] - module.start
         module.padding_idx = local if 0 <= local < module.rows else None
@@ -346,10 +381,14 @@ def _become(
         module.nx, module.nf = inputs, outputs  # type: ignore[assignment]
 
 
-def along_sequence(module: CutLayer, dim: int, edge: Edge) -> None:
-    """From now on what is outside of the layer's region is cut along ``dim`` of the inputs or outputs, the sequence, by
-    what stands at ``edge``."""
+def along_sequence(module: TensorParallelLayer, dim: int, edge: Edge) -> None:
+    """Shard the layer's inputs or outputs outside of its region along ``dim``, the sequence.
+
+    Args:
+        edge: where the sequence is sharded.
+    """
     module.sequence, module.edge = dim, edge
     bias = module._parameters.get("bias")
+    # The bias is added after the reduce-scatter, to this rank's part of the sequence only.
     if isinstance(module, RowParallelLinear) and bias is not None:
         mark_partial(bias)

@@ -23,19 +23,20 @@ from zerolite.utils.nested import Arguments, Function, Keywords
 
 
 class VocabParallelLogits(Tensor):
-    """Logits [..., vocabulary], though this rank has [..., ceil(vocabulary / ranks)].
+    """Logits [..., vocabulary], of which this rank has [..., ceil(vocabulary / ranks)].
 
     ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed in parallel, also after changes
-    of dtype, of the leading dimensions, and multiplications with a number. Every other operation gathers the logits,
-    once, and goes on with an ordinary tensor: the numbers are always those of the whole. So each operation is called on
-    all ranks of the tensor group, in the same order.
+    of dtype or of the leading dimensions, and after a multiplication with a number. Every other operation first gathers
+    the logits, once, and continues with an ordinary tensor: results are always those of the full logits. So each
+    operation is called on all ranks of the tensor group, in the same order.
     """
 
     _state: _State
 
     @staticmethod
     def of(local: Tensor, comm: Communicator, vocabulary: int) -> VocabParallelLogits:
-        """local: this rank's logits, [..., ceil(vocabulary / ranks)], padded behind the end of the vocabulary."""
+        """Return the logits of which this rank has ``local``, [..., ceil(vocabulary / ranks)], padded behind the
+        vocabulary."""
         return _wrap(_State(local, comm, vocabulary))
 
     @classmethod
@@ -67,13 +68,18 @@ class VocabParallelLogits(Tensor):
         return f"VocabParallelLogits(shape={list(self.shape)}, dtype={self._state.local.dtype})"
 
     def gathered(self) -> Tensor:
-        """The ordinary tensor of all logits. Called on all ranks of the tensor group."""
+        """Return an ordinary tensor with all logits. Called on all ranks of the tensor group."""
         return self._state.gathered()
 
 
 class _State:
-    """full: the gathered logits, which take the place of ``local`` once there. aliased: whether another object's
-    ``local`` shares this one's memory."""
+    """Values behind one VocabParallelLogits.
+
+    Attributes:
+        local: this rank's logits.
+        full: the gathered logits, which replace ``local`` once they exist.
+        aliased: another object's ``local`` shares this memory.
+    """
 
     def __init__(self, local: Tensor, comm: Communicator, vocabulary: int, aliased: bool = False) -> None:
         self.local, self.comm, self.vocabulary, self.aliased = local, comm, vocabulary, aliased
@@ -100,8 +106,10 @@ def _wrap(state: _State) -> VocabParallelLogits:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole logits as a tensor without memory. Whatever uses it past ``__torch_function__``, an autograd function
-    for example, is differentiated as for ordinary logits."""
+    """The full logits as a tensor without memory.
+
+    Code that ignores ``__torch_function__``, such as an autograd function, is differentiated as with ordinary logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, state: _State) -> Tensor:
@@ -131,7 +139,7 @@ def _gathered(value: Any, how: Callable[[_State], Tensor] = _State.gathered) -> 
 
 
 def _values(state: _State) -> Tensor:
-    """Return the values of the whole logits, below autograd."""
+    """Return the values of the full logits, below autograd."""
     full = functions.gather(state.local.detach(), state.comm) if state.full is None else state.full.detach()
     return _without_padding(full, state.vocabulary)
 
@@ -141,7 +149,10 @@ def _without_padding(full: Tensor, vocabulary: int) -> Tensor:
 
 
 def _refuse_lost_writes(func: Function, first: VocabParallelLogits | None) -> None:
-    """Raise RuntimeError for a write in place to memory that another object shows as well."""
+    """Raise RuntimeError for an in-place write to memory that another object shows too.
+
+    The write would go to the gathered copy, and the other object would not see it.
+    """
     name = getattr(func, "__name__", "")
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if writes and first is not None and first._state.aliased and first._state.full is None:
@@ -195,7 +206,7 @@ def _asked_of_the_part(state: _State, func: Function, args: Arguments, kwargs: K
 @_keeps(Tensor.to, Tensor.type_as, torch.clone, torch.detach, Tensor.cpu, Tensor.cuda, Tensor.tanh, torch.tanh)
 def _same_shape(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     made = func(state.local, *_gathered(args), **_gathered(kwargs))
-    # On another device the ranks may have nothing to gather it with: it is gathered before.
+    # On another device the ranks may have no backend to gather with later, so it is gathered now.
     return state.like(made) if made.device == state.local.device else NotImplemented
 
 
@@ -241,7 +252,7 @@ def _flatten(state: _State, func: Function, args: Arguments, kwargs: Keywords) -
 
 @_keeps(Tensor.__getitem__)
 def _slice(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
-    """Index leading dimensions, with the last one whole."""
+    """Index leading dimensions while the last one stays whole."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not all(item is Ellipsis or type(item) in (int, slice) for item in index) or index.count(Ellipsis) > 1:
         return NotImplemented

@@ -10,9 +10,14 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from zerolite.comm import Communicator
-from zerolite.tensor_parallel import owners as owning
-from zerolite.tensor_parallel.layers import ColumnParallelLinear, CutLayer, RowParallelLinear, VocabParallelHead
-from zerolite.tensor_parallel.owners import Layer, Owner
+from zerolite.tensor_parallel import parallel_blocks
+from zerolite.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelLayer,
+    VocabParallelHead,
+)
+from zerolite.tensor_parallel.parallel_blocks import Layer, ParallelBlock
 from zerolite.tensor_parallel.plan import (
     Match,
     NoPlan,
@@ -35,7 +40,7 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if handle_of(parameter) is not None:
             raise TensorPlanError(
-                f"expected whole parameters to cut, got '{name}', which zero.Init has already spread over the ranks; "
+                f"expected whole parameters to shard, got '{name}', which zero.Init has partitioned already; "
                 "build the model outside of zerolite.zero.Init to use tensor_parallel"
             )
 
@@ -47,7 +52,7 @@ def find_matches(
     names += [name for name in _names_elsewhere(model) if name not in modules]
     used = _used_by_functions(model)
     names += [name for name in used if name not in names]
-    if isinstance(given, str) and any(isinstance(module, CutLayer) for module in modules.values()):
+    if isinstance(given, str) and any(isinstance(module, TensorParallelLayer) for module in modules.values()):
         return {}, []  # the model's author has written it in parts
     words = {} if isinstance(given, str) else given
     own = {pattern: parse_style(pattern, style) for pattern, style in words.items() if (pattern, style) != AUTO}
@@ -66,20 +71,20 @@ def find_matches(
     wrong = [name for name in used if name in both and both[name].style.kind not in ("whole", "partial")]
     if wrong:
         raise TensorPlanError(
-            f"expected layers that are only called to cut, got '{wrong[0]}', which the forward_fn of a TiedLayerSpec "
-            "uses in a way of its own; leave it out of tensor_parallel.plan"
+            f"expected layers whose forward is called, got '{wrong[0]}', which the forward_fn of a TiedLayerSpec uses "
+            "in another way; leave it out of tensor_parallel.plan"
         )
     return both, unused
 
 
 AUTO = ("*", "auto")
-"""In a plan: beside its patterns, the plan that the model brings."""
+"""Entry of a plan that adds the plan that the model brings."""
 
 
 def _resolve(
     plan: Mapping[str, Style], model: nn.Module, names: Sequence[str], optional: bool
 ) -> tuple[dict[str, Match], list[str]]:
-    """Resolve as :func:`resolve` does; the styles "whole" and "partial" are for parameters too."""
+    """Resolve as :func:`resolve` does; the styles "whole" and "partial" may name parameters too."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     layers = {pattern: style for pattern, style in plan.items() if style.kind not in ("whole", "partial")}
     others = {pattern: style for pattern, style in plan.items() if pattern not in layers}
@@ -92,14 +97,14 @@ def _resolve(
 
 
 def _used_by_functions(model: nn.Module) -> list[str]:
-    """The tied layers of a PipelineModule that are not only called."""
+    """Return the tied layers of a PipelineModule that a forward_fn uses in another way than calling them."""
     places: Any = getattr(model, "first_places", ())
     specs: Any = getattr(model, "specs", ()) if getattr(model, "is_pipeline_module", False) else ()
     return [f"layers.{places[at]}" for at, spec in enumerate(specs) if getattr(spec, "forward_fn", None) is not None]
 
 
 def _names_elsewhere(model: nn.Module) -> list[str]:
-    """The modules in the whole model that have a parameter of this stage as their weight."""
+    """Return the modules of the full model, on any stage, that have a parameter of this stage as their weight."""
     names = [names_of(parameter) or () for parameter in model.parameters()]
     return [name.removesuffix(".weight") for several in names for name in several if name.endswith(".weight")]
 
@@ -110,11 +115,11 @@ def _more_specific(name: str, one: Match, other: Match) -> Match:
 
 
 def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> list[Layer]:
-    """The layers to be cut, each once. Raises TensorPlanError for those that cannot be."""
+    """Return the layers to be sharded, each once. Raises TensorPlanError for layers that cannot be."""
     layers: dict[int, Layer] = {}
     for name, match in found.items():
         module = modules.get(name)
-        if match.style.kind in ("whole", "partial") or module is None or isinstance(module, CutLayer):
+        if match.style.kind in ("whole", "partial") or module is None or isinstance(module, TensorParallelLayer):
             continue
         _check_layer(name, module, match)
         style = Style("vocab") if isinstance(module, nn.Embedding) else match.style
@@ -130,11 +135,11 @@ def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) ->
     return list(layers.values())
 
 
-def made_in_parts(modules: Mapping[str, nn.Module], comm: Communicator) -> list[Owner]:
-    """Return the column and row layers that the model's author has written as such, as far as they belong together."""
+def find_sharded_layers(modules: Mapping[str, nn.Module], comm: Communicator) -> list[ParallelBlock]:
+    """Return the blocks of column and row layers that the model's author has written as tensor-parallel layers."""
     layers = []
     for name, module in modules.items():
-        if isinstance(module, CutLayer) and module.comm.world_size != comm.world_size:
+        if isinstance(module, TensorParallelLayer) and module.comm.world_size != comm.world_size:
             raise TensorPlanError(
                 f"expected layers in {comm.world_size} parts, as tensor_parallel.size says, got '{name}' in "
                 f"{module.comm.world_size}"
@@ -144,9 +149,9 @@ def made_in_parts(modules: Mapping[str, nn.Module], comm: Communicator) -> list[
         elif isinstance(module, ColumnParallelLinear) and not isinstance(module, VocabParallelHead):
             layers.append(Layer(name, module, Style("column", gather_output=module.gather_output)))
     try:
-        return owning.pair(layers, modules)
+        return parallel_blocks.find_parallel_blocks(layers, modules)
     except TensorPlanError:
-        return []  # the author knows what happens between them
+        return []  # a column without a row is the author's business here
 
 
 def _check_layer(name: str, module: nn.Module, match: Match) -> None:
@@ -176,12 +181,14 @@ def _description(module: nn.Module) -> str:
         return f"{name}, a layer with adapters (LoRA); merge them, or remove the pattern"
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return f"{name}, which has a forward of its own or a weight that is computed"
-    return f"{name}; cut are nn.Linear, nn.Embedding and transformers' Conv1D"
+    return f"{name}; nn.Linear, nn.Embedding and transformers' Conv1D can be sharded"
 
 
 def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> None:
-    """An embedding and a head with one weight are both cut where one is, though it is in another stage. Raises
-    TensorPlanError for another module that has a weight which is cut, and for different styles."""
+    """Add the embedding or head that shares the weight of a sharded one, even if that one is in another stage.
+
+    Raises TensorPlanError for other modules that have a sharded weight, and for different styles.
+    """
     styles: dict[int, tuple[str, Style]] = {}
     for layer in layers.values():
         known = styles.setdefault(id(layer.module._parameters["weight"]), (layer.name, layer.style))
@@ -189,7 +196,7 @@ def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Map
             raise TensorPlanError(_DIFFERENT.format(known[1], known[0], layer.style, layer.name))
     for name, module in modules.items():
         for key, parameter in module._parameters.items():
-            if parameter is None or id(module) in layers or isinstance(module, CutLayer):
+            if parameter is None or id(module) in layers or isinstance(module, TensorParallelLayer):
                 continue
             where, style = styles.get(id(parameter)) or _style_elsewhere(parameter, found)
             if style is None:
@@ -198,7 +205,7 @@ def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Map
             if style.kind != "vocab" or key != "weight" or not can_be:
                 raise TensorPlanError(_DIFFERENT.format(style, where, "none", name))
             layers[id(module)] = Layer(name, module, style)
-            logger.info("tensor_parallel: '%s' has the weight of '%s' and is cut with it", name, where)
+            logger.info("tensor_parallel: '%s' has the weight of '%s' and is sharded with it", name, where)
 
 
 _DIFFERENT = (

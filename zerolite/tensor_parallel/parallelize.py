@@ -11,20 +11,19 @@ from torch import nn
 
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into, synchronize_tensors
-from zerolite.tensor_parallel import fused, matching, sequence
-from zerolite.tensor_parallel import owners as owning
+from zerolite.tensor_parallel import fused, matching, parallel_blocks, sequence
 from zerolite.tensor_parallel.layers import (
-    CutLayer,
+    TensorParallelLayer,
     VocabParallelHead,
-    cut_column,
-    cut_embedding,
-    cut_head,
-    cut_last,
-    cut_row,
+    shard_column,
+    shard_embedding,
+    shard_head,
+    shard_last_dim,
+    shard_row,
     share_column,
 )
 from zerolite.tensor_parallel.logits import VocabParallelLogits
-from zerolite.tensor_parallel.owners import Layer, Number, Owner
+from zerolite.tensor_parallel.parallel_blocks import Layer, Number, ParallelBlock
 from zerolite.tensor_parallel.plan import (
     Match,
     TensorPlanError,
@@ -56,19 +55,24 @@ class Settings(Protocol):
 def parallelize_module(
     model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, *, stage: bool = False
 ) -> list[str]:
-    """Leave this rank's part of ``model`` in it: the same modules and Parameters, with parts of the values of the first
-    rank of ``comm``, whose state of random numbers the others take too.
+    """Leave this rank's shard of ``model`` in it: the same modules and Parameter objects.
+
+    Values and the state of random numbers are those of the first rank of ``comm``. ``zerolite.initialize`` calls this
+    on all ranks of ``comm``, after the model has been divided into pipeline stages and before the engine is built.
 
     Args:
-        settings: plan, patterns of module names and styles, or "auto"; divide, "auto" or patterns of attributes;
-            sequence_parallel.
-        device: where collectives are done.
-        stage: the model is a part of a pipeline, in which other patterns than here may match; those that match nothing
-            are returned (["auto"] if nothing is known of this part).
+        settings: plan (patterns of module names with their styles, or "auto"), divide ("auto" or patterns of
+            attributes), and sequence_parallel.
+        comm: the tensor-parallel ranks.
+        device: device of the collectives.
+        stage: the model is a pipeline stage, so patterns may match on other stages only.
 
-    Raises TensorPlanError, a ValueError, if plan and model do not go together, on all ranks and before anything is
-    changed. Called by ``zerolite.initialize`` on all ranks of ``comm``, after the model has been divided into stages
-    and before the engine is built.
+    Returns:
+        The patterns that match nothing here, for a pipeline stage; ["auto"] if this stage brings no plan.
+
+    Raises:
+        TensorPlanError: plan and model do not fit each other. It is a ValueError, raised on all ranks before anything
+            is changed.
     """
     if comm.world_size == 1:
         return []
@@ -85,67 +89,74 @@ def _parallelize(
     matching.check_model(model)
     found, unused = matching.find_matches(model, modules, settings.plan, stage)
     layers = matching.find_layers(found, modules)
-    owners = owning.pair(layers, modules)
-    _set_sizes(layers, owners, comm, settings.divide == "auto")
-    divided = _divided(owners, modules, settings.divide, comm.world_size)
-    made = _not_connected(matching.made_in_parts(modules, comm), settings.sequence_parallel)
-    biases = [bias for owner in owners for bias in owning.biases_of_heads(owner)]
-    runs = sequence.find_runs([*owners, *made], modules) if settings.sequence_parallel else []
-    partial = _partial(found, owners, modules, bool(runs), {id(module._parameters[key]) for module, key in biases})
-    if comm.main and not (stage or layers or any(isinstance(module, CutLayer) for module in modules.values())):
+    tp_blocks = parallel_blocks.find_parallel_blocks(layers, modules)
+    _set_sizes(layers, tp_blocks, comm, settings.divide == "auto")
+    divided = _divided(tp_blocks, modules, settings.divide, comm.world_size)
+    made = _not_connected(matching.find_sharded_layers(modules, comm), settings.sequence_parallel)
+    biases = [bias for tp_block in tp_blocks for bias in parallel_blocks.biases_of_heads(tp_block)]
+    runs = sequence.find_runs([*tp_blocks, *made], modules) if settings.sequence_parallel else []
+    partial = _partial(found, tp_blocks, modules, bool(runs), {id(module._parameters[key]) for module, key in biases})
+    if comm.main and not (
+        stage or layers or any(isinstance(module, TensorParallelLayer) for module in modules.values())
+    ):
         logger.warning("tensor_parallel: the plan leaves all layers whole, so every rank computes the same")
     _synchronize(model, comm, device)
     for layer in layers:
-        _cut(layer, comm)
+        _shard_layer(layer, comm)
     for module, key in biases:
-        cut_last(module, key, comm)
+        shard_last_dim(module, key, comm)
     for where, name, share in divided:
         setattr(modules[where], name, share)
     for parameter in partial:
         mark_partial(parameter)
     sequence.connect(runs, modules, comm, _draws(model))
-    _connect([*owners, *made], divided, modules, comm, bool(runs), settings.plan)
+    _connect([*tp_blocks, *made], divided, modules, comm, bool(runs), settings.plan)
     if any(isinstance(module, VocabParallelHead) for module in modules.values()):
         model.register_forward_hook(_gather_what_leaves)
     return unused
 
 
-def _not_connected(made: Sequence[Owner], sequence_parallel: bool) -> list[Owner]:
-    """Without those that an earlier call has cut and connected: the model has had another engine. Raises
-    TensorPlanError if sequences were treated otherwise then."""
+def _not_connected(made: Sequence[ParallelBlock], sequence_parallel: bool) -> list[ParallelBlock]:
+    """Return the blocks without those that an earlier engine of this model has sharded and connected.
+
+    Raises TensorPlanError if sequence parallelism was different then.
+    """
     new = []
-    for owner in made:
-        modules: list[Any] = [layer.module for layer in (*owner.columns, *owner.rows)]
+    for tp_block in made:
+        modules: list[Any] = [layer.module for layer in (*tp_block.columns, *tp_block.rows)]
         if all(module.region is None for module in modules):
-            new.append(owner)
+            new.append(tp_block)
             continue
         before = any(module.sequence is not None for module in modules)
         if before != sequence_parallel:
             raise TensorPlanError(
                 f"tensor_parallel.sequence_parallel: expected {str(before).lower()}, as it was when the layers of "
-                f"'{owner.name}' were cut for an earlier engine, got {str(sequence_parallel).lower()}; make the model "
-                "anew"
+                f"'{tp_block.name}' were sharded for an earlier engine, got {str(sequence_parallel).lower()}; make the "
+                "model anew"
             )
     return new
 
 
-def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communicator, share: bool) -> None:
-    """The parts of fused layers. share: whether several ranks may use one head of key and value. Raises TensorPlanError
-    for sizes that ranks cannot share equally."""
+def _set_sizes(layers: Sequence[Layer], tp_blocks: Sequence[ParallelBlock], comm: Communicator, share: bool) -> None:
+    """Set the sizes of fused parts. Raises TensorPlanError for sizes that ranks cannot share equally.
+
+    Args:
+        share: several ranks may use one head of key and value.
+    """
     size = comm.world_size
-    owner_of = {id(layer): owner for owner in owners for layer in (*owner.columns, *owner.rows)}
+    tp_block_of = {id(layer): tp_block for tp_block in tp_blocks for layer in (*tp_block.columns, *tp_block.rows)}
     said: dict[str, list[str]] = {}
-    for owner in owners:
-        fused.check_family(owner)
+    for tp_block in tp_blocks:
+        fused.check_family(tp_block)
     for layer in layers:
         if layer.style.kind == "column":
-            layer.sizes, why = fused.column_sizes(layer, owner_of.get(id(layer)))
+            layer.sizes, why = fused.column_sizes(layer, tp_block_of.get(id(layer)))
             if why:
                 said.setdefault(f"{layer.sizes} outputs: {why}", []).append(layer.name)
-    for owner in owners:
+    for tp_block in tp_blocks:
         if share:
-            owning.share_heads(owner, size)
-        owning.check_heads(owner, size)
+            parallel_blocks.share_heads(tp_block, size)
+        parallel_blocks.check_heads(tp_block, size)
     for layer in layers:
         if layer.style.kind == "vocab" or isinstance(layer.module, nn.Embedding):
             continue
@@ -160,20 +171,22 @@ def _set_sizes(layers: Sequence[Layer], owners: Sequence[Owner], comm: Communica
                 )
     if comm.main:
         for how, names in said.items():
-            logger.info("tensor_parallel: %s is cut in %s", _shortened(names), how)
+            logger.info("tensor_parallel: %s is sharded in %s", _shortened(names), how)
 
 
 def _shortened(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
 
 
-def _divided(owners: Sequence[Owner], modules: Mapping[str, nn.Module], divide: Any, size: int) -> list[Number]:
-    """The numbers of which each rank has a part, and its share of each."""
+def _divided(
+    tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Module], divide: Any, size: int
+) -> list[Number]:
+    """Return the attributes of which each rank has a part, with this rank's share as their value."""
     if isinstance(divide, str):
         once = {
             (id(modules[where]), name): (where, name, share)
-            for owner in owners
-            for where, name, share in owning.numbers_to_divide(owner, size)
+            for tp_block in tp_blocks
+            for where, name, share in parallel_blocks.numbers_to_divide(tp_block, size)
         }
         return list(once.values())
     else:
@@ -204,13 +217,16 @@ _HEAD_NORMS = set("q_norm k_norm q_layernorm k_layernorm q_ln k_ln query_norm ke
 
 def _partial(
     found: Mapping[str, Match],
-    owners: Sequence[Owner],
+    tp_blocks: Sequence[ParallelBlock],
     modules: Mapping[str, nn.Module],
-    sequence_is_cut: bool,
+    sequence_sharded: bool,
     biases: Set[int],
 ) -> list[nn.Parameter]:
-    """Whole parameters that act inside regions. Raises TensorPlanError where that cannot be told, unless the gradients
-    of all in a block are parts."""
+    """Return the replicated parameters inside regions, whose gradients are summed over ranks.
+
+    Raises TensorPlanError if it is unknown how a parameter acts, unless the gradients of all parameters in a block are
+    partial.
+    """
     chosen: dict[int, nn.Parameter] = {}
     whole: set[int] = set()
     for name, match in found.items():
@@ -223,33 +239,33 @@ def _partial(
             chosen.update((id(parameter), parameter) for parameter in given if parameter is not None)
         else:
             whole.update(id(parameter) for parameter in given)
-    for owner in owners:
-        chosen.update((id(norm), norm) for norm in _norms_of_heads(owner) if id(norm) not in whole)
-        for where, holder in owner.holders.items():
-            for key, parameter in holder.named_parameters(recurse=False):
-                said = sequence_is_cut or id(parameter) in (*chosen, *whole, *biases)
+    for tp_block in tp_blocks:
+        chosen.update((id(norm), norm) for norm in _norms_of_heads(tp_block) if id(norm) not in whole)
+        for where, inner in tp_block.inner_modules.items():
+            for key, parameter in inner.named_parameters(recurse=False):
+                said = sequence_sharded or id(parameter) in (*chosen, *whole, *biases)
                 if parameter.requires_grad and not said:
                     full = f"{where}.{key}" if where else key
                     raise TensorPlanError(
                         f"expected only layers between a column and its row, got the parameter '{full}', of which "
                         'it is unknown how it acts: its style is "whole" if it acts outside of them, and '
                         '"replicated_with_grad_allreduce" if it acts between them on each head alike; else '
-                        f"'{owner.name}' cannot be cut",
-                        whole=owner.name,
+                        f"'{tp_block.name}' cannot be sharded",
+                        whole=tp_block.name,
                     )
     return list(chosen.values())
 
 
-def _norms_of_heads(owner: Owner) -> Iterator[nn.Parameter]:
-    width = owning.head_width(owner) if owner.is_attention else None
-    for holder in owner.holders.values():
-        for name, child in holder.named_children():
+def _norms_of_heads(tp_block: ParallelBlock) -> Iterator[nn.Parameter]:
+    width = parallel_blocks.head_width(tp_block) if tp_block.is_attention else None
+    for inner in tp_block.inner_modules.values():
+        for name, child in inner.named_children():
             if name in _HEAD_NORMS and all(parameter.shape == (width,) for parameter in child.parameters()):
                 yield from child.parameters()
 
 
 def _synchronize(model: nn.Module, comm: Communicator, device: torch.device) -> None:
-    """The first rank's values and random numbers, everywhere; parts that are there already are each rank's own."""
+    """Give all ranks the first rank's values and random state; shards that exist already are left as they are."""
     tensors = [*model.parameters(), *model.buffers()]
     held = [tensor for tensor in tensors if not tensor.is_meta and shard_spec_of(tensor) is None]
     synchronize_tensors(held, comm, device, "initial_sync")
@@ -264,59 +280,59 @@ def _synchronize(model: nn.Module, comm: Communicator, device: torch.device) -> 
         generator.set_state(state)
 
 
-def _cut(layer: Layer, comm: Communicator) -> None:
+def _shard_layer(layer: Layer, comm: Communicator) -> None:
     style, module = layer.style, layer.module
     if isinstance(module, nn.Embedding):
-        cut_embedding(module, comm)
+        shard_embedding(module, comm)
     elif style.kind == "vocab":
-        cut_head(module, comm)
+        shard_head(module, comm)
     elif any(layer.shared):
         share_column(module, comm, layer.sizes, layer.shared, layer.head_width)
     elif style.kind == "column":
-        cut_column(module, comm, layer.sizes, style.gather_output)
+        shard_column(module, comm, layer.sizes, style.gather_output)
     else:
-        cut_row(module, comm, style.input_is_parallel)
+        shard_row(module, comm, style.input_is_parallel)
 
 
 def _connect(
-    owners: Sequence[Owner],
+    tp_blocks: Sequence[ParallelBlock],
     divided: Sequence[Number],
     modules: Mapping[str, nn.Module],
     comm: Communicator,
-    sequence_is_cut: bool,
+    sequence_sharded: bool,
     plan: object,
 ) -> None:
-    """Tell layers their regions, and modules the shapes that they are to see."""
+    """Tell layers their regions, and give modules inputs of this rank's shape."""
     changed = {id(modules[where]) for where, _, _ in divided}
-    for owner in owners:
-        region = Region(comm.rank, _draws(owner.module))
-        for layer in (*owner.columns, *owner.rows):
+    for tp_block in tp_blocks:
+        region = Region(comm.rank, _draws(tp_block.module))
+        for layer in (*tp_block.columns, *tp_block.rows):
             layer.module.region = region  # type: ignore[assignment]
-        if _guard(owner, region, plan) or region.random:
-            region.watch(owner.module)
-        if not sequence_is_cut:  # its blocks say more then
-            how = f"of whose layers each rank has a part{advice(plan, whole=owner.name)}"
-            FirstForward(owner.name, how).watch(owner.module)
-        narrower = comm.world_size if any(id(holder) in changed for holder in owner.holders.values()) else 1
-        longer = comm.world_size if sequence_is_cut else 1
-        if owner.is_attention and narrower * longer > 1:
-            holders = {id(owner.holder_of(layer)): layer for layer in owner.columns}
-            for layer in holders.values():
+        if _guard(tp_block, region, plan) or region.random:
+            region.watch(tp_block.module)
+        if not sequence_sharded:  # with sequence parallelism the blocks have a hook that says more
+            how = f"of whose layers each rank has a part{advice(plan, whole=tp_block.name)}"
+            FirstForward(tp_block.name, how).watch(tp_block.module)
+        narrower = comm.world_size if any(id(inner) in changed for inner in tp_block.inner_modules.values()) else 1
+        longer = comm.world_size if sequence_sharded else 1
+        if tp_block.is_attention and narrower * longer > 1:
+            inner_modules = {id(tp_block.module_of(layer)): layer for layer in tp_block.columns}
+            for layer in inner_modules.values():
                 seen = SeenInputs(layer.inputs, narrower, longer, sequence.DIM)
-                owner.holder_of(layer).register_forward_pre_hook(seen.on_call, with_kwargs=True)
+                tp_block.module_of(layer).register_forward_pre_hook(seen.on_call, with_kwargs=True)
 
 
-def _guard(owner: Owner, region: Region, plan: object) -> bool:
-    """Refuse modules with whole parameters inside ``region``; whether there are any."""
+def _guard(tp_block: ParallelBlock, region: Region, plan: object) -> bool:
+    """Refuse modules with replicated parameters inside ``region``. Returns True if there are any."""
     found = False
-    for name, module in owner.module.named_modules():
-        if isinstance(module, CutLayer) or module is owner.module:
+    for name, module in tp_block.module.named_modules():
+        if isinstance(module, TensorParallelLayer) or module is tp_block.module:
             continue
         for key, parameter in module.named_parameters(recurse=False):
             if not is_partial(parameter):  # of frozen ones too: they may be trained from some step on
-                full = f"{owner.name}.{name}" if owner.name else name
+                full = f"{tp_block.name}.{name}" if tp_block.name else name
                 inside = advice(plan, add=(general(full), "replicated_with_grad_allreduce"))
-                outside = advice(plan, whole=owner.name)
+                outside = advice(plan, whole=tp_block.name)
                 module.register_forward_pre_hook(Outside(region, full, key, inside, outside).check)
                 found = True
                 break
@@ -324,7 +340,7 @@ def _guard(owner: Owner, region: Region, plan: object) -> bool:
 
 
 def _draws(module: nn.Module) -> bool:
-    """True if the module may draw random numbers: a dropout layer, or a number with such a name, above 0."""
+    """True if the module may draw random numbers: it has a dropout layer, or an attribute named "drop..." above 0."""
     for child in module.modules():
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
             return True
@@ -335,7 +351,8 @@ def _draws(module: nn.Module) -> bool:
 
 
 def _gather_what_leaves(module: nn.Module, args: object, outputs: object) -> object:
-    """Without gradients, logits leave the model whole. With gradients they stay in parts, for a loss outside."""
+    """Forward hook of the model: gather logits if no gradient is needed. With gradients they stay sharded, for a loss
+    outside."""
     if torch.is_grad_enabled():
         return None
     return map_tensors(lambda x: x.gathered() if isinstance(x, VocabParallelLogits) else x, outputs)

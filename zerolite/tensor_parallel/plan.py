@@ -21,13 +21,14 @@ logger = logging.getLogger("zerolite")
 
 
 class TensorPlanError(ValueError):
-    """The plan and the model do not go together.
+    """The plan and the model do not fit each other.
 
     Args:
+        text: what is wrong.
         add: a pattern and its style that would help.
-        whole: the module that is better left as it is.
+        whole: the module that is better left unsharded.
 
-    What the user has to write for them depends on the plan: see :meth:`beside`.
+    The remedy depends on the plan that the user has written: see :meth:`beside`.
     """
 
     def __init__(self, text: str, *, add: tuple[str, object] | None = None, whole: str | None = None) -> None:
@@ -35,12 +36,12 @@ class TensorPlanError(ValueError):
         super().__init__(text + advice(None, add, whole))
 
     def beside(self, plan: object) -> TensorPlanError:
-        """Return the same error for an author of ``plan``."""
+        """Return the same error with the remedy for the author of ``plan``."""
         return type(self)(self.text + advice(plan, self.add, self.whole))
 
 
 def advice(plan: Any, add: tuple[str, object] | None = None, whole: str | None = None) -> str:
-    """The end of a sentence: what to write into ``plan``."""
+    """Return the end of a sentence that says what to write into ``plan``."""
     if whole is not None and not by_itself(plan):
         return f"; leave the layers in '{general(whole)}' out of tensor_parallel.plan"
     if whole is not None:
@@ -55,23 +56,29 @@ def advice(plan: Any, add: tuple[str, object] | None = None, whole: str | None =
 
 
 def by_itself(plan: object) -> bool:
-    """Return True where the model says what is cut, beside what ``plan`` may say."""
+    """Return True if the model itself says which layers are sharded, in addition to ``plan``."""
     return plan == "auto" if isinstance(plan, str) else isinstance(plan, Mapping) and plan.get("*") == "auto"
 
 
 def general(name: str) -> str:
-    """A pattern for the module and its like in all blocks."""
+    """Return a pattern for this module in all blocks: numbers become ``*``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 class NoPlan(TensorPlanError):
-    """Error for a model of which nothing is known."""
+    """Error for a model that brings no plan."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """kind: "column", "row", "vocab", "whole" or "partial" (whole, but each rank sees the gradient of its part only).
-    parts: of a fused column layer, how many or their sizes; None if the plan does not say."""
+    """How a layer is sharded.
+
+    Attributes:
+        kind: "column", "row", "vocab", "whole", or "partial" (whole, but each rank sees only a part of its gradient).
+        parts: number or sizes of the layers that a column fuses; None if the plan does not say.
+        gather_output: the outputs of a column are gathered.
+        input_is_parallel: the input of a row is this rank's part already.
+    """
 
     kind: str
     parts: int | tuple[int, ...] | None = None
@@ -108,20 +115,20 @@ STYLES = {
 
 _REFUSED = {
     "sequence_parallel": 'set "sequence_parallel": true beside the plan instead',
-    "embedding_colwise": "cut the embedding by its vocabulary (vocab) instead",
+    "embedding_colwise": "shard the embedding by its vocabulary (vocab) instead",
     "packed_rowwise": "expected the input of a row to be one part; write the model with a layer for each part",
 }
 
 
 def parse_style(pattern: str, given: object) -> Style:
-    """``given``: a word, or a mapping with "style" and perhaps "parts" and "gather_output"."""
+    """Return the style for a word, or for a mapping with "style" and perhaps "parts" and "gather_output"."""
     options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"style": given}
     word = options.get("style")
     style = STYLES.get(word) if isinstance(word, str) else None
     if style is None:
         advice = _REFUSED.get(str(word), f"known are {', '.join(STYLES)}")
         if str(word).startswith(("moe", "ep_", "grouped_gemm", "mla_", "local", "all_reduce")):
-            advice = "layers of experts and of latent attention are not cut; leave the pattern out"
+            advice = "layers of experts and of latent attention are not sharded; leave the pattern out"
         raise TensorPlanError(f"expected a style that is supported for '{pattern}', got {word!r}; {advice}")
     parts, gather = options.get("parts"), options.get("gather_output")
     if (parts is not None or gather is not None) and style.kind != "column":
@@ -159,14 +166,14 @@ def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def specificity(pattern: str) -> tuple[int, int]:
-    """Larger for the pattern that says more: its literal parts, then its literal characters."""
+    """Return a larger key for a more specific pattern: its literal parts, then its literal characters."""
     parts = pattern.split(".")
     return sum("*" not in part for part in parts), sum(len(part) for part in parts) - pattern.count("*")
 
 
 @dataclass(frozen=True)
 class Match:
-    """Style for a module or, with "whole" and "partial", a parameter; and the pattern that gives it."""
+    """Style of a module (or of a parameter, for "whole" and "partial"), and the pattern that gives it."""
 
     style: Style
     pattern: str
@@ -175,9 +182,11 @@ class Match:
 def resolve(
     plan: Mapping[str, Style], names: Iterable[str], optional: bool = False
 ) -> tuple[dict[str, Match], list[str]]:
-    """Find the names that each pattern of ``plan`` is for, and the patterns that match none. Raises TensorPlanError for
-    a name that two equally specific patterns cut in different ways, and unless ``optional`` for patterns that match
-    none."""
+    """Find the names that each pattern of ``plan`` matches, and the patterns that match none.
+
+    Raises TensorPlanError if two equally specific patterns give a name different styles, and for patterns that match
+    none unless ``optional``.
+    """
     found: dict[str, Match] = {}
     known = list(names)
     unused = []
@@ -201,7 +210,7 @@ def resolve(
 
 
 def unmatched(pattern: str, names: Iterable[str]) -> str:
-    """The sentence about a pattern for which there is no module."""
+    """Return a sentence about a pattern that matches no module."""
     patterns = dict.fromkeys(general(name) for name in names)
     near = difflib.get_close_matches(pattern, [name for name in patterns if name], n=3, cutoff=0.5)
     hint = f"the nearest names are {', '.join(repr(name) for name in near)}" if near else _examples(patterns)
@@ -214,12 +223,12 @@ def _examples(names: Iterable[str]) -> str:
 
 
 def is_container(module: nn.Module) -> bool:
-    """True for a module of which only the members are called: nn.ModuleList and the like."""
+    """True for a module whose members are called and not itself: nn.ModuleList and its like."""
     return type(module).forward is nn.Module.forward
 
 
 def linear_like(module: nn.Module) -> bool:
-    """nn.Linear, or Hugging Face's Conv1D, which is one with the weight transposed."""
+    """True for nn.Linear, and for Hugging Face's Conv1D, which is a linear layer with a transposed weight."""
     if isinstance(module, nn.Linear):
         kind = type(module)
         falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")  # rounds in between
@@ -228,17 +237,18 @@ def linear_like(module: nn.Module) -> bool:
 
 
 def linear_shape(module: nn.Module) -> tuple[bool, int, int]:
-    """Return whether the weight is [inputs, outputs], and both sizes."""
+    """Return True if the weight is [inputs, outputs], and both sizes."""
     if isinstance(module, nn.Linear):
         return False, module.in_features, module.out_features
     return True, int(module.nx), int(module.nf)  # type: ignore[arg-type]
 
 
 def embedding_like(module: nn.Module) -> bool:
-    """nn.Embedding, or a class whose forward only changes what that one's gives."""
+    """True for nn.Embedding, and for a class whose forward only changes the result of nn.Embedding's."""
     if not isinstance(module, nn.Embedding):
         return False
     forward = type(module).forward
+    # The names in its byte code tell if it calls super().forward() and does not look up the weight by itself.
     used = set(forward.__code__.co_names)
     calls = {"super", "forward"} <= used and "embedding" not in used and ("weight" not in used or "dtype" in used)
     return forward is nn.Embedding.forward or calls
@@ -251,7 +261,8 @@ _HEADS_OF_MODELS = ("colwise_gather_output", "colwise_rep")
 
 
 def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """Patterns and styles of Hugging Face's models in ``model``: their ``config.base_model_tp_plan`` and ``_tp_plan``.
+    """Return the patterns and styles that Hugging Face models in ``model`` bring: ``config.base_model_tp_plan``,
+    ``_tp_plan``.
 
     Patterns may match nothing. Raises NoPlan if no module brings a plan.
     """
@@ -278,7 +289,7 @@ def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, S
 
 
 def no_plan(model: nn.Module) -> str:
-    """The sentence about a model that brings no plan."""
+    """Return a sentence about a model that brings no plan."""
     return (
         'expected a model that brings a plan (base_model_tp_plan or _tp_plan) for tensor_parallel.plan "auto", got '
         f"{type(model).__name__}, which brings none; write the patterns of its layers, as "

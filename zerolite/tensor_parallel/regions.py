@@ -1,11 +1,11 @@
 """Random numbers and sizes between a column-parallel layer and its row-parallel layer.
 
-Random numbers: outside all ranks of a tensor group have the same generator state, as what they compute is the same.
-Inside, each has numbers of its own, seeded by one that all draw from the common state and by the rank. So a region that
-is computed anew from the state that it began with (activation checkpointing) draws the same numbers.
+Random numbers: outside of a region all ranks of a tensor group have the same generator state, because they compute the
+same. Inside, each rank has its own, seeded by its rank and a number that all ranks draw from the common state. So a
+region that is recomputed from the state at its beginning (activation checkpointing) draws the same numbers again.
 
-Sizes: a module whose forward asks its input for the width, as in ``batch, length, width = x.shape``, to split it into
-heads, is given an input that tells the width of this rank's part.
+Sizes: some modules ask their input for its width, as in ``batch, length, width = x.shape``, to split it into heads.
+They get an input whose shape has the width of this rank's part.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ _MASK = (1 << 63) - 1
 
 
 class Region:
-    """The regions of one module: they begin in its column-parallel layers and end in its row-parallel ones, at the
-    latest when its forward ends."""
+    """The regions of one module.
+
+    A region begins in a column-parallel layer and ends in a row-parallel layer, or when the module's forward ends.
+    """
 
     def __init__(self, rank: int, random: bool) -> None:
         """
         Args:
-            rank: in the tensor group.
-            random: whether the module draws random numbers inside.
+        rank: rank in the tensor group.
+        random: the module draws random numbers inside.
         """
         self.rank, self.random = rank, random
         self.open = False
         self._restore: Callable[[], None] | None = None
 
     def enter(self, out: Tensor, training: bool) -> None:
-        """A column-parallel layer has computed ``out``."""
+        """Begin a region: a column-parallel layer has computed ``out``."""
         if self.open:
             return
         self.open = True
@@ -48,54 +50,70 @@ class Region:
             self._restore = fork_random_state(out.device, self.rank)
 
     def leave(self) -> None:
-        """A row-parallel layer begins, or the module has ended. Does nothing outside of a region."""
+        """End the region: a row-parallel layer begins, or the module has ended. Does nothing outside of a region."""
         self.open = False
         restore, self._restore = self._restore, None
         if restore is not None:
             restore()
 
     def on_end(self, module: nn.Module, args: object, output: object) -> None:
-        """A forward hook of the module, also called if its forward raises."""
+        """Forward hook of the module, also called if its forward raises."""
         self.leave()
 
     def watch(self, module: nn.Module) -> None:
-        """End regions with ``module``'s forward."""
+        """End regions when ``module``'s forward ends."""
         module.register_forward_hook(self.on_end, always_call=True)
 
 
 class Outside:
-    """Refuses that a module is called inside a region: see :meth:`check`."""
+    """Check that a module with replicated parameters is not called inside a region."""
 
     def __init__(self, region: Region, name: str, parameter: str, inside: str, outside: str) -> None:
-        """inside, outside: what to do if the module acts on each head alone, and if it does not."""
+        """
+        Args:
+        region: the region.
+        name: name of the module.
+        parameter: name of its parameter.
+        inside: what to do if the module acts on each head alone.
+        outside: what to do if it does not.
+        """
         self.region, self.name, self.parameter = region, name, parameter
         self.inside, self.outside = inside, outside
 
     def check(self, module: nn.Module, args: object) -> None:
-        """A forward pre-hook. Raises RuntimeError inside a region: the gradients of the module's parameters would be
-        parts that are never added up."""
+        """Forward pre-hook. Raise RuntimeError inside a region.
+
+        There each rank computes a part of the gradient of the module's parameters, and the parts are never summed.
+        """
         trained = any(p.requires_grad and not is_partial(p) for p in module.parameters(recurse=False))
         if self.region.open and trained and torch.is_grad_enabled():
             raise RuntimeError(
-                f"tensor_parallel: expected layers without whole parameters between a column and its row, got "
-                f"'{self.name}' with '{self.parameter}', of which each rank would see the gradient of its part only"
-                f"{self.inside} if it acts on each head alike; else the layers around it cannot be cut{self.outside}"
+                "tensor_parallel: expected no replicated parameter between a column-parallel and a row-parallel layer, "
+                f"got '{self.parameter}' of '{self.name}': each rank would compute only a part of its gradient"
+                f"{self.inside} if it acts on each head alike; else the layers around it cannot be sharded"
+                f"{self.outside}"
             )
 
 
 class FirstForward:
-    """Says of an exception in the first forward of a module that its layers are cut: its code may ask for whole ones,
-    and what torch says of shapes does not help then."""
+    """Explains an exception in the first forward of a module with sharded layers.
+
+    Its code may need full tensors, and torch's messages about shapes do not tell that.
+    """
 
     def __init__(self, name: str, how: str) -> None:
-        """how: in what way it is cut, and what to do."""
+        """
+        Args:
+        name: name of the module.
+        how: in what way it is sharded, and what to do.
+        """
         self.name, self.how = name, how
 
     def watch(self, module: nn.Module) -> None:
         self._handle = module.register_forward_hook(self.on_end, always_call=True)
 
     def on_end(self, module: nn.Module, args: object, output: object) -> None:
-        """A forward hook, also called if the forward raises: without an output, inside of the handler."""
+        """Forward hook, also called if the forward raises: then without an output, while the exception is handled."""
         error = sys.exc_info()[1] if output is None else None
         told = isinstance(error, torch.cuda.OutOfMemoryError) or "tensor_parallel" in str(error)
         if isinstance(error, _OF_SHAPES) and not told:
@@ -103,7 +121,7 @@ class FirstForward:
                 f"{error}\n(This came in the first forward of '{self.name}' ({type(module).__name__}). If its code "
                 f"needs whole tensors it does not go with tensor_parallel, {self.how})",
             )
-        elif output is not None:  # torch goes through its hooks while it handles an exception: then they have to stay
+        elif output is not None:  # while torch handles an exception it iterates over the hooks: do not remove one then
             self._handle.remove()
 
 
@@ -111,8 +129,11 @@ _OF_SHAPES = (RuntimeError, ValueError, AssertionError, IndexError)
 
 
 def fork_random_state(device: torch.device, rank: int) -> Callable[[], None]:
-    """Give ``device``'s default generator a state of ``rank``'s own, made of the present one; what is returned brings
-    it back to the state behind the draw. All ranks with equal states have equal ones again then."""
+    """Give ``device``'s default generator a state of ``rank``'s own, derived from the current state.
+
+    Returns a function that restores the state after the draw, so that ranks with equal states before have equal states
+    again.
+    """
     if device.type == "cuda":
         return _fork_on_cuda(torch.cuda.default_generators[device.index or 0], rank)
     generator = torch.default_generator
@@ -123,13 +144,13 @@ def fork_random_state(device: torch.device, rank: int) -> Callable[[], None]:
 
 
 def _fork_on_cuda(generator: torch.Generator, rank: int) -> Callable[[], None]:
-    # The state is a seed and how many numbers have been drawn, both on the host: nothing waits for the device.
+    # The CUDA state is a seed and a count of drawn numbers, both on the host, so the host need not wait for the device.
     state, drawn = generator.get_state(), generator.get_offset()
     generator.manual_seed(_seed(generator.initial_seed() + drawn * _STRIDE, rank))
 
     def restore() -> None:
         generator.set_state(state)
-        generator.set_offset(drawn + 4)  # as if one number had been drawn; a multiple of 4 is asked for
+        generator.set_offset(drawn + 4)  # as if one number had been drawn; CUDA accepts multiples of 4 only
 
     return restore
 
@@ -143,8 +164,8 @@ def _seed(number: int, rank: int) -> int:
 
 
 class SeenInput(Tensor):
-    """A tensor that tells the shape of what this rank makes of it as its own. Every operation works on the tensor that
-    it stands for, and gives an ordinary one."""
+    """A tensor that reports the shape of this rank's part. Every operation works on the full tensor and returns an
+    ordinary one."""
 
     whole: Tensor
 
@@ -160,7 +181,7 @@ class SeenInput(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.detach and any(f.function == "detach_variable" for f in inspect.stack(0)[1:4]):
-            raise RuntimeError(_REFUSED)  # a reentrant checkpoint would compute with the shape of the whole
+            raise RuntimeError(_REFUSED)  # a reentrant checkpoint would recompute with the shape of the full tensor
         return func(*_whole(args), **_whole(kwargs or {}))
 
     @classmethod
@@ -176,8 +197,11 @@ _REFUSED = (
 
 
 class _Seen(torch.autograd.Function):
-    """Autograd functions take a tensor past ``__torch_function__``: it must require a gradient as the whole one does,
-    so that what comes back to it is not lost."""
+    """The autograd node of a SeenInput.
+
+    Autograd functions ignore ``__torch_function__``. The tensor must require a gradient as the full one does: so its
+    backward raises an error and no gradient is lost silently.
+    """
 
     @staticmethod
     def forward(ctx: object, whole: Tensor, shape: Sequence[int]) -> Tensor:
@@ -203,25 +227,29 @@ def _whole(value: Any) -> Any:
 
 
 def seen_input(x: Tensor) -> Tensor:
-    """The tensor that a layer is to work on."""
+    """Return the full tensor, on which a layer works."""
     return x.whole if type(x) is SeenInput else x
 
 
 class SeenInputs:
-    """Give a module that splits its input into heads the shape of this rank's part: of the width, and with sequence
-    parallelism of the whole sequence, which its layers gather."""
+    """Gives a module that splits its input into heads the shape of this rank's part.
+
+    The width is that of this rank's heads. With sequence parallelism the sequence is the full one, because the layers
+    gather it.
+    """
 
     def __init__(self, width: int, narrower: int, longer: int, dim: int) -> None:
         """
         Args:
-            width: of the input.
-            narrower: by what the width is divided.
-            longer: by what ``dim`` is multiplied.
+        width: width of the input.
+        narrower: divisor of the width.
+        longer: factor of the length along ``dim``.
+        dim: the sequence dimension.
         """
         self.width, self.narrower, self.longer, self.dim = width, narrower, longer, dim
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A forward pre-hook: the first floating input [..., width], wherever it is given."""
+        """Forward pre-hook: replace the first floating input [..., width], positional or by keyword."""
         inputs = [*args, *kwargs.values()]
         found = next((value for value in inputs if self._fits(value)), None)
         if found is None:

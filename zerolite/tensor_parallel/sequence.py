@@ -3,7 +3,7 @@
     block        norm      column          attention     row                 dropout, residual      next block
     each rank    a part    all_gather >    its heads     > reduce_scatter    a part                 a part
 
-The hidden states are cut where the first of consecutive blocks begins, and whole again where the last one ends.
+The hidden states are sharded where the first of consecutive blocks begins, and gathered where the last one ends.
 """
 
 from __future__ import annotations
@@ -16,31 +16,36 @@ from torch import Tensor, nn
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import functions
 from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, along_sequence
-from zerolite.tensor_parallel.owners import Owner
+from zerolite.tensor_parallel.parallel_blocks import ParallelBlock
 from zerolite.tensor_parallel.plan import TensorPlanError, is_container
 from zerolite.tensor_parallel.regions import FirstForward, Region
 from zerolite.tensor_parallel.shard_spec import mark_partial, shard_spec_of
 from zerolite.utils.nested import find_tensors, map_tensors
 
 DIM = 1
-"""Of hidden states, [batch, sequence, width]: the one that is cut."""
+"""The sequence dimension of hidden states, [batch, sequence, width]."""
 
 
-def find_runs(owners: Sequence[Owner], modules: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The names of blocks that have cut layers, in runs: those that follow each other in the outermost list of modules
-    that they are in. A module that is in no list is a run of its own. Raises TensorPlanError for cross-attention, whose
-    keys come from elsewhere, and for parameters that are used in blocks and outside."""
+def find_runs(tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the names of blocks with sharded layers, in runs of consecutive blocks.
+
+    Blocks are consecutive if they follow each other in the outermost list of modules that contains them. A module that
+    is in no list is a run of its own. Raises TensorPlanError for cross-attention, whose keys come from elsewhere, and
+    for parameters that are used inside and outside of blocks.
+    """
     blocks: dict[str, list[str]] = {}
-    for owner in owners:
-        if any(word in owner.name.lower().replace("_", "") for word in ("cross", "encoderattn", "encdecattention")):
+    for tp_block in tp_blocks:
+        if any(word in tp_block.name.lower().replace("_", "") for word in ("cross", "encoderattn", "encdecattention")):
             raise TensorPlanError(
-                f"expected self-attention only with tensor_parallel.sequence_parallel, got '{owner.name}'"
+                f"expected self-attention only with tensor_parallel.sequence_parallel, got '{tp_block.name}'"
             )
-        block = _block_of(owner.name, modules)
+        block = _block_of(tp_block.name, modules)
         blocks.setdefault(block.rpartition(".")[0], []).append(block)
     runs = [run for container, members in blocks.items() for run in _runs(container, set(members), modules)]
     for name in [name for run in runs for name in run]:
-        _check_mixing(name, modules[name], [owner for owner in owners if f"{owner.name}.".startswith(f"{name}.")])
+        _check_mixing(
+            name, modules[name], [tp_block for tp_block in tp_blocks if f"{tp_block.name}.".startswith(f"{name}.")]
+        )
     _check_parameters([name for run in runs for name in run], modules)
     return runs
 
@@ -50,7 +55,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _block_of(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The outermost module in a list that is called: lists inside of lists are not."""
+    """Return the outermost module in a list that is itself called, so not a list inside of a list."""
     parts = name.split(".")
     for depth in range(len(parts)):
         block = ".".join(parts[: depth + 1])
@@ -75,26 +80,28 @@ def _runs(container: str, members: set[str], modules: Mapping[str, nn.Module]) -
         yield run
 
 
-def _check_mixing(block: str, module: nn.Module, owners: Sequence[Owner]) -> None:
-    """Raise TensorPlanError if something in a block may mix tokens of the sequence though it is not cut: it would see a
-    part of them, and mostly nothing would fail."""
-    attention = any(owner.is_attention for owner in owners)
-    cut: list[nn.Module] = [module]
-    for owner in owners:
-        layers = [layer.module for layer in (*owner.columns, *owner.rows)]
-        cut += [*layers, *owner.holders.values()] if owner.name == block else owner.module.modules()
+def _check_mixing(block: str, module: nn.Module, tp_blocks: Sequence[ParallelBlock]) -> None:
+    """Raise TensorPlanError if an unsharded module in a block may mix tokens of the sequence.
+
+    It would see a part of the tokens only, and mostly nothing would fail.
+    """
+    attention = any(tp_block.is_attention for tp_block in tp_blocks)
+    sharded: list[nn.Module] = [module]
+    for tp_block in tp_blocks:
+        layers = [layer.module for layer in (*tp_block.columns, *tp_block.rows)]
+        sharded += [*layers, *tp_block.inner_modules.values()] if tp_block.name == block else tp_block.module.modules()
     for name, inner in module.named_modules():
-        around = any(owner.name.startswith(f"{block}.{name}.") for owner in owners)
+        around = any(tp_block.name.startswith(f"{block}.{name}.") for tp_block in tp_blocks)
         convolves = isinstance(inner, nn.modules.conv._ConvNd)
-        known = any(inner is part for part in cut) or isinstance(inner, _TOKENWISE)
+        known = any(inner is part for part in sharded) or isinstance(inner, _TOKENWISE)
         if around or is_container(inner) or (known and not convolves):
             continue
         norm = "norm" in type(inner).__name__.lower()
         if convolves or not (attention or norm):
             raise TensorPlanError(
                 "tensor_parallel.sequence_parallel: expected blocks in which all that mixes tokens (attention, "
-                f"convolutions) is cut, got '{block}.{name}' ({type(inner).__name__}), which is not and would see a "
-                "part of the sequence only; leave sequence_parallel out"
+                f"convolutions) is sharded, got '{block}.{name}' ({type(inner).__name__}), which is not and would see "
+                "a part of the sequence only; leave sequence_parallel out"
             )
 
 
@@ -120,12 +127,17 @@ def _check_parameters(blocks: Sequence[str], modules: Mapping[str, nn.Module]) -
 
 
 def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], comm: Communicator, random: bool) -> None:
-    """Cut the sequence within ``runs``, after their layers have been cut. random: blocks may draw random numbers."""
+    """Shard the sequence within ``runs``, after their layers have been sharded.
+
+    Args:
+        runs: names of consecutive blocks.
+        random: blocks may draw random numbers.
+    """
     for run in runs:
         edge = _Edge(comm)
         for name in run:
             block = modules[name]
-            how = "which has cut the sequence in front of it; leave tensor_parallel.sequence_parallel out"
+            how = "which has sharded the sequence before it; leave tensor_parallel.sequence_parallel out"
             FirstForward(name, how).watch(block)
             if name == run[0]:
                 block.register_forward_pre_hook(edge.begin, with_kwargs=True)
@@ -141,7 +153,7 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
 
 
 class _Edge:
-    """Beginning or end of a run of blocks."""
+    """Beginning and end of a run of blocks."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -151,8 +163,8 @@ class _Edge:
         return self
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Leave this rank's part of the first floating input that has a sequence. Raises ValueError if ranks cannot
-        share it equally."""
+        """Replace the first floating input that has a sequence by this rank's part. Raises ValueError if it cannot be
+        divided equally."""
         hidden = _hidden([*args, *kwargs.values()])
         if hidden is None:
             raise TypeError(
@@ -173,7 +185,7 @@ class _Edge:
         )
 
     def end(self, module: nn.Module, args: object, output: object) -> object:
-        """Make the first floating output that has a sequence whole."""
+        """Gather the first floating output that has a sequence."""
         hidden = _hidden(find_tensors(output))
         if hidden is None:
             return output
@@ -186,7 +198,7 @@ def _hidden(values: Sequence[object]) -> Tensor | None:
 
 
 class _RandomParts:
-    """Random numbers of each rank's own within a block, of which each has another part of the sequence."""
+    """Gives each rank random numbers of its own within a block, because each has another part of the sequence."""
 
     def __init__(self, rank: int) -> None:
         self.region = Region(rank, True)

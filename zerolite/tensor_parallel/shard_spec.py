@@ -17,13 +17,16 @@ from zerolite.comm import Communicator
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """This rank's shard of a tensor ``full_shape``, cut along ``dim``.
+    """This rank's shard of a tensor of shape ``full_shape``, divided along ``dim``.
 
     Attributes:
-        ranges: (start here, start in the full tensor, length) along ``dim``, ascending on both sides; several where
-            parts that are fused in one tensor (query, key and value) are cut each.
-        length: of ``dim`` here; what no range covers is padding, zeros that no checkpoint has.
-        rank, size: which part of how many.
+        full_shape: shape of the full tensor.
+        dim: the dimension that is sharded.
+        ranges: (start here, start in the full tensor, length) along ``dim``, ascending on both sides. There are several
+            if fused parts (query, key and value) are sharded each.
+        length: length of ``dim`` here. Elements that no range covers are padding: zeros that no checkpoint has.
+        rank: which shard this is.
+        size: number of shards.
 
         full     | q0  q1 | k0  k1 | v0  v1 |      rank 0 of 2: ranges (0, 0, 1), (1, 2, 1), (2, 4, 1)
         rank 0   | q0 | k0 | v0 |
@@ -38,8 +41,10 @@ class ShardSpec:
 
     @classmethod
     def of_parts(cls, shape: Sequence[int], dim: int, parts: Sequence[int], comm: Communicator) -> ShardSpec:
-        """This rank's share of each of ``parts``, which are the lengths of what is fused along ``dim``. Raises
-        ValueError if one of them cannot be shared equally."""
+        """Return this rank's share of each of ``parts``, the lengths that are fused along ``dim``.
+
+        Raises ValueError if one of them cannot be shared equally.
+        """
         here = there = 0
         ranges = []
         for length in parts:
@@ -62,7 +67,7 @@ class ShardSpec:
 
     @classmethod
     def of_rows(cls, shape: Sequence[int], dim: int, comm: Communicator) -> ShardSpec:
-        """This rank's run along ``dim``, of equal length on all ranks; the last ones are padded."""
+        """Return this rank's range along ``dim``, of equal length on all ranks; the last ranks are padded."""
         length = math.ceil(shape[dim] / comm.world_size)
         start = min(comm.rank * length, shape[dim])
         own = min(length, shape[dim] - start)
@@ -77,22 +82,25 @@ class ShardSpec:
         return math.prod(self.full_shape)
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part, a new tensor ``local_shape``, of ``full``."""
+        """Return this rank's shard of ``full``, a new tensor of ``local_shape``."""
         local = full.new_zeros(self.local_shape)
         for here, there, length in self.ranges:
             local.narrow(self.dim, here, length).copy_(full.narrow(self.dim, there, length))
         return local
 
     def into(self, full: torch.Tensor, local: torch.Tensor) -> None:
-        """Write ``local``, this rank's part, into its places in ``full``."""
+        """Write ``local``, this rank's shard, to its ranges in ``full``."""
         for here, there, length in self.ranges:
             full.narrow(self.dim, there, length).copy_(local.narrow(self.dim, here, length))
 
     def boxes(
         self, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-        """A box of the part here as boxes of the full tensor: (offsets, sizes) there, and the (start, length) along
-        ``dim`` inside the given box. Padding is left out."""
+        """Yield a box of the shard as boxes of the full tensor: (offsets, sizes) there, and (start, length) in the
+        given box.
+
+        Start and length are along ``dim``. Padding is left out.
+        """
         dim = self.dim
         low, high = offsets[dim], offsets[dim] + sizes[dim]
         for here, there, length in self.ranges:
@@ -102,49 +110,56 @@ class ShardSpec:
                 yield box, (*sizes[:dim], stop - start, *sizes[dim + 1 :]), start - low, stop - start
 
 
+# In dictionaries and not as attributes of the parameter, which torch would pickle with it.
 _SPECS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _PARTIAL: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def set_shard_spec(parameter: torch.Tensor, spec: ShardSpec) -> None:
-    """``parameter`` holds that part from now on."""
+    """Record that ``parameter`` holds this shard."""
     _SPECS[parameter] = spec
 
 
 def shard_spec_of(parameter: torch.Tensor) -> ShardSpec | None:
-    """None if the parameter is whole on every tensor rank."""
+    """Return the shard that ``parameter`` holds; None if it is whole on every tensor-parallel rank."""
     found: ShardSpec | None = _SPECS.get(parameter)
     return found
 
 
 @torch.no_grad()
 def shard_parameter(parameter: torch.nn.Parameter | None, spec: ShardSpec) -> None:
-    """Leave this rank's part in ``parameter``, the same object. Once for a Parameter that has several places."""
+    """Leave this rank's shard in ``parameter``, the same object. A parameter that is used in several places is sharded
+    once."""
     known = None if parameter is None else shard_spec_of(parameter)
     if parameter is None or known == spec:
         return
     if known is not None:
-        raise ValueError(f"expected one way in which a parameter is cut, got {known} and {spec}")
+        raise ValueError(f"expected one way in which a parameter is sharded, got {known} and {spec}")
     parameter.data = spec.of(parameter.data)
     set_shard_spec(parameter, spec)
 
 
 def set_names(parameter: torch.Tensor, names: Sequence[str]) -> None:
-    """All names that ``parameter`` has in the whole model, in the order of registration: where several pipeline stages
-    have it, each knows it by its own only."""
+    """Record all names of ``parameter`` in the full model, in the order of registration.
+
+    A parameter that several pipeline stages have is known to each stage by its own name only.
+    """
     _NAMES[parameter] = tuple(names)
 
 
 def names_of(parameter: torch.Tensor) -> tuple[str, ...] | None:
-    """None if its names here are all that it has."""
+    """Return the names set by :func:`set_names`; None if its names here are all that it has."""
     found: tuple[str, ...] | None = _NAMES.get(parameter)
     return found
 
 
 def mark_partial(parameter: torch.Tensor) -> None:
-    """The gradient of ``parameter``, which every tensor rank holds whole, is the sum of theirs: each sees a part of the
-    sequence only (sequence parallelism)."""
+    """Record that the gradient of ``parameter``, which every tensor-parallel rank holds whole, is the sum over these
+    ranks.
+
+    With sequence parallelism each rank sees only a part of the sequence.
+    """
     _PARTIAL[parameter] = True
 
 

@@ -14,11 +14,12 @@ FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "backward of inputs"
 
 
 class Action(NamedTuple):
-    """One computation.
+    """One computation of a schedule.
 
     Attributes:
         kind: one of the four names above; ``BACKWARD`` is that of inputs and weights.
-        part: of the model, counted over all ranks.
+        part: part of the model, counted over all ranks.
+        micro_batch: index of the micro-batch.
     """
 
     kind: str
@@ -26,16 +27,24 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-def orders(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:
-    """For each of ``ranks``, with ``chunks`` parts of the model, what it computes in a step, in this order. schedule:
-    its name in the config. Raises ValueError if the torch at hand does not have it, or it cannot be made of so many
-    micro-batches."""
+def rank_actions(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:
+    """Return the computations of each rank in one step, in order.
+
+    Args:
+        schedule: its name in the config.
+        ranks: number of pipeline ranks.
+        chunks: parts of the model on each rank.
+        micro_batches: micro-batches of a step.
+
+    Raises:
+        ValueError: the installed torch does not have this schedule, or it does not work with so many micro-batches.
+    """
     if schedule == "gpipe":
         return [_all_forward(rank, micro_batches) for rank in range(ranks)]
     if schedule == "1f1b":
         return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     shared = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": nn.Module()}
-    shared["stage_index_to_group_rank"] = {}  # torch 2.6's schedules ask for it
+    shared["stage_index_to_group_rank"] = {}  # torch 2.6's schedules read this attribute
     stages: Any = [SimpleNamespace(stage_index=index, **shared) for index in range(chunks)]
     made = schedule_class(schedule)(stages, micro_batches, loss_fn=lambda outputs, target: None)
     return [[action for entry in made.pipeline_order[rank] for action in _of(entry)] for rank in range(ranks)]
@@ -54,16 +63,17 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list
 
 
 _KINDS = {"F": FORWARD, "B": BACKWARD, "I": INPUTS, "W": WEIGHTS}
-"""By the names of torch's computation types in its own text format."""
+"""Kinds by the letters of torch's computation types in its text format."""
 
 
 def _of(entry: Any) -> list[Action]:
-    """torch's entry of a schedule; it is None where a rank waits, and may have several computations at once."""
+    """Return the actions of one entry of torch's schedule: None while a rank waits, or several computations at once."""
     if entry is None:
         return []
     inner = getattr(entry, "sub_actions", None)
     if inner:
         return [action for one in inner for action in _of(one)]
     torchs = entry.computation_type
-    kind = _KINDS.get(torchs.value if isinstance(torchs.value, str) else str(torchs))  # numbers in torch 2.6
+    # In torch 2.6 the values are numbers, and only the text has the letter.
+    kind = _KINDS.get(torchs.value if isinstance(torchs.value, str) else str(torchs))
     return [] if kind is None else [Action(kind, entry.stage_index, entry.microbatch_index)]

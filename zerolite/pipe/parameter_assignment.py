@@ -13,12 +13,13 @@ Buffers = Mapping[str, Mapping[str, torch.Tensor]]  # by module and name
 
 
 @dataclass(frozen=True)
-class Home:
+class ParameterAssignment:
     """A parameter and the parts of the model that have it.
 
     Attributes:
-        names: all of the parameter's in the whole model, in the order of registration.
-        parts: that have it.
+        parameter: the parameter.
+        names: all its names in the full model, in the order of registration.
+        parts: indices of the parts that have it; several for a tied parameter.
     """
 
     parameter: nn.Parameter
@@ -26,20 +27,33 @@ class Home:
     parts: frozenset[int]
 
 
-def collect_homes(places: Iterable[tuple[str, nn.Parameter, int]]) -> list[Home]:
-    """Return the homes of parameters, of which each place is a name in the whole model, the parameter, and the part."""
+def assign_parameters(places: Iterable[tuple[str, nn.Parameter, int]]) -> list[ParameterAssignment]:
+    """Return the assignments of parameters.
+
+    Args:
+        places: uses of parameters: a name in the full model, the parameter, and the part.
+    """
     known: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
     for name, parameter, part in places:
         _, names, parts = known.setdefault(id(parameter), (parameter, {}, set()))
         names[name] = None
         parts.add(part)
-    return [Home(parameter, tuple(names), frozenset(parts)) for parameter, names, parts in known.values()]
+    return [
+        ParameterAssignment(parameter, tuple(names), frozenset(parts)) for parameter, names, parts in known.values()
+    ]
 
 
-def homes_of(layers: Sequence[nn.Module | None], names: Sequence[str], bounds: Sequence[int]) -> list[Home]:
-    """Return the homes of the parameters of ``layers`` (None: not on this rank), whose names begin with ``names``,
-    divided at ``bounds``."""
-    return collect_homes(
+def assign_layer_parameters(
+    layers: Sequence[nn.Module | None], names: Sequence[str], bounds: Sequence[int]
+) -> list[ParameterAssignment]:
+    """Return the assignments of the parameters of ``layers``.
+
+    Args:
+        layers: all layers; None for a layer that is not on this rank.
+        names: names of the layers in the full model.
+        bounds: where the parts begin, see partition.py.
+    """
+    return assign_parameters(
         (f"{prefix}.{name}", parameter, bisect_right(bounds, place) - 1)
         for place, (layer, prefix) in enumerate(zip(layers, names, strict=True))
         if layer is not None
@@ -48,19 +62,22 @@ def homes_of(layers: Sequence[nn.Module | None], names: Sequence[str], bounds: S
 
 
 def keep_only(model: nn.Module, stays: Callable[[int], bool], leaves: Callable[[str], bool]) -> Buffers:
-    """Take all other parameters out of ``model`` and let go of their memory, also where an optimizer knows them.
+    """Remove all other parameters from ``model`` and free their memory, even if an optimizer refers to them.
 
     Args:
-        stays: whether the parameter of that id does.
-        leaves: whether the buffers of the module of that name leave too.
+        model: the model.
+        stays: says if the parameter of this id stays.
+        leaves: says if the buffers of the module of this name are removed too.
 
-    Returns the buffers that have left by module, with their values.
+    Returns:
+        The removed buffers with their values, by module.
     """
     gone: dict[str, dict[str, torch.Tensor]] = {}
     for path, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not stays(id(parameter)):
                 module._parameters[name] = None
+                # The user's optimizer may still hold the Parameter object: only its memory can be freed.
                 parameter.data = parameter.data.new_empty(0)
         if leaves(path):
             kept = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}

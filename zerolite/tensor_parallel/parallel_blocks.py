@@ -1,4 +1,4 @@
-"""Pairs of column- and row-parallel layers, the modules between them, and the sizes these modules store."""
+"""Parallel blocks: column-parallel layers, their row-parallel layers, and the modules between them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,23 @@ _ATTENTION = frozenset((*FUSED_ATTENTION, *SEPARATE_ATTENTION))
 
 @dataclass
 class Layer:
-    """One that is cut."""
+    """A layer that is sharded.
+
+    Attributes:
+        name: its name in the model.
+        module: the layer.
+        style: how it is sharded.
+        sizes: sizes of the parts that a column fuses (query, key and value).
+        shared: which of these parts several ranks read, see :func:`share_heads`.
+        head_width: width of a head in the shared parts.
+    """
 
     name: str
     module: nn.Module
     style: Style
-    sizes: list[int] = field(default_factory=list)  # of the parts of a column
-    shared: list[bool] = field(default_factory=list)  # which of them several ranks read: see share_heads
-    head_width: int = 0  # of what is shared
+    sizes: list[int] = field(default_factory=list)
+    shared: list[bool] = field(default_factory=list)
+    head_width: int = 0
 
     @property
     def parent(self) -> str:
@@ -61,32 +70,39 @@ class Layer:
 
 
 @dataclass
-class Owner:
-    """The innermost module that has columns and their rows. holders: it and those between it and its layers, by
-    name."""
+class ParallelBlock:
+    """The innermost module that contains column-parallel layers and their row-parallel layers: attention or an MLP.
+
+    Attributes:
+        name: its name in the model.
+        module: the module.
+        columns: the column-parallel layers.
+        rows: the row-parallel layers.
+        inner_modules: the module itself and the modules between it and its layers, by name.
+    """
 
     name: str
     module: nn.Module
     columns: list[Layer]
     rows: list[Layer]
-    holders: dict[str, nn.Module]
+    inner_modules: dict[str, nn.Module]
 
     @property
     def is_attention(self) -> bool:
         names = {layer.last_name for layer in self.columns}
         return bool(names & _ATTENTION or self.numbers(HEADS))
 
-    def holder_of(self, layer: Layer) -> nn.Module:
-        """The module in which ``layer`` is."""
-        return self.holders.get(layer.parent, self.module)
+    def module_of(self, layer: Layer) -> nn.Module:
+        """Return the module that contains ``layer`` as a child."""
+        return self.inner_modules.get(layer.parent, self.module)
 
     def numbers(self, names: Sequence[str]) -> list[Number]:
-        """The positive integers of these names."""
+        """Return the positive integers in attributes of these names."""
         return [
             (where, name, value)
-            for where, holder in self.holders.items()
+            for where, inner in self.inner_modules.items()
             for name in names
-            if type(value := holder.__dict__.get(name)) is int and value > 0
+            if type(value := inner.__dict__.get(name)) is int and value > 0
         ]
 
 
@@ -98,33 +114,39 @@ REPEATS = "num_key_value_groups num_kv_groups kv_groups n_rep num_rep num_querie
 """How many heads of the query read one of key and value."""
 
 
-def pair(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[Owner]:
-    """The owners of ``layers``. Raises TensorPlanError for a column without a row, and the other way round."""
+def find_parallel_blocks(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[ParallelBlock]:
+    """Group ``layers`` into parallel blocks. Raises TensorPlanError for a column without a row, and for a row without a
+    column."""
     groups: dict[str, list[Layer]] = {}
     for layer in layers:
         if layer.style.kind in ("column", "row") and not layer.style.gather_output and layer.style.input_is_parallel:
             groups.setdefault(layer.parent, []).append(layer)
-    owners = []
+    tp_blocks = []
     while groups:
+        # The deepest module first: a column that finds no row beside it is moved to the module above.
         name = max(groups, key=lambda name: (name.count(".") + bool(name), name))
         group = groups.pop(name)
         columns, rows = _by_kind(group)
         if columns and rows and not is_container(modules[name]):
-            owners.append(Owner(name, modules[name], columns, rows, dict(_holders(name, group, modules))))
+            tp_blocks.append(
+                ParallelBlock(name, modules[name], columns, rows, dict(_inner_modules(name, group, modules)))
+            )
             continue
         above = name.rpartition(".")[0]
         alone = not (columns and rows)
         if not name or (alone and is_container(modules[above])):
             raise TensorPlanError(_unpaired(columns, rows, name), whole=name or None)
         groups.setdefault(above, []).extend(group)
-    return owners
+    return tp_blocks
 
 
 def _by_kind(group: Sequence[Layer]) -> tuple[list[Layer], list[Layer]]:
     return [one for one in group if one.style.kind == "column"], [one for one in group if one.style.kind == "row"]
 
 
-def _holders(name: str, group: Sequence[Layer], modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _inner_modules(
+    name: str, group: Sequence[Layer], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
     for layer in group:
         above = layer.parent
         while len(above) > len(name):
@@ -150,26 +172,29 @@ def _names(layers: Sequence[Layer]) -> str:
     return ", ".join(f"'{layer.name}'" for layer in layers)
 
 
-def head_width(owner: Owner) -> int | None:
-    """The outputs that belong together, which no cut may separate; None where nothing is known of heads."""
-    reads = {row.inputs for row in owner.rows}
-    parts = {size for layer in owner.columns for size in layer.sizes}
-    for _, _, value in owner.numbers(HEAD_WIDTHS):
+def head_width(tp_block: ParallelBlock) -> int | None:
+    """Return the outputs of one head, which no shard may divide; None if nothing is known of heads."""
+    reads = {row.inputs for row in tp_block.rows}
+    parts = {size for layer in tp_block.columns for size in layer.sizes}
+    for _, _, value in tp_block.numbers(HEAD_WIDTHS):
         if any(read % value == 0 for read in reads):
             return value
-    attention = {size for one in owner.columns if one.last_name in _ATTENTION for size in one.sizes}
-    for _, _, heads in owner.numbers(HEADS):
+    attention = {size for one in tp_block.columns if one.last_name in _ATTENTION for size in one.sizes}
+    for _, _, heads in tp_block.numbers(HEADS):
         for read in sorted(reads & attention or reads & parts or reads):
             if read % heads == 0:
                 return read // heads
     return None
 
 
-def share_heads(owner: Owner, size: int) -> None:
-    """Find key and value with fewer heads than ranks. Their layers stay whole on every rank, which computes only the
-    head that its queries read: several ranks read the same one."""
-    width = head_width(owner) if owner.is_attention else None
-    for layer in owner.columns:
+def share_heads(tp_block: ParallelBlock, size: int) -> None:
+    """Find key and value with fewer heads than ranks, and mark them as shared.
+
+    Their layers stay whole on every rank. Each rank computes only the head that its queries read, and several ranks
+    compute the same one.
+    """
+    width = head_width(tp_block) if tp_block.is_attention else None
+    for layer in tp_block.columns:
         heads = [0 if width is None or part % width else part // width for part in layer.sizes]
         few = [0 < number < size and size % number == 0 for number in heads]
         fused = len(heads) == 3 and layer.last_name not in KEY_VALUE
@@ -178,11 +203,11 @@ def share_heads(owner: Owner, size: int) -> None:
             layer.head_width = width or 0
 
 
-def check_heads(owner: Owner, size: int) -> None:
-    """Raise TensorPlanError if a cut would go through a head."""
-    width = head_width(owner) if owner.is_attention else None
-    named = [layer for layer in owner.columns if layer.last_name in _ATTENTION]
-    for layer in named or owner.columns:
+def check_heads(tp_block: ParallelBlock, size: int) -> None:
+    """Raise TensorPlanError if a head would be divided between ranks."""
+    width = head_width(tp_block) if tp_block.is_attention else None
+    named = [layer for layer in tp_block.columns if layer.last_name in _ATTENTION]
+    for layer in named or tp_block.columns:
         for part, shared in zip(layer.sizes, layer.shared or [False] * len(layer.sizes), strict=True):
             if width is not None and part % width == 0 and part // width % size and not shared:
                 heads = part // width
@@ -191,38 +216,41 @@ def check_heads(owner: Owner, size: int) -> None:
                 raise TensorPlanError(
                     f"expected a number of heads in '{layer.name}' that is a multiple of tensor_parallel.size {size}, "
                     f"got {heads} heads of width {width}{more}{choose}",
-                    whole=owner.name,
+                    whole=tp_block.name,
                 )
 
 
-def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
-    """The numbers of heads and the widths in ``owner`` of which a rank has a part only, and what it has of them. Raises
-    TensorPlanError where attention tells nothing of its heads, or where ranks cannot share them."""
-    if not owner.is_attention:
+def numbers_to_divide(tp_block: ParallelBlock, size: int) -> list[Number]:
+    """Return the numbers of heads and the widths of which this rank has only a part, with its share of each.
+
+    Raises TensorPlanError if attention does not say its number of heads, or if ranks cannot share them equally.
+    """
+    if not tp_block.is_attention:
         return []
-    heads, width = owner.numbers(HEADS), head_width(owner)
+    heads, width = tp_block.numbers(HEADS), head_width(tp_block)
     if width is None:
         raise TensorPlanError(
-            f"expected the number of heads, or the width of one, in an attribute of '{owner.name}', got none of the "
+            f"expected the number of heads, or the width of one, in an attribute of '{tp_block.name}', got none of the "
             f"known names ({', '.join([*HEADS[:4], *HEAD_WIDTHS[:2]])}, ...) that fits; name the attributes that its "
-            f'forward uses in tensor_parallel.divide, as ["{owner.name}.heads"], or write [] if it uses none',
-            whole=owner.name,
+            f'forward uses in tensor_parallel.divide, as ["{tp_block.name}.heads"], or write [] if it uses none',
+            whole=tp_block.name,
         )
-    shared = {part for one in owner.columns for part, several in zip(one.sizes, one.shared, strict=False) if several}
-    reads = {row.inputs for row in owner.rows}
-    parts = reads | {size for layer in owner.columns for size in layer.sizes}
-    for layer in owner.columns:
-        if layer.last_name in FUSED_ATTENTION and len(layer.sizes) == 1:  # [groups, queries key value, width]
+    shared = {part for one in tp_block.columns for part, several in zip(one.sizes, one.shared, strict=False) if several}
+    reads = {row.inputs for row in tp_block.rows}
+    parts = reads | {size for layer in tp_block.columns for size in layer.sizes}
+    for layer in tp_block.columns:
+        # One part by heads, [groups, queries + key + value, width]: the width of key and value is not among the sizes.
+        if layer.last_name in FUSED_ATTENTION and len(layer.sizes) == 1:
             parts |= {(layer.outputs - read) // 2 for read in reads}
     found = [(where, name, value) for where, name, value in heads if value * width in parts]
     if heads and not found:
         shown = ", ".join(f"{name} {value}" for _, name, value in heads)
         raise TensorPlanError(
-            f"expected numbers of heads in '{owner.name}' that fit layers of {sorted(parts)} features, got {shown}; "
+            f"expected numbers of heads in '{tp_block.name}' that fit layers of {sorted(parts)} features, got {shown}; "
             "name the attributes that its forward uses in tensor_parallel.divide",
-            whole=owner.name,
+            whole=tp_block.name,
         )
-    widths = [one for one in owner.numbers(WIDTHS) if found and one[2] in parts]
+    widths = [one for one in tp_block.numbers(WIDTHS) if found and one[2] in parts]
     shares = [
         (where, name, 1 if value * width in shared else _share(where, name, value, size))
         for where, name, value in found
@@ -232,12 +260,12 @@ def numbers_to_divide(owner: Owner, size: int) -> list[Number]:
     ]
     if shared:  # each rank has one head of key and value, which all its queries read
         kept = max(shared) // width
-        shares += [(where, name, value * kept // size) for where, name, value in owner.numbers(REPEATS)]
+        shares += [(where, name, value * kept // size) for where, name, value in tp_block.numbers(REPEATS)]
     return shares
 
 
 def _share(where: str, name: str, value: int, size: int) -> int:
-    """Raise TensorPlanError if ranks cannot have equal ones."""
+    """Return a rank's share of a number. Raises TensorPlanError if ranks cannot have equal shares."""
     if value % size:
         raise TensorPlanError(
             f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, of which each rank has "
@@ -247,15 +275,15 @@ def _share(where: str, name: str, value: int, size: int) -> int:
     return value // size
 
 
-def biases_of_heads(owner: Owner) -> list[tuple[nn.Module, str]]:
-    """Parameters of a bias on positions, [..., heads], in attention: modules and keys. They are cut with the heads."""
-    width = head_width(owner) if owner.is_attention else None
+def biases_of_heads(tp_block: ParallelBlock) -> list[tuple[nn.Module, str]]:
+    """Return the position biases [..., heads] in attention, as modules and keys. They are sharded with the heads."""
+    width = head_width(tp_block) if tp_block.is_attention else None
     if width is None:
         return []
-    heads = {row.inputs // width for row in owner.rows}
+    heads = {row.inputs // width for row in tp_block.rows}
     return [
         (module, key)
-        for name, module in owner.module.named_modules()
+        for name, module in tp_block.module.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
         if f"{name}.{key}".endswith(_BIASES) and parameter.dim() > 1 and parameter.shape[-1] in heads
     ]

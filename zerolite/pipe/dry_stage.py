@@ -25,9 +25,13 @@ def _unseen(phase: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-class Rehearsal:
-    """State that the dry runs of several stages share. boundaries: what each part gives the next one, by its number; a
-    part is run after the one before it. phase: around each computation, with "forward" or "backward"."""
+class DryPipeline:
+    """State that the dry runs of several stages share.
+
+    Attributes:
+        boundaries: tensors that each part gives the next one, by the number of the part; parts are run in order.
+        phase: context around each computation, called with "forward" or "backward".
+    """
 
     def __init__(self) -> None:
         self.boundaries: dict[int, BoundarySpec] = {}
@@ -35,23 +39,23 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, a :class:`DryStage` that is made looks here for what it would receive."""
-        _rehearsals.append(self)
+        """Context in which a new :class:`DryStage` looks up here the tensors that it would receive."""
+        _dry_pipelines.append(self)
         try:
             yield
         finally:
-            _rehearsals.remove(self)
+            _dry_pipelines.remove(self)
 
 
-_rehearsals: list[Rehearsal] = []
+_dry_pipelines: list[DryPipeline] = []
 
 
 def learn_boundaries(runners: Sequence[PipelineRunner], batches: Iterator[object]) -> None:
-    """Fill the boundaries of the rehearsal under way.
+    """Fill the boundaries of the current dry pipeline by one forward of all parts, in order.
 
     Args:
-        runners: of all ranks of the pipeline, in their order.
-        batches: micro-batches without end.
+        runners: one for each rank of the pipeline, in rank order.
+        batches: an endless iterator of micro-batches.
     """
     stages = {stage.stage_index: (runner, stage) for runner in runners for stage in runner._stages}
     steps = {id(runner): runner._begin("train_batch", batches, training=True) for runner in runners}
@@ -68,13 +72,14 @@ def learn_boundaries(runners: Sequence[PipelineRunner], batches: Iterator[object
 
 
 class _Message(NamedTuple):
-    """Stand-in for one of torch's point-to-point operations, and for the work that it becomes: held as long as that."""
+    """Stand-in for one of torch's point-to-point operations and for its work. It keeps the tensor alive as long as they
+    do."""
 
     tensor: torch.Tensor
-    peer: int  # by which torch's schedules sort them
+    peer: int  # torch's schedules sort operations by this field
 
     def wait(self) -> None:
-        """Return at once: no message is under way."""
+        """Return at once: nothing is sent."""
 
 
 def _launch(ops: list[_Message], desc: str | None = None) -> Launched:
@@ -82,23 +87,27 @@ def _launch(ops: list[_Message], desc: str | None = None) -> Launched:
 
 
 class _One:
-    """Stand-in for a tensor with this value, which torch's schedule reads, and which tensors without memory do not
-    have."""
+    """Stand-in for a tensor with the value 1, which torch's schedule reads: tensors without memory have no values."""
 
     def item(self) -> int:
         return 1
 
 
 class DryStage(ChunkStage):
-    """Computes, makes room for what it would receive, and notes what it would send, as a
-    :class:`~zerolite.pipe.stage.ChunkStage` does. Values mean nothing; tensors may be without memory."""
+    """Stage that computes, allocates memory to receive into, and records messages, but sends nothing.
+
+    Otherwise it works as :class:`~zerolite.pipe.stage.ChunkStage`. Values mean nothing; tensors may be without memory.
+    """
 
     launch = _launch
 
     def __init__(self, chunk: Chunk, parts: int, device: torch.device, pipe: Communicator) -> None:
-        """pipe: of the stages; needs no process group."""
-        self._rehearsal = _rehearsals[-1]
-        # What torch's own constructor would set, which asks a process group for this rank's place.
+        """
+        Args:
+        pipe: communicator of the stages; it needs no process group.
+        """
+        self._dry_pipeline = _dry_pipelines[-1]
+        # These attributes are normally set by torch's constructor, which needs a process group.
         self.submod, self.stage_index, self.num_stages, self.device = chunk.module, chunk.index, parts, device
         self.group, self.group_rank, self.group_size = None, pipe.rank, pipe.world_size
         self.stage_index_to_group_rank = {index: index % pipe.world_size for index in range(parts)}
@@ -113,7 +122,7 @@ class DryStage(ChunkStage):
     def _incoming(self) -> BoundarySpec | None:
         key = self.step.key
         if key not in self._before.known:
-            self._before.known[key] = self._rehearsal.boundaries[self.stage_index - 1]
+            self._before.known[key] = self._dry_pipeline.boundaries[self.stage_index - 1]
         return self._before.spec(key)
 
     def _announce(self) -> None:
@@ -122,7 +131,7 @@ class DryStage(ChunkStage):
             fresh, self._fresh = self._fresh, None
             self._after.learn(key, fresh)
             if fresh is not None:
-                self._rehearsal.boundaries[self.stage_index] = fresh
+                self._dry_pipeline.boundaries[self.stage_index] = fresh
 
     def _send(self, tensor: torch.Tensor, stage_index: int) -> Any:
         tensor = tensor.contiguous()
@@ -134,23 +143,23 @@ class DryStage(ChunkStage):
         return _Message(tensor, stage_index)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        with self._rehearsal.phase(FORWARD):
+        with self._dry_pipeline.phase(FORWARD):
             return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        with self._rehearsal.phase(BACKWARD):
+        with self._dry_pipeline.phase(BACKWARD):
             return super().get_bwd_recv_ops(bwd_chunk_id)
 
     # ---------------------------------------------------------------- computations
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._rehearsal.phase(FORWARD):
+        with self._dry_pipeline.phase(FORWARD):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._rehearsal.phase(BACKWARD):
+        with self._dry_pipeline.phase(BACKWARD):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._rehearsal.phase(BACKWARD):
+        with self._dry_pipeline.phase(BACKWARD):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
