@@ -23,9 +23,9 @@ VARIABLE = "ZEROLITE_CHECK_COLLECTIVES"
 TAG = "check"
 
 NamesOf = Callable[[bool, int], Sequence[str]]
-"""The names of the parameters behind a key: of one that is gathered (True), or of a bucket (False)."""
+"""Function that returns the names of the parameters of a key: of a gathered parameter (True) or of a bucket (False)."""
 
-_PATIENCE_S = 1.0  # for the others to say what they launch
+_PATIENCE_S = 1.0  # how long to wait for the announcements of the other ranks
 _PAUSE_S = 0.0001
 _TEXT = 64  # bytes for op, tag and dtype
 _WIDTH = 5 + _TEXT // 8
@@ -40,13 +40,15 @@ def check_is_wanted(config_value: bool) -> bool:
 
 
 class _Launched(NamedTuple):
-    """One rank's collective, as it travels.
+    """One rank's collective, as it is announced.
 
     Attributes:
-        numel: elements of the whole tensors on one rank.
-        tensors: how many travel in one launch, 0 where the collective takes one.
-        layout: a number made of their lengths and dtypes.
-        key: a parameter's or bucket's number from 1, or 0.
+        serial: number of the communicator's check.
+        numel: elements of the full tensors on one rank.
+        tensors: tensors in one launch; 0 if the collective takes a single one.
+        layout: hash of their lengths and dtypes.
+        key: number of a parameter or bucket from 1, or 0.
+        text: op, tag and dtype.
     """
 
     serial: int
@@ -54,7 +56,7 @@ class _Launched(NamedTuple):
     tensors: int
     layout: int
     key: int
-    text: str  # op, tag and dtype
+    text: str
 
     def row(self) -> list[int]:
         encoded = self.text.encode()[:_TEXT].ljust(_TEXT, b"\0")
@@ -69,18 +71,22 @@ class _Launched(NamedTuple):
 
 
 class CollectiveCheck:
-    """Check of one communicator's collectives, over a gloo group of its own.
+    """Check of one communicator's collectives, over a gloo group of its own. Made on all ranks of ``comm``, in the same
+    order.
 
-    Ranks say what they are about to launch, and launch it when all have said the same. A rank that has waited a second
-    for the others' word launches it nevertheless, and compares when it waits for it: ranks may launch collectives of
-    two communicators in different orders, and none of them would ever begin. If ranks differ, :class:`Mismatch` is
-    raised on all that have come so far.
-
-    Called on all ranks of ``comm``, in the same order.
+    Every rank announces the collective that it is about to launch, and launches it when all have announced the same.
+    After a second without the other announcements it launches anyway, and compares when it waits for the collective:
+    ranks may launch collectives of two communicators in different orders, and then each would wait for the other for
+    ever. If the ranks differ, :class:`Mismatch` is raised on all that have come so far.
     """
 
     def __init__(self, comm: Communicator, label: str, names_of: NamesOf = lambda gathered, key: ()) -> None:
-        """label: what the communicator is for, in messages."""
+        """
+        Args:
+            comm: the communicator.
+            label: purpose of the communicator, for messages.
+            names_of: see :data:`NamesOf`.
+        """
         assert comm.group is not None
         self._group = second_group(comm.group, "gloo", TAG)
         self._world_size = comm.world_size
@@ -90,8 +96,8 @@ class CollectiveCheck:
         self._count = 0  # collectives announced
 
     def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
-        """``start()``, which launches ``entry``; what is waited for ``at_once`` is not launched before all ranks have
-        come to it."""
+        """Launch ``entry`` by ``start()``. If the caller waits ``at_once``, it is launched only when all ranks have
+        announced it."""
         announced = self._announce(entry)
         if at_once or announced.is_known_soon():
             announced.compare()
@@ -135,7 +141,7 @@ class CollectiveCheck:
 
 
 class _Announced:
-    """Announcements of all ranks about one collective, on their way."""
+    """Announcements of all ranks about one collective, in flight."""
 
     def __init__(
         self, check: CollectiveCheck, number: int, entry: Raw, own: torch.Tensor, rows: torch.Tensor, work: Work
@@ -144,7 +150,7 @@ class _Announced:
         self._own, self._rows, self._work = own, rows, work
 
     def is_known_soon(self) -> bool:
-        """True if all ranks have announced it, after a second at most."""
+        """True if all ranks announce the collective within a second."""
         until = time.monotonic() + _PATIENCE_S
         while not self._work.is_completed():
             if time.monotonic() > until:
@@ -153,7 +159,7 @@ class _Announced:
         return True
 
     def compare(self) -> None:
-        """Wait for it; raises Mismatch if the ranks differ."""
+        """Wait for the announcements. Raises Mismatch if the ranks differ."""
         wait_for((self._work,), self._entry)
         if bool((self._rows == self._own).all()):
             return
@@ -162,7 +168,7 @@ class _Announced:
 
 
 class _ComparedLater(Pending):
-    """A collective that was launched before all ranks had said what they launch."""
+    """A collective that was launched before all ranks had announced theirs."""
 
     def __init__(self, inner: Pending, announced: _Announced) -> None:
         super().__init__((), (), self._conclude)

@@ -1,8 +1,8 @@
 """Collective errors: if one rank fails, all ranks raise.
 
-So no rank goes on to a collective for which another one does not come. The rank that fails catches its exception and
-takes part in the exchange all the same. Then it raises its own exception, and every other rank raises one that quotes
-that of the first rank that has failed:
+Otherwise the other ranks would go on to a collective for which the failed one does not come. The failing rank catches
+its exception and takes part in the exchange. Then it raises its own exception, and every other rank raises one that
+quotes the first rank that has failed:
 
     engine.save_checkpoint: rank 2 stopped with OSError: No space left on device (and 1 more rank)
 """
@@ -24,15 +24,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RaiseTogether:
-    """Calls that fail on all ranks if they fail on one. Every method is one exchange on the host, and is called on all
-    ranks of ``host``, in the same order.
+    """Calls that fail on all ranks if they fail on one.
+
+    Every method is one exchange on the host, and is called on all ranks of ``host``, in the same order.
 
     Attributes:
+        host: the ranks.
         call: The function that the user has called; the message begins with it.
-        kind: Type of the exception on ranks that have none of their own. An error that is of this kind already is
-            quoted without verb and type, unless it is RuntimeError, which any library raises.
+        kind: Type of the exception on ranks that have none of their own. An error of this type is quoted without verb
+            and type, unless it is RuntimeError, which any library raises.
         failed: The verb of the message.
-        same: Errors of these types are raised on all ranks as they are, because they are not about one rank.
+        same: Errors of these types are raised unchanged on all ranks, because they are not about one rank.
     """
 
     host: HostGroup
@@ -42,18 +44,18 @@ class RaiseTogether:
     same: type[Exception] | tuple[()] = ()
 
     def run(self, action: Callable[[], Result]) -> Result:
-        """Return what ``action()`` gives on this rank, if it raises on none."""
+        """Return the result of ``action()`` on this rank, if it raises on no rank."""
         result, error = _attempt(action)
         self.exchange(error)
         return result  # type: ignore[return-value]
 
     def gather(self, action: Callable[[], Result]) -> list[Result]:
-        """Return what ``action()`` gives on each rank, in rank order, if it raises on none."""
+        """Return the results of ``action()`` in rank order, if it raises on no rank."""
         result, error = _attempt(action)
         return self.exchange(error, result)
 
     def exchange(self, error: BaseException | None, value: object = None) -> list[Any]:
-        """Return every rank's ``value``, in rank order, if no rank comes with an ``error``."""
+        """Return every rank's ``value``, in rank order, if no rank has an ``error``."""
         rows = self.host.gather([self._told(error), value])
         if error is not None:
             raise error
@@ -66,7 +68,7 @@ class RaiseTogether:
         raise self.kind(told[0] + more)
 
     def _told(self, error: BaseException | None) -> object:
-        """The exception, or the message of one, that the other ranks raise."""
+        """Return the exception, or the message of one, that the other ranks raise."""
         if error is None or isinstance(error, self.same):
             return error
         speaks = self.kind is not RuntimeError and isinstance(error, self.kind)
@@ -84,9 +86,9 @@ def raise_together(
     kind: type[Exception] = RuntimeError,
     failed: str = "stopped with",
 ) -> None:
-    """Raise on all ranks if one of them comes with an ``error``, by one small all-reduce while all is well.
+    """Raise on all ranks if one of them has an ``error``; it costs one small all-reduce while none has.
 
-    The texts are exchanged only after a failure, as by :class:`RaiseTogether`. Called on all ranks of ``comm``.
+    Only after a failure are the texts exchanged, as by :class:`RaiseTogether`. Called on all ranks of ``comm``.
     """
     if largest([int(error is not None)], comm, device, tag)[0]:
         RaiseTogether(HostGroup(comm, "errors"), call, kind, failed).exchange(error)
@@ -95,5 +97,5 @@ def raise_together(
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     try:
         return action(), None
-    except Exception as error:  # raised again when all ranks know
+    except Exception as error:  # raised again when all ranks know of it
         return None, error

@@ -1,9 +1,9 @@
 """Collectives over flat buckets; each returns a handle to wait for.
 
-A bucket of ``world_size`` equal parts goes in; the algorithm depends on the backend. NCCL has the collectives in
-hardware. Gloo's own reduce-scatter and all-gather are several times slower than its point-to-point messages, so
-there a reduce-scatter is an exchange of parts and a sum in rank order (which also lets 16-bit gradients be summed
-in fp32 at no extra traffic), and a gather is an exchange: see gloo.py and shared_memory.py.
+The input is a bucket of ``world_size`` equal parts; the algorithm depends on the backend. NCCL's own collectives are
+fast. Gloo's reduce-scatter and all-gather are several times slower than its point-to-point messages. So there a
+reduce-scatter is an exchange of parts and a sum in rank order, which also sums 16-bit gradients in fp32 at no extra
+traffic; a gather is an exchange. See gloo.py and shared_memory.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ Arguments = ParamSpec("Arguments")
 
 
 class Pending:
-    """A collective in flight. Holds every tensor of it alive until :meth:`wait` has returned."""
+    """A collective in flight. It keeps all its tensors alive until :meth:`wait` has returned.
+
+    NCCL reads and writes them on its own stream while Python goes on: memory that was freed before would be reused by
+    other kernels. Because of this no ``record_stream`` is needed.
+    """
 
     def __init__(
         self,
@@ -35,23 +39,29 @@ class Pending:
         finish: Callable[[], torch.Tensor] | None,
         result: torch.Tensor | None = None,
     ) -> None:
-        """finish: makes the result when the works have ended; None: it is ``result``."""
+        """
+        Args:
+            works: handles of the launched operations.
+            keep: tensors to keep alive.
+            finish: makes the result when the works have ended; None if it is ``result``.
+            result: the result, if nothing has to be done for it.
+        """
         self._works = list(works)
         self._keep = list(keep)
         self._finish = finish
         self._result = result
-        self.entry: Raw | None = None  # what it is, for messages
+        self.entry: Raw | None = None  # flight recorder's entry, for messages
 
     def arrived(self) -> bool:
-        """True if nothing has to be waited for any more."""
+        """True if nothing is left to wait for."""
         return all(work.is_completed() for work in self._works)
 
     def memory(self) -> Sequence[torch.Tensor]:
-        """The tensors that it keeps alive."""
+        """Return the tensors that are kept alive."""
         return self._keep
 
     def wait(self) -> torch.Tensor:
-        """The result. On CUDA the current stream waits, not the host. May be called again."""
+        """Wait and return the result. On CUDA the current stream waits, not the host. May be called again."""
         if self._finish is not None:
             if self._works:
                 wait_for(self._works, self.entry)
@@ -62,56 +72,63 @@ class Pending:
 
 
 def done(result: torch.Tensor) -> Pending:
-    """A collective for which nothing has to be waited."""
+    """Return a handle of a collective that is complete already."""
     return Pending((), (), None, result)
 
 
 def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
-    """``tensor``, divided in place."""
+    """Divide ``tensor`` in place and return it."""
     return tensor if divisor == 1.0 else tensor.div_(divisor)
 
 
 def empty(numel: int, dtype: torch.dtype, like: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """Uninitialised room for collectives on ``device`` (default: that of ``like``), which may be written to later, also
-    if it is asked for inside torch.inference_mode(). A fake tensor if ``like`` is one, whatever modes are active."""
+    """Return uninitialised memory for a collective, on ``device`` (default: the device of ``like``).
+
+    It may be written to later, even if it is made inside torch.inference_mode(). It is a fake tensor if ``like`` is
+    one.
+    """
     with torch.inference_mode(False):
         return tag_memory(like.new_empty(numel, dtype=dtype, device=device), BUCKETS)
 
 
 with torch.inference_mode(False):
-    NOTHING = torch.empty(0, device="cpu")  # what waiting for several tensors gives
+    NOTHING = torch.empty(0, device="cpu")  # result of a collective over several tensors
 
 
 class Watcher(Protocol):
     """Observer of every collective of a communicator: to compare, count or time it."""
 
     def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
-        """Launch the collective by ``start()``, called once; returns what that gave, or a Pending that waits for it.
+        """Launch the collective by ``start()``, called once. Return its handle, or another Pending that waits for it.
 
         Args:
-            entry: what it is, as an :class:`~zerolite.comm.flight_recorder.Entry` by position.
+            entry: describes it, as an :class:`~zerolite.comm.flight_recorder.Entry` by position.
+            start: launches the collective.
             at_once: the caller waits for it as soon as it is launched.
         """
         ...
 
 
 class Communicator:
-    """Collectives of one data-parallel group. This class is the one of a group of one process: nothing to send.
+    """Collectives of one data-parallel group. This class itself is for a group of one process, where nothing is sent.
 
     All methods are called on all ranks of the group, in the same order, with tensors of the same length and dtype.
 
     Attributes:
-        dimension: of the grid of ranks, for the record: see :class:`~zerolite.comm.topology.Topology`.
+        dimension: dimension of the grid of ranks, for the record: see :class:`~zerolite.comm.topology.Topology`.
     """
 
     dimension = "data"
 
     def __init__(self, transport: DryTransport | None = None) -> None:
-        """transport: what the collectives go over; none for one process on its own."""
+        """
+        Args:
+            transport: moves the bytes; None for one process on its own.
+        """
         self.transport: DryTransport = DryTransport(0, 1) if transport is None else transport
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
-        self.main = transport is None or transport.main  # whether this is the job's first rank, which speaks for all
-        # Whether the others are taken for copies of this rank.
+        self.main = transport is None or transport.main  # this is the job's first rank, which prints for all
+        # A dry run: the other ranks are taken for copies of this one.
         self.peers_agree = transport is not None and transport.peers_agree
         self._guard: Callable[[str], None] | None = None
         self.flight_recorder = FlightRecorder()
@@ -121,29 +138,29 @@ class Communicator:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group, None where there is none and once closed."""
+        """The process group; None without one, and after :meth:`close`."""
         return self.transport.group
 
     def members(self) -> list[int]:
-        """Its ranks as numbers among all processes; its own alone where there is no process group."""
+        """Return the global ranks of the group; this rank alone without a process group."""
         return [self.rank] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def close(self) -> None:
-        """Let go of the group, which is being destroyed, and close what :meth:`second` gave."""
+        """Drop the reference to the group, which is being destroyed, and close the communicator of :meth:`second`."""
         self.transport.close()
         if self._second is not None:
             self._second.close()
 
     def watch(self, watcher: Watcher) -> None:
-        """Give every collective to ``watcher`` from now on, inside those that watch already."""
+        """Pass every collective through ``watcher`` from now on, inside of earlier watchers."""
         self._watchers = (*self._watchers, watcher)
 
     def guard_with(self, guard: Callable[[str], None] | None) -> None:
-        """Call ``guard`` with its name before every collective from now on; None: call nothing."""
+        """Call ``guard(name of the collective)`` before every collective from now on; None: call nothing."""
         self._guard = guard
 
     def serve(self, dimension: str, main: bool) -> Communicator:
-        """Be the communicator of a dimension of the grid of ranks. Returns this communicator."""
+        """Set the dimension of the grid of ranks that this communicator serves. Returns the communicator."""
         self.dimension, self.main = dimension, main
         return self
 
@@ -152,40 +169,48 @@ class Communicator:
         return ()
 
     def second(self, backend: str) -> Communicator:
-        """A communicator of the same ranks and kind over another process group, with an order of collectives of its
-        own; this one where nothing has to be sent. Called on all ranks of the group."""
+        """Return a communicator of the same ranks and kind over a second process group.
+
+        The two have independent orders of collectives. It is this communicator itself if nothing has to be sent. Called
+        on all ranks of the group.
+        """
         return self
 
     def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
-        """Memory [numel] from which the collective after the next ``ahead`` ones sends without a copy; None if
+        """Return memory [numel] from which the collective after the next ``ahead`` ones sends without a copy; None if
         there is none.
 
-        The caller that takes it must launch that very reduce-scatter with it.
+        The caller must launch exactly that reduce-scatter from it.
         """
         return None
 
     def all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float = 1.0, key: int = 0) -> Pending:
-        """Sum over ranks divided by ``divisor``, in place. ``wait()`` gives the tensor. ``key`` says what it is, here
-        and below: see :class:`~zerolite.comm.flight_recorder.Entry`."""
+        """Sum over ranks divided by ``divisor``, in place. ``wait()`` returns the tensor.
+
+        Args:
+            key: says which tensor it is: see :class:`~zerolite.comm.flight_recorder.Entry`. The same in all methods
+                below.
+        """
         return self._launch("all_reduce", tensor, tag, key, self._all_reduce, tensor, tag, divisor)
 
     def all_reduce_max(self, tensor: torch.Tensor, tag: str) -> None:
-        """Maximum over ranks of a small tensor, in place; returns when it is there."""
+        """Maximum over ranks of a small tensor, in place; it returns when the result is there."""
         if self.world_size > 1:
             self._launch("all_reduce", tensor, tag, 0, self._all_reduce_max, tensor, at_once=True).wait()
 
     def reduce_scatter(
         self, full: torch.Tensor, tag: str, divisor: float = 1.0, dtype: torch.dtype | None = None, key: int = 0
     ) -> Pending:
-        """``wait()`` gives the sum over ranks of this rank's part of ``full``, divided by ``divisor``; shape [numel
-        / world_size], in ``dtype`` (default: ``full``'s). Where 16-bit values are summed in fp32, they are rounded
-        to ``dtype`` only. ``full`` is clobbered.
+        """Sum ``full`` over ranks, divided by ``divisor``: ``wait()`` returns this rank's part, [numel / world_size].
+
+        The result has the dtype ``dtype`` (default: the dtype of ``full``). If 16-bit values are summed in fp32, they
+        are rounded once, to ``dtype``. ``full`` is overwritten.
         """
         start = self._reduce_scatter
         return self._launch("reduce_scatter", full, tag, key, start, full, tag, divisor, dtype or full.dtype)
 
     def all_gather(self, full: torch.Tensor, tag: str, key: int = 0) -> Pending:
-        """In place: this rank's part of ``full`` is sent, the other parts are received."""
+        """Gather in place: this rank's part of ``full`` is sent, the other parts are received."""
         return self._launch("all_gather", full, tag, key, self._all_gather, full, tag)
 
     def gather_shards(
@@ -196,17 +221,18 @@ class Communicator:
         key: int = 0,
         lasting: Sequence[torch.Tensor] | None = None,
     ) -> Pending:
-        """One launch for several tensors: after ``wait()`` every ``fulls[i]`` is the concatenation of all ranks'
-        ``shards[i]``. What ``wait()`` gives means nothing.
+        """Gather several tensors in one launch: after ``wait()`` every ``fulls[i]`` is the concatenation of all ranks'
+        ``shards[i]``.
 
-        ``fulls[i]``: flat [world_size * numel of ``shards[i]``], contiguous, written to until ``wait()`` has
-        returned. ``shards[i]``: flat, contiguous, not part of ``fulls[i]``, unchanged until then. A pair has one
-        dtype, which may differ from pair to pair. Lengths may be 0. ``key`` says what is gathered: where ranks
-        compare what they launch (shared memory), those with different keys raise RuntimeError. ``lasting``: what the
-        record of collectives keeps instead of ``shards``, where these are copies for this launch.
+        Called on all ranks, in the same order, with as many tensors of the same lengths and dtypes. The result of
+        ``wait()`` means nothing. On one process ``fulls[i]`` may be ``shards[i]``, and is left alone then.
 
-        On one process ``fulls[i]`` may be ``shards[i]``, and is left alone then. Called on all ranks, in the same
-        order, with as many tensors of the same lengths and dtypes.
+        Args:
+            fulls: flat [world_size * numel of ``shards[i]``], contiguous; written to until ``wait()`` has returned.
+            shards: flat, contiguous, not part of ``fulls[i]``, unchanged until then. A pair has one dtype; pairs may
+                differ. Lengths may be 0.
+            key: says which parameter is gathered. Over shared memory, ranks with different keys raise RuntimeError.
+            lasting: tensors that the flight recorder keeps in place of ``shards``, if these are copies for this launch.
         """
         if self._guard is not None:
             self._guard("gather_shards")
@@ -224,12 +250,13 @@ class Communicator:
         return pending
 
     def broadcast(self, tensor: torch.Tensor, tag: str, source: int = 0) -> None:
-        """Rank ``source`` of the group overwrites ``tensor`` of every rank; returns when it has."""
+        """Overwrite ``tensor`` on every rank with the values of rank ``source`` of the group; it returns when this is
+        done."""
         if self.world_size > 1:
             self._launch("broadcast", tensor, tag, 0, self._broadcast, tensor, source, at_once=True).wait()
 
     def part(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """Rank ``rank``'s part of ``full`` (default: this rank's), a view."""
+        """Return rank ``rank``'s part of ``full`` (default: this rank's), as a view."""
         numel = full.numel() // self.world_size
         return full.narrow(0, (self.rank if rank is None else rank) * numel, numel)
 
@@ -243,7 +270,7 @@ class Communicator:
         *arguments: object,
         at_once: bool = False,
     ) -> Pending:
-        """Note a collective over ``tensor``, and call ``start(*arguments)``, which launches it."""
+        """Record a collective over ``tensor`` and launch it by ``start(*arguments)``."""
         if self._guard is not None:
             self._guard(op)
         if self.world_size == 1:
@@ -263,7 +290,7 @@ class Communicator:
     def _watched(
         self, entry: Raw, start: Callable[Arguments, Pending], at_once: bool = False
     ) -> Callable[Arguments, Pending]:
-        """``start``, given to the watchers when it is called."""
+        """Return a function that launches ``start`` through all watchers."""
 
         def launch(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Pending:
             def innermost() -> Pending:
@@ -297,13 +324,14 @@ class Communicator:
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
     ) -> Pending:
         for full, shard in zip(fulls, shards, strict=True):
+            # On one process a shard may be the full tensor itself.
             if address(full) != address(shard):
                 full.copy_(shard)
         return done(NOTHING)
 
 
 class NativeCommunicator(Communicator):
-    """The backend's own collectives (NCCL and everything else that is not gloo)."""
+    """The backend's own collectives (NCCL, and every other backend except gloo)."""
 
     def __init__(self, transport: DryTransport) -> None:
         super().__init__(transport)
@@ -318,7 +346,8 @@ class NativeCommunicator(Communicator):
         return Pending((self.transport.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
-        # Allocated on the current stream, used by the communication stream until wait() orders the two.
+        # `out` belongs to the current stream and is written by the communication stream. Pending keeps it alive until
+        # wait() has ordered the two streams, so that the allocator cannot give its memory to another kernel.
         out = empty(full.numel() // self.world_size, full.dtype, full)
         work = self.transport.reduce_scatter(out, full)
         return Pending((work,), (full, out), lambda: tag_memory(divide(out, divisor).to(dtype), BUCKETS))

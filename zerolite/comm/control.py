@@ -1,6 +1,6 @@
-"""Host-side exchange of a few numbers between all ranks, on a channel apart from all other collectives.
+"""Host-side exchange of a few numbers between all ranks, independent of all other collectives.
 
-Steps wait for these, so they are rows of integers in one collective each; an object (objects.py) takes two.
+Every step waits for these exchanges, so each is one collective over rows of integers; an object (objects.py) takes two.
 """
 
 from __future__ import annotations
@@ -23,21 +23,26 @@ TAG = "control"
 
 
 class ControlChannel:
-    """Over a gloo group of its own, so that it neither waits for the device nor gets in the way of what is in flight.
+    """Exchange of rows of integers over a gloo group of its own.
 
-    All methods are called on all ranks of ``comm``, in the same order; the first one is making it.
+    It does not wait for the device and does not disturb collectives in flight. All methods, and the constructor, are
+    called on all ranks of ``comm``, in the same order.
     """
 
     def __init__(self, comm: Communicator, width: int) -> None:
-        """width: numbers in a row."""
+        """
+        Args:
+            comm: the ranks.
+            width: numbers in a row.
+        """
         assert comm.group is not None
         self._group = second_group(comm.group, "gloo", "control")
         self._rank, self._world_size, self._width = comm.rank, comm.world_size, width
         self._dimension = comm.dimension
-        self._last: list[Any] = []  # what was sent without waiting, kept alive
+        self._last: list[Any] = []  # tensors that were sent without waiting, kept alive
 
     def exchange(self, row: list[int]) -> list[list[int]]:
-        """Every rank's ``row`` of at most ``width`` integers of 64 bits, filled up with zeros."""
+        """Return every rank's ``row``: at most ``width`` 64-bit integers, filled up with zeros."""
         own, full = self._rows(row)
         recorder.note("all_gather", full, TAG, self._dimension, self._world_size)
         work = dist.all_gather(list(full), own, group=self._group, async_op=True)
@@ -45,12 +50,13 @@ class ControlChannel:
         return full.tolist()
 
     def leave(self, row: list[int]) -> None:
-        """Send ``row`` to the ranks that wait in :meth:`exchange`, and do not wait: the last call."""
+        """Send ``row`` to the ranks that wait in :meth:`exchange` without waiting for them. It must be the last
+        call."""
         own, full = self._rows(row)
         self._last = [own, full, dist.all_gather(list(full), own, group=self._group, async_op=True)]
 
     def broadcast(self, value: object, source: int) -> Any:
-        """Rank ``source``'s ``value``."""
+        """Return rank ``source``'s ``value``."""
         return broadcast_object(value, source, self._group)
 
     def _rows(self, row: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,10 +65,10 @@ class ControlChannel:
 
 
 class HostMaximum:
-    """The largest of all ranks' numbers, on the host, in few messages: in round k a rank tells rank + 2^k what it has
-    learned and hears from rank - 2^k. So 1,000 ranks take ten rounds of one message each.
+    """The largest numbers of all ranks, on the host, in few messages.
 
-    Made on all ranks of ``comm``, in the same order. Nothing is sent in a dry run.
+    In round k a rank sends its numbers to rank + 2^k and receives those of rank - 2^k. So 1,000 ranks need ten rounds
+    of one message each. It is made on all ranks of ``comm``, in the same order. Nothing is sent in a dry run.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -72,8 +78,10 @@ class HostMaximum:
         self._rounds = [(ranks[to], ranks[source]) for to, source in rounds(comm.rank, comm.world_size)]
 
     def of(self, numbers: Sequence[int]) -> list[int]:
-        """Return for each of ``numbers``, integers of 64 bits, the largest that any rank gives in its place. Called on
-        all ranks, with equally many."""
+        """Return for each of ``numbers``, 64-bit integers, the largest of all ranks.
+
+        Called on all ranks, with equally many numbers.
+        """
         known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         recorder.note("all_reduce", known, TAG, self._comm.dimension, self._comm.world_size)
         if self._group is None:
@@ -89,8 +97,11 @@ class HostMaximum:
 def largest(
     numbers: Sequence[T], comm: Communicator, device: torch.device, tag: str, dtype: torch.dtype = torch.int64
 ) -> list[T]:
-    """Return for each of ``numbers`` the largest that any rank gives in its place: one small all-reduce on ``device``,
-    for which the host waits. Called on all ranks of ``comm``, with equally many."""
+    """Return for each of ``numbers`` the largest of all ranks: one small all-reduce on ``device``, for which the host
+    waits.
+
+    Called on all ranks of ``comm``, with equally many numbers.
+    """
     if comm.world_size == 1:
         return list(numbers)
     values = torch.tensor(numbers, dtype=dtype, device=device)
@@ -100,6 +111,6 @@ def largest(
 
 
 def rounds(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Return for each round the ranks to which ``rank`` sends and from which it receives."""
+    """Return for each round the rank to which ``rank`` sends and the rank from which it receives."""
     steps = [1 << k for k in range((world_size - 1).bit_length())]
     return [((rank + step) % world_size, (rank - step) % world_size) for step in steps]

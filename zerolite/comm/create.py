@@ -18,7 +18,8 @@ _factories: list[Callable[[int, int], Communicator]] = []
 
 
 def create_communicator(device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
-    """The communicator of ``group`` (default: all processes) for tensors on ``device``. Called on all its ranks."""
+    """Return the communicator of ``group`` (default: all processes) for tensors on ``device``. Called on all its
+    ranks."""
     group = group or dist.group.WORLD
     if _factories:
         place = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -35,10 +36,14 @@ def create_communicator(device: torch.device, group: dist.ProcessGroup | None = 
 
 
 def dry_communicator(kind: str, rank: int, world_size: int) -> Communicator:
-    """Make the communicator of rank ``rank`` of ``world_size``, over a transport that sends nothing: the same buffers,
-    copies, sums and notes, and no value that means anything; tensors may be without memory (torch.FakeTensorMode).
+    """Make the communicator of rank ``rank`` of ``world_size`` over a transport that sends nothing.
 
-    kind: "nccl", "gloo" (messages between hosts) or "shared_memory" (the ranks of one host).
+    Buffers, copies, sums and records are the same; values mean nothing, and tensors may be fake (torch.FakeTensorMode).
+
+    Args:
+        kind: "nccl", "gloo" (messages between hosts) or "shared_memory" (the ranks of one host).
+        rank: its rank.
+        world_size: number of ranks.
     """
     transport = DryTransport(rank, world_size)
     if world_size == 1:
@@ -54,12 +59,13 @@ _KINDS: dict[str, Callable[[DryTransport], Communicator]] = {
 
 
 def second_communicator(comm: Communicator, device: torch.device) -> Communicator:
-    """A communicator of ``comm``'s ranks and kind for tensors on ``device``, over a process group of its own: its
-    collectives and ``comm``'s may be launched in a different order on every rank, as long as each one's own order is
-    the same and no rank waits for a collective that another launches only after one that it waits for. (Over shared
-    memory a second launch waits for the first.) Where there is one process it is ``comm`` itself.
+    """Return a communicator of ``comm``'s ranks and kind for tensors on ``device``, over a second process group.
 
-    The group is made once for each parent group and lives as long as that one. Closed with ``comm``. Called on all
+    Ranks may order collectives of the two communicators differently, as long as each communicator's own order is the
+    same on all ranks, and no rank waits for a collective that another rank launches only after one that it waits for.
+    (Over shared memory a second launch waits for the first.) With one process it is ``comm`` itself.
+
+    The group is made once for each parent group and lives as long as that. It is closed with ``comm``. Called on all
     ranks of ``comm``, in the same order as their other collectives.
     """
     made = comm.second("none" if comm.group is None else _backend_name(comm.group, device))
@@ -68,10 +74,13 @@ def second_communicator(comm: Communicator, device: torch.device) -> Communicato
 
 @contextlib.contextmanager
 def use_communicator(factory: Callable[[int, int], Communicator]) -> Iterator[None]:
-    """Inside, :func:`create_communicator` gives ``factory(rank, world_size)``, called with this process's place in
-    the group that was asked for (0 of 1 where torch.distributed does not run): for dry runs, measurements and tests.
-    Its ``rank`` and ``world_size`` are those of the run, whatever the group's:
-    ``use_communicator(lambda rank, world: dry_communicator("nccl", 0, 64))``."""
+    """Context in which :func:`create_communicator` returns ``factory(rank, world_size)``: for dry runs, measurements
+    and tests.
+
+    The factory is called with this process's rank and the size of the group (0 of 1 without torch.distributed). The
+    rank and size of the run are those of the communicator that it returns, as in ``use_communicator(lambda rank, world:
+    dry_communicator("nccl", 0, 64))``.
+    """
     _factories.append(factory)
     try:
         yield
@@ -80,7 +89,7 @@ def use_communicator(factory: Callable[[int, int], Communicator]) -> Iterator[No
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that serves ``device``: a group may have one per device type, as in 'cpu:gloo,cuda:nccl'."""
+    """Return the backend that serves ``device``: a group may have one per device type, as in 'cpu:gloo,cuda:nccl'."""
     config = str(dist.get_backend_config(group))
     backends = dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
     return backends.get(device.type, config)

@@ -17,16 +17,16 @@ import torch.distributed as dist
 DEFAULT_PORT = 29500  # torchrun's
 LOCALHOST = "127.0.0.1"
 
-# Ports that follow from a job's number: below those that Linux gives to outgoing connections (32768 and up).
+# Range of ports computed from a job's number. Linux uses ports from 32768 on for outgoing connections.
 _FIRST_PORT, _PORTS = 20000, 12768
 
-# Steps with these numbers are no srun's: the shell of salloc, the script of sbatch, and the one for foreign processes.
+# SLURM steps that srun did not start: the shell of salloc, the script of sbatch, and the step for adopted processes.
 _STEPS_WITHOUT_TASKS = frozenset(str(0xFFFFFFFF - below) for below in range(2, 6)) | {"batch", "extern", "interactive"}
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Position of this process in its job, as read from an environment."""
+    """Rank of this process in its job and the address of rank 0, as read from an environment."""
 
     rank: int
     world_size: int
@@ -36,7 +36,7 @@ class Rendezvous:
 
 
 class _Names(NamedTuple):
-    """The variables of one kind of mpirun."""
+    """Variables of one kind of mpirun."""
 
     rank: str
     size: str
@@ -52,13 +52,12 @@ _OTHER_PMI = _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 
 
 def read_environment(env: Mapping[str, str]) -> Rendezvous | None:
-    """The rendezvous that ``env`` describes in torchrun's names, those of an mpirun or SLURM's; None where there are
-    none.
+    """Read the rendezvous from the variables of torchrun, mpirun or SLURM; None if there are none.
 
-    torchrun's come first: they are set inside of the others. An mpirun's come before SLURM's: inside
-    of an allocation it starts its daemons by srun, and what SLURM then says is about the daemons.
+    torchrun's variables win, because torchrun may run inside of the others. mpirun's win over SLURM's: inside of an
+    allocation mpirun starts its daemons by srun, so SLURM's variables describe the daemons.
 
-    Raises ValueError if the names of one kind are incomplete or not numbers, or nothing says where rank 0 is.
+    Raises ValueError if the variables of one kind are incomplete or not numbers, or if nothing says where rank 0 is.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         return _read_torchrun(env)
@@ -71,8 +70,7 @@ def read_environment(env: Mapping[str, str]) -> Rendezvous | None:
 
 
 def ranks_of_job() -> int:
-    """Return the number of ranks of torch.distributed where it runs, else of the environment; 1 where that says
-    nothing."""
+    """Return the number of ranks of torch.distributed, or else of the environment; 1 if neither says it."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     found = read_environment(os.environ)
@@ -80,10 +78,10 @@ def ranks_of_job() -> int:
 
 
 def find_local_rank(env: Mapping[str, str]) -> int | None:
-    """The process's place on its host, 0 or more; None where ``env`` does not say.
+    """Return the process's number on its host, from 0; None if ``env`` does not say it.
 
-    With torchrun's RANK but no LOCAL_RANK (as scripts that are started by srun or mpirun export it), what the launcher
-    says counts if it speaks of the same rank.
+    Scripts under srun or mpirun often export RANK without LOCAL_RANK. Then the launcher's own variable is used, if it
+    belongs to the same rank.
     """
     if "LOCAL_RANK" in env:
         return _integer(env, "LOCAL_RANK")
@@ -100,7 +98,7 @@ def find_local_rank(env: Mapping[str, str]) -> int | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list: ``node[03-05,9],login`` gives ``node03``."""
+    """Return the first host of a SLURM node list: ``node[03-05,9],login`` gives ``node03``."""
     match = re.match(r"(?:[^\[\],\s]|\[[^\[\]]+\])+", nodelist.strip())
     if match is None:
         raise ValueError(f"init_distributed: expected a SLURM node list such as 'node[01-04]', got {nodelist!r}")
@@ -129,8 +127,10 @@ def _read_torchrun(env: Mapping[str, str]) -> Rendezvous:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """True if srun started this process. The shell of salloc and the script of sbatch know the number of tasks too, and
-    some of them a SLURM_PROCID of 0."""
+    """True if srun started this process.
+
+    The shell of salloc and the script of sbatch also have the number of tasks, and some a SLURM_PROCID of 0.
+    """
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
     return step is not None and step not in _STEPS_WITHOUT_TASKS and "SLURM_PROCID" in env
 
@@ -159,7 +159,7 @@ def _slurm_host(env: Mapping[str, str]) -> str | None:
 
 
 def _port_of_slurm(env: Mapping[str, str]) -> int:
-    """Jobs whose numbers are close, and the steps of a job, get different ports."""
+    """Return a port that differs between jobs with close numbers, and between the steps of a job."""
     job = _integer(env, "SLURM_JOB_ID", default=0)
     step = _integer(env, "SLURM_STEP_ID", default=0)
     return _FIRST_PORT + (job + 4001 * step) % _PORTS
@@ -169,7 +169,8 @@ def _port_of_slurm(env: Mapping[str, str]) -> int:
 
 
 def _mpi_names(env: Mapping[str, str]) -> _Names | None:
-    """Find the mpirun that started this process. PMI's variables alone are SLURM's where there is a SLURM job."""
+    """Return the variables of the mpirun that started this process. PMI's variables alone are SLURM's in a SLURM
+    job."""
     if _OPEN_MPI.rank in env:
         return _OPEN_MPI
     if _HYDRA.rank in env and _HYDRA.local_rank in env:
@@ -196,7 +197,7 @@ def _read_mpi(env: Mapping[str, str], names: _Names) -> Rendezvous:
 
 
 def _mpi_host(env: Mapping[str, str], rank: int, world_size: int) -> str:
-    """Return the host of rank 0: the first host of a SLURM job, or what rank 0 itself says through mpi4py."""
+    """Return the host of rank 0: the first host of a SLURM job, or the address that rank 0 tells through mpi4py."""
     if "SLURM_JOB_NODELIST" in env:
         return first_host(env["SLURM_JOB_NODELIST"])
     remedy = (
@@ -220,10 +221,11 @@ def _mpi_host(env: Mapping[str, str], rank: int, world_size: int) -> str:
 
 
 def _own_address() -> str:
-    """The address that this host has towards others; its name where it has none."""
+    """Return the address of this host as other hosts see it; its name if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # of a network that is nowhere: no packet leaves, but the route is chosen
+            # A UDP connect sends no packet, but chooses the route and with it the address. 192.0.2.0/24 is reserved.
+            probe.connect(("192.0.2.1", 9))
             address: str = probe.getsockname()[0]
             return address
         except OSError:
@@ -231,7 +233,7 @@ def _own_address() -> str:
 
 
 def _port_of_mpi(env: Mapping[str, str], one_host: bool) -> int:
-    """The same on all ranks of a job; another one for another job, where anything tells them apart."""
+    """Return a port that is the same on all ranks of a job and, as far as possible, different between jobs."""
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     if job is None and "SLURM_JOB_ID" in env:
         return _port_of_slurm({"SLURM_JOB_ID": env["SLURM_JOB_ID"]})
@@ -241,14 +243,14 @@ def _port_of_mpi(env: Mapping[str, str], one_host: bool) -> int:
 
 
 def _launching_process() -> str | None:
-    """Find the mpirun above this process on this host, in words that no other one shares; None where none is found."""
+    """Return the mpirun above this process on this host, as its process id and start time; None if there is none."""
     pid = "self"
     while pid != "0":
         try:
             before, _, after = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")
         except OSError:  # no Linux
             return None
-        own_pid, _, name = before.partition(" (")
+        own_pid, _, name = before.partition(" (")  # "pid (name) state ppid ...": the name may contain spaces
         if name.startswith(("hydra_", "mpiexec", "mpirun", "pmi_proxy")):
             start_time = after.split()[19]
             return f"{own_pid} {start_time}"

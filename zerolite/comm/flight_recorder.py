@@ -1,6 +1,7 @@
 """Flight recorder: the latest collectives of each communicator, and the wait in progress.
 
-Written by the main thread at every launch and wait, read by the watchdog's thread: a few attributes, and no lock.
+The main thread writes it at every launch and wait, and the watchdog's thread reads it. It consists of a few attributes
+without a lock, because it is on the path of every collective.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ KEPT = 128
 
 
 class Mismatch(RuntimeError):
-    """The ranks have launched different collectives in the same place."""
+    """The ranks have launched different collectives at the same place."""
 
 
 class Entry(NamedTuple):
-    """One logical collective. ``what``: the tensor's elements, or the shards [numel / world_size] that travel in one
-    launch, which are kept alive anyway; ``key`` says what the tensors are: a parameter's or a bucket's number from 1,
-    by ``tag``; 0 where there is none."""
+    """One logical collective.
+
+    Attributes:
+        op: such as "all_reduce".
+        tag: purpose, such as "gradients".
+        what: elements of the tensor, or the shards [numel / world_size] of one launch, which are kept alive anyway.
+        dtype: None if ``what`` has it.
+        key: which tensors: number of a parameter or bucket from 1 (depending on the tag); 0 if there is none.
+    """
 
     op: str
     tag: str
@@ -39,7 +46,7 @@ Raw = tuple[str, str, int | Sequence[torch.Tensor], torch.dtype | None, int]
 
 
 class FlightRecorder:
-    """The collectives that one communicator has launched: how many, and the last 128 of them."""
+    """The collectives that one communicator has launched: their number, and the last 128."""
 
     __slots__ = ("count", "latest")
 
@@ -61,32 +68,35 @@ def _nothing_to_say(error: RuntimeError) -> RuntimeError | None:
 
 
 class _Blocked:
-    """Stands for a call that returns when it is done."""
+    """Stand-in for a work in a call that only returns when it is done."""
 
     def is_completed(self) -> bool:
         return False
 
 
 class Wait:
-    """The wait of this process's host or (on CUDA) the last wait of its device."""
+    """The host's wait that is in progress or, on CUDA, the device's last wait."""
 
     __slots__ = ("_done", "_looked", "_seen", "_waited", "entry", "explain", "number", "on_device", "works")
 
     def __init__(self) -> None:
-        # Says more about a collective that has failed, or differs from that of other ranks: the watchdog.
+        # Set by the watchdog: explains the error of a collective that failed or differs between ranks.
         self.explain: Callable[[RuntimeError], RuntimeError | None] = _nothing_to_say
-        self.on_device = False  # waiting returns at once, and the works' end is known to the device alone
+        self.on_device = False  # wait() returns at once, and only the device knows when the works end
         self.works: Sequence[Any] = ()
         self.entry: Raw | None = None
-        self.number = 0  # of the wait: a look remembers this and not the works, which hold tensors
-        self._done = -1  # on a device, and known to have ended: it is asked about it no more
-        self._seen = -1  # by the last look
-        self._waited = 0.0  # seconds that the looks have seen it
-        self._looked = 0.0  # when the last look was
+        self.number = 0  # number of the wait. A look remembers it, and not the works, which hold tensors
+        self._done = -1  # number of a wait on a device that is known to have ended, and need not be asked about again
+        self._seen = -1  # number of the wait that the last look saw
+        self._waited = 0.0  # seconds for which looks have seen this wait
+        self._looked = 0.0  # time of the last look
 
     def wait_for(self, works: Sequence[Any], entry: Raw | None = None) -> None:
-        """Wait for collectives. On CUDA the current stream waits, not the host, and what it waits for stays known until
-        the next call. Raises RuntimeError if one fails."""
+        """Wait for collectives. Raises RuntimeError if one fails.
+
+        On CUDA the current stream waits, not the host. There the works stay known until the next call, so that the
+        watchdog can see if the device is stuck.
+        """
         self.number += 1
         self.entry, self.works = entry, works
         try:
@@ -110,8 +120,8 @@ class Wait:
             self.works = ()
 
     def _raise_explained(self, error: RuntimeError) -> None:
-        """Raise the error of a collective, with what the watchdog knows about it."""
-        self.works = (_Blocked(),)  # what has failed counts as waited for while it is explained
+        """Raise the error of a collective, with the watchdog's explanation."""
+        self.works = (_Blocked(),)  # while the error is explained, the report says that this rank waits here
         explained = self.explain(error)
         self.works = ()
         if explained is None:
@@ -119,16 +129,16 @@ class Wait:
         raise explained from error
 
     def explain_with(self, explain: Callable[[RuntimeError], RuntimeError | None]) -> None:
-        """Let ``explain`` say more about a collective that has failed, instead of an earlier watchdog."""
+        """Let ``explain`` explain failed collectives, in place of an earlier watchdog."""
         self.explain = explain
 
     def explain_without(self, explain: Callable[[RuntimeError], RuntimeError | None]) -> None:
-        """End what :meth:`explain_with` has begun, unless a later watchdog explains."""
+        """Undo :meth:`explain_with`, unless a later watchdog explains."""
         if self.explain == explain:
             self.explain = _nothing_to_say
 
     def returns_at_once(self) -> None:
-        """Waiting returns at once from now on, as on CUDA."""
+        """From now on wait() returns at once, as on CUDA."""
         self.on_device = True
 
     def under_way(self) -> bool:
@@ -137,9 +147,11 @@ class Wait:
         return bool(works) and self.number != self._done and not all(work.is_completed() for work in works)
 
     def look(self, longest_s: float = math.inf) -> float:
-        """Return for how many seconds earlier looks have seen the same wait; 0 if nothing is waited for. Called again
-        and again, so that waiting itself needs no clock. More than ``longest_s`` seconds between two looks are not
-        counted: the process, and most likely the others too, stood still (a suspended job) and did not wait."""
+        """Return for how many seconds earlier looks have seen the same wait; 0 if nothing is waited for.
+
+        It is called regularly, so that waiting itself needs no clock. If two looks are more than ``longest_s`` apart,
+        the rest is not counted: the process was suspended, and most likely the others too, and did not wait.
+        """
         number, now = self.number, time.monotonic()
         since, self._looked = now - self._looked, now
         if not self.under_way():
@@ -153,14 +165,14 @@ class Wait:
         return self._waited
 
     def forget(self) -> None:
-        """Let go of what was waited for last, which holds tensors, unless it is waited for still."""
+        """Drop the works of the last wait, which hold tensors, unless it is still in progress."""
         if self.under_way():
             return
         self.works, self._seen, self._done = (), -1, -1
         self.entry = None
 
     def seconds(self) -> float:
-        """The same as of the last look."""
+        """Return the seconds that the last look has seen."""
         return self._waited if self._seen == self.number and self.works else 0.0
 
 
@@ -169,7 +181,11 @@ wait_for, blocked = WAIT.wait_for, WAIT.blocked
 
 
 def wait_for_result(result: object) -> None:
-    """Wait for a collective of the user's own, of which ``result`` is what torch's operator has returned."""
+    """Wait for a collective of the user's own.
+
+    Args:
+        result: return value of torch's operator.
+    """
     for item in result if isinstance(result, (list, tuple)) else (result,):
         if isinstance(item, torch.ScriptObject):
             wait_for([dist.Work.unbox(item)])

@@ -13,17 +13,18 @@ from zerolite.utils.accelerator import is_fake
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
-_CHUNK = 1 << 16  # elements summed at once in fp32
-_LINE = 64  # bytes to which tensors that travel together are aligned
-_NUMBER_BITS, _KIND_BITS = 12, 19  # of a message's tag: gloo's have 31
-_PACKED = 1 << 16  # bytes up to which several tensors travel as one message: a copy is cheaper than a message
+_CHUNK = 1 << 16  # elements summed at once in fp32, so that the fp32 copy stays in the processor's cache
+_LINE = 64  # bytes to which tensors in one message are aligned
+_NUMBER_BITS, _KIND_BITS = 12, 19  # of a message's tag, which has 31 bits in gloo
+_PACKED = 1 << 16  # bytes up to which several tensors are sent as one message: a copy is cheaper than a message
 
 
 class GlooCommunicator(Communicator):
     """Exchanges over gloo's point-to-point messages.
 
-    Sums are taken in rank order on every rank, so that all stages give the same bits at any world size. Messages of
-    different collectives carry different tags; a pair of ranks may have several in flight.
+    Every rank adds in rank order, so that all stages give the same bits at any world size: a sum in order of arrival
+    would round differently. Messages of different collectives have different tags; a pair of ranks may have several in
+    flight.
     """
 
     def __init__(self, transport: DryTransport) -> None:
@@ -37,20 +38,25 @@ class GlooCommunicator(Communicator):
         return self._second
 
     def _next_tag(self, op: str, tag: str, nbytes: int, key: int = 0) -> int:
-        """Return the tag of the messages of one collective: its number, and what it is. Messages of different
-        collectives never meet, so that ranks that part wait for each other instead of taking one for the other."""
+        """Return the tag of one collective's messages: its number, and a hash of its kind and size.
+
+        Messages of different collectives never match. So ranks that diverge wait for each other, and the watchdog
+        explains it; they do not exchange wrong data.
+        """
         if self._half is not None:
-            self._half.gather()  # its number is the same on all ranks, whether or not a rank has waited for it by now
+            # Ranks may wait for the all-reduce at different times, but its second half must get the same number on all
+            # of them. So it is launched before the next collective, at the latest.
+            self._half.gather()
         self._number = (self._number + 1) % (1 << _NUMBER_BITS)
         kind = zlib.crc32(f"{op} {tag} {nbytes} {key}".encode()) >> (32 - _KIND_BITS)
         return kind << _NUMBER_BITS | self._number
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
-        # Two terms have one sum, whatever their order, so at two ranks gloo's own algorithm gives the bits of the
-        # exchange (not in 16 bits, where the exchange divides before it rounds). Lengths that cannot be cut in
-        # equal parts take it as well: only small tensors have such.
-        cut = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
-        if not cut or (self.world_size == 2 and tensor.dtype not in HALF):
+        # The sum of two terms does not depend on their order. So at two ranks gloo's own algorithm gives the same bits
+        # as the exchange, except in 16 bits, where the exchange divides before it rounds. Lengths that cannot be
+        # divided into equal parts use it too: only small tensors have them.
+        divisible = tensor.dim() == 1 and tensor.numel() % self.world_size == 0
+        if not divisible or (self.world_size == 2 and tensor.dtype not in HALF):
             return Pending((self.transport.all_reduce(tensor),), (tensor,), lambda: divide(tensor, divisor))
         scattered = self._reduce_scatter(tensor, tag, divisor, tensor.dtype)
 
@@ -62,13 +68,14 @@ class GlooCommunicator(Communicator):
         return self._half
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
-        sent = full.cpu()  # gloo's messages live on the host; a no-op for CPU tensors
+        sent = full.cpu()  # gloo sends from host memory; this copies nothing for CPU tensors
         received = {peer: empty(full.numel() // self.world_size, full.dtype, sent) for peer in self._peers}
         number = self._next_tag("reduce_scatter", tag, full.numel() * full.element_size())
         works = [self.transport.receive(received[peer], peer, number) for peer in self._peers]
         works += [self.transport.send(self.part(sent, peer), peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
+            # The first received tensor is written to no more: the sum goes there, which saves an allocation.
             out = received[1 if self.rank == 0 else 0]
             if dtype != full.dtype:
                 out = empty(out.numel(), torch.float32 if full.dtype in HALF else full.dtype, sent)
@@ -118,7 +125,7 @@ class GlooCommunicator(Communicator):
         return Pending(works, (*fulls, *shards), finish)
 
     def _gather_packed(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], number: int) -> Pending:
-        """All tensors in one message per pair of ranks, with the tag ``number``."""
+        """Send all tensors in one message for each pair of ranks, with the tag ``number``."""
         starts, total = places_in_pack(shards)
         device = shards[0].device
         rows = empty(self.world_size * total, torch.uint8, shards[0], "cpu").view(self.world_size, total)
@@ -141,8 +148,10 @@ class GlooCommunicator(Communicator):
 
 
 class _TwoHalves(Pending):
-    """An all-reduce of ``tensor`` of which ``scattered``, the sum of ``part``, is on its way. The gather follows with
-    :meth:`gather`, or when it is waited for."""
+    """An all-reduce of ``tensor`` in two halves: ``scattered`` is in flight and gives the sum of ``part``.
+
+    The all-gather follows at :meth:`gather`, or when the result is waited for.
+    """
 
     def __init__(
         self, scattered: Pending, tensor: torch.Tensor, part: torch.Tensor, gather: Callable[[], Pending]
@@ -152,7 +161,7 @@ class _TwoHalves(Pending):
         self._gathered: Pending | None = None
 
     def gather(self) -> None:
-        """Launch the second half, once, when the first has arrived."""
+        """Launch the all-gather, once, when the reduce-scatter has arrived."""
         if self._gathered is None:
             self._part.copy_(self._scattered.wait())
             self._gathered = self._launch()
@@ -170,7 +179,7 @@ class _TwoHalves(Pending):
 
 
 def places_in_pack(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Return where each tensor begins in a row of bytes, at multiples of 64, and how long that row is."""
+    """Return where each tensor begins in a row of bytes, at multiples of 64, and the length of the row."""
     starts, total = [], 0
     for tensor in tensors:
         starts.append(total)
@@ -179,23 +188,25 @@ def places_in_pack(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def pack(row: torch.Tensor, tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-    """Copy ``tensors`` into ``row``, uint8, at ``starts``."""
+    """Copy ``tensors`` into ``row`` (uint8) at the offsets ``starts``."""
     for tensor, start in zip(tensors, starts, strict=True):
         row.narrow(0, start, tensor.numel() * tensor.element_size()).view(tensor.dtype).copy_(tensor)
 
 
 def mean_in_order(parts: list[torch.Tensor], divisor: float, out: torch.Tensor) -> torch.Tensor:
-    """The sum of ``parts`` from rank 0 upwards, divided, in ``out``, which may be one of them if it has their dtype.
+    """Add ``parts`` from rank 0 upwards, divide, and write into ``out``, which may be one of them if it has their
+    dtype.
 
-    16-bit parts are summed and divided in fp32, a chunk at a time, and rounded once, to ``out``'s dtype.
+    16-bit parts are added and divided in fp32, a chunk at a time, and rounded once, to the dtype of ``out``.
     """
     if parts[0].dtype not in HALF:
+        # `out` may be the memory of the first or second part: both are read in this first addition.
         torch.add(parts[0], parts[1], out=out)
         for part in parts[2:]:
             out.add_(part)
         return divide(out, divisor)
     starts = range(0, out.numel(), _CHUNK)
-    for start in starts[:1] if is_fake(out) else starts:  # without values one chunk is as good as all
+    for start in starts[:1] if is_fake(out) else starts:  # a dry run has no values: one chunk shows the memory
         total = tag_memory(parts[0][start : start + _CHUNK].float(), BUCKETS)
         for part in parts[1:]:
             total.add_(part[start : start + _CHUNK])

@@ -19,12 +19,15 @@ from zerolite.comm.store_barrier import StoreBarrier
 
 _TAG = 1
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
-"""How many there have been over each group, by purpose; the same on all its ranks."""
+"""Number of HostGroups made over each group so far, by purpose; the same on all its ranks."""
 
 
 class HostGroup:
-    """All methods are called on all ranks of ``comm``, in the same order; the first one is making it. It neither waits
-    for the device nor gets in the way of what is in flight."""
+    """Exchange of Python objects on the host between the ranks of ``comm``.
+
+    All methods, and the constructor, are called on all ranks of ``comm`` in the same order. They do not wait for the
+    device, and do not disturb collectives in flight.
+    """
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size
@@ -33,20 +36,21 @@ class HostGroup:
         self._alone = comm.group is None or comm.world_size == 1
         self.global_rank = comm.rank if self._alone else self._members[comm.rank]
         self._group: dist.ProcessGroup | None = None
-        self._meetings = 0
+        self._barriers = 0
         self._key = ""
         if comm.group is not None and not self._alone:
             made = _made.setdefault(comm.group, {})
             made[purpose] = made.get(purpose, 0) + 1
             ranks = zlib.crc32(repr(self._members).encode())
             key = f"zerolite/{purpose}/{ranks}/{made[purpose]}"
-            # A store may outlive a process group, and have the keys of one before: every rank comes once for each.
+            # The launcher's store outlives process groups, so it may have keys of an earlier one. Every rank adds one
+            # for each group: after world_size additions all ranks are in the next round and get fresh keys.
             tickets = _get_default_store().add(f"{key}/made", 1)
             self._key = f"{key}/{(tickets - 1) // self.world_size}"
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group, which all ranks make together when they first ask for it; None where there is one process."""
+        """The gloo group, which all ranks make together when they first ask for it; None in a job of one process."""
         if self._group is None and not self._alone:
             if self._comm.group is None:
                 raise RuntimeError(
@@ -62,10 +66,16 @@ class HostGroup:
         return self._alone or dist.is_initialized()
 
     def barrier(self, timeout_s: float, what: str) -> None:
-        """Wait until all ranks are here. Raises RuntimeError on all that are after ``timeout_s`` seconds, which says
-        who is missing from ``what``. It goes through the store of the rendezvous, where a missing rank hinders
-        no other. A rank that comes when the others have given up, or has left out a call of theirs, waits for them at
-        their next one."""
+        """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, on all that have come, naming
+        the others.
+
+        It uses the rendezvous store, where a missing rank blocks no other. A rank that comes after the others have
+        given up, or that has skipped one of their calls, waits for them at their next call.
+
+        Args:
+            timeout_s: seconds to wait.
+            what: the call that all ranks make; the message begins with it.
+        """
 
         def too_late(missing: list[int]) -> str:
             return (
@@ -77,47 +87,51 @@ class HostGroup:
         if self._alone:
             return
         met = False
+        # False: the others had given up on this call before this rank came. Join their next one.
         while not met:
-            self._meetings += 1
-            met = self._barrier(self._meetings, what).wait(timeout_s, too_late)
-        if self._meetings > 1:  # all ranks have left the one before
-            self._barrier(self._meetings - 1, what).clean()
+            self._barriers += 1
+            met = self._barrier(self._barriers, what).wait(timeout_s, too_late)
+        if self._barriers > 1:  # all ranks are here, so all have left the barrier before: its keys can go
+            self._barrier(self._barriers - 1, what).clean()
 
     def _barrier(self, number: int, what: str) -> StoreBarrier:
         store = dist.PrefixStore(f"{self._key}/{number}", _get_default_store())
         return StoreBarrier(store, self.global_rank, self._members, what)
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's ``value``, in rank order."""
+        """Return every rank's ``value``, in rank order."""
         group = self.group
         return [value] if group is None else gather_objects(value, group)
 
     def broadcast(self, value: object, source: int) -> Any:
-        """Rank ``source``'s ``value``."""
+        """Return rank ``source``'s ``value``."""
         group = self.group
         return value if group is None else broadcast_object(value, source, group)
 
 
 class HostLinks:
-    """Objects from one rank of ``comm`` to another. Made on all of them, in the same order; every :meth:`send` needs a
-    :meth:`receive` there."""
+    """Objects from one rank of ``comm`` to another.
+
+    It is made on all ranks of ``comm``, in the same order. Every :meth:`send` needs a :meth:`receive` on the other
+    rank.
+    """
 
     def __init__(self, comm: Communicator, purpose: str) -> None:
         assert comm.group is not None
         on_host = torch.device("cpu") in comm.group._device_types
-        # Messages with a tag of their own do not meet others of the same group.
+        # The same gloo group may carry other messages; these have a tag of their own, so that they do not match those.
         self._group = comm.group if on_host else second_group(comm.group, "gloo", purpose)
         self._ranks = comm.members()
-        self._sent: list[tuple[Any, torch.Tensor]] = []  # works, and what they need alive
+        self._sent: list[tuple[Any, torch.Tensor]] = []  # works, and the tensors that they read
 
     def send(self, value: object, rank: int) -> None:
-        """Send ``value`` to ``rank``, and wait for nothing."""
+        """Send ``value`` to ``rank`` without waiting."""
         packed = to_tensor(value)
         for tensor in (torch.tensor([packed.numel()], device="cpu"), packed):
             self._sent.append((dist.isend(tensor, self._ranks[rank], group=self._group, tag=_TAG), tensor))
 
     def receive(self, rank: int) -> Any:
-        """Return what ``rank`` sends next."""
+        """Return the next object that ``rank`` sends."""
         with blocked(("receive", "object", 0, None, 0)):
             length = torch.empty(1, dtype=torch.int64, device="cpu")
             dist.recv(length, self._ranks[rank], group=self._group, tag=_TAG)
@@ -126,7 +140,7 @@ class HostLinks:
         return from_tensor(packed, packed.numel())
 
     def finish(self) -> None:
-        """Wait until all that was sent has been received."""
+        """Wait until all sent objects have been received."""
         sent, self._sent = self._sent, []
         for work, _ in sent:
             work.wait()

@@ -36,43 +36,53 @@ def _gather(value: object, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _place() -> str:
-    """Equal for two processes if they see the same host and the same /dev/shm; empty if there is none."""
+    """Return a text that is equal for two processes if they share a host and its /dev/shm; "" if there is none."""
     if os.environ.get("ZEROLITE_SHARED_MEMORY", "1") == "0" or not os.access(_DIRECTORY, os.W_OK):
         return ""
     boot = ""
     with contextlib.suppress(OSError):
+        # Two machines may have the same host name, but not the same boot id.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     directory = _DIRECTORY.stat()
     return f"{socket.gethostname()}/{boot}/{directory.st_dev}"
 
 
 class HostMemory:
-    """Three regions per rank, mapped by all ranks of a group on one host and used in turn; they grow to the largest
-    tensor asked for."""
+    """Three regions for each rank, mapped by all ranks of a group on one host and used in turn.
+
+    They grow to the largest tensor asked for.
+    """
 
     REGIONS = 3
 
     def __init__(self, share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]], rank: int) -> None:
-        """share_memory: see :class:`~zerolite.comm.transport.DryTransport`."""
+        """
+        Args:
+            share_memory: see :class:`~zerolite.comm.transport.DryTransport`.
+            rank: this rank.
+        """
         self._share_memory: Callable[[int, torch.Tensor], list[torch.Tensor]] | None = share_memory
         self._rank = rank
         self._bytes = 0
         self.maps: list[torch.Tensor] = []  # one per rank, uint8 [REGIONS * bytes]
-        self.exhausted = False  # a request was refused; from then on regions no longer follow each other in turn
+        self.exhausted = False  # a request was refused; from then on some collectives use no region
 
     def close(self) -> None:
-        """Let go of the group and the memory."""
+        """Drop the group and the memory."""
         self._share_memory, self.maps, self._bytes, self.exhausted = None, [], 0, True
 
     def holds(self, nbytes: int) -> bool:
-        """True if regions are that large already; the same answer on all ranks."""
+        """True if the regions are that large already; the same answer on all ranks."""
         return nbytes <= self._bytes
 
     def regions(self, turn: int, nbytes: int, like: torch.Tensor) -> list[torch.Tensor] | None:
-        """Region ``turn`` (modulo their number) of every rank, by rank, as tensors uint8 [nbytes]; None if there is
-        no memory for them. ``like``: a tensor of those that they are for.
+        """Return region ``turn`` (modulo their number) of every rank, as uint8 [nbytes] by rank; None if there is no
+        memory.
 
-        Called on all ranks in the same order with the same arguments; all get regions or none does.
+        Called on all ranks in the same order with the same arguments; all ranks get regions or none does.
+
+        Args:
+            like: a tensor that will be copied there.
         """
         if nbytes > self._bytes and not self._grow(nbytes, like):
             return None
@@ -80,7 +90,7 @@ class HostMemory:
         return [mapped.narrow(0, start, nbytes) for mapped in self.maps]
 
     def own_region(self, turn: int, nbytes: int) -> torch.Tensor | None:
-        """This rank's region ``turn``, if it is large enough already. Called by one rank alone."""
+        """Return this rank's region ``turn``, if it is large enough already. May be called by one rank alone."""
         if nbytes > self._bytes:
             return None
         return self.maps[self._rank].narrow(0, turn % self.REGIONS * self._bytes, nbytes)
@@ -98,9 +108,12 @@ class HostMemory:
 
 
 def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Memory of every rank of ``group``, mapped here, as uint8 [nbytes] by rank; nothing, on all ranks, if there is no
-    room. The files behind it are unlinked as soon as all ranks have mapped them, so that nothing outlives the
-    processes. Called on all ranks of ``group``."""
+    """Map ``nbytes`` of memory of every rank of ``group``: uint8 [nbytes] by rank; an empty list on all ranks if there
+    is no room.
+
+    The files behind it are removed as soon as all ranks have mapped them, so that nothing is left when the processes
+    end, however they end. Called on all ranks of ``group``.
+    """
     path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         created = _create(path, nbytes)
@@ -116,24 +129,27 @@ def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
                 )
             return []
         maps = _map_all(paths, nbytes)
-        mapped = _gather(bool(maps), group)  # also: all ranks have mapped what they can
+        mapped = _gather(bool(maps), group)  # also a barrier: only now may the files be removed
         return maps if all(mapped) else []
     finally:
         path.unlink(missing_ok=True)
 
 
 def _map_all(paths: list[str], size: int) -> list[torch.Tensor]:
-    """The files as tensors [size] of bytes; none if one of them cannot be mapped."""
+    """Map the files as uint8 [size]; an empty list if one of them cannot be mapped."""
     try:
-        with torch.inference_mode(False):  # the first collective may be an evaluation's; training goes on with these
+        # The first collective may be in an evaluation under inference_mode, but training writes to these tensors later.
+        with torch.inference_mode(False):
             return [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
     except (OSError, RuntimeError):
         return []
 
 
 def _create(path: Path, size: int) -> bool:
-    """Make a file of ``size`` bytes whose pages are reserved, so that writing to it cannot fail later. False if
-    there is no room."""
+    """Make a file of ``size`` bytes. Returns False if there is no room.
+
+    Its pages are reserved now: without this, a write to a page that does not fit would kill the process with SIGBUS.
+    """
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except OSError:

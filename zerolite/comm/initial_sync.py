@@ -9,15 +9,18 @@ import torch
 from zerolite.comm import Communicator
 from zerolite.utils.accelerator import HostRead, is_fake
 
-_ROW = 1 << 14  # words that have factors of their own
+_ROW = 1 << 14  # words of a row; each has a factor of its own
 _OTHER = 0x5851F42D4C957F2C
-_ROWS = {"cpu": 4}  # hashed at once: what a core's cache holds; elsewhere what keeps a device busy
-_WORDS = (torch.int32, torch.int16, torch.uint8)  # the widest that divides a tensor is taken
+_ROWS = {"cpu": 4}  # rows hashed at once: on the CPU as many as a core's cache holds
+_WORDS = (torch.int32, torch.int16, torch.uint8)  # the widest that divides a tensor is used
 
 
 def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A 64-bit hash of the bytes of ``tensor`` in logical order, 0-dim int64 on ``device`` (default: the tensor's),
-    where it is computed, part by part. Equal tensors have equal hashes, and so have tensors without memory."""
+    """Return a 64-bit hash of the bytes of ``tensor`` in logical order: int64, 0-dim, on ``device``.
+
+    It is computed on ``device`` (default: the tensor's), part by part. Equal tensors have equal hashes; tensors without
+    memory have the hash 0.
+    """
     device = device or tensor.device
     if tensor.numel() == 0 or is_fake(tensor):
         return torch.zeros((), dtype=torch.int64, device=device)
@@ -58,7 +61,7 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _odd(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers of 64 bits for the places from 0 on (splitmix64's mixing of a counter)."""
+    """Return 64-bit odd numbers, one for each index (splitmix64's mixing of a counter)."""
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -66,11 +69,14 @@ def _odd(count: int, device: torch.device) -> torch.Tensor:
 
 
 def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device) -> list[bool]:
-    """Return for each tensor whether its bytes differ between ranks: one small all-reduce. Called on all ranks with as
-    many tensors."""
+    """Return for each tensor True if its bytes differ between ranks, by one small all-reduce.
+
+    Called on all ranks with as many tensors.
+    """
     if comm.world_size == 1 or not tensors:
         return [False] * len(tensors)
     hashes = torch.stack([content_hash(tensor, device) for tensor in tensors])
+    # One maximum of h and ~h: ~ reverses the order of integers, so this gives the largest and the smallest hash.
     extremes = torch.cat([hashes, ~hashes])
     comm.all_reduce_max(extremes, tag="initial_sync")
     largest, smallest = extremes[: len(tensors)], ~extremes[len(tensors) :]
@@ -78,7 +84,7 @@ def differing(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch
 
 
 def synchronize_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, device: torch.device, tag: str) -> None:
-    """Overwrite with rank 0's values those of ``tensors`` that differ. Called on all ranks with the same shapes."""
+    """Overwrite those of ``tensors`` that differ with rank 0's values. Called on all ranks with the same shapes."""
     for tensor, different in zip(tensors, differing(tensors, comm, device), strict=True):
         if different:
             broadcast_into(tensor, comm, device, tag)
@@ -86,9 +92,10 @@ def synchronize_tensors(tensors: Sequence[torch.Tensor], comm: Communicator, dev
 
 @torch.no_grad()
 def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.device, tag: str, source: int = 0) -> None:
-    """Rank ``source``'s values into ``tensor``, whatever its strides, dtype and device."""
+    """Copy rank ``source``'s values into ``tensor``, of any strides, dtype and device."""
     if tensor.numel() == 0:
         return
+    # Send bytes: not every backend knows every dtype.
     sent = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
     comm.broadcast(sent.view(torch.uint8) if sent.dim() else sent.reshape(1).view(torch.uint8), tag, source)
     tensor.copy_(sent)
@@ -98,7 +105,7 @@ def broadcast_into(tensor: torch.Tensor, comm: Communicator, device: torch.devic
 def broadcast_together(
     tensors: Iterable[torch.Tensor], comm: Communicator, device: torch.device, tag: str, source: int = 0
 ) -> None:
-    """The same for several tensors, in one collective for each dtype."""
+    """Do the same for several tensors, in one collective for each dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors if comm.world_size > 1 else ():
         if tensor.numel():

@@ -13,14 +13,14 @@ from zerolite.comm.transport import DryTransport
 class NullCommunicator(Communicator):
     """One rank of ``world_size``, alone: every collective returns at once, and is recorded as if it had happened.
 
-    Nothing is right in the numbers: the other ranks are taken for copies of this one, so that values stay finite and
-    losses differ from step to step. ``all_gather`` and ``broadcast`` leave their tensors as they are. (What a rank
-    allocates and copies for its collectives is left out: see :func:`~zerolite.comm.create.dry_communicator`.)
+    The numbers are wrong: the other ranks are taken for copies of this one, so that values stay finite and losses
+    change from step to step. ``all_gather`` and ``broadcast`` leave their tensors unchanged. Memory and copies of real
+    collectives are left out, see :func:`~zerolite.comm.create.dry_communicator`.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(DryTransport(rank, world_size))
-        self.peers_agree = False  # they are asked all the same: that is part of what is measured
+        self.peers_agree = False  # comparisons between ranks run too: their cost is part of the measurement
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         return done(divide(tensor, divisor / self.world_size))

@@ -1,10 +1,10 @@
 """Broadcast and gather of Python objects, without numpy, which torch's own functions need.
 
-Plain data is sent as JSON. Everything else is pickled, and signed with the secret of the job, if it has one, so that no
-pickle from outside the job is loaded.
+Plain data is sent as JSON. Other objects are pickled and signed with the secret of the job, if it has one: unpickling
+executes code, so a pickle from outside the job must not be loaded.
 
-All objects between ranks go through here, most of them by :class:`~zerolite.comm.HostGroup`.
-The watchdog does not time these: they are used by threads too, and where ranks may take long, as in saving.
+All objects between ranks go through here, most of them by :class:`~zerolite.comm.HostGroup`. The watchdog does not time
+these calls: threads use them too, and in a save ranks may take long.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNATURE = hashlib.sha256().digest_size  # bytes
 
 
 def pack(value: object) -> bytes:
-    """``value`` for :func:`unpack` on another rank."""
+    """Return ``value`` as bytes that :func:`unpack` reads on another rank."""
     if _is_plain(value):
         return _JSON + json.dumps(value).encode()
     pickled = pickle.dumps(value)
@@ -36,7 +36,8 @@ def pack(value: object) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """The inverse of :func:`pack`. Raises RuntimeError for what no rank of this job has packed."""
+    """Return the value of bytes from :func:`pack`. Raises RuntimeError for bytes that no rank of this job has
+    packed."""
     kind, content = packed[:1], packed[1:]
     if kind == _JSON:
         return json.loads(content)
@@ -64,9 +65,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def gather_objects(value: object, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's ``value``, in rank order. group: of gloo; called on all its ranks."""
+    """Return every rank's ``value``, in rank order. Called on all ranks of ``group``, which is a gloo group."""
     own = to_tensor(value)
     world_size = dist.get_world_size(group)
+    # Gloo gathers equal lengths only: first all lengths, then the bytes, padded to the longest.
     lengths = _gather(torch.tensor([own.numel()], device="cpu"), world_size, group).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: own.numel()] = own
@@ -75,7 +77,8 @@ def gather_objects(value: object, group: dist.ProcessGroup) -> list[Any]:
 
 
 def broadcast_object(value: object, source: int, group: dist.ProcessGroup) -> Any:
-    """Rank ``source``'s ``value``; that of others is ignored. group: of gloo; called on all its ranks."""
+    """Return rank ``source``'s ``value``; other ranks' values are ignored. Called on all ranks of ``group``, a gloo
+    group."""
     is_source = dist.get_rank(group) == source
     own = to_tensor(value) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = torch.tensor([own.numel()], device="cpu")
@@ -97,18 +100,20 @@ def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> N
 
 
 def to_tensor(value: object) -> torch.Tensor:
-    """The bytes of :func:`pack`, uint8 on the host."""
+    """Return the bytes of :func:`pack` as uint8 on the host."""
     return torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
 
 
 def from_tensor(row: torch.Tensor, length: int) -> Any:
-    """The inverse of :func:`to_tensor`, whose result are the first ``length`` bytes of ``row``."""
+    """Return the value in the first ``length`` bytes of ``row``: the inverse of :func:`to_tensor`."""
     return unpack(ctypes.string_at(row.data_ptr(), length))
 
 
 def read_objects_without_numpy() -> None:
-    """Let torch's own object collectives, which torch.distributed.checkpoint calls, run where numpy is not installed:
-    they read the bytes of a tensor through it, and through nothing else. Called before each of them; cheap."""
+    """Let torch's own object collectives run without numpy; torch.distributed.checkpoint calls them.
+
+    torch uses numpy only to read the bytes of a tensor. Called before each of these collectives; cheap.
+    """
     try:
         torch.empty(0, device="cpu").numpy()
     except RuntimeError:

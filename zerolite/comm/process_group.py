@@ -30,7 +30,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _started_here = False
 _AVOID_RECORD_STREAMS = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-_gloo_kept_here = False  # whether this module has chosen gloo's interface, not the user
+_gloo_kept_here = False  # this module has chosen gloo's interface, not the user
 
 
 class _Closable(Protocol):
@@ -41,23 +41,23 @@ _users: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def keep_track(user: _Closable) -> None:
-    """``user.close()`` will be called before the process group is destroyed. Not kept alive."""
+    """Call ``user.close()`` before the process group is destroyed. It is not kept alive."""
     _users.add(user)
 
 
-SECOND_GROUP = "zerolite second group"  # the description of the groups that second_group makes
-GATHERS = "gathers"  # what a second group is for, unless it says otherwise
+SECOND_GROUP = "zerolite second group"  # description of the groups that second_group makes
+GATHERS = "gathers"  # default purpose of a second group
 _second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = GATHERS) -> dist.ProcessGroup:
-    """A process group of ``parent``'s ranks, with its timeout, of one ``backend`` (a name such as "gloo").
+    """Return a process group of ``parent``'s ranks, with its timeout and one ``backend`` (a name such as "gloo").
 
-    The same one at every call with the same ``purpose``: it is kept as long as ``parent``, since ending a group may
-    wait for other ranks, and it is unknown when they would collect the engine that used it. Called on all ranks of
-    ``parent``, in the order of their collectives.
+    Every call with the same ``purpose`` returns the same group. It lives as long as ``parent``: the end of a group may
+    wait for other ranks, and Python may collect the engine that used it at different times on different ranks. Called
+    on all ranks of ``parent``, in the order of their collectives.
     """
     known = _second_groups.setdefault(parent, {})
     key = (backend, purpose)
@@ -70,10 +70,10 @@ def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = GATHERS
 
 
 def group_options(backend: str, purpose: str, timeout: timedelta) -> Any:
-    """Options of the process group that :func:`second_group` makes, or None for torch's own.
+    """Return the options of the process group that :func:`second_group` makes; None for torch's own.
 
-    The gathers of NCCL run on a stream of high priority. The next layer waits for them, while their blocks compete with
-    those of the layer under way, which fill the device. Nothing waits for reductions that soon.
+    NCCL's gathers run on a stream of high priority. The next layer waits for them, while they compete with the kernels
+    of the current layer, which fill the device. Nothing waits for reductions that soon.
     """
     if backend != "nccl" or purpose != GATHERS:
         return None
@@ -83,16 +83,21 @@ def group_options(backend: str, purpose: str, timeout: timedelta) -> Any:
 
 
 def new_group_within(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A process group of some of ``parent``'s ranks (numbers among all processes), with its timeout and backend; None
-    on
-    the others. Called on all ranks of ``parent``, in the order of their collectives."""
+    """Return a process group of some of ``parent``'s ranks (global), with its timeout and backend; None on other ranks.
+
+    Called on all ranks of ``parent``, in the order of their collectives.
+    """
     with blocked(("new_group", "stages", len(ranks), None, 0)):
         return _new_group_within(parent, list(ranks), None, None)
 
 
 def _new_group_within(parent: dist.ProcessGroup, ranks: list[int], backend: str | None, options: object) -> Any:
-    """torch calls a group that its members alone make by a hash of their ranks and of how many groups a rank has, and
-    waits for ever where they have different numbers: so the largest one is agreed on, and the rest is made up."""
+    """Make a group without ranks outside of ``parent``.
+
+    torch names such a group by a hash of its ranks and the number of groups that this rank has made. If the numbers
+    differ, ranks look for different names and wait for ever. So all ranks first agree on the largest number, and fill
+    up their own with placeholders.
+    """
     everywhere = len(dist.get_process_group_ranks(parent)) == dist.get_world_size()
     if everywhere and len(ranks) == dist.get_world_size():
         return dist.new_group(ranks, timeout_of(parent), backend, options, group_desc=SECOND_GROUP)
@@ -128,11 +133,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def nccl_environment(torch_version: TorchVersion, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that NCCL's process groups of this torch need and ``env`` does not set.
+    """Return the variables that NCCL's process groups of this torch need and ``env`` does not set.
 
-    Before 2.8, torch lets the caching allocator hold memory that a collective has used until the communication stream
-    has passed an event, which makes the peak depend on timing. With the variable, as in later versions by default, the
-    tensors are kept until the collective has been waited for; zerolite keeps them that long itself.
+    Before 2.8 torch marks tensors of a collective with record_stream: the allocator reuses their memory only after an
+    event, so the peak depends on timing. With this variable, the default in later versions, torch keeps the tensors
+    until the collective has been waited for. zerolite keeps them that long itself.
     """
     old = torch_version < "2.8" and _AVOID_RECORD_STREAMS not in env
     return {_AVOID_RECORD_STREAMS: "1"} if old else {}
@@ -145,28 +150,35 @@ def init_distributed(
     world_size: int | None = None,
     timeout: timedelta | float | None = None,
 ) -> None:
-    """Start torch.distributed; harmless if it runs already.
+    """Start torch.distributed; harmless if it runs already. Called on all ranks; ``zerolite.initialize`` calls it
+    first.
 
-    With ``init_method`` (``env://``, ``tcp://host:port``, ``file:///path``) and, for tcp and file, ``rank`` and
-    ``world_size``: as ``torch.distributed.init_process_group``. With nothing given: from the environment of torchrun,
-    mpirun or srun, or else as one process on its own, without any port. ``backend`` defaults to NCCL for CUDA tensors
-    (gloo beside it for CPU tensors) where CUDA is usable, and to gloo elsewhere. ``timeout`` is a timedelta or
-    seconds, 30 minutes by default: how long ranks wait for each other, here (rank 0 may have data to load first) and
-    in each collective.
+    Without arguments it reads the environment of torchrun, mpirun or srun; without such an environment it starts as a
+    single process, without any port.
 
-    Raises ValueError for arguments or variables that are incomplete or contradict each other; RuntimeError, on all
-    ranks that have come, if others do not come in time (they are named; a warning does so after 30 s and then every
-    minute), if two processes have the same rank, if they differ in ``world_size``, or if rank 0 cannot be reached.
-    Called on all ranks; ``zerolite.initialize`` calls it first.
+    Args:
+        backend: default: NCCL for CUDA tensors (and gloo for CPU tensors) if CUDA is usable, else gloo.
+        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``, as in
+            ``torch.distributed.init_process_group``.
+        rank: for tcp and file.
+        world_size: for tcp and file.
+        timeout: timedelta or seconds, default 30 minutes: how long ranks wait for each other, here (rank 0 may have
+            data to load first) and in each collective.
+
+    Raises:
+        ValueError: arguments or variables are incomplete or contradict each other.
+        RuntimeError: on all ranks that have come: other ranks do not come in time (they are named; a warning does so
+            after 30 s and then every minute), two processes have the same rank, they differ in ``world_size``, or rank
+            0 cannot be reached.
     """
     global _started_here
     if dist.is_initialized() or not machine().joins_jobs:
         return
     if not dist.is_available():
         raise RuntimeError("init_distributed: this build of torch has no torch.distributed; install one that has it")
-    # Its functions take the default group as a default argument, evaluated at import; torch imports it by the way
-    # with the first optimizer. Imported before there is a group, it cannot keep that group and its threads alive
-    # after destroy().
+    # The functions of this module have the default group as a default argument, evaluated at import. torch imports it
+    # with the first optimizer. Import it now, before there is a group: later it would keep the group and its threads
+    # alive after destroy().
     importlib.import_module("torch.distributed.nn.functional")
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
@@ -185,27 +197,29 @@ def init_distributed(
 
 
 def destroy() -> None:
-    """End what :func:`init_distributed` started: process groups, their threads, their sockets. Called on all ranks,
-    after the last step. A group that the caller started themselves is left alone. Waits for checkpoints that are being
-    saved in the background, and raises CheckpointError if that goes wrong."""
+    """End everything that :func:`init_distributed` started: process groups, their threads, their sockets.
+
+    Called on all ranks, after the last step. A group that the caller started is left alone. It waits for checkpoints
+    that are being saved in the background, and raises CheckpointError if one fails.
+    """
     global _started_here, _gloo_kept_here
     failed: Exception | None = None
     if _started_here and dist.is_initialized():
         for user in list(_users):
             try:
                 user.close()
-            except Exception as error:  # of a save in the background: the group ends all the same
+            except Exception as error:  # a save in the background has failed: the group ends nevertheless
                 failed = error
         _second_groups.clear()
         backends = _cpu_backends()
         dist.destroy_process_group()
-        # A backend waits for its threads, and a thread that drops its last tensor waits for Python's lock. A backend
-        # that ends here lets go of the lock. Within a group of torch 2.6 it does not, and would wait for ever.
+        # The destructor of a backend waits for its threads, and a thread that frees its last tensor waits for the GIL.
+        # Here the destructor releases the GIL. If the group freed it, in torch 2.6, it would not, and wait for ever.
         del backends
         if _gloo_kept_here:  # another group may reach other machines
             os.environ.pop(GLOO_VARIABLE, None)
             _gloo_kept_here = False
-        gc.collect()  # engines are cycles; what is left of them holds the group, whose threads end with it
+        gc.collect()  # engines are reference cycles that hold the group, and its threads end only with the group
     _started_here = False
     if failed is not None:
         raise failed
@@ -219,7 +233,7 @@ def _cpu_backends() -> list[object]:
 
 
 def local_rank(env: Mapping[str, str] | None = None) -> int:
-    """This process's place on its host, as its launcher says it; the rank where none does (one host)."""
+    """Return this process's number on its host, from its launcher; its rank if no launcher says it (one host)."""
     found = find_local_rank(os.environ if env is None else env)
     if found is not None:
         return found
@@ -261,9 +275,12 @@ def _start(backend: str, init_method: str, rank: int, world_size: int, timeout: 
 
 
 def _keep_gloo_here(host: str | None, world_size: int) -> None:
-    """Have gloo listen on the interface that leads to rank 0's host, and on the loopback interface alone where all
-    ranks are on one machine, unless the user has chosen one. It would listen on the address of the host's name, which
-    many machines take for 127.0.1.1, where no other finds them."""
+    """Let gloo listen on the interface that leads to rank 0's host, or on the loopback interface if all ranks are on
+    one host.
+
+    By default gloo listens on the address of the host's name. Many machines map their name to 127.0.1.1, where no other
+    machine can reach it. An interface that the user has chosen is kept.
+    """
     global _gloo_kept_here
     if GLOO_VARIABLE in os.environ:
         return
@@ -278,8 +295,11 @@ def _keep_gloo_here(host: str | None, world_size: int) -> None:
 
 
 def _let_gloo_wait(backend: str) -> None:
-    """Have gloo beside NCCL connect two ranks when they first speak to each other: many jobs never use it, and it would
-    connect each rank to all others. Older versions of torch do not know the variable."""
+    """Let gloo beside NCCL connect two ranks only when they first communicate.
+
+    Many jobs never use gloo, and otherwise each rank would connect to all others. Older versions of torch ignore the
+    variable.
+    """
     if "nccl" in backend:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 

@@ -10,7 +10,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 7``, ``ranks 0 and 2``, ``ranks 0-6, 9 and 11``: numbers in order, three or more in a row as a range."""
+    """Return ``rank 7``, ``ranks 0 and 2`` or ``ranks 0-6, 9 and 11``: in order, three or more in a row as a range."""
     numbers = sorted(set(ranks))
     parts: list[str] = []
     for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
@@ -21,12 +21,12 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def list_of(parts: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Return ``a``, ``a and b`` or ``a, b and c``."""
     return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
 
 
 def ranks_by_value(values: Sequence[T]) -> dict[T, list[int]]:
-    """The ranks that have each of ``values``, which are in rank order; the value of the lowest rank first."""
+    """Return the ranks that have each of ``values`` (in rank order); the value of the lowest rank comes first."""
     found: dict[T, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(value, []).append(rank)

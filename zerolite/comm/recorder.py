@@ -12,25 +12,36 @@ import torch
 from zerolite.utils.accelerator import address
 
 ALIGNMENT = 16
-"""Bytes on which NCCL wants every buffer to begin: from other addresses it takes a slow path."""
+"""Alignment of buffers in bytes: NCCL is slower for buffers at other addresses."""
 
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One logical collective, or message between two stages. ``numel`` and ``nbytes`` count the full tensors that it
-    concerns, on one rank; ``dtype`` is the first one's; ``key`` tells collectives of equal sizes apart, as in
-    :class:`~zerolite.comm.flight_recorder.Entry`."""
+    """One logical collective, or a message between two stages.
 
-    op: str  # all_reduce | reduce_scatter | all_gather | broadcast | send | receive
+    Attributes:
+        op: all_reduce, reduce_scatter, all_gather, broadcast, send or receive.
+        numel: elements of the full tensors on one rank.
+        dtype: dtype of the first tensor.
+        nbytes: bytes of the full tensors on one rank.
+        tag: its purpose: "gradients", "parameters", "stats", "initial_sync", "buffers", ...
+        tensors: tensors in this launch.
+        dimension: dimension of the grid of ranks: data, tensor, pipe, model or world.
+        ranks: number of ranks that take part.
+        key: tells collectives of equal sizes apart, see :class:`~zerolite.comm.flight_recorder.Entry`.
+        unaligned: buffers (full tensors, ranks' parts of them, shards) that do not begin on 16 bytes.
+    """
+
+    op: str
     numel: int
     dtype: torch.dtype
     nbytes: int
-    tag: str  # what it is for: "gradients", "parameters", "stats", "initial_sync", "buffers", …
-    tensors: int = 1  # how many travel in this launch
-    dimension: str = "data"  # of the grid of ranks: data | tensor | pipe | model | world
-    ranks: int = 1  # how many take part
+    tag: str
+    tensors: int = 1
+    dimension: str = "data"
+    ranks: int = 1
     key: int = 0
-    unaligned: int = 0  # how many buffers (whole tensors, ranks' parts of them, shards) do not begin on 16 bytes
+    unaligned: int = 0
 
 
 @dataclass
@@ -56,7 +67,7 @@ class Recorder:
         return dict(Counter((call.op, call.tag) for call in self.calls))
 
 
-active: list[Recorder] = []  # those that record now
+active: list[Recorder] = []  # recorders that record now
 
 
 @contextlib.contextmanager
@@ -72,7 +83,7 @@ def record() -> Iterator[Recorder]:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Inside, collectives are none of a recorder that is active outside: those of a dry run."""
+    """Context whose collectives are not recorded by recorders outside of it: those of a dry run."""
     outside, active[:] = active[:], []
     try:
         yield
@@ -81,7 +92,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks: int = 1, key: int = 0) -> None:
-    """Record a collective; called by the communicator, once per logical collective."""
+    """Record a collective. The communicator calls this once for each logical collective."""
     if active:
         _add(op, [tensor], _unaligned(tensor, ranks if op in _DIVIDED else 1), tag, dimension, ranks, key)
 
@@ -89,7 +100,7 @@ def note(op: str, tensor: torch.Tensor, tag: str, dimension: str = "data", ranks
 def note_gather(
     fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, dimension: str, ranks: int, key: int
 ) -> None:
-    """Record a gather of several tensors; one without any element is none."""
+    """Record a gather of several tensors, unless all are empty."""
     if active and any(full.numel() for full in fulls):
         unaligned = sum(_unaligned(full, ranks) for full in fulls) + sum(_unaligned(shard, 1) for shard in shards)
         _add("all_gather", fulls, unaligned, tag, dimension, ranks, key)
@@ -110,7 +121,7 @@ _DIVIDED = ("all_gather", "reduce_scatter")
 
 
 def _unaligned(tensor: torch.Tensor, parts: int) -> int:
-    """Count those of ``parts`` equal parts of a tensor that do not begin on 16 bytes."""
+    """Count the parts of a tensor, of ``parts`` equal ones, that do not begin on 16 bytes."""
     if not tensor.numel():
         return 0
     start, length = address(tensor), tensor.numel() // parts * tensor.element_size()

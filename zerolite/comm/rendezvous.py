@@ -17,19 +17,19 @@ from zerolite.comm.store_barrier import Patience, StoreBarrier
 from zerolite.comm.store_requests import StoreSilent, in_time
 from zerolite.utils.listening import keep_store
 
-_ANSWER_S = 60.0  # for a store that listens to say that it is one
+_ANSWER_S = 60.0  # how long a process that listens at the port may take to answer as a store
 
 
 # ------------------------------------------------------------------ the store
 
-_starts: dict[str, int] = {}  # by address: how often this process has started there
+_starts: dict[str, int] = {}  # number of starts of this process, by address
 
 
 def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store at ``init_method`` (``tcp://host:port``, ``file:///path`` or what else torch knows), without waiting
-    for ranks other than the one that keeps it, and with keys of its own for each job, restart and start.
+    """Open the store at ``init_method`` (``tcp://host:port``, ``file:///path``, or any other that torch knows).
 
-    Raises RuntimeError if nothing can be reached there within ``timeout``, or rank 0 cannot listen.
+    It waits only for the rank that hosts the store. Each job, restart and start gets keys of its own. Raises
+    RuntimeError if nothing can be reached within ``timeout``, or if rank 0 cannot listen.
     """
     address = urlparse(init_method)
     if address.scheme == "tcp" and address.hostname and address.port:
@@ -56,7 +56,7 @@ def _tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Stor
 
 
 def _kept_by_agent(host: str, port: int) -> bool:
-    """True if torchrun's agent keeps the store there."""
+    """True if torchrun's agent hosts the store there."""
     here = (os.environ.get("MASTER_ADDR", "").lower(), os.environ.get("MASTER_PORT"))
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and here == (host.lower(), str(port))
 
@@ -70,12 +70,12 @@ def _make_tcp_store(host: str, port: int, keeps: bool, timeout: timedelta) -> di
         return make(host, port, is_master=False)
     try:
         return keep_store(make, host, port, torch.__version__)
-    except OSError:  # this process may keep one there already, which torch finds
+    except OSError:  # this process may host a store there already, which torch then uses (multi_tenant)
         return make(host, port, is_master=True)
 
 
 def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
-    """Connect to the store that another process keeps; wait until one does."""
+    """Connect to the store that another process hosts; wait until one does."""
     patience = Patience(timeout.total_seconds())
     while (refusal := _refusal(host, port, patience.left())) is not None:
         if patience.left() <= 0:
@@ -88,6 +88,7 @@ def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dis
         sentence = f"init_distributed: rank {rank} cannot reach rank 0 at {host}:{port} yet: {refusal}"
         patience.pause(lambda sentence=sentence: sentence)  # type: ignore[misc]
     try:
+        # If another program listens at the port, torch's handshake would wait for its answer for ever.
         return in_time(lambda: _make_tcp_store(host, port, False, timeout), min(_ANSWER_S, timeout.total_seconds()))
     except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(
@@ -111,11 +112,13 @@ def _refusal(host: str, port: int, left_s: float) -> str | None:
 def first_barrier(
     store: dist.Store, rank: int, world_size: int, timeout_s: float, what: str = "init_distributed"
 ) -> None:
-    """Wait until all ranks are here.
+    """Wait until all ranks are here. Called once for each ``store`` (its keys), on all ranks.
 
-    Raises RuntimeError on all that have come: after ``timeout_s`` seconds, with those who have not; at once, if two
-    processes say they are the same rank, or processes differ in ``world_size``. A warning names those who are missing
-    after 30 s and then once a minute. Called once for each ``store`` (its keys), on all ranks.
+    A warning names the missing ranks after 30 s and then once a minute.
+
+    Raises:
+        RuntimeError: on all ranks that have come: after ``timeout_s`` seconds, with the missing ranks; at once, if two
+            processes say they are the same rank, or if processes differ in ``world_size``.
     """
     store = dist.PrefixStore("arrival", store)
     barrier = StoreBarrier(store, rank, range(world_size), what)
@@ -152,7 +155,7 @@ def first_barrier(
 
 
 def _same_job(store: dist.Store, rank: int, world_size: int) -> str:
-    """Say who this is; return what is wrong about it, if anything is."""
+    """Register this process. Returns a sentence about what is wrong with it, or ""."""
     own = [socket.gethostname(), os.getpid()]
     known = json.loads(store.compare_set(f"process/{rank}", "", json.dumps(own)))
     if known != own:

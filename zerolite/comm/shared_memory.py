@@ -17,32 +17,42 @@ from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, tag_memory
 
-_SMALL = 4096  # elements below which sums take no turn among the large tensors
+_SMALL = 4096  # sums of fewer elements use a lane of their own, so that they need not wait for large tensors
 
 
 class _Launch(NamedTuple):
-    """Operation that a rank is about to run, as far as it must be the same on all ranks."""
+    """Operation that a rank is about to run, as far as it must be the same on all ranks.
+
+    Attributes:
+        op: such as "all_gather".
+        tag: its purpose.
+        nbytes: bytes in each region.
+        detail: hash of everything else that must be equal.
+    """
 
     op: str
     tag: str
     nbytes: int
-    detail: int = 0  # a number made of the rest that must be equal
+    detail: int = 0
 
     def ticket(self, serial: int, count: int) -> list[int]:
-        """Three numbers and their negatives: the maximum over ranks equals every rank's own only if all are equal,
-        and tells the shortest and the longest length too."""
+        """Return three numbers and their negatives.
+
+        The maximum over ranks equals every rank's own numbers only if all are equal. It also tells the shortest and
+        longest length.
+        """
         kind = zlib.crc32(f"{self.op} {self.tag} {self.detail}".encode())
         place = (serial << 32) + count
         return [place, kind, self.nbytes, -place, -kind, -self.nbytes]
 
 
 class _Lane:
-    """Collectives that take turns in one memory."""
+    """Collectives that take turns in one shared memory."""
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
         self.count = 0  # turns so far
-        self.last: Pending | None = None  # the latest, until it is finished
+        self.last: Pending | None = None  # the latest collective, until it is finished
 
     def close(self) -> None:
         self.last = None
@@ -50,15 +60,15 @@ class _Lane:
 
 
 class SharedMemoryCommunicator(GlooCommunicator):
-    """Gloo between processes of one host, with the payload in shared memory: a copy in, a fence, and a sum or copy
-    out of the peers' memory.
+    """Gloo between processes of one host, with the payload in shared memory.
 
-    It costs a quarter of the processor time of messages over the loopback interface. Where shared memory runs short
-    (a container's /dev/shm is often 64 MB) every rank falls back to messages.
+    A collective is a copy in, a fence (a small gloo all-reduce), and a sum or copy out of the peers' memory. It costs a
+    quarter of the processor time of messages over the loopback interface. If shared memory runs out (a container's
+    /dev/shm often has 64 MB), all ranks fall back to messages.
 
-    One collective of large tensors is in flight at a time: a launch waits until the one before it has arrived, and one
-    that needs larger memory than any before waits for all ranks to launch it. So a rank whose next launch others wait
-    for must not launch a second one here first: see ``Pending.arrived``.
+    One collective of large tensors is in flight at a time: a launch waits until the one before has arrived, and a
+    launch that needs larger memory than before waits for all ranks to launch it. So a rank whose next launch others
+    wait for must not launch a second one here first: see ``Pending.arrived``.
     """
 
     def __init__(self, transport: DryTransport) -> None:
@@ -75,10 +85,10 @@ class SharedMemoryCommunicator(GlooCommunicator):
     def memory(self) -> Sequence[torch.Tensor]:
         return [*self._large.memory.maps, *self._small.memory.maps]
 
-    # Who joins the fence of collective j has finished collective j - 1; so who has seen fence j - 1 knows that all
-    # have finished collective j - 2, and that what it sent from may be overwritten. With three regions in turn, the
-    # next collective's region is that of collective j - 3: always free. The region of the one after it is that of j
-    # - 2: free once fence j - 1 has been seen.
+    # Why three regions: a rank that joins the fence of collective j has finished collective j - 1. So a rank that has
+    # passed fence j - 1 knows that all ranks have finished collective j - 2, and its region may be overwritten. The
+    # region of the next collective was last used by collective j - 3: always free. The region of the one after it was
+    # last used by j - 2: free once fence j - 1 has been passed.
 
     def staging(self, numel: int, dtype: torch.dtype, ahead: int) -> torch.Tensor | None:
         lane = self._large
@@ -96,12 +106,19 @@ class SharedMemoryCommunicator(GlooCommunicator):
         copy_in: Callable[[torch.Tensor], object],
         finish: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> Pending | None:
-        """One collective: ``copy_in(own region)``, a fence, ``finish(all ranks' regions)``, which may use
-        ``tensors`` still; None if shared memory ran out. Regions are uint8 [launch.nbytes].
+        """Run one collective: ``copy_in(own region)``, a fence, ``finish(all ranks' regions)``.
 
-        Raises RuntimeError, here or when it is waited for, if another rank launches something else in this place.
+        Returns None if shared memory has run out. Raises RuntimeError, here or when it is waited for, if another rank
+        launches a different collective at this place.
+
+        Args:
+            lane: the memory.
+            launch: describes the collective; regions are uint8 [launch.nbytes].
+            tensors: tensors that ``finish`` still uses.
+            copy_in: fills this rank's region.
+            finish: makes the result.
         """
-        if not launch.nbytes:  # nothing to share, and perhaps no memory yet
+        if not launch.nbytes:  # nothing to share, and there may be no memory yet
             self._compare_now(launch, self._ticket(launch))
             return Pending((), tensors, lambda: finish([empty(0, torch.uint8, tensors[0])] * self.world_size))
         if lane.last is not None:
@@ -111,7 +128,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
             return None
         ticket = self._ticket(launch)
         if not memory.holds(nbytes):
-            # Memory is made by all ranks together: only if all are about to.
+            # All ranks make memory together, by collectives: first check that all of them launch this one.
             self._compare_now(launch, ticket)
         lane.count += 1
         regions = memory.regions(lane.count, nbytes, tensors[0])
@@ -122,7 +139,9 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
         def conclude() -> torch.Tensor:
             lane.last = None
-            lane.count -= 1  # other ranks may have taken a turn in the other lane: where they differ, none has counted
+            # If ranks differ, they may have taken turns in different lanes. Take the turn back, so that their counts
+            # stay equal for the collectives after the error.
+            lane.count -= 1
             self._compare(highest(), ticket, launch)
             lane.count += 1
             return finish(regions)
@@ -135,13 +154,13 @@ class SharedMemoryCommunicator(GlooCommunicator):
         return launch.ticket(self.transport.serial, self._launched)
 
     def _compare_now(self, launch: _Launch, ticket: list[int]) -> None:
-        """Wait until all ranks are about to launch something. Raises RuntimeError if it is not the same."""
+        """Wait until all ranks are about to launch a collective. Raises RuntimeError if they differ."""
         fence, highest = self.transport.highest(ticket)
         wait_for((fence,), (launch.op, launch.tag, launch.nbytes, torch.uint8, 0))
         self._compare(highest(), ticket, launch)
 
     def _compare(self, highest: list[int], ticket: list[int], launch: _Launch) -> None:
-        """The maximum over ranks of the tickets is this rank's: all are equal. Otherwise every rank raises."""
+        """Raise on every rank unless all tickets are equal, so that their maximum over ranks is this rank's own."""
         if highest == ticket:
             return
         shortest, longest = -highest[5], highest[2]
@@ -154,8 +173,8 @@ class SharedMemoryCommunicator(GlooCommunicator):
         )
         raise WAIT.explain(error) or error
 
-    # Everything that gloo carries here has the length of a ticket, or follows one that all ranks have sent alike: gloo
-    # aborts the process for a message that is longer than expected. (Where shared memory runs short it carries more.)
+    # gloo aborts the process if a message is longer than expected. So each of its messages here has the length of a
+    # ticket, or follows a ticket that was equal on all ranks. (If shared memory runs out, gloo carries tensors too.)
 
     def _all_reduce(self, tensor: torch.Tensor, tag: str, divisor: float) -> Pending:
         # Each rank sums everything: up to four ranks that is no more work than two halves, and needs one fence.
@@ -165,7 +184,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
         flat = tensor.view(-1)
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            if small and self.peers_agree:  # values of a dry run that are read
+            if small and self.peers_agree:  # in a dry run small values (statistics) are read: keep this rank's
                 return divide(tensor, divisor)
             mean_in_order([region.view(flat.dtype) for region in regions], divisor, flat)
             return tensor
@@ -187,7 +206,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
     def _exchange_whole(
         self, launch: _Launch, flat: torch.Tensor, finish: Callable[[list[torch.Tensor]], torch.Tensor]
     ) -> Pending | None:
-        """An exchange of all of ``flat`` [n] from every rank to every rank."""
+        """Exchange all of ``flat`` [n] from every rank to every rank."""
         lane = self._small if flat.numel() < _SMALL else self._large
         return self._exchange(lane, launch, (flat,), lambda region: region.view(flat.dtype).copy_(flat), finish)
 

@@ -1,6 +1,6 @@
 """Key-value exchange through the rendezvous store, independent of all collectives.
 
-Not for objects (objects.py): any rank may call it at any time, while others hang in a collective.
+Any rank may call it at any time, while others hang in a collective. Objects are exchanged by objects.py instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Answer = TypeVar("Answer")
 class SharedStore:
     """Store of the default process group's ranks, over a connection of its own, with keys under ``prefix``.
 
-    Any rank and any thread may call its methods at any time. They raise RuntimeError once the process that holds the
-    store has gone, or has not answered for 30 s: no request waits for ever.
+    Any rank and any thread may call its methods at any time. They raise RuntimeError if the process that hosts the
+    store has ended, or has not answered for 30 s: no request waits for ever.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -32,21 +32,23 @@ class SharedStore:
         self._silent = False
         if self.world_size > 1:
             store = _get_default_store()
-            clone = getattr(store, "clone", None)  # not in torch 2.6: the same connection then
+            # A connection of its own: a request that blocks would make all others of the connection wait. torch 2.6
+            # cannot clone; there the connection is shared.
+            clone = getattr(store, "clone", None)
             self._store = dist.PrefixStore(prefix, store if clone is None else clone())
 
     @property
     def alone(self) -> bool:
-        """True where there is one process, for which nothing is stored."""
+        """True in a job of one process, for which nothing is stored."""
         return self._store is None
 
     @property
     def held_by_launcher(self) -> bool:
-        """True where the store outlives the ranks; otherwise it lives in rank 0's process."""
+        """True if the launcher hosts the store, which then outlives the ranks; otherwise rank 0's process does."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def belongs_to_default_group(self) -> bool:
-        """Return True while the process group that it was made for is there."""
+        """Return True while the process group exists for which this store was made."""
         return self._group is (dist.group.WORLD if dist.is_initialized() else None)
 
     def close(self) -> None:
@@ -56,20 +58,19 @@ class SharedStore:
         self._ask(lambda store: store.set(key, value))
 
     def get(self, key: str) -> str:
-        """Return the value of a key that is there."""
+        """Return the value of an existing key."""
         return self._ask(lambda store: store.get(key)).decode()
 
     def has(self, *keys: str) -> bool:
-        """Return True if all the keys are there."""
+        """Return True if all the keys exist."""
         return self._ask(lambda store: store.check(list(keys)))
 
     def add(self, key: str, number: int) -> int:
-        """Return the counter ``key`` after ``number`` has been added; 0 reads it."""
+        """Add ``number`` to the counter ``key`` and return its new value; 0 reads it."""
         return self._ask(lambda store: store.add(key, number))
 
     def claim(self, key: str, value: str) -> str:
-        """Set ``key`` if no rank has. Return its value: ``value`` on the rank that came first, and that one's on all
-        others."""
+        """Set ``key`` unless another rank has. Return its value: the ``value`` of the rank that came first."""
         return self._ask(lambda store: store.compare_set(key, "", value)).decode()
 
     def exited(self) -> list[int]:
@@ -84,5 +85,5 @@ class SharedStore:
         try:
             return ask_store(lambda: request(store))
         except StoreSilent:
-            self._silent = True  # its connection is taken by the request that waits
+            self._silent = True  # the request that still waits occupies the connection
             raise

@@ -1,4 +1,4 @@
-"""Barrier over the rendezvous' store, which names the ranks that do not arrive."""
+"""Barrier over the rendezvous store, which names the ranks that do not arrive."""
 
 from __future__ import annotations
 
@@ -15,28 +15,39 @@ from zerolite.comm.store_requests import ask_store, exited_ranks
 logger = logging.getLogger("zerolite")
 
 _FIRST_WARNING_S, _WARNINGS_S = 30.0, 60.0
-_LONGEST_PAUSE_S = 0.5  # between two looks
-_LOOKS_PER_S = 4000  # of all ranks together: a store answers some 10 000 requests a second
-_GRACE_S = 10.0  # how long ranks wait for the first one to say which have not come in time
-_FAREWELL_S = 3.0  # how long rank 0 stays for others to read why the barrier failed, since the store ends with it
+_LONGEST_PAUSE_S = 0.5  # between two requests
+_LOOKS_PER_S = 4000  # requests of all ranks together: a store answers about 10,000 a second
+_GRACE_S = 10.0  # after the timeout: how long the others wait for the first rank to decide which ranks are missing
+_FAREWELL_S = 3.0  # how long rank 0 stays, if the store ends with it, until others have read why the barrier failed
 
 
 class Patience:
-    """Waiting by looking again and again (so that Ctrl-C works), until some time is over, with warnings on the way."""
+    """A wait that asks again and again until a timeout, with warnings on the way.
+
+    Short sleeps in Python let Ctrl-C through, which a blocking request to the store would not.
+    """
 
     def __init__(self, timeout_s: float, lookers: int = 1) -> None:
-        """lookers: processes that look at the same place."""
+        """
+        Args:
+            timeout_s: seconds until the wait is over.
+            lookers: number of processes that ask the same store.
+        """
         self._start = time.monotonic()
         self._timeout_s = timeout_s
         self._shortest_s = max(0.002, lookers / _LOOKS_PER_S)
         self._warn_at = _FIRST_WARNING_S
 
     def left(self) -> float:
-        """Seconds, 0 or less when the time is over."""
+        """Return the seconds that are left; 0 or less when the time is over."""
         return self._start + self._timeout_s - time.monotonic()
 
     def pause(self, complaint: Callable[[], str] | None = None) -> None:
-        """Wait a little: the longer, the longer it has been. ``complaint`` makes the warning, "" for none."""
+        """Sleep a little; longer, the longer the wait has lasted.
+
+        Args:
+            complaint: makes the text of the warning, "" for none.
+        """
         waited, left = time.monotonic() - self._start, self.left()
         if waited >= self._warn_at and complaint is not None and (sentence := complaint()):
             self._warn_at += _WARNINGS_S
@@ -46,31 +57,44 @@ class Patience:
 
 
 class StoreBarrier:
-    """One barrier of ``ranks`` (numbers among all processes), for ``rank``.
+    """One barrier of ``ranks`` (global), for ``rank``.
 
-    The outcome is decided once, by the rank that is first to set it, and is the same for all that have arrived.
-    ``store`` (its keys) is used for this barrier alone.
+    The first rank to set the outcome decides it, for all that have arrived. Use ``store`` (its keys) for one barrier
+    only.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], what: str) -> None:
-        """what: the call that all ranks make; messages begin with it."""
+        """
+        Args:
+            what: the call that all ranks make; messages begin with it.
+        """
         self._store, self._rank, self._ranks, self._what = store, rank, ranks, what
 
     def decide(self, failure: str, missing: Sequence[int] = ()) -> None:
-        """Set the outcome, if there is none: "" where all ranks are here, or a sentence about those that are not."""
+        """Set the outcome, unless there is one already.
+
+        Args:
+            failure: "" if all ranks are here, else a sentence about the missing ones.
+            missing: the missing ranks.
+        """
         self._store.compare_set("outcome", "", json.dumps([failure, list(missing)]))
 
     def wait(self, timeout_s: float, too_late: Callable[[list[int]], str]) -> bool:
-        """Wait until all ranks are here; return False if the others had given up before this one came.
+        """Wait until all ranks are here. Return False if the others had given up before this rank came.
 
-        Raises RuntimeError on all ranks that have come, with a sentence about those that have not: after ``timeout_s``
-        seconds, with ``too_late(missing)``; or as soon as one is known to have exited. A warning names them after 30 s
-        and then once a minute. Raises StoreSilent if the store does not answer.
+        A warning names the missing ranks after 30 s and then once a minute.
+
+        Raises:
+            RuntimeError: on all ranks that have come, with a sentence about the missing ones: after ``timeout_s``
+                seconds with ``too_late(missing)``, or as soon as one is known to have exited.
+            StoreSilent: the store does not answer.
         """
         store, patience = self._store, Patience(timeout_s, len(self._ranks))
         store.set(f"here/{self._rank}", "")
         arrived = store.add("here", 1)
-        first = arrived == 1  # asks which ranks are missing, and loses patience before the others
+        # Only the first to arrive asks for each rank by itself, and it gives up before the others: otherwise all ranks
+        # would send world_size requests each, at the same moment.
+        first = arrived == 1
         latest_s = 0.0 if first else -_GRACE_S
         if arrived == len(self._ranks):
             self.decide("")
@@ -85,7 +109,8 @@ class StoreBarrier:
         return True
 
     def _is_decided(self, too_late: Callable[[list[int]], str] | None) -> bool:
-        """Return True if there is an outcome. Set one if ranks cannot come or, with ``too_late``, have not."""
+        """Return True if there is an outcome. Set one if ranks cannot come any more or, with ``too_late``, have not
+        come."""
         if self._store.check(["outcome"]):
             return True
         if exited := self._exited():
@@ -103,7 +128,7 @@ class StoreBarrier:
         return [rank for rank in self._ranks if not self._store.check([f"here/{rank}"])]
 
     def _exited(self) -> list[int]:
-        """Ranks that will never come, since they have ended."""
+        """Return the ranks that will never come, because they have exited."""
         world_size = dist.get_world_size() if dist.is_initialized() else len(self._ranks)
         exited = exited_ranks(self._store, self._rank, world_size)
         return [rank for rank in exited if rank in self._ranks and not self._store.check([f"here/{rank}"])]
@@ -123,8 +148,11 @@ class StoreBarrier:
         return f"{self._what}: {name_ranks(missing)} of {len(self._ranks)} {have} not arrived yet"
 
     def _stay_for_others(self, how_many_is_known: bool) -> None:
-        """The store may end with this process: wait a little until all that are here have read the outcome, and those
-        that are about to come too where processes contradict each other."""
+        """Wait a little until the other ranks have read the outcome, because the store may end with this process.
+
+        If processes contradict each other (two with the same rank), it is unknown how many will read it: wait the full
+        time.
+        """
         store, patience = self._store, Patience(_FAREWELL_S if self._rank == 0 else 0.0)
         left = store.add("left", 1)
         while patience.left() > 0 and (not how_many_is_known or left < store.add("here", 0)):

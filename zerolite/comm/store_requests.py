@@ -1,4 +1,8 @@
-"""Requests to the rendezvous' store, with a time limit: torch's may never return."""
+"""Requests to the rendezvous store with a time limit, which torch's own requests do not have.
+
+If the host of the store is cut off, or its process is stopped, such a request never returns. A rank that asks why
+others are late must not get stuck itself.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,17 @@ import torch.distributed as dist
 from zerolite.utils.failure_record import EXIT_COUNT, NUMBERED_EXIT
 
 SILENT_S = 30.0  # how long the store may take to answer
-_READ_EXITS = 64  # ranks: when all end normally, no rank needs to know of more
+_READ_EXITS = 64  # exited ranks that are read: one message names no more
 
 Answer = TypeVar("Answer")
 
 
 class StoreSilent(RuntimeError):
-    """The rendezvous' store does not answer: its host is cut off, or the process that holds it stands still."""
+    """The rendezvous store does not answer: its host is cut off, or its process is stopped."""
 
 
 def ask_store(request: Callable[[], Answer]) -> Answer:
-    """Return the result of ``request()``, which asks the rendezvous' store. Raises StoreSilent after 30 s."""
+    """Return the result of ``request()``, a request to the rendezvous store. Raises StoreSilent after 30 s."""
     try:
         return in_time(request, SILENT_S)
     except TimeoutError:
@@ -33,10 +37,10 @@ def ask_store(request: Callable[[], Answer]) -> Answer:
 
 
 def in_time(call: Callable[[], Answer], timeout_s: float) -> Answer:
-    """Return the result of ``call()``, or raise what it raises.
+    """Return the result of ``call()``, or raise its exception.
 
-    Raises TimeoutError after ``timeout_s`` seconds. The call goes on in a daemon thread: torch's requests to a store
-    have no time limit and cannot be interrupted.
+    Raises TimeoutError after ``timeout_s`` seconds. Then the call goes on in a daemon thread, because a request to a
+    store cannot be interrupted.
     """
     results: list[Answer] = []
     errors: list[BaseException] = []
@@ -50,11 +54,12 @@ def in_time(call: Callable[[], Answer], timeout_s: float) -> Answer:
     thread = threading.Thread(target=run, name="zerolite store", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter is ending, which starts no more threads
+    except RuntimeError:  # the interpreter is shutting down and starts no more threads
         return call()
     left = timeout_s
     while thread.is_alive() and left > 0:
-        thread.join(min(left, 1.0))  # in short waits: time in which the process was suspended does not count
+        # In steps of a second, so that time in which this process was suspended counts as one step at most.
+        thread.join(min(left, 1.0))
         left -= 1.0
     if errors:
         raise errors[0]
@@ -64,15 +69,18 @@ def in_time(call: Callable[[], Answer], timeout_s: float) -> Answer:
 
 
 def exited_ranks(store: dist.Store, rank: int, world_size: int) -> list[int]:
-    """The ranks of the job that are known to have exited with status 0, as the `zerolite` launcher's agent writes into
-    the store; none where the script has numbered its ranks in a way of its own.
+    """Return the ranks that the `zerolite` launcher's agent knows to have exited with status 0.
+
+    The list is empty if the script has numbered its ranks in another way than the launcher.
 
     Args:
-        store: the rendezvous' one, behind any number of prefixes.
-        rank, world_size: of this process in the job's process group.
+        store: the rendezvous store, inside any number of prefixes.
+        rank: this process's rank in the process group.
+        world_size: number of ranks in the process group.
     """
     if (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) != (str(rank), str(world_size)):
         return []
+    # The agent writes without the prefixes that torch and zerolite put before the keys of one process group.
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     count = min(store.add(EXIT_COUNT, 0), _READ_EXITS)

@@ -27,16 +27,17 @@ DIMENSIONS = ("pipe", "data", "tensor")
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's place, and what it talks to the others over. A dimension of one rank has a communicator that sends
-    nothing.
+    """Coordinates of one rank in the grid, and a communicator for each dimension.
+
+    A dimension of one rank has a communicator that sends nothing.
 
     Attributes:
         world: all ranks.
-        data: those with the same parameters, over which ZeRO spreads states.
-        tensor: those with the other parts of the same layers.
-        pipe: those with the other stages.
-        model: one whole copy of the model, tensor × pipe.
-        mesh: torch's, with the dimensions "pipe", "data" and "tensor"; None where there is one process or a dry run.
+        data: ranks with the same parameters, over which ZeRO shards states (dp).
+        tensor: ranks with the other shards of the same layers (tp).
+        pipe: ranks with the other pipeline stages (pp).
+        model: ranks of one full copy of the model, tensor × pipe.
+        mesh: torch's DeviceMesh with the dimensions "pipe", "data" and "tensor"; None for one process and in a dry run.
     """
 
     world: Communicator
@@ -48,29 +49,32 @@ class Topology:
 
     @property
     def grid(self) -> str:
-        """The sizes, for people."""
+        """The sizes of the dimensions, as text."""
         return f"pipe={self.pipe.world_size}, data={self.data.world_size}, tensor={self.tensor.world_size}"
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """(pipe, data, tensor) of this rank."""
+        """Coordinates (pipe, data, tensor) of this rank."""
         return self.pipe.rank, self.data.rank, self.tensor.rank
 
     @property
     def trivial(self) -> bool:
-        """True if there is nothing but data parallelism."""
+        """True for data parallelism alone."""
         return self.model.world_size == 1
 
 
 def data_topology(comm: Communicator) -> Topology:
-    """Make the topology of ranks that all have the whole model."""
+    """Make the topology of ranks that all have the full model."""
     alone = Communicator()
     return Topology(comm, comm, alone, alone, alone)
 
 
 def create_topology(world: Communicator, device: torch.device, pipe: int = 1, tensor: int = 1) -> Topology:
-    """The grid of ``world``, all processes, for tensors on ``device``. Raises ValueError if pipe × tensor does not
-    divide their number. Called on all ranks, with equal arguments; groups are made once for each grid."""
+    """Make the grid of ``world``, all processes, for tensors on ``device``.
+
+    Called on all ranks, with equal arguments; groups are made once for each grid. Raises ValueError if pipe × tensor
+    does not divide the number of processes.
+    """
     model = pipe * tensor
     if world.world_size % model:
         raise ValueError(
@@ -89,9 +93,10 @@ def create_topology(world: Communicator, device: torch.device, pipe: int = 1, te
 def _named(
     world: Communicator, made: Mapping[str, Communicator], pipe: int, mesh: DeviceMesh | None = None
 ) -> Topology:
-    """A copy of the model has a communicator of its own only where it has both dimensions."""
+    """Return the topology of these communicators. A copy of the model has one of its own only if both dimensions
+    exist."""
     for name, comm in made.items():
-        comm.serve(name, world.main)  # that of one rank is no main one by itself
+        comm.serve(name, world.main)  # a communicator of one rank would take itself for the job's first rank
     world.serve("world", world.main)
     model = made.get("model") or made["tensor" if pipe == 1 else "pipe"]
     return Topology(world, made["data"], made["tensor"], made["pipe"], model, mesh)
@@ -104,7 +109,7 @@ def place(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int,
 
 
 def dry_topology(kind: str, rank: int, world_size: int, pipe: int = 1, tensor: int = 1) -> Topology:
-    """The same over transports that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
+    """Make the grid over transports that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
     pipe_rank, data_rank, tensor_rank = place(rank, world_size, pipe, tensor)
     data = world_size // (pipe * tensor)
     world = dry_communicator(kind, rank, world_size)
@@ -125,7 +130,7 @@ _Grid = tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]
 
 
 class _Made:
-    """The groups that there are: they live as long as the world's, since ending one may wait for other ranks."""
+    """The groups made so far. They live as long as the world's, because the end of a group may wait for other ranks."""
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
@@ -161,7 +166,7 @@ def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: i
         members = {name: ranks.movedim(place, -1).flatten(0, 1) for place, name in enumerate(DIMENSIONS)}
         if pipe > 1 and tensor > 1:
             members["model"] = ranks.movedim(1, 0).flatten(1)
-        # DeviceMesh would make them with torch's own timeout, whatever that of the world is.
+        # Made here and not by DeviceMesh, which would ignore the timeout of the world's group.
         timeout = timeout_of(world)
         with blocked(("new_group", "topology", size, None, 0)):
             made = {
@@ -174,8 +179,13 @@ def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: i
 
 
 def stages_communicator(topology: Topology, stages: tuple[int, ...], device: torch.device) -> Communicator:
-    """Make the communicator of this rank and those in its place of some other ``stages``, which are sorted and include
-    its own. Called on all ranks of these stages, in the same order, after :func:`make_stage_groups`."""
+    """Make the communicator of this rank and the ranks at its coordinates in some other ``stages``.
+
+    Called on all ranks of these stages, in the same order, after :func:`make_stage_groups`.
+
+    Args:
+        stages: sorted, including this rank's own.
+    """
     if len(stages) == topology.pipe.world_size:
         return topology.pipe
     if topology.pipe.group is None:
@@ -186,8 +196,10 @@ def stages_communicator(topology: Topology, stages: tuple[int, ...], device: tor
 
 
 def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) -> None:
-    """Make what :func:`stages_communicator` needs for each of these combinations of stages, sorted. Called on all ranks
-    of ``topology.pipe``, with equal arguments."""
+    """Make the groups for :func:`stages_communicator`, for each of these sorted combinations of stages.
+
+    Called on all ranks of ``topology.pipe``, with equal arguments.
+    """
     pipe = topology.pipe.group
     for stages in several:
         if pipe is None or len(stages) == topology.pipe.world_size:

@@ -1,7 +1,7 @@
 """Transport below the communicators: the few calls that move bytes between the ranks of a group.
 
-A communicator over a :class:`DryTransport` does all that it does over a real one (its copies, sums, buffers and notes)
-except that nothing is sent: see :func:`~zerolite.comm.create.dry_communicator`.
+Over a :class:`DryTransport` a communicator does everything as over a real one (copies, sums, buffers, records), but
+nothing is sent: see :func:`~zerolite.comm.create.dry_communicator`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Work(Protocol):
     """Handle of a launched operation."""
 
     def wait(self) -> object:
-        """Wait until the work has ended: on CUDA the current stream waits, not the host. Raises RuntimeError if it
+        """Wait until the operation has ended: on CUDA the current stream waits, not the host. Raises RuntimeError if it
         failed."""
         ...
 
@@ -29,7 +29,7 @@ class Work(Protocol):
 
 
 class _Done:
-    """Handle of an operation with nothing to wait for."""
+    """Handle of an operation that is complete."""
 
     def wait(self) -> None:
         pass
@@ -42,18 +42,17 @@ _DONE = _Done()
 
 
 class DryTransport:
-    """Operations between the ranks of one group, which are numbered from 0, of which this class does none: rank
-    ``rank`` of ``world_size``, alone. What would be received stays as it is in memory, so no value means anything;
-    tensors may be without any (torch.FakeTensorMode), as none is read.
+    """Operations between the ranks of one group, as if for rank ``rank`` of ``world_size``; this class sends nothing.
 
-    Calls return at once; their tensors are contiguous, and kept alive by the caller until the work has been waited for.
-    All methods but ``send`` and ``receive`` are called on all ranks, in the same order.
+    Memory to receive into is left as it is, so no value means anything, and tensors may be fake (torch.FakeTensorMode).
+    Calls return at once. Their tensors are contiguous, and the caller keeps them alive until it has waited for the
+    work. All methods except ``send`` and ``receive`` are called on all ranks, in the same order.
 
     Attributes:
-        group: None where nothing is sent, and once closed.
-        serial: the number of this transport among those of its group, from 1, the same on all ranks.
-        peers_agree: the other ranks are copies of this one, and need not be asked.
-        main: whether this is the job's first rank, which speaks for all; none does for a job that does not run.
+        group: the process group; None if nothing is sent, and once closed.
+        serial: number of this transport among those of its group, from 1, the same on all ranks.
+        peers_agree: the other ranks are copies of this one and need not be asked.
+        main: this is the job's first rank, which prints for all. In a dry run no rank prints.
     """
 
     group: dist.ProcessGroup | None = None
@@ -65,31 +64,34 @@ class DryTransport:
         self.rank, self.world_size = rank, world_size
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """The sum over ranks, in place."""
+        """Sum over ranks, in place."""
         return _DONE
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        """The maximum over ranks, in place."""
+        """Maximum over ranks, in place."""
         return _DONE
 
     def highest(self, numbers: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
-        """The maximum over ranks of each of a few numbers of 64 bits, on the host: what gives them once the work has
-        been waited for."""
+        """Maximum over ranks of each of a few 64-bit integers, on the host.
+
+        Returns the work, and a function that returns the integers once the work has been waited for.
+        """
         return _DONE, lambda: list(numbers)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return _DONE
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
-        """out [numel of ``full`` / world_size]: the sum over ranks of this rank's part."""
+        """Write the sum over ranks of this rank's part of ``full`` into ``out`` [numel of ``full`` / world_size]."""
         return _DONE
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
-        """full [world_size * numel of ``own``]: every rank's ``own``, which may be this rank's part of it."""
+        """Write every rank's ``own`` into ``full`` [world_size * numel of ``own``]; ``own`` may be this rank's part of
+        it."""
         return _DONE
 
     def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
-        """The same for several tensors, in one launch."""
+        """Gather several tensors in one launch."""
         return _DONE
 
     def send(self, tensor: torch.Tensor, target: int, number: int) -> Work:
@@ -100,19 +102,24 @@ class DryTransport:
         return _DONE
 
     def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Memory of every rank, mapped here, as uint8 [nbytes] by rank; nothing, on all ranks, if there is none. Waits
-        for the others. ``like``: a tensor of those that it is for."""
-        # Every process of the host maps all of these, so the account of each shows them all; they exist once.
+        """Map the memory of every rank and return it as uint8 [nbytes], by rank. Waits for the other ranks.
+
+        Returns an empty list on all ranks if there is no memory. ``like``: a tensor that will be copied there.
+        """
+        # Every process of the host maps the memory of all ranks, so the plan of each process counts all of it.
         with torch.inference_mode(False):
             return [like.new_empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(self.world_size)]
 
     def second(self, backend: str) -> DryTransport:
-        """Make a second transport between the same ranks, with an order of calls of its own. backend: a name such as
-        "gloo"."""
+        """Make a second transport between the same ranks, with an independent order of calls.
+
+        Args:
+            backend: a name such as "gloo".
+        """
         return DryTransport(self.rank, self.world_size)
 
     def close(self) -> None:
-        """Let go of the group."""
+        """Drop the reference to the group."""
         self.group = None
 
 
@@ -125,7 +132,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 
 
 class ProcessGroupTransport(DryTransport):
-    """Over a group of torch.distributed."""
+    """Operations of a process group of torch.distributed."""
 
     peers_agree = False
 
@@ -156,7 +163,7 @@ class ProcessGroupTransport(DryTransport):
         return _all_gather_single(full, own, group=self.group, async_op=True)
 
     def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Any:
-        # The group's method is what torch's own coalescing ends in, without that one's bookkeeping in Python.
+        # torch's coalescing manager ends in this method of the group, after bookkeeping in Python for every tensor.
         assert self.group is not None
         return self.group.allgather_into_tensor_coalesced(fulls, owns)
 
