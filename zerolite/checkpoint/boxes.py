@@ -1,7 +1,7 @@
 """Ranges of a flattened tensor as boxes of the tensor.
 
-Pure: standard library only. A box is what a checkpoint stores and what a loader asks for, so that saver and loader may
-shard a tensor differently. A box of a tensor of n dimensions is ``(offsets, sizes)``, n integers each.
+Pure: standard library only. A checkpoint stores boxes and a loader asks for boxes, so that the two may shard a tensor
+differently. A box of a tensor of n dimensions is ``(offsets, sizes)``, n integers each.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ Box = tuple[Shape, Shape]
 
 
 def boxes_of_range(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
-    """The elements ``[start, start + numel)`` of a tensor of ``shape``, flattened in row-major order, as boxes in the
-    same order: at most 2 × dimensions − 1 of them, of which each is contiguous in the flattened tensor.
+    """Yield the elements ``[start, start + numel)`` of a tensor, flattened in row-major order, as boxes in the same
+    order.
 
-    Raises ValueError for a range that is not in the tensor.
+    There are at most 2 × dimensions − 1 boxes, each contiguous in the flattened tensor. Raises ValueError for a range
+    that is not in the tensor.
     """
     if start < 0 or numel < 0 or start + numel > math.prod(shape):
         raise ValueError(
@@ -30,11 +31,12 @@ def boxes_of_range(shape: Sequence[int], start: int, numel: int) -> Iterator[Box
 
 
 def _boxes(prefix: Shape, shape: Shape, start: int, numel: int) -> Iterator[Box]:
-    """Yield the boxes of the tensor's part that ``prefix`` (indices of the leading dimensions) selects."""
+    """Yield the boxes of the part of the tensor that ``prefix`` (indices of the leading dimensions) selects."""
     fixed = (1,) * len(prefix)
     if len(shape) <= 1:
         yield prefix + (start,) * len(shape), fixed + (numel,) * len(shape)
         return
+    # The first row may be incomplete, then come whole rows, and the last row may be incomplete.
     inner = math.prod(shape[1:])
     first, skipped = divmod(start, inner)
     if skipped:
@@ -58,19 +60,19 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 class BoxIndex:
-    """The boxes of one tensor, which do not overlap, to be asked for those that meet another box."""
+    """The boxes of one tensor, without overlaps, to find those that intersect another box."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
         first = [(box[0][0], box[0][0] + box[1][0]) if box[0] else (0, 1) for box in boxes]
         self._order = sorted(range(len(boxes)), key=first.__getitem__)
         self._starts = [first[index][0] for index in self._order]
-        self._ends: list[int] = []  # the largest of those so far: rising, so it can be searched
+        self._ends: list[int] = []  # largest end of the boxes so far: it never decreases, so bisect works
         for index in self._order:
             self._ends.append(max(first[index][1], self._ends[-1] if self._ends else 0))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Position and intersection of every box that meets ``box``."""
+        """Yield the index of every box that intersects ``box``, and the intersection."""
         low, high = (box[0][0], box[0][0] + box[1][0]) if box[0] else (0, 1)
         for place in range(bisect_left(self._ends, low + 1), bisect_left(self._starts, high)):
             index = self._order[place]

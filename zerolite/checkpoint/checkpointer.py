@@ -19,12 +19,14 @@ from zerolite.zero.commands import Command
 
 
 class Checkpointer:
-    """One engine's checkpoints. All methods are called on all ranks, between the engine's other calls.
-
-    loaders: give and take the positions of the engine's loaders.
-    """
+    """The checkpoints of one engine. All methods are called on all ranks, between the engine's other calls."""
 
     def __init__(self, components: EngineComponents, loaders: Loaders) -> None:
+        """
+        Args:
+            components: of the engine.
+            loaders: they return and accept the positions of the engine's data loaders.
+        """
         self.components = components
         self._loaders = loaders
         run = run_of_this_job()
@@ -32,7 +34,11 @@ class Checkpointer:
         self._loader = Loader(components, run)
 
     def save(self, scheduler: object, client_state: Any, save_dir: Any, tag: str | None, *flags: Any) -> str:
-        """See ``Engine.save_checkpoint``. flags: the other fields of :class:`SaveRequest`, in their order."""
+        """Save as ``Engine.save_checkpoint`` says.
+
+        Args:
+            flags: the other fields of :class:`SaveRequest`, in their order.
+        """
 
         def user() -> UserState:
             if client_state is not None and not isinstance(client_state, dict):
@@ -44,12 +50,16 @@ class Checkpointer:
             return self._saver.save(request, user, scheduler)
 
     def follow_save(self, scheduler: object) -> None:
-        """Take part in a save of the ranks that go on, with what this one holds."""
+        """Take part in a save of the ranks that still have batches, with the states of this rank."""
         with _undisturbed():
             self._saver.save(None, None, scheduler)
 
     def load(self, scheduler: Any, load_dir: Any, tag: str | None, *flags: Any) -> tuple[str | None, dict[str, Any]]:
-        """See ``Engine.load_checkpoint``. flags: the other fields of :class:`LoadRequest`, in their order."""
+        """Load as ``Engine.load_checkpoint`` says.
+
+        Args:
+            flags: the other fields of :class:`LoadRequest`, in their order.
+        """
         request = LoadRequest(directory_of(load_dir, "load_dir"), tag, *map(bool, flags))
         with self.components.pipeline.commands(Command.OTHER):
             self._saver.wait_for_all()
@@ -57,24 +67,27 @@ class Checkpointer:
                 return self._loader.load(request, scheduler, self._loaders)
 
     def nbytes(self) -> int:
-        """Bytes of parameters, masters and states that this rank writes."""
+        """Return the bytes of parameters, masters and states that this rank writes."""
         return self._saver.nbytes()
 
     def wait(self) -> None:
-        """Wait until what is saved in the background is on the disk. Raises CheckpointError if that went wrong."""
+        """Wait until a save in the background is on the disk. Raises CheckpointError if it has failed."""
         self._saver.wait()
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Without ``torch.inference_mode``, whose tensors cannot be changed outside, and without Python's cycle collector:
-    plans are many small objects and no cycles, and each look through all objects of a program can take 0.2 s."""
+    """Context without ``torch.inference_mode`` and without the cyclic garbage collector.
+
+    Tensors made in inference mode could not be changed outside of it. And the plans of a save are many small objects
+    without cycles, while each collection looks at all objects of the program, which can take 0.2 s.
+    """
     with collector_off(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def directory_of(path: str | os.PathLike[str], what: str) -> str:
-    """Raise ValueError, calling it ``what``, for anything but a path."""
+    """Return an absolute path. Raises ValueError, calling it ``what``, if it is not a path."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ValueError(f"expected {what} to be a directory, got {path!r}")
     return os.path.abspath(os.fspath(path))

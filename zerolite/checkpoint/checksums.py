@@ -12,8 +12,7 @@ from zerolite.checkpoint.manifest import BLOCK_BYTES, FileEntry
 
 
 class BlockChecksums:
-    """Checksums of the blocks of a file that is written from its beginning to its end: computed in a thread, beside the
-    writing."""
+    """Checksums of the blocks of a file that is written from begin to end, computed in a thread while it is written."""
 
     def __init__(self) -> None:
         self._worker = Worker("zerolite-checksums")
@@ -22,7 +21,7 @@ class BlockChecksums:
         self._bytes = 0
 
     def of(self, batches: Iterable[Sequence[memoryview]]) -> Iterator[Sequence[memoryview]]:
-        """Yield the batches, whose checksums are computed until the next one is asked for."""
+        """Yield the batches. The checksums of a batch are ready before the next batch is yielded."""
         for batch in batches:
             done = threading.Event()
             self._worker.submit(functools.partial(self._add, batch, done))
@@ -30,7 +29,7 @@ class BlockChecksums:
             done.wait()
 
     def finish(self) -> FileEntry:
-        """Return the entry of the file, whose bytes have all been given."""
+        """Return the entry of the file, when all its bytes have been passed."""
         self._worker.finish()
         if self._bytes % BLOCK_BYTES:
             self._finished.append(self._current)
@@ -50,6 +49,6 @@ class BlockChecksums:
 
 
 def entry_of(content: bytes) -> FileEntry:
-    """Return the entry of a small file."""
+    """Return the entry of a small file with this content."""
     blocks = range(0, len(content), BLOCK_BYTES)
     return FileEntry(len(content), "".join(f"{zlib.crc32(content[i : i + BLOCK_BYTES]):08x}" for i in blocks))

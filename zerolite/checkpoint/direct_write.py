@@ -1,4 +1,4 @@
-"""Direct I/O for large files past the page cache: as fast as the disk, and nothing is evicted from memory."""
+"""Direct I/O for large files, past the page cache: as fast as the disk, and it evicts nothing else from memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 BATCH_BYTES = 8 << 20
-_BLOCK = 4096  # O_DIRECT writes multiples of it, from memory that begins at one
-_COPIED_BY_PYTHON = 1 << 16  # smaller parts are, with the interpreter's lock held
+_BLOCK = 4096  # O_DIRECT needs lengths and addresses that are multiples of this
+_COPIED_BY_PYTHON = 1 << 16  # bytes: smaller parts are copied by Python, larger ones by memmove without the GIL
 
 
 class Worker:
-    """One thread that runs tasks in order. (An executor's thread takes no work once the program ends, when a save in
-    the background may still be going on.)"""
+    """One thread that runs tasks in order.
+
+    An executor of concurrent.futures accepts no tasks once the interpreter is shutting down, when a save in the
+    background may still be running.
+    """
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -28,7 +31,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Run ``task``, which raises nothing, after those before."""
+        """Run ``task`` after those before. It must not raise."""
         self._tasks.put(task)
 
     def finish(self) -> None:
@@ -42,14 +45,20 @@ class Worker:
 
 
 def write_directly(descriptor: int, batches: Iterable[Sequence[memoryview]], before_write: Callable[[], None]) -> None:
-    """Write ``batches``, each of BATCH_BYTES but the last, to the empty file ``descriptor``: what comes next is copied
-    into one buffer while a thread writes the other. ``before_write`` is called in that thread before each write. A file
-    system without direct access is written to in the ordinary way."""
+    """Write ``batches`` to the empty file ``descriptor``: one buffer is filled while a thread writes the other.
+
+    On a file system without direct access it writes in the ordinary way.
+
+    Args:
+        descriptor: the file.
+        batches: each of BATCH_BYTES, except the last.
+        before_write: called in the thread before each write.
+    """
     _set_direct(descriptor, True)
     free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(2):
         free.put(mmap.mmap(-1, BATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    errors: list[BaseException] = []  # of the first write that failed; none is tried after it
+    errors: list[BaseException] = []  # the error of the first failed write; nothing is written after it
     total = 0
 
     def write(buffer: mmap.mmap, numel: int) -> None:
@@ -74,13 +83,13 @@ def write_directly(descriptor: int, batches: Iterable[Sequence[memoryview]], bef
         writer.finish()
     if errors:
         raise errors[0]
-    os.ftruncate(descriptor, total)  # the last write was padded
+    os.ftruncate(descriptor, total)  # the last write was padded to a multiple of _BLOCK
 
 
 def _set_direct(descriptor: int, on: bool) -> None:
     direct = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    with contextlib.suppress(OSError):  # EINVAL where there is no such thing
+    with contextlib.suppress(OSError):  # EINVAL: the file system has no direct access
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct if on else flags & ~direct)
 
 
@@ -107,4 +116,4 @@ def _write(descriptor: int, buffer: mmap.mmap, numel: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
                 raise
-            _set_direct(descriptor, False)  # it was taken, and is not served
+            _set_direct(descriptor, False)  # the file system accepted O_DIRECT, but does not support it

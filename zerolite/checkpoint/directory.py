@@ -1,8 +1,8 @@
 """Directory of checkpoints: list, begin, commit, prune, and the file `latest`.
 
 A checkpoint is a directory with a manifest. It is written under a name that begins with a dot, and renamed when it is
-complete; then the file ``latest``, with its name, is replaced. A process that is killed at any point leaves the
-checkpoints that were there, ``latest`` pointing to one of them, and at most directories with dots, which the next save
+complete. Then the file ``latest``, which contains its name, is replaced. A process that is killed at any point leaves
+all earlier checkpoints, ``latest`` pointing to one of them, and at most directories with dots, which the next save
 removes.
 """
 
@@ -26,9 +26,9 @@ from zerolite.checkpoint.errors import CheckpointError
 logger = logging.getLogger("zerolite")
 MANIFEST = "manifest.json"
 LATEST = "latest"
-REPLACE = "replace"  # what a save may do to a checkpoint that is there; see :func:`harmed`
+REPLACE = "replace"  # one of the ways in which a save harms another checkpoint; see :func:`harmed`
 _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete-", ".replaced-", ".removed-"
-MOST_JSON_BYTES = 1 << 30  # of a manifest: 8 bytes per MiB of the checkpoint
+MOST_JSON_BYTES = 1 << 30  # limit of a manifest, which has 8 bytes for each MiB of the checkpoint
 _MOST_LATEST_BYTES = 4096
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
@@ -38,7 +38,7 @@ def default_tag(global_steps: int) -> str:
 
 
 def check_tag(tag: object) -> str:
-    """Raise ValueError for what cannot be the name of a checkpoint."""
+    """Return the tag. Raises ValueError if it cannot be the name of a checkpoint."""
     plain = isinstance(tag, str) and tag == os.path.basename(tag).strip() and tag.isprintable()
     if not isinstance(tag, str) or not plain or not tag or tag.startswith(".") or tag == LATEST:
         raise ValueError(
@@ -49,8 +49,8 @@ def check_tag(tag: object) -> str:
 
 
 @dataclass(frozen=True, order=True)
-class Complete:
-    """A complete checkpoint; the last in order is the newest. run: "" for one that does not name its run."""
+class CompleteCheckpoint:
+    """A complete checkpoint; the last in order is the newest. ``run`` is "" if it does not name its run."""
 
     global_steps: int
     saved_at: str
@@ -58,8 +58,8 @@ class Complete:
     run: str = ""
 
 
-def complete_checkpoints(directory: Path) -> list[Complete]:
-    """List the checkpoints in order; [] if there is no such directory."""
+def complete_checkpoints(directory: Path) -> list[CompleteCheckpoint]:
+    """List the complete checkpoints in order; [] if there is no such directory."""
     try:
         candidates = _candidates(directory)
     except OSError:
@@ -69,9 +69,11 @@ def complete_checkpoints(directory: Path) -> list[Complete]:
 
 
 def _candidates(directory: Path) -> dict[str, Path]:
-    """Return the directories that have a manifest, by tag. Of one that is being replaced, the old one if the new one is
-    not there yet."""
-    names = sorted(entry.name for entry in os.scandir(directory))  # what is being replaced comes first
+    """Return the directories that have a manifest, by tag.
+
+    If one is being replaced and the new one is not there yet, it is the old one.
+    """
+    names = sorted(entry.name for entry in os.scandir(directory))
     paths = {name.removeprefix(_REPLACED): directory / name for name in names if name.startswith(_REPLACED)}
     paths = {tag: path for tag, path in paths.items() if _has_manifest(path)}
     for name in names:
@@ -84,31 +86,33 @@ def _has_manifest(path: Path) -> bool:
     return os.path.lexists(path / MANIFEST)
 
 
-def _read_head(path: Path, tag: str) -> Complete | None:
-    """Read the head of the manifest in ``path``; None without a readable one."""
+def _read_head(path: Path, tag: str) -> CompleteCheckpoint | None:
+    """Read the head of the manifest in ``path``; None if it is not readable."""
     try:
         head = json.loads(filesystem.read_file(path / MANIFEST, MOST_JSON_BYTES))
-        return Complete(int(head["global_steps"]), str(head["saved_at"]), tag, str(head.get("run", "")))
+        return CompleteCheckpoint(int(head["global_steps"]), str(head["saved_at"]), tag, str(head.get("run", "")))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
 def newest_complete(directory: Path) -> str:
-    """Describe, for messages, which checkpoint could be loaded instead."""
+    """Return a sentence that names the newest complete checkpoint."""
     found = complete_checkpoints(directory)
     return f"The newest complete checkpoint there is '{found[-1].tag}'" if found else "There is no complete one there"
 
 
 class NoCheckpoint(CheckpointError, FileNotFoundError):
-    """There is nothing where a checkpoint was looked for."""
+    """There is no checkpoint at this path."""
 
 
 def find(directory: Path, tag: str | None = None) -> Path:
-    """The directory of the checkpoint ``tag`` in ``directory``; without a tag the one that ``latest`` names, or, if
-    no such file is there, the newest complete one.
+    """Return the directory of a checkpoint in ``directory``: of ``tag``, or of ``latest``, or of the newest complete
+    one.
 
-    Raises NoCheckpoint if there is no checkpoint at all, CheckpointError if there are others than the one asked for,
-    if none is readable, and if ``latest`` names what is not there.
+    Raises:
+        NoCheckpoint: there is no checkpoint at all.
+        CheckpointError: there are only other checkpoints, none is readable, or ``latest`` names one that does not
+            exist.
     """
     try:
         return _find(directory, tag)
@@ -161,8 +165,10 @@ def _latest(directory: Path) -> str | None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """While a save into ``directory`` is under way. Raises CheckpointError if another process has one. File systems
-    without locks go without. Called by one rank."""
+    """Context of a save into ``directory``, which locks it. Called by one rank.
+
+    Raises CheckpointError if another process holds the lock. On file systems without locks it does nothing.
+    """
     filesystem.make_directory(directory, exist_ok=True)
     descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -177,13 +183,16 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # processes that were forked meanwhile have the descriptor too
+            # Unlock explicitly: a process that was forked meanwhile has the descriptor too, and would keep the lock.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def begin(directory: Path, tag: str) -> Path:
-    """A fresh directory in which the checkpoint ``tag`` is written. Removes what killed saves have left. Raises
-    CheckpointError if something else than a checkpoint has the name. Called by one rank, with the lock."""
+    """Make a fresh directory for the checkpoint ``tag``. Called by one rank, with the lock.
+
+    It removes the remains of killed saves. Raises CheckpointError if something that is not a checkpoint has the name.
+    """
     for path in sorted(directory.iterdir()):
         if path.name.startswith((_INCOMPLETE, _REMOVED)) or path.name == f".{LATEST}.new":
             filesystem.remove(path)
@@ -200,7 +209,7 @@ def begin(directory: Path, tag: str) -> Path:
 
 
 def _settle(replaced: Path, path: Path) -> None:
-    """A checkpoint was being replaced by another of its name: the old one is back, or gone if the new one is there."""
+    """Finish a replacement that was interrupted: restore the old checkpoint, or remove it if the new one is there."""
     if _has_manifest(path) or not _has_manifest(replaced):
         filesystem.remove(replaced)
     elif not os.path.lexists(path):
@@ -208,19 +217,23 @@ def _settle(replaced: Path, path: Path) -> None:
 
 
 def commit(written: Path, tag: str) -> Path:
-    """Give the complete checkpoint in ``written`` its name; one that has it is replaced. Called by one rank, with
+    """Rename the complete checkpoint in ``written`` to its tag; it replaces one of that name. Called by one rank, with
     the lock."""
     path = written.parent / tag
+    # The files' names must be on the disk before the directory gets its final name: after a power failure a checkpoint
+    # with that name could otherwise lack files.
     filesystem.sync_directory(written)
     if not _has_manifest(path):
         filesystem.rename(written, path)
         return path
+    # A directory cannot replace another in one step: move the old one aside, so that it is found until the new one is
+    # there.
     replaced = written.parent / f"{_REPLACED}{tag}"
     try:
         filesystem.rename(path, replaced)
         filesystem.rename(written, path)
     except OSError:
-        with contextlib.suppress(OSError):  # it has moved, or it has not
+        with contextlib.suppress(OSError):  # the first rename may have been the one that failed
             filesystem.rename(replaced, path)
         raise
     _remove(replaced)
@@ -228,8 +241,9 @@ def commit(written: Path, tag: str) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory that is not needed any more, and does no harm if it stays until the next save."""
+    """Remove a directory that is not needed any more. If that fails, it does no harm until the next save removes it."""
     try:
+        # Rename it first: a checkpoint that is half removed must not be found under its tag.
         if not path.name.startswith("."):
             path = filesystem.rename(path, path.with_name(f"{_REMOVED}{path.name}"))
         filesystem.remove(path)
@@ -238,29 +252,36 @@ def _remove(path: Path) -> None:
 
 
 def set_latest(directory: Path, tag: str) -> None:
-    """Write the file `latest`; called by one rank, with the lock."""
+    """Write the file `latest`. Called by one rank, with the lock."""
     filesystem.replace_file(directory / LATEST, f"{tag}\n".encode())
 
 
 def prune(directory: Path, keep: int, saved: str) -> None:
-    """Remove all but the ``keep`` checkpoints that were saved last of those with a default tag, and neither ``saved``
-    nor the latest: tags of the user's own stay. Called by one rank, with the lock."""
+    """Remove checkpoints with a default tag, except the ``keep`` newest, ``saved`` and the latest.
+
+    Tags that the user has chosen stay. Called by one rank, with the lock.
+    """
     for known in _prunable(directory, keep, saved, _latest(directory)):
         _remove(directory / known.tag)
 
 
-def _prunable(directory: Path, keep: int, saved: str, latest: str | None) -> list[Complete]:
-    """Return the checkpoints that :func:`prune` removes when ``saved`` is complete and the file ``latest`` has this
-    content."""
+def _prunable(directory: Path, keep: int, saved: str, latest: str | None) -> list[CompleteCheckpoint]:
+    """Return the checkpoints that :func:`prune` removes when ``saved`` is complete and ``latest`` is the content of
+    that file."""
     others = [known for known in complete_checkpoints(directory) if _DEFAULT_TAG.fullmatch(known.tag)]
     others = sorted((known for known in others if known.tag != saved), key=lambda known: known.saved_at)
     keep -= 1 if _DEFAULT_TAG.fullmatch(saved) else 0
     return [known for known in others[: max(len(others) - keep, 0)] if known.tag != latest]
 
 
-def harmed(directory: Path, tag: str, save_latest: bool, keep_last: int | None) -> Iterator[tuple[str, Complete]]:
-    """Checkpoints that saving ``tag`` replaces, passes over as the latest, or prunes; and which of these, as a verb.
-    Those without a readable manifest are left out."""
+def harmed(
+    directory: Path, tag: str, save_latest: bool, keep_last: int | None
+) -> Iterator[tuple[str, CompleteCheckpoint]]:
+    """Yield the checkpoints that saving ``tag`` would replace, remove, or no longer be the latest; each with a verb for
+    that.
+
+    Checkpoints without a readable manifest are left out.
+    """
     if not directory.exists():
         return
     candidates = _candidates(directory)

@@ -1,4 +1,4 @@
-"""Components of the engine whose checkpoints are saved and loaded, and the beginning of a call of all its ranks."""
+"""Components of the engine whose checkpoints are saved and loaded, and the barrier at the begin of each call."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class EngineComponents:
     register_unfrozen_params: Callable[[], None]
 
     def barrier(self, call: str) -> RaiseTogether:
-        """Wait until all ranks are here. Returns what raises the error of one rank on all of them, as CheckpointError.
+        """Wait until all ranks are here. Returns the object that raises one rank's error on all ranks, as
+        CheckpointError.
 
-        Raises CheckpointError after checkpoint.timeout_s seconds, naming the ranks that are missing.
+        Raises CheckpointError after checkpoint.timeout_s seconds, naming the missing ranks.
         """
         try:
             self.host.barrier(self.config.checkpoint.timeout_s, call)
@@ -43,8 +44,12 @@ class EngineComponents:
 
 
 def one_request(what: str, requests: Mapping[int, Any]) -> Any:
-    """Return the request that the ranks were called with, dataclasses by rank. Raises CheckpointError, on all of them,
-    if they differ."""
+    """Return the request of all ranks. Raises CheckpointError on all of them if the requests differ.
+
+    Args:
+        what: the call.
+        requests: dataclasses by rank.
+    """
     first = min(requests)
     for rank, request in requests.items():
         for name, value in asdict(requests[first]).items():

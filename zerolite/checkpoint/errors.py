@@ -4,5 +4,7 @@ from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint, or a file of one, cannot be read, written or used. The message is a sentence that names the file,
-    what was expected and what was found."""
+    """A checkpoint, or one of its files, cannot be read, written or used.
+
+    The message names the file, what was expected and what was found.
+    """

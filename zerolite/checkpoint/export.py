@@ -39,7 +39,14 @@ Tied weights are written once, under the first of their names."""
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: the files with tensors, without the index, how many tensors and how many bytes of them."""
+    """Result of an export.
+
+    Attributes:
+        checkpoint: the exported checkpoint.
+        files: the files with tensors, without the index.
+        tensors: number of tensors.
+        nbytes: their bytes.
+    """
 
     checkpoint: Path
     files: list[Path]
@@ -54,16 +61,18 @@ def export_checkpoint(
     max_shard_size: str | int = "5GB",
     exclude_frozen: bool = False,
 ) -> Exported:
-    """Write the model in ``checkpoint`` (one, or a directory of several: then its latest) into the directory ``out``.
+    """Write the model in ``checkpoint`` (one, or the latest in a directory of several) into the directory ``out``.
 
     Args:
-        dtype: of all floating tensors; None: of each parameter the one it was trained in, of each buffer its own.
+        checkpoint: path of the checkpoint.
+        out: directory to write into.
+        dtype: of all floating tensors; None: the dtype in which each parameter was trained, and each buffer's own.
         max_shard_size: bytes per file, as a number or as in "5GB".
-        exclude_frozen: only what trains, that is trained parameters and the buffers of the modules that have some.
+        exclude_frozen: write only trained parameters, and the buffers of modules that have some.
 
     Raises:
-        CheckpointError: if the checkpoint cannot be read or the files cannot be written.
-        ValueError: for a size that is none.
+        CheckpointError: the checkpoint cannot be read or the files cannot be written.
+        ValueError: the size is invalid.
     """
     reader = CheckpointReader(find(checkpoint))
     entries, aliases = reader.trust(lambda: _contents(reader, dtype, exclude_frozen))

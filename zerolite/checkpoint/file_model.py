@@ -1,4 +1,4 @@
-"""Base of the models of a checkpoint's JSON files, which check what is read, and the phrase for what is wrong."""
+"""Base of the models of a checkpoint's JSON files, which validate what is read, and the text for what is wrong."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ Natural = Annotated[int, Field(ge=0)]
 
 
 class FileModel(BaseModel):
-    """A JSON object. Types are exact; keys that this version does not know are left out."""
+    """A JSON object. Types must match exactly; keys that this version does not know are ignored."""
 
     model_config = STRICT
 
 
 def validated(validate: Callable[[], Result]) -> Result:
-    """Return the result of ``validate``, which calls pydantic. Raises ValueError with a phrase: the first value that is
-    wrong, with its path, what was expected, and what was found."""
+    """Return the result of ``validate``, which calls pydantic.
+
+    Raises ValueError with the path of the first wrong value, what was expected, and what was found.
+    """
     try:
         return validate()
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    # Raised here and not there, because Python's collector cannot look into a ValidationError: it may hold frames for
-    # ever, and with them the engine.
+    # Raised outside of the except clause: as the context of the new exception, the ValidationError would live on. The
+    # garbage collector cannot look into it, so cycles through its frames, and the engine in them, would never be freed.
     where = ".".join(map(str, first["loc"])) or "it"
     if first["type"] == "missing":
         raise ValueError(f"{where}: expected this entry, found none")

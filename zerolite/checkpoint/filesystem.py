@@ -1,6 +1,6 @@
 """File system operations of a save, one function each, so that tests can fail or crash at every one.
 
-Nothing else of this package writes, renames or removes. Nothing here hides an error: it is an OSError with the path.
+No other module of this package writes, renames or removes. Errors are never hidden: they are OSErrors with the path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ where tests let a process die or a disk be full."""
 
 
 def make_directory(path: Path, exist_ok: bool = False) -> None:
-    """Make a directory with its parents; on the disk when this returns."""
+    """Make a directory with its parents; it is on the disk when this returns."""
     if not (exist_ok and path.is_dir()):
         new = [made for made in (path, *path.parents) if not made.exists()]
         before_operation("mkdir", path)
@@ -38,7 +38,10 @@ def make_directory(path: Path, exist_ok: bool = False) -> None:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor to read from. Raises OSError for what is no file: to open a pipe would wait for its writer."""
+    """Open a file for reading and return the descriptor.
+
+    Raises OSError if it is not a regular file: opening a pipe would wait for its writer.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -49,7 +52,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """All of a file. Raises OSError for one of more than ``most`` bytes."""
+    """Return the content of a file. Raises OSError if it has more than ``most`` bytes."""
     with open(open_file(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"expected at most {most} bytes, found more", str(path))
@@ -57,8 +60,13 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def write_file(path: Path, batches: Iterable[Sequence[memoryview]], directly: bool = False) -> None:
-    """A new file of ``batches``, one after the other, on the disk when this returns. directly: past the page cache.
-    Raises FileExistsError if there is one."""
+    """Write a new file of ``batches``; it is on the disk when this returns. Raises FileExistsError if it exists.
+
+    Args:
+        path: the file.
+        batches: its content.
+        directly: write past the page cache.
+    """
     before_operation("create", path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -86,8 +94,10 @@ def _write(descriptor: int, views: list[memoryview]) -> None:
 
 
 def batches_of(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield the same bytes in batches of 8 MiB, the last one shorter; a batch is asked for when the one before has been
-    written."""
+    """Yield the same bytes in batches of 8 MiB, the last one shorter.
+
+    A batch is asked for when the one before has been written.
+    """
     batch: list[memoryview] = []
     room = BATCH_BYTES
     for view in views:
@@ -107,7 +117,8 @@ def _named(error: OSError, path: Path) -> OSError:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """``path`` has the old content or the new one, whatever happens."""
+    """Replace the content of ``path``: at any time, also after a crash, it has the old content or the new one."""
+    # Written under another name and then renamed, because a rename replaces a file in one step.
     new = path.with_name(f".{path.name}.new")
     remove(new)
     try:
@@ -120,7 +131,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Write a file that is on the disk when this returns. Returns ``target``."""
+    """Rename a file or directory; the new name is on the disk when this returns. Returns ``target``."""
     before_operation("rename", target)
     os.rename(source, target)
     sync_directory(target.parent)
@@ -128,7 +139,7 @@ def rename(source: Path, target: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """A file or a directory with all that is in it; nothing if it is not there."""
+    """Remove a file, or a directory with its contents; nothing happens if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         before_operation("remove", path)
         shutil.rmtree(path)
@@ -138,16 +149,17 @@ def remove(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """The names in a directory are on the disk when this returns."""
+    """Write the names in a directory to the disk. fsync of a file does not write its name, which belongs to the
+    directory."""
     before_operation("fsync", path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # one may write into it, and not read it
+    except PermissionError:  # a directory may be writable without being readable
         return
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what file systems say that have no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync directories
             raise _named(error, path) from error
     finally:
         os.close(descriptor)

@@ -17,26 +17,37 @@ from zerolite.zero.buffer import dense_strides, flattened
 
 @dataclass(frozen=True)
 class FlatRange:
-    """The elements from ``start`` on of the tensor ``key``, in the order in which memory holds a tensor of ``shape``
-    and ``strides`` (without holes): ``values``, flat. cut: which part of the full tensor ``shape`` is; None: all."""
+    """A range of a flattened tensor, with its values.
+
+    The tensor is flattened in the order in which memory holds a tensor of ``shape`` and ``strides``, without holes.
+
+    Attributes:
+        key: name of the tensor in the checkpoint.
+        shape: shape of the tensor here, which may be a tensor-parallel shard.
+        strides: its strides.
+        start: first element of the range.
+        values: the elements, flat.
+        spec: which shard of the full tensor it is; None for the full tensor.
+    """
 
     key: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
     values: torch.Tensor
-    cut: ShardSpec | None = None
+    spec: ShardSpec | None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        return self.shape if self.cut is None else self.cut.full_shape
+        return self.shape if self.spec is None else self.spec.full_shape
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The boxes of the range in the full tensor, and views of their values."""
+        """Yield the boxes of the range in the full tensor, and views of their values."""
         for box, view in self._boxes_here():
-            yield from boxes_in_full_tensor(box, view, self.cut)
+            yield from boxes_in_full_tensor(box, view, self.spec)
 
     def _boxes_here(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        # Boxes are computed in the order of memory (channels_last has another one), and their dimensions permuted back.
         order = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
         back = sorted(range(len(order)), key=order.__getitem__)
         position = 0
@@ -56,13 +67,13 @@ class FlatRange:
             yield Target(self.key, box, view)
 
 
-def boxes_in_full_tensor(box: Box, values: torch.Tensor, cut: ShardSpec | None) -> Iterator[tuple[Box, torch.Tensor]]:
-    """A box of a part as boxes of the full tensor, with views of their ``values``; padding is left out."""
-    if cut is None:
+def boxes_in_full_tensor(box: Box, values: torch.Tensor, spec: ShardSpec | None) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield a box of a shard as boxes of the full tensor, with views of their ``values``. Padding is left out."""
+    if spec is None:
         yield box, values
         return
-    for offsets, sizes, start, length in cut.boxes(*box):
-        yield (offsets, sizes), values.narrow(cut.dim, start, length)
+    for offsets, sizes, start, length in spec.boxes(*box):
+        yield (offsets, sizes), values.narrow(spec.dim, start, length)
 
 
 def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
@@ -70,20 +81,24 @@ def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
     return Shard(key, tuple(shape), dtype, None, torch.empty(0, dtype=dtype, device="cpu"))
 
 
-def whole(key: str, tensor: torch.Tensor, cut: ShardSpec | None = None) -> FlatRange:
-    """A tensor, or the part ``cut`` of one: its own memory if it fills that without holes, else a copy."""
+def whole(key: str, tensor: torch.Tensor, spec: ShardSpec | None = None) -> FlatRange:
+    """Return a tensor, or the shard ``spec`` of one, as one range. It is copied only if its memory has holes."""
     strides = dense_strides(tensor)
-    return FlatRange(key, tuple(tensor.shape), strides, 0, flattened(tensor, strides), cut)
+    return FlatRange(key, tuple(tensor.shape), strides, 0, flattened(tensor, strides), spec)
 
 
 def split_evenly(tensors: Sequence[FlatRange], rank: int, world_size: int) -> Iterator[FlatRange]:
-    """Yield the ranges that ``rank`` writes of tensors that every rank has whole: all of them in a row, cut into equal
-    numbers of bytes. Given the same tensors in the same order on all ranks, the parts are everything."""
+    """Yield the ranges that ``rank`` writes of tensors that every rank holds.
+
+    The tensors are taken as one sequence of bytes, divided equally. With the same tensors in the same order on all
+    ranks, the ranges of all ranks together are everything.
+    """
     total = sum(tensor.values.numel() * tensor.values.element_size() for tensor in tensors)
     low, high = rank * total // world_size, (rank + 1) * total // world_size
     position = 0
     for tensor in tensors:
         size, numel = tensor.values.element_size(), tensor.values.numel()
+        # Limits in bytes are rounded up to elements, on both sides of the border alike: no element is lost or doubled.
         start, end = (min(max(-(-(limit - position) // size), 0), numel) for limit in (low, high))
         if start < end:
             part = tensor.values.narrow(0, start, end - start)

@@ -25,14 +25,16 @@ _INCOMPLETE = ".incomplete"
 
 
 def exported_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor of dtype ``own`` is written if ``dtype`` was asked for: only floating ones of
-    16 bits or more are cast."""
+    """Return the dtype in which a tensor of dtype ``own`` is written if ``dtype`` was asked for.
+
+    Only floating tensors of 16 bits or more are cast.
+    """
     return dtype if dtype is not None and own in (*FLOATS, torch.float64) else own
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A file to be written: its tensors, in the order in which they lie in it and are written."""
+    """A file to be written: its tensors, in their order in the file."""
 
     name: str
     entries: tuple[ToStore, ...]
@@ -44,10 +46,13 @@ class ModelFile:
 
 
 def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: Mapping[str, str]) -> list[ModelFile]:
-    """Files of at most ``max_shard_size`` bytes of tensors, or of one tensor that has more; filled in the order given.
+    """Divide tensors, in the order given, into files of at most ``max_shard_size`` bytes, or of one larger tensor.
 
-    aliases: other names of ``entries``' tensors -> the name given there. They are told in the metadata of the file, as
-    ``safetensors.torch.save_model`` does. Raises ValueError for a size that is none.
+    Args:
+        entries: the tensors.
+        max_shard_size: bytes per file. Raises ValueError if it is invalid.
+        aliases: other names of these tensors, with the name that is written. They go into the metadata of the file, as
+            ``safetensors.torch.save_model`` does it.
     """
     limit = parse_size(max_shard_size)
     shards: list[list[ToStore]] = [[]]
@@ -73,12 +78,13 @@ def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: M
 
 
 class ModelWriter:
-    """Writes the files of :func:`plan_files` into ``directory``: a context, inside which :meth:`write` is called for
-    each of them, in any order, and :meth:`commit` at the end. Until then nothing that is there is touched, and nothing
-    is left behind if the context ends without it. Raises CheckpointError if the directory cannot be written.
+    """Writes the files of :func:`plan_files` into ``directory``.
 
-    What is replaced: the files of the plan's names, the index, and the files of an earlier export that the index there
-    names. Others stay.
+    It is a context: :meth:`write` is called for each file, in any order, and :meth:`commit` at the end. Before the
+    commit nothing in the directory changes, and without it nothing is left behind. Raises CheckpointError if the
+    directory cannot be written.
+
+    The commit replaces the files of the plan, the index, and the files that an earlier index names. Other files stay.
     """
 
     def __init__(self, directory: Path, files: Sequence[ModelFile]) -> None:
@@ -100,20 +106,22 @@ class ModelWriter:
             self._remove_incomplete()
 
     def write(self, file: ModelFile, values: Iterable[torch.Tensor]) -> None:
-        """``values``: those of ``file.entries``, on any device; asked for one by one, and let go before the next."""
+        """Write ``file``. ``values`` are its tensors, on any device; each is freed before the next one is asked for."""
         with _named(self._directory / file.name):
             filesystem.write_file(self._incomplete(file.name), _chunks(file, iter(values)))
 
     def commit(self) -> list[Path]:
-        """Give the files their names. Killed meanwhile, the directory has the earlier model, the new one, or none that
-        could be taken for whole. Gives the paths written."""
+        """Rename the files to their names, and return their paths.
+
+        A process that is killed meanwhile leaves the earlier model, the new one, or none that looks complete.
+        """
         names = [file.name for file in self._files]
         index = self._directory / INDEX
         with _named(self._directory):
             stale = [name for name in self._earlier() if name not in names]
             if names != [SINGLE]:
-                stale.append(SINGLE)  # readers would take it for the model
-            filesystem.remove(index)
+                stale.append(SINGLE)  # readers prefer it to an index
+            filesystem.remove(index)  # first: without an index no reader takes a mixture of old and new files
             for name in stale:
                 filesystem.remove(self._directory / name)
             for name in names:
@@ -129,7 +137,7 @@ class ModelWriter:
         return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()
 
     def _earlier(self) -> list[str]:
-        """The numbered files that the index there names; none if it cannot be read."""
+        """Return the numbered files that the existing index names; [] if it cannot be read."""
         try:
             names = set(json.loads((self._directory / INDEX).read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -150,7 +158,7 @@ def _chunks(file: ModelFile, values: Iterator[torch.Tensor]) -> Iterator[list[me
     for entry in file.entries:
         chunk = _bytes_of(next(values), entry)
         yield [chunk]
-        chunk.release()  # and with it the tensor, before the next one is asked for
+        chunk.release()  # frees the tensor before the next one is read
     if next(values, None) is not None:
         raise ValueError(f"expected {len(file.entries)} tensors for '{file.name}', got more")
 

@@ -26,8 +26,10 @@ The exit status is 1, after a sentence for each file, if something is missing or
 
 
 def describe(reader: CheckpointReader) -> dict[str, Any]:
-    """Describe a checkpoint as plain data: what the manifest says, "bytes" by kind of tensor, and "files" with their
-    bytes. Raises CheckpointError if the index is damaged."""
+    """Return the manifest's contents as plain data, with "bytes" by kind of tensor and "files" with their bytes.
+
+    Raises CheckpointError if the index is damaged.
+    """
     about = asdict(reader.manifest.about)
     config, layout = about.pop("config"), about.pop("layout")
     sizes: dict[str, dict[str, int]] = {}
@@ -49,7 +51,12 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def find_problems(reader: CheckpointReader, verify: bool) -> list[str]:
-    """A sentence for each file that is not as it was saved. verify: every byte is read, not only sizes looked at."""
+    """Return a sentence for each damaged or missing file.
+
+    Args:
+        reader: the checkpoint.
+        verify: read every byte, and not only the sizes.
+    """
     if verify:
         return [str(problem) for _, problem in reader.verify() if problem is not None]
     try:
@@ -110,7 +117,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "zerolite inspect") -> int:
-    """Run the command; 0, or 1 after sentences on stderr."""
+    """Run the command. Returns 0, or 1 after sentences on stderr."""
     options = build_parser(prog).parse_args(argv)
     described: dict[str, Any] = {}
     problems: list[str] = []

@@ -1,8 +1,8 @@
 """JSON codec for nested plain data that keeps the types: loading returns a value equal to the saved one.
 
-Plain: None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter, torch's tensors,
-dtypes, devices and sizes, numpy's numbers and arrays (which come back as Python's numbers and as tensors). Anything
-else is refused when it is saved, so that nothing needs to be executed when it is loaded. What JSON has no type for is
+Plain data: None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter, torch's
+tensors, dtypes, devices and sizes, and numpy's numbers and arrays (loaded as Python's numbers and as tensors). Any
+other type is refused when it is saved, so that loading never has to execute code. A type that JSON lacks is stored as
 an object with one key that begins with ``$``.
 """
 
@@ -26,9 +26,15 @@ _PLAIN = (type(None), bool, int, str)
 
 
 def encode(value: object, where: str, tensors: list[torch.Tensor]) -> Any:
-    """``value`` as JSON knows it. Tensors are appended to ``tensors``, those of no dimension excepted.
+    """Return ``value`` in JSON's types. Tensors are appended to ``tensors``, except those without dimensions.
 
-    where: how to call ``value`` in an error. Raises TypeError for what is not plain, naming its place.
+    Args:
+        value: the value.
+        where: name of ``value`` in an error.
+        tensors: list to which tensors are appended.
+
+    Raises:
+        TypeError: part of ``value`` is not plain data; the message says where it is.
     """
     return _encode(value, where, tensors, 0)
 
@@ -46,7 +52,7 @@ def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> 
     if cls in (tuple, torch.Size):
         return {_TAGS[cls]: [_encode(item, f"{where}[{i}]", tensors, depth + 1) for i, item in enumerate(value)]}
     if cls in (set, frozenset):
-        items = sorted(value, key=repr)  # the same file whatever the order of hashes
+        items = sorted(value, key=repr)  # strings hash differently in each process: the file must not
         return {_TAGS[cls]: [_encode(item, f"an element of {where}", tensors, depth + 1) for item in items]}
     if cls in _MAPPINGS.values():
         return _encode_mapping(value, where, tensors, depth)
@@ -101,8 +107,16 @@ def _advice(value: object) -> str:
 
 
 def decode(value: object, tensor: Callable[[int], torch.Tensor]) -> Any:
-    """The inverse of :func:`encode`; ``tensor(i)`` gives the i-th tensor. Raises ValueError for what encode never
-    gives, and the CheckpointError that ``tensor`` raises."""
+    """Return the value that :func:`encode` has encoded.
+
+    Args:
+        value: the JSON value.
+        tensor: returns the i-th tensor.
+
+    Raises:
+        ValueError: ``value`` was not made by :func:`encode`.
+        CheckpointError: raised by ``tensor``.
+    """
     try:
         return _decode(value, tensor)
     except CheckpointError:

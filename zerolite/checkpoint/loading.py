@@ -46,12 +46,12 @@ from zerolite.zero.sharded_optimizer import KEPT
 logger = logging.getLogger("zerolite")
 _CALL = "engine.load_checkpoint"
 _SCHEDULED = ("lr", "initial_lr", "min_lr", "max_lr", "momentum", "betas", "base_momentum", "max_momentum")
-_FLAGS = ("amsgrad", "centered", "momentum")  # choose which states torch's optimizers keep
+_FLAGS = ("amsgrad", "centered", "momentum")  # hyperparameters that decide which states torch's optimizers keep
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Arguments of a load, which every rank was called with."""
+    """Arguments of a load, on one rank."""
 
     load_dir: str
     tag: str | None
@@ -64,12 +64,13 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything decided, and nothing changed yet.
+    """Everything is decided, and nothing has changed yet.
 
     Attributes:
-        kinds: of the stored optimizer states; None to leave the engine's alone.
+        kinds: stored optimizer states; None to leave the engine's states alone.
         groups: see :func:`match_groups`.
-        untrained: parameters whose stored states are left, because they are frozen here.
+        untrained: parameters whose stored states are not loaded, because they are frozen here.
+        schedule_begins: the engine's schedule is not loaded and begins anew.
     """
 
     reader: CheckpointReader
@@ -80,7 +81,7 @@ class _Plan:
     groups: list[int | None]
     untrained: list[str]
     scheduler_state: dict[str, Any] | None
-    schedule_begins: bool  # the engine's schedule is not loaded, and begins anew
+    schedule_begins: bool
 
 
 class Loader:
@@ -92,9 +93,11 @@ class Loader:
         self._host = components.host
 
     def load(self, request: LoadRequest, scheduler: Any, loaders: Loaders) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint; called on all ranks. Returns the checkpoint's directory and the client state; (None, {})
-        if there is none and that is fine. Raises CheckpointError: until the tensors are read, before anything is
-        changed."""
+        """Load a checkpoint. Called on all ranks. Returns its directory and the client state; (None, {}) if a missing
+        one is allowed.
+
+        Raises CheckpointError. Until the tensors are read, nothing has been changed when it is raised.
+        """
         ranks = self._components.barrier(_CALL)
         one_request(_CALL, dict(enumerate(ranks.gather(lambda: request))))
         path = self._find(request, ranks)
@@ -114,7 +117,7 @@ class Loader:
         return str(path), plan.state.client_state
 
     def _find(self, request: LoadRequest, ranks: RaiseTogether) -> Path | None:
-        """Rank 0 looks, and all take what it has found."""
+        """Let rank 0 look for the checkpoint, so that all ranks load the same one."""
 
         def look() -> Path | None:
             try:
@@ -127,7 +130,7 @@ class Loader:
         return ranks.gather(look if self._host.rank == 0 else lambda: None)[0]
 
     def _stages(self, ranks: RaiseTogether) -> list[ModelFacts]:
-        """Return the facts of a pipeline's stages; empty without one, where this rank's description needs no other."""
+        """Return the facts of all pipeline stages; [] without a pipeline, where each rank describes the full model."""
         model = self._components.model
         if model.topology.pipe.world_size == 1:
             return []
@@ -189,7 +192,7 @@ class Loader:
     def _match_groups(
         self, reader: CheckpointReader, state: SavedState, model: ModelFacts, trains: Mapping[str, str]
     ) -> list[int | None]:
-        """Raise CheckpointError for values of other types."""
+        """Match the param groups. Raises CheckpointError for values of other types."""
         saved = state.optimizer.groups
         groups = match_groups(model.groups, saved, trains)
         for group, index in zip(self._components.model.optimizer.param_groups, groups, strict=True):
@@ -213,7 +216,7 @@ class Loader:
         return common
 
     def _kinds(self, reader: CheckpointReader, stored_optimizer: OptimizerState) -> Kinds:
-        """The stored states. Raises CheckpointError if they are another optimizer's."""
+        """Return the stored optimizer states. Raises CheckpointError if they belong to another optimizer."""
         kinds: Kinds = {}
         for key, stored in reader.tensors.items():
             if key.startswith(OPTIMIZER):
@@ -231,7 +234,8 @@ class Loader:
                 f"here is {here}{names}. Nothing was loaded; pass load_optimizer_states=False to begin with new states"
             )
         updated = {name for names in (*kinds.values(), stored_optimizer.scalars.get("step", {})) for name in names}
-        for kind, name in itertools.product(expected or (), sorted(updated)):  # kernels keep each state of each
+        # The kernels keep every state of every parameter, so a parameter with one state must have all.
+        for kind, name in itertools.product(expected or (), sorted(updated)):
             if name not in kinds.get(kind, {}):
                 raise CheckpointError(
                     f"'{reader.path / INDEX}' is damaged: it lacks state '{kind}' of parameter '{name}'. Nothing was "
@@ -242,8 +246,10 @@ class Loader:
     def _check_flags(
         self, model: ModelFacts, matched: Sequence[int | None], trains: Mapping[str, str], stored: Sequence[GroupState]
     ) -> None:
-        """Groups that keep their own values need the states that these choose. Stored groups count if states of theirs
-        are loaded into one."""
+        """Raise CheckpointError if groups that keep their own values need other states than the stored ones.
+
+        A stored group is compared if one of its parameters' states would be loaded into the group here.
+        """
         for group, names, index in zip(
             self._components.model.optimizer.param_groups, model.groups, matched, strict=True
         ):
@@ -257,11 +263,11 @@ class Loader:
                         "load_optimizer_states=False to begin with new ones"
                     )
 
-    # ---------------------------------------------------------------- doing
+    # ---------------------------------------------------------------- reading
 
     @torch.no_grad()
     def _read(self, plan: _Plan, ranks: RaiseTogether) -> None:
-        """Parameters, buffers and states. Called on all ranks."""
+        """Read parameters, buffers and states. Called on all ranks."""
         components, reader = self._components, plan.reader
         components.pipeline.outcomes.settle()
         components.pipeline.zero_grad()
@@ -293,7 +299,7 @@ class Loader:
         ranks.run(lambda: components.model.load_extra_state(plan.state.extra))
 
     def _update_groups(self, plan: _Plan) -> None:
-        """Hyperparameters; where only the schedule is loaded, what it goes on from."""
+        """Load hyperparameters. If only the schedule is loaded, load the learning rates that it continues from."""
         saved = plan.state.optimizer.groups
         for group, index in zip(self._components.model.optimizer.param_groups, plan.groups, strict=True):
             if index is None:
@@ -306,17 +312,18 @@ class Loader:
                 _update_group(group, {key: values[key] for key in ("lr", "initial_lr") if key in values})
 
     def _buffer_targets(self, plan: _Plan) -> list[Target]:
-        """A rank's own values where they differed between ranks, if those are arranged alike."""
+        """Return the targets of buffers: this rank's own values if they differed between ranks and the grid is the
+        same."""
         stored = plan.reader.tensors
         same = plan.reader.manifest.about.grid == self._grid
         targets = []
         for target in self._components.model.buffer_targets(plan.buffers):
             own = f"{RANKS}{self._host.rank}/{target.key}"
-            targets.append(Target(own if same and own in stored else target.key, target.box, target.place))
+            targets.append(Target(own if same and own in stored else target.key, target.box, target.out))
         return targets
 
     def _resume(self, plan: _Plan, scheduler: Any, loaders: Loaders) -> None:
-        """Everything that is not a tensor of the model or the optimizer."""
+        """Load everything except the tensors of the model and the optimizer."""
         components, state = self._components, plan.state
         components.pipeline.load_state_dict({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
         if plan.scheduler_state is not None:
@@ -332,16 +339,19 @@ class Loader:
         return SavedGrid.of(self._components.model.topology)
 
     def _rank_there(self, saved: SavedGrid) -> int:
-        """The rank whose random numbers this one goes on with; one that was not there if there is none. Where ranks
-        were arranged otherwise, all that compute one batch together take those of one rank: they drop the same
-        elements."""
+        """Return the saved rank whose random states this rank continues with; a number that did not exist if there is
+        none.
+
+        If the grid has changed, all ranks that compute one batch together take the states of one rank, so that dropout
+        drops the same elements on them.
+        """
         if saved == self._grid:
             return self._host.rank
         data = self._components.model.comm.rank
         return data * saved.tensor if data < saved.data else saved.ranks
 
     def _report(self, plan: _Plan, request: LoadRequest) -> None:
-        """Log what the user wants to know, once."""
+        """Log on rank 0 what was not loaded, and what has changed."""
         if self._host.rank != 0:
             return
         match = plan.match
@@ -389,7 +399,7 @@ class Loader:
 def _trained_in_both(
     here: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], match: NameMatch
 ) -> dict[str, str]:
-    """The stored name by the name here, of parameters with elements that are trained on both sides."""
+    """Return the stored names, by the name here, of parameters with elements that are trained on both sides."""
     return {
         name: other
         for name, other in match.names.items()
@@ -415,7 +425,7 @@ def _schedule(state: SavedState, scheduler: object, groups: list[int | None]) ->
 
 
 def _family(optimizer: str) -> str:
-    """Optimizers with the same states."""
+    """Return a name that is the same for optimizers with the same states."""
     return "Adam" if optimizer in ("Adam", "AdamW") else optimizer
 
 
@@ -430,12 +440,13 @@ def _update_group(group: dict[str, Any], values: Mapping[str, object]) -> None:
 
 
 def changed_batch(saved: Mapping[str, object], saved_ranks: int, here: int | None, ranks: int) -> str | None:
-    """Describe how the steps have become larger or smaller because there are more or fewer ranks, or return None.
+    """Return a sentence if steps have more or fewer samples because the number of ranks has changed; else None.
 
     Args:
         saved: the configuration that the checkpoint was saved with.
-        saved_ranks, ranks: their numbers, then and now.
-        here: the train batch size now, in samples; None where the user's own loader decides.
+        saved_ranks: number of data-parallel ranks then.
+        here: the train batch size now, in samples; None if the user's own loader decides.
+        ranks: number of data-parallel ranks now.
     """
     before = saved.get("train_batch_size")
     if saved_ranks == ranks or here is None or not isinstance(before, int) or before == here:

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.boxes import Box, covers
-from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES, Complete
+from zerolite.checkpoint.directory import MANIFEST, MOST_JSON_BYTES, CompleteCheckpoint
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.file_model import STRICT, FileModel, Natural, validated
 from zerolite.checkpoint.state import ParameterFacts
@@ -32,12 +32,12 @@ VERSION = 1
 INDEX = "tensors.json"
 STATE = "state.json"
 BLOCK_BYTES = 1 << 20
-MOST_DIMENSIONS = 64  # what torch's operators take
+MOST_DIMENSIONS = 64  # the most that torch's operators accept
 
 
 @dataclass(frozen=True, config=STRICT)
 class FileEntry:
-    """A file's length, and the CRC-32 of each of its blocks of ``BLOCK_BYTES``, 8 hexadecimal digits each."""
+    """Length of a file, and the CRC-32 of each block of ``BLOCK_BYTES``, as 8 hexadecimal digits."""
 
     bytes: Natural
     crc32: str
@@ -51,8 +51,7 @@ class FileEntry:
 
 @dataclass(frozen=True, config=STRICT)
 class SavedGrid:
-    """Arrangement of the ranks: so many stages of a pipeline, each of so many data-parallel ranks of so many
-    tensor-parallel ones, which are numbered in this order, the last one first."""
+    """Grid of the ranks: pipeline stages × data-parallel × tensor-parallel ranks, numbered with tensor innermost."""
 
     pipe: PositiveInt
     data: PositiveInt
@@ -75,13 +74,14 @@ class About:
     """Description of a checkpoint for its readers.
 
     Attributes:
-        precision: dtypes by what they are of.
-        parameters: numbers of tensors and of elements, all and trained.
-        run: id of the run that saved it; "" if it does not say.
+        saved_at: time in ISO 8601, UTC.
+        precision: dtypes of compute parameters and masters.
+        parameters: numbers of tensors and of elements, of all and of trained parameters.
+        run: id of the run that saved it; "" if it is not stored.
     """
 
     tag: str
-    saved_at: str  # ISO 8601, UTC
+    saved_at: str
     global_steps: Natural
     world_size: PositiveInt
     stage: Natural
@@ -98,12 +98,12 @@ class About:
             raise ValueError(f"expected a grid of {self.world_size} ranks, found {self.grid}")
 
     @property
-    def head(self) -> Complete:
-        return Complete(self.global_steps, self.saved_at, self.tag, self.run)
+    def head(self) -> CompleteCheckpoint:
+        return CompleteCheckpoint(self.global_steps, self.saved_at, self.tag, self.run)
 
     @property
     def grid(self) -> SavedGrid:
-        """Grid of the ranks that saved the checkpoint; one that does not say was saved by data-parallel ones."""
+        """Grid of the ranks that saved the checkpoint. Without an entry it was saved with data parallelism only."""
         given = self.layout.get("grid")
         return SavedGrid(1, self.world_size, 1) if given is None else SavedGrid(**given)
 
@@ -114,7 +114,7 @@ def library_versions() -> dict[str, str]:
 
 
 def count_parameters(described: Mapping[str, ParameterFacts]) -> dict[str, int]:
-    """Return the numbers of parameters for :class:`About`, of state.json's "parameters"."""
+    """Count the parameters for :class:`About`."""
     numels = {name: math.prod(entry.shape) for name, entry in described.items()}
     trained = [name for name, entry in described.items() if entry.trained]
     return {
@@ -136,7 +136,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Size of all files but the manifest itself."""
+        """Size of all files except the manifest."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> bytes:
@@ -153,8 +153,7 @@ def _checksum(body: Mapping[str, object]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint in the directory ``path``. Raises CheckpointError for one that is damaged, or
-    written by a later version."""
+    """Read the manifest in the directory ``path``. Raises CheckpointError if it is damaged or of a later version."""
     file = path / MANIFEST
     try:
         return _manifest(file, filesystem.read_file(file, MOST_JSON_BYTES))
@@ -198,7 +197,7 @@ class _Files(FileModel):
 
 @dataclasses.dataclass(frozen=True)
 class StoredBox:
-    """A part of a tensor, contiguous: where it is in the tensor, and at which byte of which file."""
+    """A contiguous part of a tensor: its box, its file, and its first byte there."""
 
     box: Box
     file: str
@@ -207,7 +206,7 @@ class StoredBox:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose boxes, which do not overlap, make up all of it; an empty one has none."""
+    """A tensor whose boxes make up all of it, without overlaps; an empty tensor has none."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -237,7 +236,7 @@ def index_to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def index_from_json(file: Path, content: bytes, files: Mapping[str, FileEntry]) -> dict[str, StoredTensor]:
-    """Raise CheckpointError for anything that :func:`index_to_json` does not write."""
+    """Read the index. Raises CheckpointError for anything that :func:`index_to_json` does not write."""
     try:
         body = validated(lambda: _Index.model_validate_json(content))
         tensors = {key: entry.stored(body.files) for key, entry in body.tensors.items()}
@@ -248,7 +247,7 @@ def index_from_json(file: Path, content: bytes, files: Mapping[str, FileEntry]) 
 
 
 class _IndexEntry(FileModel):
-    """A tensor. boxes: number of the file, first byte there, offsets and sizes."""
+    """A tensor. Each of its boxes is a file's number, the first byte there, offsets and sizes."""
 
     shape: list[Natural] = Field(max_length=MOST_DIMENSIONS)
     dtype: str
@@ -265,8 +264,10 @@ class _Index(FileModel):
 
 
 def _check(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileEntry]) -> None:
-    """Check that every tensor is whole, and that all together are no larger than the files: a reader needs no more
-    memory than the files have bytes."""
+    """Check that every tensor is complete, and that no two share bytes of a file.
+
+    So a damaged index cannot make a reader allocate more memory than the files have bytes.
+    """
     room = {name: entry.bytes for name, entry in files.items()}
     for key, tensor in tensors.items():
         if math.prod(max(1, size) for size in tensor.shape) >= 2**63:

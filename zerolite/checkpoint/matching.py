@@ -19,12 +19,12 @@ _BY_GROUP = frozenset(  # lists with an entry for each param group, in torch's s
 
 @dataclass(frozen=True)
 class NameMatch:
-    """Names of parameters here and in a checkpoint.
+    """Names of parameters in the model and in a checkpoint.
 
     Attributes:
-        names: the stored name by the name here.
-        missing: names here that are not stored.
-        unexpected: the reverse.
+        names: the stored name, by the name in the model.
+        missing: names in the model that are not stored.
+        unexpected: stored names that are not in the model.
     """
 
     names: dict[str, str]
@@ -32,7 +32,7 @@ class NameMatch:
     unexpected: list[str]
 
     def without(self, left_out: Collection[str]) -> NameMatch:
-        """Parameters of which the checkpoint has the name only are missing, and not unexpected."""
+        """Return the match if the checkpoint has no values for ``left_out``: they are missing, and not unexpected."""
         names = {name: other for name, other in self.names.items() if other not in left_out}
         missing = self.missing + [name for name in self.names if name not in names]
         return NameMatch(names, missing, [name for name in self.unexpected if name not in left_out])
@@ -41,10 +41,15 @@ class NameMatch:
 def match_parameters(
     here: Mapping[str, ParameterFacts], stored: Mapping[str, ParameterFacts], loose: bool
 ) -> NameMatch:
-    """Match parameters by name, or by any of the names of tied parameters. ``loose``: also where an adapter has been
-    put around a module or taken away (``q_proj.weight`` is ``base_model.model.q_proj.base_layer.weight``).
+    """Match parameters by name, or by any of the names of tied parameters.
 
-    Raises CheckpointError for other shapes.
+    Raises CheckpointError for different shapes.
+
+    Args:
+        here: parameters of the model.
+        stored: parameters in the checkpoint.
+        loose: match also if an adapter was put around a module or removed (``q_proj.weight`` is
+            ``base_model.model.q_proj.base_layer.weight``).
     """
     canonical = {alias: name for name, entry in stored.items() for alias in (*entry.aliases, name)}
     names: dict[str, str] = {}
@@ -68,7 +73,7 @@ def _match_adapted(here: Iterable[str], stored: Iterable[str]) -> dict[str, str]
 
 
 def check_complete(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Raise CheckpointError if a strict load cannot be one."""
+    """Raise CheckpointError if a strict load would leave something out."""
     problems = []
     if missing:
         problems.append(f"it has no {what} {listed(missing)}")
@@ -82,7 +87,7 @@ def check_complete(what: str, missing: Sequence[str], unexpected: Sequence[str])
 
 
 def check_shapes(what: str, shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Raise CheckpointError if a tensor has another shape here than there. shapes: both, by name."""
+    """Raise CheckpointError if a tensor has different shapes in model and checkpoint. ``shapes``: both, by name."""
     wrong = [
         f"{what}'{name}' is {tuple(here)} here and {tuple(there)} there"
         for name, (here, there) in shapes.items()
@@ -103,12 +108,15 @@ def listed(names: Sequence[str]) -> str:
 def match_groups(
     here: Sequence[Sequence[str]], stored: Sequence[GroupState], names: Mapping[str, str]
 ) -> list[int | None]:
-    """Find for each param group here the stored one that has the same parameters, as far as both models have them; None
-    if there is none. A group without any parameter matches one without any in the same place.
+    """Return for each param group the index of the stored group with the same parameters, or None.
+
+    Only parameters that both models have are compared. A group without parameters matches an empty one of the same
+    index.
 
     Args:
-        here: names of parameters.
-        names: of those that are trained in both, stored by here.
+        here: names of the parameters in each group.
+        stored: the stored groups.
+        names: stored names of parameters that are trained on both sides, by the name in the model.
     """
     known = set(names.values())
     by_members = {frozenset(group.names) & known: index for index, group in enumerate(stored)}
@@ -121,8 +129,15 @@ def match_groups(
 
 
 def reordered(state: Mapping[str, object], order: Sequence[int | None], stored: int) -> dict[str, Any]:
-    """A torch scheduler's state whose lists by param group follow the groups here: ``order`` is from
-    :func:`match_groups`, ``stored`` the number of stored groups. Raises CheckpointError if they cannot."""
+    """Return a torch scheduler's state with its lists by param group in the order of the groups here.
+
+    Raises CheckpointError if the groups do not match.
+
+    Args:
+        state: the scheduler's state.
+        order: result of :func:`match_groups`.
+        stored: number of stored groups.
+    """
     if list(order) == list(range(stored)) or len(order) == stored == 1:
         return dict(state)
 

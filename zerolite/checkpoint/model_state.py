@@ -4,8 +4,9 @@ A trained parameter is stored once, as its master weights: the compute parameter
 it, and of every state, is a range of the flattened parameter (:class:`FlatRange`), which itself may be a
 tensor-parallel shard (:class:`~zerolite.tensor_parallel.shard_spec.ShardSpec`).
 
-Tensors that all data-parallel ranks hold whole are divided evenly over them, so that each writes the same share.
-Tensors that all tensor-parallel ranks, or several pipeline stages, hold alike are written by the first of them.
+Tensors that every data-parallel rank holds completely are divided evenly over them, so that each writes the same share.
+Of tensors that are equal on all tensor-parallel ranks, or on several pipeline stages, the first of these ranks writes
+all.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, who
 
 PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"
 Kinds = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]  # shape and dtype by state and stored name
-_COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # what torch's optimizers keep once for a whole parameter
+_COUNTS = frozenset(("step", "eta", "mu", "mu_product"))  # states of torch's optimizers with one number a parameter
 
 
 class ModelState:
-    """The tensors of one engine. Reads and writes them between steps only.
+    """The tensors of one engine. It reads and writes them between steps only.
 
-    comm: of the ranks that hold the same part of the model, over which its states are spread: the data dimension of
-    ``topology``.
+    Args:
+        comm: ranks that hold the same part of the model, over which its states are sharded: the data dimension of
+            ``topology``.
     """
 
     def __init__(
@@ -60,14 +62,14 @@ class ModelState:
 
     @property
     def speaks_for_stage(self) -> bool:
-        """True if there is a pipeline, and this is the rank that tells the others what its stage consists of."""
+        """True if there is a pipeline and this rank describes its stage to the others."""
         grid = self.topology
         return grid.pipe.world_size > 1 and grid.data.rank == 0 and grid.tensor.rank == 0
 
     # ---------------------------------------------------------------- names
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Each once, by the first of its names in the whole model."""
+        """Return each parameter once, by the first of its names in the full model."""
         found = {}
         for name, parameter in self.model.named_parameters():
             names = names_of(parameter)
@@ -141,7 +143,7 @@ class ModelState:
     # ---------------------------------------------------------------- ranges
 
     def _masters(self, names: Sequence[str]) -> Iterator[tuple[int, FlatRange]]:
-        """This rank's by index, or the whole ones where every data-parallel rank has them."""
+        """Yield this rank's master weights by index; full ones if every data-parallel rank has them."""
         for bucket, fragments in enumerate(self.buffer.fragments):
             for fragment in fragments:
                 index = fragment.slot.index
@@ -149,14 +151,14 @@ class ModelState:
                 yield index, self.range(PARAMETERS + names[index], index, fragment.param_start, values)
 
     def range(self, key: str, index: int, start: int, values: torch.Tensor) -> FlatRange:
-        """A range of something of the size of the trained parameter ``index``."""
+        """Return a range of a tensor of the size of the trained parameter ``index``."""
         parameter = self.buffer.parameters[index]
         shape = tuple(whole_shape(parameter))
         return FlatRange(key, shape, self._strides(parameter), start, values, shard_spec_of(parameter))
 
     def writes(self, parameter: torch.Tensor) -> bool:
-        """True if this rank, of those that compute together, writes what is stored of ``parameter``: its own part, or,
-        where all have the same, the first one."""
+        """True if this rank writes ``parameter``: its own shard or, of a parameter that is equal on all tensor ranks,
+        the first."""
         return self.topology.tensor.rank == 0 or shard_spec_of(parameter) is not None
 
     def _strides(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
@@ -164,12 +166,12 @@ class ModelState:
         return handle.strides if handle is not None else parameter.data.stride()
 
     def states(self, names: Sequence[str]) -> Iterator[tuple[OptimParamShard, str, dict[str, Any]]]:
-        """The pieces that have states, with their parameter's name."""
-        for piece in self.optimizer.shards():
-            if piece.fragment.numel:
-                state = self.optimizer.method.state_of(piece)
+        """Yield the optimizer shards that have states, with their parameter's name."""
+        for param_shard in self.optimizer.shards():
+            if param_shard.fragment.numel:
+                state = self.optimizer.method.state_of(param_shard)
                 if state:
-                    yield piece, names[piece.fragment.slot.index], state
+                    yield param_shard, names[param_shard.fragment.slot.index], state
 
     # ---------------------------------------------------------------- saving
 
@@ -179,21 +181,22 @@ class ModelState:
         """Return the parameters and states that this rank writes, and the states that are one number.
 
         Args:
+            exclude_frozen: leave frozen parameters out.
             elsewhere: names of the parameters that another stage writes.
-            with_scalars: copy these numbers too.
+            with_scalars: copy the states that are one number too.
         """
         names = self.names_by_index()
         chosen = {i for i, p in enumerate(self.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
         sharded = [part for index, part in self._masters(names) if index in chosen]
-        everywhere: list[FlatRange] = []  # what all data-parallel ranks have, in the same order
+        everywhere: list[FlatRange] = []  # ranges that all data-parallel ranks have, in the same order
         scalars: Scalars = {}
-        for piece, name, state in self.states(names):
-            if piece.fragment.slot.index not in chosen:
+        for param_shard, name, state in self.states(names):
+            if param_shard.fragment.slot.index not in chosen:
                 continue
             for kind, value in state.items():
-                if not self.is_scalar(kind, value, piece):
-                    sharded.append(self._state_range(piece, name, kind, value))
-                elif with_scalars and self._writes_scalars(piece):
+                if not self.is_scalar(kind, value, param_shard):
+                    sharded.append(self._state_range(param_shard, name, kind, value))
+                elif with_scalars and self._writes_scalars(param_shard):
                     scalars.setdefault(kind, {})[name] = _number(value)
         if not self.buffer.shard:
             sharded, everywhere = everywhere, sharded
@@ -214,43 +217,43 @@ class ModelState:
                 shards.append(empty_shard(PARAMETERS + name, _full_shape(parameter), parameter.dtype))
         return shards, scalars
 
-    def _writes_scalars(self, piece: OptimParamShard) -> bool:
-        first = piece.fragment.param_start == 0 and (self.buffer.shard or self.comm.rank == 0)
+    def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
+        first = param_shard.fragment.param_start == 0 and (self.buffer.shard or self.comm.rank == 0)
         return first and self.topology.tensor.rank == 0
 
-    def shape_of(self, piece: OptimParamShard) -> torch.Size:
+    def shape_of(self, param_shard: OptimParamShard) -> torch.Size:
         """Return the shape of the states that have a value for each element."""
-        if not self.buffer.keeps_shape(piece.fragment.slot):
-            return torch.Size((piece.fragment.numel,))
-        return whole_shape(self.buffer.parameters[piece.fragment.slot.index])
+        if not self.buffer.keeps_shape(param_shard.fragment.slot):
+            return torch.Size((param_shard.fragment.numel,))
+        return whole_shape(self.buffer.parameters[param_shard.fragment.slot.index])
 
-    def is_scalar(self, kind: str, value: object, piece: OptimParamShard) -> bool:
+    def is_scalar(self, kind: str, value: object, param_shard: OptimParamShard) -> bool:
         """True if a state is one number for a whole parameter."""
         if not isinstance(value, torch.Tensor):
             return value is None or isinstance(value, (bool, int, float))
-        return value.dim() == 0 and (bool(self.shape_of(piece)) or kind in _COUNTS)
+        return value.dim() == 0 and (bool(self.shape_of(param_shard)) or kind in _COUNTS)
 
-    def _state_range(self, piece: OptimParamShard, name: str, kind: str, value: object) -> FlatRange:
+    def _state_range(self, param_shard: OptimParamShard, name: str, kind: str, value: object) -> FlatRange:
         key = f"{OPTIMIZER}{kind}/{name}"
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected tensors and numbers, got "
                 f"{type(value).__name__}, which cannot be saved"
             )
-        if value.shape == self.shape_of(piece):
-            index, keeps = piece.fragment.slot.index, self.buffer.keeps_shape(piece.fragment.slot)
+        if value.shape == self.shape_of(param_shard):
+            index, keeps = param_shard.fragment.slot.index, self.buffer.keeps_shape(param_shard.fragment.slot)
             flat = flattened(value, self._strides(self.buffer.parameters[index])) if keeps else value
-            return self.range(key, index, piece.fragment.param_start, flat)
-        if not self.buffer.keeps_shape(piece.fragment.slot):
+            return self.range(key, index, param_shard.fragment.param_start, flat)
+        if not self.buffer.keeps_shape(param_shard.fragment.slot):
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each of this rank's "
-                f"{piece.fragment.numel} elements, got shape {tuple(value.shape)}; it can be saved at stage 0, "
+                f"{param_shard.fragment.numel} elements, got shape {tuple(value.shape)}; it can be saved at stage 0, "
                 "and with zero_optimization.whole_parameters"
             )
-        if shard_spec_of(self.buffer.parameters[piece.fragment.slot.index]) is not None:
+        if shard_spec_of(self.buffer.parameters[param_shard.fragment.slot.index]) is not None:
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each element of the part that "
-                f"tensor parallelism has given this rank, {tuple(self.shape_of(piece))}, got shape "
+                f"tensor parallelism has given this rank, {tuple(self.shape_of(param_shard))}, got shape "
                 f"{tuple(value.shape)}, which means nothing for another part; with tensor_parallel.size = 1 it can be "
                 "saved"
             )
@@ -264,7 +267,7 @@ class ModelState:
                 yield name, parameter
 
     def _partitioned(self, key: str, parameter: torch.nn.Parameter) -> FlatRange:
-        """This rank's shard of a partitioned parameter."""
+        """Return this rank's shard of a partitioned parameter."""
         handle = handle_of(parameter)
         assert handle is not None
         start = min(self.comm.rank * handle.shard.numel(), handle.numel)
@@ -274,7 +277,11 @@ class ModelState:
     # ---------------------------------------------------------------- loading
 
     def targets(self, stored_names: dict[str, str]) -> Iterator[Target]:
-        """Yield the targets of the stored parameters. stored_names: by name here; the others stay as they are."""
+        """Yield the targets of the stored parameters.
+
+        Args:
+            stored_names: stored names by the name here; other parameters stay as they are.
+        """
         names = self.names_by_index()
         for index, part in self._masters(names):
             if names[index] in stored_names:
@@ -293,18 +300,20 @@ class ModelState:
         kinds: Kinds,
         scalars: Scalars,
     ) -> Iterator[Target]:
-        """Make the optimizer's states of all parameters, and say where what is stored goes. Parameters without stored
-        ones are as if never updated."""
+        """Make the optimizer states of all parameters, and yield targets for the stored ones.
+
+        Parameters without stored states are as if they had never been updated.
+        """
         names = self.names_by_index()
-        for piece in self.optimizer.shards():
-            if not piece.fragment.numel:
+        for param_shard in self.optimizer.shards():
+            if not param_shard.fragment.numel:
                 continue
-            index = piece.fragment.slot.index
+            index = param_shard.fragment.slot.index
             stored = stored_names.get(names[index], "")
             numbers = {kind: values[stored] for kind, values in scalars.items() if stored in values}
             tensors = {kind: of_names[stored] for kind, of_names in kinds.items() if stored in of_names}
             parameter = self.buffer.parameters[index]
-            shape, keeps = _full_shape(parameter), self.buffer.keeps_shape(piece.fragment.slot)
+            shape, keeps = _full_shape(parameter), self.buffer.keeps_shape(param_shard.fragment.slot)
             wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
             for kind, (size, dtype) in tensors.items():
                 if size != shape and (not keeps or shard_spec_of(parameter) is not None):
@@ -315,28 +324,28 @@ class ModelState:
                         f"optimizer state '{kind}' of parameter '{names[index]}' has shape {size} and the parameter "
                         f"{shape}: such states can be loaded {where}"
                     )
-                wanted[kind] = (self.shape_of(piece) if size == shape else torch.Size(size), dtype)
-            for kind, place in self.optimizer.method.make_state(piece, numbers, wanted).items():
+                wanted[kind] = (self.shape_of(param_shard) if size == shape else torch.Size(size), dtype)
+            for kind, out in self.optimizer.method.make_state(param_shard, numbers, wanted).items():
                 key = f"{OPTIMIZER}{kind}/{stored}"
                 if shard_spec_of(parameter) is not None:
-                    place.zero_()  # padding, which no checkpoint has
+                    out.zero_()  # padding, which no checkpoint has
                 if tensors[kind][0] != shape:
-                    yield from _targets_of(key, place, None)
+                    yield from _targets_of(key, out, None)
                 elif keeps:
-                    yield from _targets_of(key, place, shard_spec_of(parameter))
+                    yield from _targets_of(key, out, shard_spec_of(parameter))
                 else:
-                    yield from self.range(key, index, piece.fragment.param_start, place).targets()
+                    yield from self.range(key, index, param_shard.fragment.param_start, out).targets()
 
     def buffer_targets(self, stored: Iterable[str]) -> Iterator[Target]:
-        """Yield targets for the buffers of ``stored`` that are here."""
+        """Yield targets for those of the ``stored`` buffers that are on this rank."""
         buffers = self.named_buffers()
         for name in stored:
             if name in buffers and buffers[name].numel():
                 yield from _targets_of(BUFFERS + name, buffers[name], None)
 
     def after_loading(self, stored_names: dict[str, str]) -> None:
-        """Whole copies of partitioned parameters that are not trained follow; autograd learns of new values. Called
-        on all ranks."""
+        """Refresh gathered copies of partitioned frozen parameters, and tell autograd of new values. Called on all
+        ranks."""
         frozen = [parameter for name, parameter in self._frozen() if name in stored_names]
         handles = [handle for parameter in frozen if (handle := handle_of(parameter)) is not None]
         gathered = [handle for handle in handles if handle.status is AVAILABLE]
@@ -346,17 +355,17 @@ class ModelState:
 
 
 def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the parameter in the whole model."""
-    cut = shard_spec_of(parameter)
-    return cut.full_shape if cut is not None else tuple(whole_shape(parameter))
+    """Return the shape of the parameter in the full model."""
+    spec = shard_spec_of(parameter)
+    return spec.full_shape if spec is not None else tuple(whole_shape(parameter))
 
 
-def _targets_of(key: str, place: torch.Tensor, cut: ShardSpec | None) -> Iterator[Target]:
-    everything = ((0,) * place.dim(), tuple(place.shape))
-    for box, part in boxes_in_full_tensor(everything, place, cut):
+def _targets_of(key: str, out: torch.Tensor, spec: ShardSpec | None) -> Iterator[Target]:
+    everything = ((0,) * out.dim(), tuple(out.shape))
+    for box, part in boxes_in_full_tensor(everything, out, spec):
         yield Target(key, box, part)
 
 
 def _number(value: object) -> object:
-    """A copy: the next step changes torch's counts in place, while this one may not be written yet."""
+    """Return a copy: the next step changes torch's step counts in place, maybe before this one is written."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

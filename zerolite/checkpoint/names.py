@@ -6,7 +6,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, and 
 
 
 def clean(name: str) -> str:
-    """A parameter's name in the model as it was written, whatever wraps its modules."""
+    """Return a parameter's name in the model as it was written, without the names of wrappers around its modules."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

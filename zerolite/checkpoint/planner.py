@@ -1,4 +1,4 @@
-"""Save planner of torch.distributed.checkpoint: each rank writes its boxes, which together must be whole tensors."""
+"""Save planner of torch.distributed.checkpoint: each rank writes its boxes, which together must be full tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ Scalars = dict[str, dict[str, Any]]  # state -> parameter -> value
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of the tensor ``key`` of ``shape``, which no other rank writes. ``values``: a tensor of the box's sizes, or
-    a function that gives it when it is written. ``box`` None: the tensor is empty, and this only says so."""
+    """A box of a tensor, which no other rank writes.
+
+    Attributes:
+        key: name of the tensor in the checkpoint.
+        shape: shape of the full tensor.
+        dtype: its dtype.
+        box: the box; None if the tensor is empty, which this shard then only declares.
+        values: tensor of the box's sizes, or a function that returns it when it is written.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -41,12 +48,12 @@ class Shard:
 
 
 class ShardSavePlanner(SavePlanner):
-    """Each rank writes its own shards. The coordinator makes sure that together they are whole tensors."""
+    """Each rank writes its own shards. The coordinator checks that together they are full tensors."""
 
     def __init__(self, shards: Sequence[Shard], scalars: Scalars) -> None:
         self._shards = [shard for shard in shards if shard.box is not None]
         empty = {shard.key: (shard.shape, shard.dtype) for shard in shards if shard.box is None}
-        self._beside = empty, scalars
+        self._beside = empty, scalars  # sent to the coordinator with the plan
 
     def set_up_planner(
         self, state_dict: object, storage_meta: StorageMeta | None = None, is_coordinator: bool = False

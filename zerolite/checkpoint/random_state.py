@@ -13,7 +13,7 @@ from zerolite.checkpoint import json_codec
 
 
 def save_random_state(device: torch.device) -> torch.Tensor:
-    """Save the random states as bytes: a uint8 tensor. NumPy's only if it has been imported."""
+    """Return the states of this process's random generators as bytes, uint8; NumPy's only if it has been imported."""
     state: dict[str, Any] = {"torch": _bytes(torch.get_rng_state()), "python": random.getstate()}
     if device.type == "cuda":
         state["cuda"] = _bytes(torch.cuda.get_rng_state(device))
@@ -25,12 +25,14 @@ def save_random_state(device: torch.device) -> torch.Tensor:
 
 
 def load_random_state(saved: torch.Tensor, device: torch.device) -> None:
-    """Inverse of :func:`save_random_state`; what is not there stays as it is. Raises ValueError, before anything is
-    changed, for what it did not write."""
+    """Restore the generators from :func:`save_random_state`. Generators whose state was not saved stay as they are.
+
+    Raises ValueError for other bytes, before anything is changed.
+    """
     try:
         state = json_codec.decode(json.loads(bytes(saved.tolist())), _no_tensor)
         _try(state, device)
-    except Exception as error:  # of four libraries
+    except Exception as error:  # four libraries, each with exceptions of its own
         raise ValueError(f"expected the states of random number generators, got others ({error})") from error
     torch.set_rng_state(_tensor(state["torch"]))
     random.setstate(state["python"])
@@ -41,7 +43,7 @@ def load_random_state(saved: torch.Tensor, device: torch.device) -> None:
 
 
 def _try(state: dict[str, Any], device: torch.device) -> None:
-    """Set them in generators that are not in use."""
+    """Set the states in generators that are not in use, to see if they are valid."""
     torch.Generator("cpu").set_state(_tensor(state["torch"]))
     random.Random().setstate(state["python"])
     if "cuda" in state and device.type == "cuda":

@@ -41,19 +41,24 @@ _CHUNK_BYTES = 8 * BLOCK_BYTES
 
 @dataclass(frozen=True)
 class Target:
-    """A box of the tensor ``key`` that is wanted. ``place``: a tensor of the box's sizes, any dtype and device, any
-    strides."""
+    """A box of the tensor ``key``, and the tensor to read it into.
+
+    Attributes:
+        key: name of the tensor in the checkpoint.
+        box: the box.
+        out: tensor of the box's sizes, of any dtype, device and strides.
+    """
 
     key: str
     box: Box
-    place: torch.Tensor
+    out: torch.Tensor
 
 
 class CheckpointReader:
     """One checkpoint, in the directory ``path``.
 
-    Raises CheckpointError, here and wherever it reads, with the file, and the bytes expected and found, if something is
-    missing, shorter, longer or other than it was when it was saved.
+    Raises CheckpointError, here and whenever it reads, if something is missing, shorter, longer or changed since it was
+    saved. The message names the file, and the bytes expected and found.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +76,7 @@ class CheckpointReader:
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """Stored state beside the model's and the optimizer's tensors."""
+        """Stored state except the model's and the optimizer's tensors."""
         content = self.content(STATE)
         with self._damaged_state():
             decoded = json_codec.decode(json.loads(content), self._client_tensor)
@@ -80,7 +85,7 @@ class CheckpointReader:
         return decoded
 
     def read_state(self, model: type[State]) -> State:
-        """Return what is stored beside the tensors, in the form of ``model``. Raises CheckpointError if it is other."""
+        """Return the stored state as an object of ``model``. Raises CheckpointError if it does not fit."""
         state = self.state
         with self._damaged_state():
             return validated(lambda: model.model_validate(state))
@@ -100,8 +105,8 @@ class CheckpointReader:
             raise CheckpointError(f"{error}. {self._others()}") from error
 
     def trust(self, use: Callable[[], Result]) -> Result:
-        """The result of ``use``, which takes state.json for what zerolite writes. Raises CheckpointError where it is
-        not."""
+        """Return the result of ``use``, which relies on a valid state.json. Raises CheckpointError if it is not
+        valid."""
         try:
             return use()
         except CheckpointError:
@@ -113,18 +118,19 @@ class CheckpointReader:
             ) from error
 
     def _client_tensor(self, index: int) -> torch.Tensor:
-        """The same one for the same number: it takes no more memory than there is in the files."""
+        """Read a tensor of the user's state, once for each number: a damaged file cannot take more memory than it has
+        bytes."""
         if index not in self._client_tensors:
             self._client_tensors[index] = self.read(f"client_state/{index}")
         return self._client_tensors[index]
 
     def check_sizes(self) -> None:
-        """Check that every file is there and as long as it was."""
+        """Raise CheckpointError unless every file is there and has its size."""
         for name in self.manifest.files:
             self._open(name).close()
 
     def verify(self) -> Iterator[tuple[str, CheckpointError | None]]:
-        """Read every file to its end: its name and what is wrong with it, or None."""
+        """Read every file to its end. Yields its name, and the error or None."""
         buffer = bytearray(_CHUNK_BYTES)
         for name, entry in self.manifest.files.items():
             problem = None
@@ -137,21 +143,21 @@ class CheckpointReader:
             yield name, problem
 
     def content(self, name: str) -> bytes:
-        """All of a small file."""
+        """Return the content of a small file."""
         with self._open(name) as file:
             buffer = bytearray(file.entry.bytes)
             file.read_blocks(0, memoryview(buffer))
             return bytes(buffer)
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole tensor, on the CPU, in ``dtype`` (default: as it is stored)."""
+        """Return a full tensor on the CPU, in ``dtype`` (default: the stored one)."""
         stored = self.tensors[key]
         whole = torch.empty(stored.shape, dtype=dtype or stored.dtype, device="cpu")
         self.load([Target(key, ((0,) * len(stored.shape), stored.shape), whole)])
         return whole
 
     def load(self, targets: Iterable[Target]) -> None:
-        """Fill the places of ``targets``, file by file, from the front to the back."""
+        """Fill ``targets``, file by file, each from begin to end."""
         by_file: dict[str, list[tuple[StoredBox, Box, Target]]] = {}
         boxes: dict[str, BoxIndex] = {}
         for target in targets:
@@ -175,8 +181,8 @@ class CheckpointReader:
         for name, wanted in sorted(by_file.items()):
             with self._open(name) as file:
                 for box, common, target in sorted(wanted, key=lambda entry: entry[0].start):
-                    place = part_of(target.place, common, target.box[0])
-                    _fetch(file, box, common, self.tensors[target.key].dtype, place)
+                    out = part_of(target.out, common, target.box[0])
+                    _fetch(file, box, common, self.tensors[target.key].dtype, out)
 
     def _open(self, name: str) -> _CheckedFile:
         return _CheckedFile(self.path / name, self.manifest.files[name], self._others)
@@ -187,15 +193,23 @@ class CheckpointReader:
 
 
 def part_of(tensor: torch.Tensor, box: Box, origin: Sequence[int] | None = None) -> torch.Tensor:
-    """The elements of ``box``, a view; ``origin``: where the tensor's first element is."""
+    """Return the elements of ``box`` as a view.
+
+    Args:
+        tensor: the tensor.
+        box: the box.
+        origin: offsets of the tensor's first element; default: 0.
+    """
     for dim, (low, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, low - (origin[dim] if origin is not None else 0), size)
     return tensor
 
 
-def _fetch(file: _CheckedFile, stored: StoredBox, part: Box, dtype: torch.dtype, place: torch.Tensor) -> None:
-    """Read the bytes of the stored box from the first to the last element of ``part``, and copy those that are in it to
-    ``place``."""
+def _fetch(file: _CheckedFile, stored: StoredBox, part: Box, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """Read the part ``part`` of a stored box into ``out``.
+
+    The bytes between its first and last element are read as one range; without gaps they go straight into ``out``.
+    """
     offsets, sizes = stored.box
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     low = [start - offset for start, offset in zip(part[0], offsets, strict=True)]
@@ -203,22 +217,22 @@ def _fetch(file: _CheckedFile, stored: StoredBox, part: Box, dtype: torch.dtype,
     last = first + sum((n - 1) * stride for n, stride in zip(part[1], strides, strict=True))
     start = stored.start + first * dtype.itemsize
     compact = last - first + 1 == math.prod(part[1])
-    if compact and place.device.type == "cpu" and place.is_contiguous() and place.dtype == dtype:
-        file.read(start, as_bytes(place))
+    if compact and out.device.type == "cpu" and out.is_contiguous() and out.dtype == dtype:
+        file.read(start, as_bytes(out))
         return
     flat = torch.empty(last - first + 1, dtype=dtype, device="cpu")
     file.read(start, as_bytes(flat))
-    place.copy_(flat.as_strided(part[1], strides))
+    out.copy_(flat.as_strided(part[1], strides))
 
 
 class _CheckedFile:
-    """A file whose bytes are compared with their checksums as they are read, block by block."""
+    """A file whose bytes are compared with their checksums, block by block, as they are read."""
 
     def __init__(self, path: Path, entry: FileEntry, others: Callable[[], str]) -> None:
         self.path = path
         self.entry = entry
         self._others = others
-        self._last: tuple[int, bytearray] = (-1, bytearray())  # a block that was read for a part of it
+        self._last: tuple[int, bytearray] = (-1, bytearray())  # the latest block of which only a part was needed
         try:
             self._descriptor = filesystem.open_file(path)
         except OSError as error:
@@ -245,6 +259,7 @@ class _CheckedFile:
         while start < end:
             block = start - start % BLOCK_BYTES
             whole = (min(end, self.entry.bytes - self.entry.bytes % BLOCK_BYTES) - start) // BLOCK_BYTES * BLOCK_BYTES
+            # Whole blocks are read straight into the view. A part of a block needs the whole block for its checksum.
             if start == block and whole:
                 numel = min(whole, _CHUNK_BYTES)
                 self.read_blocks(start, view[:numel])
@@ -262,7 +277,7 @@ class _CheckedFile:
         return self._last[1]
 
     def read_blocks(self, start: int, view: memoryview) -> None:
-        """Whole blocks, and the shorter one at the end of the file."""
+        """Read whole blocks, including the shorter one at the end of the file, and compare their checksums."""
         done = 0
         while done < len(view):
             try:

@@ -5,7 +5,7 @@
 The header maps each tensor's name to ``{"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}``, bytes counted
 from the start of the data; ``"__metadata__"`` maps strings to strings. The data is little-endian and has no holes.
 
-Own code, because a checkpoint is written piece by piece, with checksums, and read at offsets that its index names.
+The code is our own, because a checkpoint is written in parts, with checksums, and read at offsets that its index names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class ToStore:
-    """A tensor that a file is to hold."""
+    """A tensor to be written to a file."""
 
     name: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class ToStore:
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """The format's name of ``dtype``. Raises CheckpointError, which names ``tensor``, if it has none."""
+    """Return the format's name of ``dtype``. Raises CheckpointError, naming ``tensor``, if it has none."""
     try:
         return CODES[dtype]
     except KeyError:
@@ -56,11 +56,13 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 
 
 def build_header(entries: Iterable[ToStore], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
-    """The first bytes of a file that holds ``entries`` in the order given, and where in the file each one's data
-    begins. The file ends with the last one's data.
+    """Return the first bytes of a file with ``entries``, in this order, and the offset of each one's data in the file.
 
-    Raises CheckpointError for a dtype that the format lacks and a header that readers would refuse; ValueError for a
-    name that comes twice.
+    The file ends with the data of the last entry.
+
+    Raises:
+        CheckpointError: the format lacks a dtype, or readers would refuse so large a header.
+        ValueError: a name comes twice.
     """
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begins, position = [], 0
@@ -89,10 +91,10 @@ def build_header(entries: Iterable[ToStore], metadata: Mapping[str, str] | None 
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of any dtype and shape as bytes; no copy. The view keeps the memory alive.
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy. The view keeps the memory alive.
 
-    Raises ValueError for a tensor that is elsewhere, has gaps, or whose values are not what its memory says
-    (lazily conjugated or negated ones).
+    Raises ValueError for a tensor on a device, with gaps, or whose memory does not hold its values (lazily conjugated
+    or negated tensors).
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(

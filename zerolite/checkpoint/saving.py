@@ -1,4 +1,4 @@
-"""Save an engine to a committed checkpoint, in the background if asked."""
+"""Save an engine to a committed checkpoint, in the background on request."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"
 _CALL = "engine.save_checkpoint"
 _ALIGNMENT = 64  # bytes, of shards in a host copy
-# They live, whatever becomes of their engines, until all is written or the failure has been told.
+# References that keep savers alive, even after their engines, until everything is written or the failure is reported.
 _unfinished: set[Saver] = set()
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Arguments of a save, which a rank was called with."""
+    """Arguments of a save on one rank."""
 
     save_dir: str
     tag: str | None
@@ -51,7 +51,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class UserState:
-    """Arguments of the first rank, which are saved."""
+    """The user's state that is saved: that of the first rank with batches."""
 
     client_state: dict[str, Any]
     loaders: list[Any]
@@ -63,8 +63,8 @@ class _Offer:
 
     Attributes:
         request: None on a rank that has finished its batches and follows the others.
-        buffers: a checksum by name.
-        stage: of a pipeline, from the first rank of each.
+        buffers: checksums by name.
+        stage: facts of a pipeline stage, from the first rank of each.
     """
 
     request: SaveRequest | None
@@ -80,14 +80,19 @@ class Saver:
         self._run = run
         self._host = components.host
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._told = False  # that nothing is saved in the background
+        self._told = False  # the warning that nothing is saved in the background has been logged
         self._running: threading.Thread | None = None
         self._failure: BaseException | None = None
         keep_track(self)
 
     def save(self, request: SaveRequest | None, user: Callable[[], UserState] | None, scheduler: object) -> str:
-        """Save a checkpoint; called on all ranks; ``request`` and ``user`` are None on those that have finished their
-        batches. Returns the checkpoint's directory."""
+        """Save a checkpoint and return its directory. Called on all ranks.
+
+        Args:
+            request: None on a rank that has finished its batches.
+            user: returns the user's state; None on such a rank.
+            scheduler: the learning rate schedule.
+        """
         self.wait_for_all()
         ranks = self._components.barrier(_CALL)
         self._components.register_unfrozen_params()
@@ -107,7 +112,7 @@ class Saver:
         self._components.pipeline.check_ranks()
         source = min(requests)
         users = own[0] if own else None
-        if source:  # a rank that goes on while the first one has finished
+        if source:  # rank 0, which commits, has finished its batches: the first rank with batches sends its state
             users = self._host.broadcast(users, source)
         save_dir = Path(agreed.save_dir)
         tag = agreed.tag or default_tag(self._components.pipeline.outcomes.global_steps)
@@ -132,8 +137,7 @@ class Saver:
         return str(save_dir / tag)
 
     def _offloads_to_disk(self) -> bool:
-        """True if offload keeps states on disk, so that host memory may be too small for a copy of
-        everything. Says so, once."""
+        """True if offload keeps states on disk, so that host memory may be too small for a copy. Logs that, once."""
         found = self._components.model.buffer.placements.on_disk
         if found and not self._told and self._host.rank == 0:
             logger.warning(
@@ -147,11 +151,11 @@ class Saver:
     # ---------------------------------------------------------------- in the background
 
     def nbytes(self) -> int:
-        """Bytes of parameters, masters and states that this rank writes."""
+        """Return the bytes of parameters, masters and states that this rank writes."""
         return sum(shard.nbytes for shard in self._components.model.shards(exclude_frozen=False, with_scalars=False)[0])
 
     def wait(self) -> None:
-        """Wait until the save in the background, if there is one, has ended. Raises what went wrong with it, once."""
+        """Wait until a save in the background has ended. Raises its error, once."""
         if self._running is not None:
             self._running.join()
             self._running = None
@@ -163,7 +167,7 @@ class Saver:
     close = wait  # before the process group is destroyed
 
     def wait_for_all(self) -> None:
-        """The same, and until those of other engines, which may use the same group, have ended."""
+        """Wait as :meth:`wait` does, and also for the savers of other engines, which may use the same group."""
         self.wait()
         for other in list(_unfinished):
             if other._running is not None:
@@ -174,7 +178,7 @@ class Saver:
             try:
                 write()
                 _unfinished.discard(self)
-            except BaseException as error:  # raised by the next call
+            except BaseException as error:  # raised by the next call in the training thread
                 self._failure = error
                 if self._host.rank == 0:
                     logger.error("%s, in the background: %s", _CALL, error)
@@ -185,13 +189,16 @@ class Saver:
 
     @torch.no_grad()
     def _copied(self, shards: Sequence[Shard]) -> list[Shard]:
-        """The same shards in host memory, complete when this returns; valid until the next call. The memory is kept for
-        the next save: touching new memory takes longer than copying. Pinned if shards come from a CUDA device."""
+        """Return the shards in host memory, complete when this returns, and valid until the next call.
+
+        The memory is kept for the next save, because the first touch of new memory takes longer than the copy. It is
+        pinned if shards come from a CUDA device.
+        """
         values = [shard.values if isinstance(shard.values, torch.Tensor) else shard.values() for shard in shards]
         on_cuda = next((value.device for value in values if value.device.type == "cuda"), None)
         rooms = [-(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in shards]
         if self._staging.numel() < sum(rooms):
-            self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")  # let go before there is more
+            self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory before the new
             self._staging = host_memory(sum(rooms), pin=on_cuda is not None)
         copies, position = [], 0
         for shard, value, room in zip(shards, values, rooms, strict=True):
@@ -215,7 +222,7 @@ class Saver:
             )
         write_checkpoint(save_dir, tag, shards, scalars, commit, self._host.group)
 
-    # ---------------------------------------------------------------- what is saved
+    # ---------------------------------------------------------------- contents
 
     def _offer(self, request: SaveRequest | None) -> _Offer:
         components = self._components
@@ -247,7 +254,10 @@ class Saver:
         return shards + self._buffers([offer.buffers for offer in offers]), scalars
 
     def _buffers(self, checksums: Sequence[dict[str, int]]) -> list[Shard]:
-        """Written by the first rank that has them, and by those that have other values. checksums: of each rank."""
+        """Return the buffers that this rank writes.
+
+        The first rank that has a buffer writes it, and so do ranks with other values, under a name of their own.
+        """
         rank = self._host.rank
         shards: list[Shard] = []
         for name, buffer in self._components.model.named_buffers().items():
@@ -263,7 +273,7 @@ class Saver:
     def _commit(
         self, save_dir: Path, tag: str, agreed: SaveRequest, offers: Sequence[_Offer], user: UserState, scheduler: Any
     ) -> tuple[Commit, list[Shard]]:
-        """Return what the rank that commits needs, and the user's tensors, which it writes."""
+        """Return the inputs of the commit, and the user's tensors, which the rank that commits writes."""
         model = joined([offer.stage for offer in offers if offer.stage is not None] or [self._facts()])
         tensors: list[torch.Tensor] = []
         state = {
@@ -279,7 +289,7 @@ class Saver:
         return commit, shards
 
     def _state(self, model: ModelFacts, user: UserState, scheduler: Any) -> dict[str, object]:
-        """The content of state.json, not yet encoded. model: the whole one."""
+        """Return the content of state.json before it is encoded. ``model``: facts of the full model."""
         optimizer = self._components.model.optimizer
         groups = [
             {"names": names, "values": {key: value for key, value in group.items() if key not in KEPT}}

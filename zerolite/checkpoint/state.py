@@ -31,15 +31,15 @@ def _scalar(value: object) -> object:
     return value if plain else _number(value)
 
 
-# Every number up to here is exact as JSON, as a float and as 64 bits, in which ranks exchange it.
+# Every integer up to this one is exact in JSON, as a float, and as the 64-bit integer that ranks exchange.
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[Any, AfterValidator(_number)]
 Scalar = Annotated[Any, AfterValidator(_scalar)]
-Plain = InstanceOf[dict]  # of the user's own, or torch's
+Plain = InstanceOf[dict]  # a dict of the user's or of torch's, whose content is not checked here
 
 
 class TensorFacts(FileModel):
-    """A buffer; of a tied one, the other names."""
+    """A buffer, with the other names of a tied one in ``aliases``."""
 
     shape: list[Natural]
     dtype: Annotated[str, AfterValidator(_known_dtype)]
@@ -47,20 +47,24 @@ class TensorFacts(FileModel):
 
 
 class ParameterFacts(TensorFacts):
-    """A parameter, in the dtype that it computes in."""
+    """A parameter, with the dtype that it computes in."""
 
     trained: bool
 
 
 class GroupState(FileModel):
-    """A param group: names of its parameters, and hyperparameters."""
+    """A param group: names of its parameters, and its hyperparameters."""
 
     names: list[str]
     values: Plain
 
 
 class OptimizerState(FileModel):
-    """scalars: states that are one number for a whole parameter, by state and parameter."""
+    """Type and param groups of an optimizer.
+
+    Attributes:
+        scalars: states that are one number for a whole parameter, by state and parameter.
+    """
 
     type: str
     groups: list[GroupState]
@@ -68,7 +72,7 @@ class OptimizerState(FileModel):
 
 
 class ScheduleState(FileModel):
-    """type: None where only the user knows it."""
+    """State of a learning rate schedule. The type is None if only the user knows it."""
 
     type: str | None
     state: Plain
@@ -94,12 +98,13 @@ class StoredModel(FileModel):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model, or a stage of it, as they stand in state.json.
+    """Facts about a model, or a pipeline stage of it, as they are in state.json.
 
     Attributes:
-        parameters: by the first of its names, with full shapes.
-        groups: the names in each of the optimizer's param groups.
-        extra: what modules add to their state dict by ``get_extra_state``.
+        parameters: by the first of their names, with full shapes.
+        buffers: by name.
+        groups: names of the parameters in each of the optimizer's param groups.
+        extra: state that modules add to their state dict by ``get_extra_state``.
     """
 
     parameters: dict[str, ParameterFacts]
@@ -109,8 +114,7 @@ class ModelFacts:
 
 
 def joined(stages: Sequence[ModelFacts]) -> ModelFacts:
-    """Join the facts of the stages, the first one first, to those of the whole model. Raises CheckpointError if they do
-    not make up one model."""
+    """Join the facts of all stages, from the first to the last. Raises CheckpointError if they are not one model."""
     parameters: dict[str, ParameterFacts] = {}
     buffers: dict[str, TensorFacts] = {}
     extra: dict[str, Any] = {}
@@ -137,7 +141,7 @@ def joined(stages: Sequence[ModelFacts]) -> ModelFacts:
 
 
 class SavedState(StoredModel):
-    """All of state.json."""
+    """The content of state.json."""
 
     extra: Plain
     optimizer: OptimizerState
@@ -148,7 +152,7 @@ class SavedState(StoredModel):
     client_state: Plain
 
     def check_shapes(self, stored: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless the tensors that are stored, by key, have the shapes that are told here."""
+        """Raise ValueError if a stored tensor has another shape than this file says. ``stored``: shapes by key."""
         for kind, entries in (("parameters", self.parameters), ("buffers", self.buffers)):
             for name, entry in entries.items():
                 shape = stored.get(f"{kind}/{name}")
@@ -157,7 +161,7 @@ class SavedState(StoredModel):
 
 
 def check_hyperparameters(group: Mapping[str, object], saved: Mapping[str, object]) -> None:
-    """Raise ValueError if a value that is to be replaced by a saved one is of another type."""
+    """Raise ValueError if a saved value has another type than the value that it would replace."""
     for key, value in saved.items():
         given = value is not None and group.get(key) is not None
         if given and _shape(value) != _shape(group[key]):
@@ -165,7 +169,7 @@ def check_hyperparameters(group: Mapping[str, object], saved: Mapping[str, objec
 
 
 def _shape(value: object) -> object:
-    """Numbers are like each other, and so are lists of as many."""
+    """Return the kind of a value: all numbers are of one kind, and so are lists of equally many."""
     if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
         return "number"
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -44,8 +44,11 @@ class Commit:
     """Inputs of the commit, which follows when all ranks have written.
 
     Attributes:
-        state: the content of state.json, to which the scalars of the optimizer are added.
-        run: of the job that saves.
+        save_dir: directory of the checkpoints.
+        about: content of the manifest.
+        state: content of state.json, to which the optimizer's scalars are added.
+        run: run of the job that saves.
+        save_latest: let ``latest`` point to this checkpoint.
         keep_last: see :func:`directory.prune`; None removes nothing.
         overwrite: see :meth:`TrainingRun.check`.
     """
@@ -62,14 +65,16 @@ class Commit:
 def write_checkpoint(
     save_dir: Path, tag: str, shards: Sequence[Shard], scalars: Scalars, commit: Commit | None, group: Any = None
 ) -> Path:
-    """Write ``shards``, which may be functions that make the values when they are written, and commit. Returns the
-    checkpoint's directory.
+    """Write ``shards`` and commit. Called on all ranks of the group. Returns the checkpoint's directory.
 
     Args:
-        group: the gloo group of the ranks that write; None for one process alone.
-        commit: on the group's first rank.
+        shards: shards of this rank; functions in them are called when their values are written.
+        scalars: optimizer states that are one number.
+        commit: on the group's first rank, None on the others.
+        group: gloo group of the ranks that write; None for one process alone.
 
-    Raises CheckpointError on all ranks; what was there before is left then. Called on all ranks of the group.
+    Raises:
+        CheckpointError: on all ranks if one has failed. Then earlier checkpoints are as before.
     """
     writer = _CheckpointWriter(commit)
     try:
@@ -77,7 +82,7 @@ def write_checkpoint(
             f"saving checkpoint '{tag}' failed", lambda: f"{newest_complete(save_dir)} in '{save_dir}'"
         ):
             read_objects_without_numpy()
-            # The public save() of torch 2.6 has no no_dist, and takes None for the default group.
+            # The public save() of torch 2.6 has no argument no_dist, and None means the default group there.
             _save_state_dict(
                 {},
                 storage_writer=writer,
@@ -92,7 +97,7 @@ def write_checkpoint(
 
 @contextlib.contextmanager
 def _raised_on_all(what: str, remedy: Callable[[], str]) -> Iterator[None]:
-    """Make CheckpointErrors of what torch.distributed.checkpoint raises on all ranks if one fails."""
+    """Convert the errors that torch.distributed.checkpoint raises on all ranks, if one fails, to CheckpointErrors."""
     try:
         yield
     except CheckpointException as failed:
@@ -103,14 +108,14 @@ def _raised_on_all(what: str, remedy: Callable[[], str]) -> Iterator[None]:
         raise CheckpointError(f"{what}: rank {rank}: {said.rstrip('. ')}. {remedy()}") from error
     except CheckpointError:
         raise
-    except RuntimeError as error:  # of a collective
+    except RuntimeError as error:  # the error of a collective
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(f"{what}: a rank has ended, or cannot be reached ({first}). {remedy()}") from error
 
 
 @dataclass(frozen=True)
 class _Written:
-    """Location of a written item; the file's entry is the same object for all of its items."""
+    """File and offset of a written item. All items of a file share one ``entry`` object, which is filled at the end."""
 
     file: str
     start: int
@@ -118,13 +123,13 @@ class _Written:
 
 
 class _CheckpointWriter(StorageWriter):
-    """Writer of one checkpoint. Only the coordinator needs ``commit``, and must :meth:`close`."""
+    """Writer of one checkpoint. Only the coordinator needs ``commit`` and must call :meth:`close`."""
 
     def __init__(self, commit: Commit | None) -> None:
         self._commit = commit
         self._open = contextlib.ExitStack()
         self._written_in: Path | None = None
-        self._beside = ""  # why nothing but the checkpoint itself may be changed, if that is so
+        self._beside = ""  # reason, if `latest` and other checkpoints must be left alone
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -134,7 +139,7 @@ class _CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the directory that all ranks write into."""
+        """Lock the directory, and make the one that all ranks write into."""
         commit = self._commit
         assert commit is not None
         save_dir, new = commit.save_dir, commit.about.head
@@ -149,7 +154,7 @@ class _CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check what all ranks have written, describe it, and give it its name."""
+        """Check the files of all ranks, write index, state and manifest, and rename the directory to its tag."""
         commit, path = self._commit, self._written_in
         assert commit is not None and path is not None
         about = commit.about
@@ -165,11 +170,12 @@ class _CheckpointWriter(StorageWriter):
         for name, content in contents.items():
             filesystem.write_file(path / name, [[memoryview(content)]])
             files[name] = entry_of(content)
+        # The manifest is the last file: a directory without it is not a checkpoint. Only then is the directory renamed.
         manifest = Manifest(about, dict(sorted(files.items()))).to_json()
         filesystem.write_file(path / MANIFEST, [[memoryview(manifest)]])
         directory.commit(path, about.tag)
         self._written_in = None
-        if self._beside:  # a job must not lose what it has trained because of what else is in the directory
+        if self._beside:  # report it only now: the job must not lose its own checkpoint because of others
             raise CheckpointError(
                 f"it is complete in '{commit.save_dir}' as '{about.tag}', but '{directory.LATEST}' and all other "
                 f"checkpoints were left alone: {self._beside}"
@@ -184,7 +190,7 @@ class _CheckpointWriter(StorageWriter):
         return False
 
     def close(self) -> None:
-        """Let go of the directory; what was not committed is removed."""
+        """Unlock the directory, and remove a checkpoint that was not committed."""
         with self._open:
             if self._written_in is not None:
                 with contextlib.suppress(OSError):  # the next save removes it
@@ -192,7 +198,7 @@ class _CheckpointWriter(StorageWriter):
 
 
 def now() -> str:
-    """Return the time for a manifest."""
+    """Return the current time for a manifest."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
@@ -207,8 +213,10 @@ def _set_latest(save_dir: Path, tag: str) -> None:
 
 
 def _write_items(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """One file of all items, those of the widest dtypes first, as the format's own library orders them. No items, no
-    file."""
+    """Write one file with all items; no items, no file.
+
+    Items of the widest dtypes come first, as the format's own library orders them, so that every tensor is aligned.
+    """
     if not items:
         return []
     entries = sorted(((_entry(item), item) for item in items), key=lambda pair: -pair[0].dtype.itemsize)

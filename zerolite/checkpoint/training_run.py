@@ -1,9 +1,10 @@
 """Identity of a training run, and the check that a save does not harm checkpoints of another run.
 
-A run is one training, however many jobs it takes: a job that loads a checkpoint continues its run. Its id stands in
-the manifest of every checkpoint. A save replaces or prunes a checkpoint, or moves ``latest`` away from it, only if the
-job has seen it when it first came to the directory, and continues its run; or if it has saved it itself. So of two jobs
-that continue one run at the same time, the second to save gets an error, and no checkpoint is lost.
+A run is one training, of one or more jobs: a job that loads a checkpoint continues its run. The manifest of every
+checkpoint names the id of its run. A save may replace or prune a checkpoint, or move ``latest`` away from it, in two
+cases: the job has saved it itself, or the checkpoint belongs to its run and was there when the job first came to the
+directory. So if two jobs continue one run at the same time, the second to save gets an error, and no checkpoint is
+lost.
 """
 
 from __future__ import annotations
@@ -15,38 +16,52 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolite.checkpoint import directory as directories
-from zerolite.checkpoint.directory import Complete
+from zerolite.checkpoint.directory import CompleteCheckpoint
 from zerolite.checkpoint.errors import CheckpointError
 
 _JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"  # the launcher's: the same on all nodes and after a restart, then "-" and the node
 
 
 class TrainingRun:
-    """The run of one job, and the checkpoints that the job may replace. Only the rank that commits asks it."""
+    """The run of one job, and the checkpoints that the job may replace. Only the rank that commits uses it."""
 
     def __init__(self, run_id: str = "") -> None:
-        """run_id: default a random one."""
+        """
+        Args:
+            run_id: default: a random one.
+        """
         self.id = run_id or secrets.token_hex(16)
         self._known = {self.id}
         self._ours: dict[str, set[tuple[str, str]]] = {}  # by directory: run and time of checkpoints
 
-    def take_over(self, directory: Path, there: Sequence[Complete], loaded: Complete, resumed: bool) -> None:
+    def take_over(
+        self, directory: Path, there: Sequence[CompleteCheckpoint], loaded: CompleteCheckpoint, resumed: bool
+    ) -> None:
         """Continue the run of ``loaded``, a checkpoint in ``directory``.
 
         Args:
-            there: all checkpoints in the directory, as they were before this one was read; they may be replaced.
-            resumed: the checkpoint was loaded as a whole, so what is saved from now on, anywhere, is of its run.
+            directory: directory of the checkpoints.
+            there: all checkpoints in it before this one was read; this job may replace them.
+            loaded: the checkpoint.
+            resumed: it was loaded completely, so checkpoints that are saved from now on, anywhere, belong to its run.
         """
         self._known.update(known.run for known in (*there, loaded))
         self._ours.setdefault(_key(directory), set()).update(map(_identity, (*there, loaded)))
         if resumed and loaded.run:
             self.id = loaded.run
 
-    def check(self, directory: Path, new: Complete, save_latest: bool, keep_last: int | None, overwrite: bool) -> str:
-        """Look whether saving ``new`` into ``directory`` would harm a checkpoint of another run, or one that another
-        job has saved meanwhile. Called with the lock of the directory.
+    def check(
+        self, directory: Path, new: CompleteCheckpoint, save_latest: bool, keep_last: int | None, overwrite: bool
+    ) -> str:
+        """Check if saving ``new`` would harm a checkpoint of another run, or one that another job has saved meanwhile.
+
+        Called with the lock of the directory.
 
         Args:
+            directory: directory of the checkpoints.
+            new: the checkpoint to be saved.
+            save_latest: ``latest`` would point to it.
+            keep_last: number of checkpoints that would be kept.
             overwrite: checkpoints of other runs may be replaced if they were there when this job first saved here.
 
         Returns:
@@ -72,7 +87,7 @@ class TrainingRun:
 
 @functools.cache
 def run_of_this_job() -> TrainingRun:
-    """The run of this process, which all its engines share."""
+    """Return the run of this process, which all its engines share."""
     return TrainingRun(os.environ.get(_JOB_ID_VARIABLE, "").partition("-")[0])
 
 
@@ -80,12 +95,12 @@ def _key(directory: Path) -> str:
     return os.path.realpath(directory)
 
 
-def _identity(known: Complete) -> tuple[str, str]:
-    """Equal for a checkpoint and its copies."""
+def _identity(known: CompleteCheckpoint) -> tuple[str, str]:
+    """Return a key that is equal for a checkpoint and its copies, which have other tags."""
     return known.run, known.saved_at
 
 
-def _refusal(directory: Path, harm: str, known: Complete, meanwhile: bool) -> str:
+def _refusal(directory: Path, harm: str, known: CompleteCheckpoint, meanwhile: bool) -> str:
     which = f"checkpoint '{known.tag}' in '{directory}' (step {known.global_steps}, saved at {known.saved_at})"
     if meanwhile:
         return (
