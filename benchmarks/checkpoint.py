@@ -30,18 +30,19 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import harness
-from benchmarks.checkpoint_report import TABLES, goals, machine, summarise
-from benchmarks.checkpoint_turn import Plan, Turn, serve
-from benchmarks.competitors import Setting
+from benchmarks import harness, options
+from benchmarks.checkpoint_report import COLUMNS, TABLES, figures, machine
+from benchmarks.checkpoint_turn import Plan, serve
 from benchmarks.model import ModelSize
-from benchmarks.report import positive, render_table
+from benchmarks.options import positive
+from benchmarks.report import make_rows, render_table
 from benchmarks.savers import COMPETITORS
+from benchmarks.setting import Setting
 from benchmarks.workers import Workers
 
 SIZE = ModelSize(layers=7, width=1024, heads=16, vocab=256, context=32)
@@ -53,18 +54,16 @@ FILES_AT_ONCE = 4  # a save, and three of the disk's own
 class Contest(harness.Contest):
     """Competitors that save and load the same states, each turn with new processes in a directory of its own."""
 
-    def turn(self, name: str, flip: bool) -> Turn:
+    def turn(self, name: str, flip: bool) -> Any:
         setting = Setting("cpu", self.args.dtype, self.args.micro_batch, self.args.nproc)
         with tempfile.TemporaryDirectory(prefix="zerolite-checkpoint-", dir=self.args.directory) as directory:
-            plan = Plan(harness.model_size(self.args), Path(directory), self.args.warmup, self.args.steps)
-            workers = Workers(serve, setting, (name, plan, flip), Path(directory) / "store")
+            plan = Plan(options.model_size(self.args), Path(directory), self.args.warmup, self.args.steps, flip)
+            workers = Workers(serve, setting, (name, plan), Path(directory) / "store")
             try:
                 workers.start()
-                turn = workers.run(1)
+                return workers.run(1)
             finally:
                 workers.close()
-        assert isinstance(turn, Turn)
-        return turn
 
 
 def estimated_parameters(size: ModelSize) -> int:
@@ -72,9 +71,8 @@ def estimated_parameters(size: ModelSize) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = harness.make_parser(__doc__)
-    default = ",".join(COMPETITORS)
-    parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {default} (default: all)")
+    parser = options.make_parser(__doc__)
+    options.add_choice(parser, "--competitors", COMPETITORS)
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument(
         "--directory", default=tempfile.gettempdir(), help="on the disk to measure (default: %(default)s)"
@@ -83,11 +81,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--warmup", type=positive, default=4, help="steps before; zerolite's stage 3 follows its plan from the fourth"
     )
-    harness.add_model(parser, SIZE)
+    options.add_model(parser, SIZE)
     parser.add_argument("--micro-batch", type=positive, default=1, help="sequences a rank and step")
     args = parser.parse_args(argv)
-    args.competitors = harness.pick(parser, "--competitors", args.competitors, COMPETITORS)
-    size = harness.model_size(args, parser)
+    size = options.model_size(args, parser)
     if shutil.which("dd") is None:
         parser.error("the disk is measured with dd, which is not installed")
     if not os.path.isdir(args.directory):
@@ -103,7 +100,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def describe(args: argparse.Namespace) -> str:
-    states = STATE_BYTES * estimated_parameters(harness.model_size(args)) / 1e9
+    states = STATE_BYTES * estimated_parameters(options.model_size(args)) / 1e9
     return (
         f"{args.nproc} gloo ranks, {args.dtype}, {states:.2f} GB of states, {args.rounds} rounds, {harness.machine()}"
     )
@@ -113,18 +110,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     with Contest(args, COMPETITORS) as contest:
         contest.run()
-    rows = summarise(contest.rounds, contest.absent, args.steps)
+    rounds, present = contest.rounds, contest.present()
+    first = rounds[present[0]] if present else []
+    rows = make_rows(rounds, contest.absent, COLUMNS, lambda name: figures(rounds[name], first, args.steps))
     tables = [f"\n{title}\n{render_table(rows, args.markdown, columns)}" for title, columns in TABLES.items()]
-    judged = goals(contest.rounds, contest.absent)
-    harness.publish(
-        args,
-        describe(args),
-        [machine(contest.rounds), *tables, "\n" + "\n".join(judged)],
-        [],
-        results={row.name: asdict(row) for row in rows},
-        turns={name: [asdict(turn) for turn in turns] for name, turns in contest.rounds.items()},
-        goals=judged,
-    )
+    every = machine([turn for turns in rounds.values() for turn in turns])
+    results = {row["name"]: row for row in rows}
+    harness.publish(args, describe(args), [every, *tables], results=results, turns=rounds)
     return 1 if contest.failed else 0
 
 

@@ -15,16 +15,19 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks import harness
-from benchmarks.competitors import COMPETITORS, Setting
-from benchmarks.report import columns_in_use, disagreement, positive, render_table, summarise
-from benchmarks.workers import RoundResult, Workers, serve_gpt
+from benchmarks import harness, options
+from benchmarks.compare_table import COLUMNS, figures
+from benchmarks.competitors import COMPETITORS
+from benchmarks.options import positive
+from benchmarks.report import columns_in_use, disagreement, make_rows, render_table
+from benchmarks.setting import Setting
+from benchmarks.training import RoundResult, serve_gpt
+from benchmarks.workers import Workers
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -37,7 +40,7 @@ class Contest(harness.Contest):
         self.setting = Setting(
             args.device, args.dtype, args.micro_batch, args.nproc, args.nvme_path, args.pipeline_micro_batches
         )
-        self.size = harness.model_size(args)
+        self.size = options.model_size(args)
 
     def make(self, name: str, store: Path) -> Workers:
         return Workers(serve_gpt, self.setting, (name, self.size, self.args.warmup), store)
@@ -72,10 +75,9 @@ class Contest(harness.Contest):
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = harness.make_parser(__doc__)
-    default = ",".join(name for name, competitor in COMPETITORS.items() if not competitor.extra)
-    every = ", ".join(COMPETITORS)
-    parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {every} (default: {default})")
+    parser = options.make_parser(__doc__)
+    default = [name for name, competitor in COMPETITORS.items() if not competitor.extra]
+    options.add_choice(parser, "--competitors", COMPETITORS, default)
     parser.add_argument("--nvme-path", default=Setting.nvme_path, help="where those that offload to disk do")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--steps", type=positive, default=8, help="timed steps of each competitor in a round")
@@ -85,7 +87,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=6,
         help="steps before the first round, not timed; zerolite's stage 3 follows its plan from the fourth on",
     )
-    harness.add_model(parser)
+    options.add_model(parser)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo, one thread a rank; cuda: NCCL"
     )
@@ -102,8 +104,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="start each competitor afresh every round, so that only one occupies memory at a time (default: on CUDA)",
     )
     args = parser.parse_args(argv)
-    args.competitors = harness.pick(parser, "--competitors", args.competitors, COMPETITORS)
-    harness.model_size(args, parser)
+    options.model_size(args, parser)
     sequences = args.nproc * args.micro_batch
     args.pipeline_micro_batches = args.pipeline_micro_batches or sequences
     if sequences % args.pipeline_micro_batches:
@@ -130,15 +131,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     with Contest(args) as contest:
         contest.run()
-        tokens, peers = args.nproc * args.micro_batch * args.context, {c.name: c.peer for c in COMPETITORS.values()}
-        rows = summarise(contest.started, contest.rounds, contest.absent, tokens, peers)
+        rows = make_rows(args.competitors, contest.absent, COLUMNS, lambda name: figures(contest, name))
         disagreements = contest.disagreements()
-    results: dict[str, Any] = {row.name: row.as_dict() for row in rows}
-    for name in contest.present():
-        results[name]["losses"] = contest.losses(name)
-        results[name]["step_s"] = [result.step_s for result in contest.rounds[name]]
-    table = render_table(rows, args.markdown, columns_in_use(rows))
-    harness.publish(args, describe(args), [table], disagreements, results=results)
+    table = render_table(rows, args.markdown, columns_in_use(rows, COLUMNS))
+    harness.publish(args, describe(args), [table], disagreements, results={row["name"]: row for row in rows})
     return 1 if disagreements else 0
 
 

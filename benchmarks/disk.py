@@ -1,20 +1,42 @@
-"""What the disk and the page cache do by themselves: bytes to a file until they are on the disk, and back."""
+"""Speed of the disk, the page cache and the memory by themselves: bytes to a file until on the disk, and back."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import shutil
+import statistics
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.ranks import together
+
 DD_BLOCK = 8 << 20
+COPIES = 3
 _RANDOM_BYTES = 64 << 20  # more than a CPU's caches hold
 
 
 def files_under(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def part_of(directory: Path) -> list[Path]:
+    """Return as many of the files as any rank's, whichever rank wrote them."""
+    return files_under(directory)[dist.get_rank() :: dist.get_world_size()]
+
+
+def remove(directory: Path) -> None:
+    """Delete a directory of all ranks."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory)
+    dist.barrier()
 
 
 def size_of(paths: Iterable[Path]) -> int:
@@ -39,7 +61,7 @@ def dd_write(path: Path, nbytes: int, direct: bool = False) -> None:
 
 
 def allows_direct(path: Path) -> bool:
-    """Whether a file at ``path``, which is not there, could be written past the page cache."""
+    """Tell if a file at ``path``, which is not there, could be written past the page cache."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o666))
     except OSError:
@@ -104,3 +126,14 @@ def _cached_pages(descriptor: int) -> int:
     if failed:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return sum(state & 1 for state in bytes(in_memory))
+
+
+def copies(nbytes: int) -> dict[str, float]:
+    """Time a copy on each rank at the same time, into memory in use and into new memory."""
+
+    def memory() -> Tensor:
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+    source, target = memory().fill_(1), memory().fill_(2)
+    in_use = statistics.median(together(lambda: target.copy_(source)) for _ in range(COPIES))
+    return {"copy_s": in_use, "new_copy_s": together(lambda: memory().copy_(source))}

@@ -1,8 +1,7 @@
-"""What each library costs the host: step time of a stack of tiny layers over that of plain PyTorch.
+"""Cost of each library for the host: step time of a stack of tiny layers over that of plain PyTorch.
 
     python benchmarks/host_overhead.py                            # 100 and 400 layers, everyone, one process each
     python benchmarks/host_overhead.py --competitors zerolite-3,zerolite-3-w64 --layers 100 --rounds 3
-    python benchmarks/host_overhead.py --profile zerolite-3-w64-modules --layers 100
     python benchmarks/host_overhead.py --layers 10000 --competitors zerolite-0,zerolite-1-w64,zerolite-2-w64
 
 A layer has four parameters, so a quarter of "us a layer" is what a parameter costs above plain PyTorch.
@@ -23,53 +22,25 @@ the machine busy it is the one to read.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
-import statistics
 import sys
-import tempfile
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
-from benchmarks import harness
-from benchmarks.competitors import Setting
-from benchmarks.report import disagreement, render_table
-from benchmarks.tiny_layers import BATCH, COMPETITORS, WIDTH, Ready, Turn, make_inputs, prepare, serve_stack, train
-from benchmarks.tiny_layers import warm_up as warm_up_trainee
-from benchmarks.workers import Workers, join_group
+from benchmarks import harness, options
+from benchmarks.report import Row, disagreement, make_rows, ratio, render_table
+from benchmarks.setting import Setting
+from benchmarks.tiny_competitors import COMPETITORS
+from benchmarks.tiny_layers import BATCH, WIDTH
+from benchmarks.tiny_turn import Turn, serve_stack
+from benchmarks.workers import Workers
 
 REFERENCE = "plain"
 SETTING = Setting(world_size=1)
 LOSS_TOLERANCE = 1e-5  # of the first loss, which grows with the layers
 LEAST_WARMUP = 5  # stage 3 follows its plan from then on
-
-
-@dataclass(frozen=True)
-class Row:
-    """One competitor at one number of layers. Times are of a step. Ratios and differences are to plain PyTorch:
-    `to_plain` and `us_per_layer` without what pretended collectives took, `wall_to_plain` and `cpu_to_plain` with it.
-    `gathers` and `reductions` count launches of a step."""
-
-    name: str
-    layers: int
-    absent: str | None = None
-    step_ms: float | None = None
-    min_ms: float | None = None
-    cpu_ms: float | None = None
-    fake_ms: float | None = None
-    gathers: int | None = None
-    reductions: int | None = None
-    us_per_layer: float | None = None
-    cpu_to_plain: float | None = None
-    wall_to_plain: float | None = None
-    to_plain: float | None = None
-
-
 COLUMNS = (
     ("competitor", "name", "{}"),
     ("layers", "layers", "{}"),
@@ -103,16 +74,29 @@ class Contest(harness.Contest):
         first, second = (self.workers[each].run(self.args.steps) for each in order)
         return (second, first) if flip else (first, second)
 
-    def measure(self) -> list[Row]:
-        with self:
-            self.start(REFERENCE)
-            self.run()
-        return [self._row(name) for name in self.rounds]
-
-    def _row(self, name: str) -> Row:
-        if name in self.absent:
-            return Row(name, self.layers, absent=self.absent[name])
-        return summarise(name, self.layers, self.started[name], self.rounds[name])
+    def figures(self, name: str) -> Row:
+        """Times are of a step: medians over steps within a turn, then over pairs. Ratios and differences are to plain
+        PyTorch: `to_plain` and `us_per_layer` without what pretended collectives took, the others with it."""
+        pairs, ready = self.rounds[name], self.started[name]
+        plain = [median(turn.step_s) for turn, _ in pairs]
+        wall = [median(turn.step_s) for _, turn in pairs]
+        fake = [median(turn.fake_s) for _, turn in pairs]
+        own = [w - f for w, f in zip(wall, fake, strict=True)]
+        cpu = [turn.cpu_s / len(turn.step_s) for _, turn in pairs]
+        return {
+            "layers": self.layers,
+            "step_ms": 1e3 * median(wall),
+            "min_ms": 1e3 * min(seconds for _, turn in pairs for seconds in turn.step_s),
+            "cpu_ms": 1e3 * median(cpu),
+            "fake_ms": 1e3 * median(fake) if any(fake) else None,
+            "gathers": ready.gathers,
+            "reductions": ready.reductions,
+            "us_per_layer": 1e6 * median(o - p for o, p in zip(own, plain, strict=True)) / self.layers,
+            "cpu_to_plain": ratio(cpu, [turn.cpu_s / len(turn.step_s) for turn, _ in pairs]),
+            "wall_to_plain": ratio(wall, plain),
+            "to_plain": ratio(own, plain),
+            "turns": [{"plain": asdict(turn), "competitor": asdict(mine)} for turn, mine in pairs],
+        }
 
     def disagreements(self) -> list[str]:
         """Sentences about competitors whose losses in the warm-up are not plain PyTorch's, where they should be."""
@@ -127,97 +111,38 @@ class Contest(harness.Contest):
         return found
 
 
-def summarise(name: str, layers: int, ready: Ready, pairs: list[tuple[Turn, Turn]]) -> Row:
-    """Medians: over steps within a turn, then over pairs."""
-    plain = [statistics.median(turn.step_s) for turn, _ in pairs]
-    wall = [statistics.median(turn.step_s) for _, turn in pairs]
-    fake = [statistics.median(turn.fake_s) for _, turn in pairs]
-    median = statistics.median
-    return Row(
-        name=name,
-        layers=layers,
-        step_ms=1e3 * median(wall),
-        min_ms=1e3 * min(seconds for _, turn in pairs for seconds in turn.step_s),
-        cpu_ms=1e3 * median(turn.cpu_s / len(turn.step_s) for _, turn in pairs),
-        fake_ms=1e3 * median(fake) if any(fake) else None,
-        gathers=ready.gathers,
-        reductions=ready.reductions,
-        us_per_layer=1e6 * median(w - f - p for w, f, p in zip(wall, fake, plain, strict=True)) / layers,
-        cpu_to_plain=median((turn.cpu_s / len(turn.step_s)) / (p.cpu_s / len(p.step_s)) for p, turn in pairs),
-        wall_to_plain=median(w / p for w, p in zip(wall, plain, strict=True)),
-        to_plain=median((w - f) / p for w, f, p in zip(wall, fake, plain, strict=True)),
-    )
-
-
-def profile(args: argparse.Namespace) -> None:
-    """cProfile, by processor time, over some steps of one competitor in this process, at the first number of layers."""
-    with tempfile.TemporaryDirectory(prefix="zerolite-overhead-") as directory:
-        join_group(0, SETTING, str(Path(directory) / "store"))
-        trainee, inputs = prepare(args.profile, args.layers[0]), make_inputs()
-        ready = warm_up_trainee(trainee, inputs, args.warmup)
-        turn = train(trainee, inputs, args.steps)
-        print(
-            f"{args.profile}, {args.layers[0]} layers: {1e3 * statistics.median(turn.step_s):.2f} ms a step without "
-            f"the profiler, {1e3 * statistics.median(turn.fake_s):.2f} of it in pretended collectives; launches a "
-            f"step: {ready.gathers} gathers, {ready.reductions} reductions"
-        )
-        profiler = cProfile.Profile(time.process_time)
-        profiler.runcall(train, trainee, inputs, args.steps)
-        pstats.Stats(profiler).sort_stats(args.sort).print_stats(args.top)
-        torch.distributed.destroy_process_group()
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = harness.make_parser(__doc__)
-    default = ",".join(COMPETITORS)
-    parser.add_argument("--competitors", default=default, help=f"comma-separated, of: {default} (default: all)")
-    parser.add_argument("--layers", default="100,400", help="numbers of layers, comma-separated (default: 100,400)")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of a turn")
-    parser.add_argument("--warmup", type=int, default=8, help=f"steps before the first round, {LEAST_WARMUP} or more")
-    parser.add_argument("--profile", metavar="NAME", choices=list(COMPETITORS), help="run cProfile on one competitor")
-    parser.add_argument("--top", type=int, default=30, help="functions that --profile prints")
-    parser.add_argument("--sort", default="tottime", help="their order: tottime (default), cumtime, ncalls")
-    args = parser.parse_args(argv)
-    args.competitors = harness.pick(parser, "--competitors", args.competitors, COMPETITORS)
-    try:
-        args.layers = [int(text) for text in args.layers.split(",")]
-    except ValueError:
-        parser.error(f"--layers: expected numbers separated by commas, got {args.layers}")
-    for name, value, least in (
-        ("layers", min(args.layers), 1),
-        ("rounds", args.rounds, 1),
-        ("steps", args.steps, 1),
-        ("warmup", args.warmup, LEAST_WARMUP),
-    ):
-        if value < least:
-            parser.error(f"--{name}: expected {least} or more, got {value}")
-    return args
-
-
-def describe(args: argparse.Namespace) -> str:
-    return (
-        f"one process and one thread each, fp32, {BATCH} x {WIDTH} a step, {args.rounds} rounds of {args.steps} steps, "
-        f"{harness.machine()}"
+    parser = options.make_parser(__doc__)
+    options.add_choice(parser, "--competitors", COMPETITORS)
+    parser.add_argument(
+        "--layers", type=options.positives, default=[100, 400], help="comma-separated (default: 100,400)"
     )
+    parser.add_argument("--rounds", type=options.positive, default=7)
+    parser.add_argument("--steps", type=options.positive, default=10, help="timed steps of a turn")
+    parser.add_argument(
+        "--warmup", type=options.positive, default=8, help=f"steps before the first round, {LEAST_WARMUP} or more"
+    )
+    args = parser.parse_args(argv)
+    if args.warmup < LEAST_WARMUP:
+        parser.error(f"--warmup: expected {LEAST_WARMUP} or more, got {args.warmup}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.profile:
-        profile(args)
-        return 0
-    contests = [Contest(args, layers) for layers in args.layers]
-    rows = [row for contest in contests for row in contest.measure()]
-    disagreements = [sentence for contest in contests for sentence in contest.disagreements()]
-    turns = [
-        {"name": name, "layers": contest.layers, "plain": asdict(plain), "competitor": asdict(turn)}
-        for contest in contests
-        for name, pairs in contest.rounds.items()
-        for plain, turn in pairs
-    ]
-    table = render_table(rows, args.markdown, COLUMNS)
-    harness.publish(args, describe(args), [table], disagreements, results=[asdict(row) for row in rows], turns=turns)
+    rows: list[Row] = []
+    disagreements: list[str] = []
+    for layers in args.layers:
+        with Contest(args, layers) as contest:
+            contest.start(REFERENCE)
+            contest.run()
+        rows += make_rows(args.competitors, contest.absent, COLUMNS, contest.figures)
+        disagreements += contest.disagreements()
+    about = (
+        f"one process and one thread each, fp32, {BATCH} x {WIDTH} a step, {args.rounds} rounds of {args.steps} steps, "
+        f"{harness.machine()}"
+    )
+    harness.publish(args, about, [render_table(rows, args.markdown, COLUMNS)], disagreements, results=rows)
     return 1 if disagreements else 0
 
 

@@ -1,128 +1,31 @@
-"""From what was measured to the table. Nothing here imports torch."""
+"""From figures to tables: ratios within rounds, agreement of losses, text and Markdown. Imports no torch."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+# The line of one competitor: figures by key, and None where there is none. All have "name" and "absent", the reason
+# why there are no figures.
+Row = dict[str, Any]
+# Title, key of the row, format. Keys that end in _bytes are shown in MB.
+Columns = Sequence[tuple[str, str, str]]
 
 
-def positive(text: str) -> int:
-    """A number of the command line."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
-    return value
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are there, None if there are none."""
+    found = [value for value in values if value is not None]
+    return statistics.median(found) if found else None
 
 
-class Measured(Protocol):
-    """One round: seconds of each step, CPU seconds of the round."""
-
-    @property
-    def step_s(self) -> list[float]: ...
-    @property
-    def cpu_s(self) -> float: ...
-
-
-class Footprint(Protocol):
-    """What the warm-up told about the size of things."""
-
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int | None: ...
-    @property
-    def resident_bytes(self) -> int | None: ...
-
-
-@dataclass(frozen=True)
-class Row:
-    """One competitor. Ratios are of times: below 1 is faster. `tokens_per_s`: all ranks; `cpu_ms`: a step, the mean of
-    the ranks; bytes: the rank that has most. `to_peer`: over the one that does the same by other means; `to_peer_cpu`:
-    of processor times."""
-
-    name: str
-    absent: str | None = None
-    step_ms: float | None = None
-    min_ms: float | None = None
-    max_ms: float | None = None
-    cpu_ms: float | None = None
-    tokens_per_s: float | None = None
-    parameters: int | None = None
-    peak_bytes: int | None = None
-    resident_bytes: int | None = None
-    to_ddp: float | None = None
-    to_compute: float | None = None
-    to_fsdp2: float | None = None
-    to_deepspeed_3: float | None = None
-    to_peer: float | None = None
-    to_peer_cpu: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def summarise(
-    started: dict[str, Any],
-    rounds: dict[str, list[Any]],
-    absent: dict[str, str],
-    tokens_per_step: int,
-    peers: Mapping[str, str | None] | None = None,
-) -> list[Row]:
-    """One row for each key of `rounds`, in that order; competitors in `absent` get the reason instead of figures.
-    peers: whom a competitor is compared with besides those whom all are."""
-    present: dict[str, list[Any]] = {name: results for name, results in rounds.items() if name not in absent}
-    rows = []
-    for name, results in rounds.items():
-        if name in absent:
-            rows.append(Row(name, absent=absent[name]))
-            continue
-        row = _row(name, started[name], results, present, tokens_per_step)
-        peer = present.get((peers or {}).get(name) or "")
-        rows.append(replace(row, to_peer=_ratio(results, peer), to_peer_cpu=_cpu_ratio(results, peer)))
-    return rows
-
-
-def _row(
-    name: str, footprint: Footprint, results: list[Measured], present: dict[str, list[Any]], tokens_per_step: int
-) -> Row:
-    steps = [seconds for result in results for seconds in result.step_s]
-    median = statistics.median(steps)
-    return Row(
-        name=name,
-        step_ms=1e3 * median,
-        min_ms=1e3 * min(steps),
-        max_ms=1e3 * max(steps),
-        cpu_ms=1e3 * statistics.median(result.cpu_s / len(result.step_s) for result in results),
-        tokens_per_s=tokens_per_step / median,
-        parameters=footprint.parameters,
-        peak_bytes=footprint.peak_bytes,
-        resident_bytes=footprint.resident_bytes,
-        to_ddp=_ratio(results, present.get("ddp")),
-        to_compute=_ratio(results, present.get("compute")),
-        to_fsdp2=_ratio(results, present.get("fsdp2")),
-        to_deepspeed_3=_ratio(results, present.get("deepspeed-3")),
-    )
-
-
-def _ratio(ours: list[Measured], theirs: list[Measured] | None) -> float | None:
-    """The median over rounds of the ratio of the two medians in that round."""
-    if theirs is None:
-        return None
-    pairs = zip(ours, theirs, strict=True)
-    return statistics.median(statistics.median(a.step_s) / statistics.median(b.step_s) for a, b in pairs)
-
-
-def _cpu_ratio(ours: list[Measured], theirs: list[Measured] | None) -> float | None:
-    if theirs is None:
-        return None
-    return statistics.median(a.cpu_s / b.cpu_s for a, b in zip(ours, theirs, strict=True))
+def ratio(ours: Iterable[float | None], theirs: Iterable[float | None]) -> float | None:
+    """Return the median over rounds of the ratio within a round."""
+    return median(a / b for a, b in zip(ours, theirs, strict=False) if a is not None and b)
 
 
 def disagreement(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> str | None:
-    """Where the losses first leave the reference's by more than `tolerance` (not a number counts), in words."""
+    """Say where the losses first leave the reference's by more than `tolerance`; one that is no number does."""
     for step, (ours, theirs) in enumerate(zip(losses, reference, strict=True), 1):
         gap = abs(ours - theirs)
         if not gap <= tolerance:  # also true for NaN
@@ -130,66 +33,49 @@ def disagreement(losses: Sequence[float], reference: Sequence[float], tolerance:
     return None
 
 
-# Title, attribute of the row, format. Attributes that end in _bytes are shown in MB.
-Columns = Sequence[tuple[str, str, str]]
-COLUMNS: Columns = (
-    ("competitor", "name", "{}"),
-    ("step ms", "step_ms", "{:.0f}"),
-    ("min", "min_ms", "{:.0f}"),
-    ("max", "max_ms", "{:.0f}"),
-    ("CPU ms", "cpu_ms", "{:.0f}"),
-    ("tokens/s", "tokens_per_s", "{:.0f}"),
-    ("peak MB", "peak_bytes", "{:.0f}"),
-    ("resident MB", "resident_bytes", "{:.0f}"),
-    ("x DDP", "to_ddp", "{:.2f}"),
-    ("x compute", "to_compute", "{:.2f}"),
-    ("x FSDP2", "to_fsdp2", "{:.2f}"),
-    ("x DeepSpeed 3", "to_deepspeed_3", "{:.2f}"),
-    ("x peer", "to_peer", "{:.2f}"),
-    ("CPU x peer", "to_peer_cpu", "{:.2f}"),
-)
-
-
-def columns_in_use(rows: Sequence[Any], columns: Columns = COLUMNS) -> Columns:
-    """Without the ratios that no row has, because the one they are over did not take part."""
+def make_rows(
+    names: Iterable[str], absent: Mapping[str, str], columns: Columns, figures: Callable[[str], Row]
+) -> list[Row]:
+    """Return a row for each name; competitors in `absent` get the reason in the place of figures."""
+    blank = dict.fromkeys([key for _, key, _ in columns])
     return [
-        column
-        for column in columns
-        if not column[1].startswith("to_") or any(getattr(row, column[1]) is not None for row in rows)
+        {**blank, "name": name, "absent": absent.get(name), **({} if name in absent else figures(name))}
+        for name in names
     ]
 
 
-def render_table(rows: Sequence[Any], markdown: bool = False, columns: Columns = COLUMNS) -> str:
-    """The table as aligned text or Markdown. MB are 10^6 bytes.
+def columns_in_use(rows: Sequence[Row], columns: Columns) -> Columns:
+    """Leave out ratios ("to_") that no row has, because the competitor that they are over did not take part."""
+    return [c for c in columns if not c[1].startswith("to_") or any(row[c[1]] is not None for row in rows)]
 
-    Rows have the attributes that `columns` names, and `name` and `absent`; absent ones keep their line, with the
-    reason.
-    """
+
+def render_table(rows: Sequence[Row], markdown: bool, columns: Columns) -> str:
+    """Return the table as aligned text or Markdown; an absent row keeps its line, with the reason. MB are 10^6
+    bytes."""
     header = [title for title, _, _ in columns]
-    cells = [_cells(row, columns) for row in rows]
+    lines = [header, *(_cells(row, columns) for row in rows)]
     if markdown:
-        ruler = ["---"] + ["---:"] * (len(header) - 1)
-        return "\n".join("| " + " | ".join(line) + " |" for line in [header, ruler, *cells])
-    measured = [line for line, row in zip(cells, rows, strict=True) if row.absent is None]
-    widths = [max(len(line[i]) for line in [header, *measured]) for i in range(len(header))]
-    widths[0] = max(len(line[0]) for line in [header, *cells])
-    lines = []
-    for line, row in [(header, None), *zip(cells, rows, strict=True)]:
-        if row is not None and row.absent is not None:
-            lines.append(f"{line[0]:<{widths[0]}}  {row.absent}")
-        else:
-            numbers = (f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
-            lines.append(f"{line[0]:<{widths[0]}}  " + "  ".join(numbers))
-    return "\n".join(lines)
+        lines.insert(1, ["---"] + ["---:"] * (len(header) - 1))
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    reasons = [None, *(row["absent"] for row in rows)]
+    full = [line for line, reason in zip(lines, reasons, strict=True) if reason is None]
+    widths = [max(map(len, cells)) for cells in zip(*full, strict=True)]
+    widths[0] = max(len(line[0]) for line in lines)
+    return "\n".join(
+        f"{line[0]:<{widths[0]}}  {reason}"
+        if reason is not None
+        else "  ".join([f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:], widths[1:])])
+        for line, reason in zip(lines, reasons, strict=True)
+    )
 
 
-def _cells(row: Any, columns: Columns) -> list[str]:
-    if row.absent is not None:
-        return [row.name, f"absent ({row.absent})"] + [""] * (len(columns) - 2)
-    cells = []
-    for _, attribute, form in columns:
-        value = getattr(row, attribute)
-        if attribute.endswith("_bytes") and value is not None:
-            value /= 1e6
-        cells.append("-" if value is None else form.format(value))
-    return cells
+def _cells(row: Row, columns: Columns) -> list[str]:
+    if row["absent"] is not None:
+        return [row["name"], f"absent ({row['absent']})"] + [""] * (len(columns) - 2)
+    return [_cell(row[key], key, form) for _, key, form in columns]
+
+
+def _cell(value: Any, key: str, form: str) -> str:
+    if value is None:
+        return "-"
+    return form.format(value / 1e6 if key.endswith("_bytes") else value)

@@ -1,4 +1,4 @@
-"""Who saves and loads: each competitor trains the same model with the same AdamW, and keeps its states in files."""
+"""Competitors of `checkpoint.py`: each trains the same model with the same AdamW, and keeps its states in files."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from benchmarks.competitors import CLIP, Competitor, Setting, make_zerolite_engine, optimizer_for
+from benchmarks.competitors import plain_loop, wrap_ddp, wrap_fsdp2
+from benchmarks.engines import engine_loop, make_deepspeed_engine, make_zerolite_engine
+from benchmarks.setting import Competitor, Setting, Step, by_name, optimizer_for
 
 TAG = "saved"
 
 
 class Saver:
-    """One rank of a competitor. All methods are called on all ranks."""
+    """One rank of a competitor. All methods are called on all ranks.
 
-    asynchronous = False  # whether it has save_async
+    Attributes:
+        step: train on a micro-batch; gives the loss of this rank.
+        asynchronous: it has `save_async` and `wait`.
+    """
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Train on a micro-batch; the loss of this rank."""
-        raise NotImplementedError
+    asynchronous = False
+    step: Step
 
     def save(self, directory: Path) -> None:
-        """Parameters and optimizer states, into a directory that does not exist."""
+        """Write parameters and optimizer states into a directory that does not exist."""
         raise NotImplementedError
 
     def load(self, directory: Path) -> None:
@@ -35,21 +42,19 @@ class Saver:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Until what save_async began is complete."""
+        """Return when the save that save_async began is complete."""
         raise NotImplementedError
 
 
-class _EngineSaver(Saver):
-    """zerolite's and DeepSpeed's engines have methods of the same names."""
+class DeepSpeedSaver(Saver):
+    """Its default: torch.save, one file a rank for the optimizer and the masters, and the weights once more."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, model: nn.Module, setting: Setting, stage: int) -> None:
+        self.engine = self.make(model, setting, stage)
+        self.step = engine_loop(self.engine)
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.engine(tokens, targets)
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss.detach()
+    def make(self, model: nn.Module, setting: Setting, stage: int) -> Any:
+        return make_deepspeed_engine(model, setting, stage, small_buckets=True)
 
     def save(self, directory: Path) -> None:
         self.engine.save_checkpoint(str(directory), TAG)
@@ -60,11 +65,13 @@ class _EngineSaver(Saver):
             raise RuntimeError(f"expected to load {directory / TAG}, but nothing was loaded")
 
 
-class ZeroliteSaver(_EngineSaver):
+class ZeroliteSaver(DeepSpeedSaver):
+    """The engines have methods of the same names."""
+
     asynchronous = True
 
-    def __init__(self, model: nn.Module, setting: Setting, stage: int) -> None:
-        super().__init__(make_zerolite_engine(model, setting, stage))
+    def make(self, model: nn.Module, setting: Setting, stage: int) -> Any:
+        return make_zerolite_engine(model, setting, stage)
 
     def save_async(self, directory: Path) -> None:
         self.engine.save_checkpoint(str(directory), TAG, async_save=True)
@@ -73,95 +80,33 @@ class ZeroliteSaver(_EngineSaver):
         self.engine.wait_for_checkpoint()
 
 
-class DeepSpeedSaver(_EngineSaver):
-    """Its default: torch.save, one file a rank for the optimizer and the masters, and the weights once more."""
-
-    def __init__(self, model: nn.Module, setting: Setting, stage: int) -> None:
-        import deepspeed  # type: ignore[import-not-found]
-
-        zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 4_000_000}  # its default reserves 2 GB
-        if stage < 3:
-            zero["allgather_bucket_size"] = 4_000_000
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": setting.micro_batch,
-            "gradient_clipping": CLIP,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-        }
-        if setting.dtype == "bf16":
-            config["bf16"] = {"enabled": True}
-        optimizer = optimizer_for(model, fused=True)
-        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-        super().__init__(engine)
-
-
-class _PlainSaver(Saver):
-    """A model and torch's optimizer."""
-
-    autocast = False  # in bf16
-
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
-        self.model, self.setting = model, setting
-        self.optimizer = optimizer_for(model, fused=True)
-
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        autocast = self.autocast and self.setting.dtype == "bf16"
-        with torch.autocast(self.setting.device, torch.bfloat16, enabled=autocast):
-            loss: Tensor = self.model(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
-class FSDP2Saver(_PlainSaver):
+class FSDP2Saver(Saver):
     """torch.distributed.checkpoint as its documentation has it, with FileSystemWriter's defaults (files are synced)."""
 
     asynchronous = True
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
-        import torch.distributed.checkpoint.state_dict  # here, so that no save pays for it
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        policy = MixedPrecisionPolicy()
-        if setting.dtype == "bf16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mesh = init_device_mesh(setting.device, (setting.world_size,))
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        super().__init__(model, setting)
+        self.model = wrap_fsdp2(model, setting)
+        self.optimizer = optimizer_for(model, fused=True)
+        self.step = plain_loop(model, self.optimizer, setting, autocasts=False)
         self.background = dist.new_group(backend="gloo")
         # Kept from save to save, so that it can use its memory again; the other options need CUDA or a process.
         self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self.future: Any = None
 
     def _state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def save(self, directory: Path) -> None:
-        from torch.distributed import checkpoint
-
         checkpoint.save(self._state(), checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
-        from torch.distributed import checkpoint
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
         state = self._state()
         checkpoint.load(state, checkpoint_id=directory)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def save_async(self, directory: Path) -> None:
-        from torch.distributed import checkpoint
-
         self.future = checkpoint.async_save(
             self._state(), checkpoint_id=directory, process_group=self.background, async_stager=self.stager
         )
@@ -170,13 +115,13 @@ class FSDP2Saver(_PlainSaver):
         self.future.result()
 
 
-class DDPSaver(_PlainSaver):
+class DDPSaver(Saver):
     """torch.save on the first rank, torch.load on all."""
 
-    autocast = True
-
     def __init__(self, model: nn.Module, setting: Setting) -> None:
-        super().__init__(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), setting)
+        self.model = wrap_ddp(model)
+        self.optimizer = optimizer_for(self.model, fused=True)
+        self.step = plain_loop(self.model, self.optimizer, setting, autocasts=True)
 
     def save(self, directory: Path) -> None:
         if dist.get_rank() == 0:
@@ -190,12 +135,11 @@ class DDPSaver(_PlainSaver):
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-COMPETITORS = {
-    competitor.name: competitor
-    for competitor in (
+COMPETITORS = by_name(
+    [
         *(Competitor(f"zerolite-{stage}", ZeroliteSaver, "zerolite", {"stage": stage}) for stage in (2, 3)),
         *(Competitor(f"deepspeed-{stage}", DeepSpeedSaver, "deepspeed", {"stage": stage}) for stage in (2, 3)),
         Competitor("fsdp2", FSDP2Saver),
         Competitor("ddp", DDPSaver),
-    )
-}
+    ]
+)

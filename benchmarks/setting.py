@@ -1,4 +1,4 @@
-"""What every competitor is given: the setting, the hyperparameters, torch's AdamW, the keys of a JSON config."""
+"""Setting and hyperparameters that every competitor is given, torch's AdamW, and the record of a competitor."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all competitors. `micro_batch` counts sequences a rank. nvme_path: where those that offload
-    to disk do. pipeline_micro_batches: into how many a pipeline divides the sequences of a step."""
+    """The same for all competitors. `micro_batch` counts sequences a rank. nvme_path: where those that offload to disk
+    do. pipeline_micro_batches: into how many a pipeline divides the sequences of a step."""
 
     device: str = "cpu"
     dtype: str = "fp32"
@@ -53,14 +53,14 @@ class Competitor:
     peer: str | None = None
 
     def missing(self) -> str | None:
-        """Why this competitor cannot run here, or None."""
+        """Say why this competitor cannot run here, or None."""
         if importlib.util.find_spec(self.package) is None:
             return f"not installed: {self.package}"
         return None
 
-    def make_step(self, model: nn.Module, setting: Setting) -> Step:
-        step: Step = self.build(model, setting, **self.options)
-        return step
+
+def by_name(competitors: list[Competitor]) -> dict[str, Competitor]:
+    return {competitor.name: competitor for competitor in competitors}
 
 
 def optimizer_for(parameters: Any, **kind: bool) -> torch.optim.Optimizer:
@@ -71,37 +71,6 @@ def optimizer_for(parameters: Any, **kind: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, **kind)
 
 
-def json_config(setting: Setting, stage: int) -> dict[str, Any]:
-    """The keys that DeepSpeed and zerolite share."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": setting.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage},
-    }
-    if setting.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
-    return config
-
-
-def adamw_entry(fused: bool) -> dict[str, Any]:
-    """The block `optimizer` for zerolite. fused: torch's fused AdamW updates; otherwise zerolite's kernels."""
-    params = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
-    return {"type": "AdamW", "params": params | ({"fused": True} if fused else {})}
-
-
 def autocast(setting: Setting) -> contextlib.AbstractContextManager[Any]:
-    """What torch's own competitors compute under."""
-    if setting.dtype == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(setting.device, dtype=torch.bfloat16)
-
-
-def engine_loop(engine: Any) -> Step:
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    """Context in which torch's own competitors compute."""
+    return torch.autocast(setting.device, dtype=torch.bfloat16, enabled=setting.dtype == "bf16")

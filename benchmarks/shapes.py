@@ -124,3 +124,8 @@ class Decoder(nn.Module):
             x = block(x)
         logits = self.lm_head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def parameters_of(shape: Shape) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(shape).parameters())

@@ -1,4 +1,4 @@
-"""A pipeline whose layers sleep, the time line that they write, and what it says about the order of operations.
+"""Layers of a pipeline that sleep, the time line that they write, and what it says about the order of operations.
 
 Nothing is computed, so two cores are enough for any number of stages, and every forward, backward for the inputs and
 backward for the weights takes the same time on every stage: what is left of a step is the schedule.
@@ -6,7 +6,6 @@ backward for the weights takes the same time on every stage: what is left of a s
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 FORWARD, INPUTS, WEIGHTS = "F", "B", "W"
-ORDER = {FORWARD: 0, INPUTS: 1, WEIGHTS: 2}
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Event:
 
 
 class Diary:
-    """What the layers of one process write down. live, most_live: activations that are kept for backward, now and at
+    """Notes of the layers of one process. live, most_live: activations that are kept for backward, now and at
     the most."""
 
     def __init__(self, rank: int) -> None:
@@ -111,8 +109,8 @@ class _WeightSide(torch.autograd.Function):
 
 
 def idle_shares(events: Sequence[Event]) -> list[float]:
-    """Of each rank, the share of the step in which none of its layers works. The step begins and ends with the first
-    and the last operation of all ranks."""
+    """Return for each rank the share of the step in which none of its layers works. The step begins and ends with the
+    first and the last operation of all ranks."""
     begin, end = min(e.start for e in events), max(e.end for e in events)
     busy: dict[int, float] = defaultdict(float)
     for event in events:
@@ -130,20 +128,13 @@ def least_idle(events: Sequence[Event], parts: int, split_backward: bool) -> flo
         queues[event.rank].append(event)
     done: dict[tuple[str, int, int], float] = {}
     clock = dict.fromkeys(queues, 0.0)
-    left = sum(len(queue) for queue in queues.values())
-    while left:
+    while any(queues.values()):
         for rank, queue in queues.items():
             while queue and (ready := _ready(queue[0], done, parts, split_backward)) is not None:
                 event = queue.pop(0)
                 clock[rank] = max(clock[rank], ready) + 1
                 done[event.kind, event.part, event.number] = clock[rank]
-                left -= 1
-    return 1 - statistics.mean(len(own) for own in _by_rank(events)) / max(clock.values())
-
-
-def _by_rank(events: Sequence[Event]) -> list[list[Event]]:
-    ranks = sorted({event.rank for event in events})
-    return [[event for event in events if event.rank == rank] for rank in ranks]
+    return 1 - len(events) / len(clock) / max(clock.values())
 
 
 def _ready(event: Event, done: dict[tuple[str, int, int], float], parts: int, split_backward: bool) -> float | None:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import zerolite
-from benchmarks.report import positive
+from benchmarks.options import positive
 from benchmarks.tiny_layers import FAKE_WORLD, MODULES, build_stack, loss_of, make_inputs
 from zerolite import comm
 from zerolite.comm import NullCommunicator, recorder

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bubble
-from benchmarks.grids import GRIDS
+from benchmarks.pipelines import PIPELINES
+from benchmarks.schedules import SCHEDULES
+from benchmarks.tensor_parallel import TENSOR_PARALLEL
 from tests.cli.helpers import ROOT, output_of
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def results_of(script: str, arguments: str, out: Path, names: list[str] | None =
 
 def test_compare(tmp_path: Path) -> None:
     """Each row learns what data-parallel ranks learn, and those of tensor and pipeline parallelism have peers."""
-    grids = [competitor.name for competitor in GRIDS]
+    grids = [competitor.name for competitor in [*TENSOR_PARALLEL, *PIPELINES]]
     names = ["ddp", "zerolite-1", "zerolite-3", "zerolite-3-reshard", *grids]
     sizes = "--layers 3 --width 16 --heads 2 --context 8 --vocab 33 --rounds 1 --steps 2"
     results = results_of("compare.py", sizes, tmp_path / "out.json", names)
@@ -62,7 +63,7 @@ def test_bubble(tmp_path: Path) -> None:
     them."""
     few = "--library zerolite --stages 2 --micro-batches 4 --steps 2 --milliseconds 10"
     rows = results_of("bubble.py", few, tmp_path / "out.json")
-    assert list(rows) == list(bubble.SCHEDULES)
+    assert list(rows) == list(SCHEDULES)
     for row in rows.values():
         assert row["order"] == pytest.approx(row["theory"] or row["order"], abs=1e-9)
         assert row["order"] - 0.02 < row["idle"] < 0.9
