@@ -1,8 +1,8 @@
 """Switch that lets ``import deepspeed`` find ``zerolite.compat.deepspeed``, in this process and its children.
 
-The folder ``alias`` beside this file has a package ``deepspeed`` and its metadata. On ``sys.path``, and on PYTHONPATH
-for child processes, it is found by ``import``, ``importlib.util.find_spec`` and ``importlib.metadata`` alike. It comes
-before an installed DeepSpeed, of which no file is changed. Nothing of this imports torch.
+The folder ``alias`` beside this file has a package ``deepspeed`` and its metadata. When it is on ``sys.path``, and on
+PYTHONPATH for child processes, ``import``, ``importlib.util.find_spec`` and ``importlib.metadata`` all find it. It
+takes precedence over an installed DeepSpeed, whose files stay unchanged. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from pathlib import Path
 from types import ModuleType
 
 SWITCH = "ZEROLITE_DEEPSPEED_COMPAT"
-"""Set to 1, the environment variable that asks for it."""
+"""Environment variable that asks for it, if set to 1."""
 
 PACKAGE = "zerolite.compat.deepspeed"
 FOLDER = str(Path(__file__).resolve().with_name("alias"))
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what child processes of a process with this environment need in theirs."""
+    """Return the variables that child processes of a process with this environment need."""
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
     return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([FOLDER, *paths])}
 
 
 def activate() -> None:
-    """Let ``import deepspeed`` find ours from now on. Raises ImportError if another one has been imported already."""
+    """Let ``import deepspeed`` find this package from now on. Raises ImportError if another one has been imported
+    already."""
     loaded = sys.modules.get("deepspeed")
     if loaded is not None and loaded.__name__ != PACKAGE:
         raise ImportError(
@@ -66,7 +67,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
 
 
 class _SameModule(importlib.abc.Loader):
-    """Gives a module that has another name already."""
+    """Loader that returns a module that is imported under another name already."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -77,4 +78,4 @@ class _SameModule(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own_spec  # the import has replaced it
+        module.__spec__ = self._own_spec  # the import system has replaced it by that of the alias

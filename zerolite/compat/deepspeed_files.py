@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A file's content, a dict; ``path`` is for messages."""
+    """Content of a file, a dict. ``path`` is for messages."""
 
     path: Path
     content: Mapping[str, Any]
 
     def get(self, kind: type[T], *keys: str) -> T:
-        """The value at ``content[key][...]``. Raises CheckpointError if it is missing or of another type."""
+        """Return ``content[key][...]``. Raises CheckpointError if it is missing or of another type."""
         value: Any = self.content
         for i, key in enumerate(keys):
             if not isinstance(value, Mapping) or key not in value:
@@ -56,8 +56,14 @@ def _spelled(keys: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Files:
-    """A checkpoint's files, read: of the model (one at stages 1 and 2, of every rank at stage 3), and of the optimizer
-    of every rank, by rank."""
+    """The files of a checkpoint, read.
+
+    Attributes:
+        directory: directory of the checkpoint.
+        stage: ZeRO stage.
+        model: model states: one file at stages 1 and 2, one for each rank at stage 3.
+        optimizer: optimizer states of each rank, by rank.
+    """
 
     directory: Path
     stage: int
@@ -70,8 +76,10 @@ class Files:
 
 
 def find_tag(directory: Path, tag: str | None) -> Path:
-    """The directory of the checkpoint ``tag`` in ``directory``; without a tag ``directory`` itself if it is one, or the
-    one that its file ``latest`` names. Raises CheckpointError if there is none."""
+    """Return the directory of the checkpoint ``tag`` in ``directory``. Raises CheckpointError if there is none.
+
+    Without a tag it is ``directory`` itself if that is a checkpoint, or the one that its file ``latest`` names.
+    """
     if tag is None:
         if any(_MODEL.fullmatch(path.name) for path in _entries(directory)):
             return directory
@@ -97,9 +105,14 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def read_files(path: Path, verify: bool) -> Files:
-    """Find the files of the checkpoint in the directory ``path``. verify: compare every file with its checksums first,
-    which reads it to its end. Raises CheckpointError for a checkpoint of another kind, and if files are missing or
-    damaged."""
+    """Find and read the files of the checkpoint in the directory ``path``.
+
+    Raises CheckpointError for other kinds of checkpoints, and if files are missing or damaged.
+
+    Args:
+        path: directory of the checkpoint.
+        verify: first read every file to its end, and compare it with its checksums.
+    """
     names = [entry.name for entry in _entries(path)]
     _refuse_by_name(path, names)
     model = {int(m[1]) if m[1] else None: path / m[0] for name in names if (m := _MODEL.fullmatch(name))}
@@ -168,7 +181,7 @@ def _load(path: Path, verify: bool) -> Loaded:
 
 
 def _check_kind(head: Loaded) -> int:
-    """The number of ranks that the checkpoint says it is of. Raises CheckpointError for kinds that are not imported."""
+    """Return the number of ranks that the checkpoint names. Raises CheckpointError for kinds that are not imported."""
     if "ds_version" not in head.content:
         raise CheckpointError(f"'{head.path}' is no DeepSpeed checkpoint: expected an entry ['ds_version']")
     dimensions = head.content.get("checkpoint_parallel_dimensions") or {}
@@ -204,7 +217,7 @@ def _check_ranks(path: Path, kind: str, found: set[int], world_size: int) -> Non
 
 
 def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
-    """Also checks that all ranks say the same."""
+    """Return the ZeRO stage, after checking that all ranks name the same."""
     world_size = len(states)
     found = set()
     for file in states:
@@ -216,7 +229,7 @@ def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
                 f"'{file.path}': expected optimizer states in {world_size} partitions, one for each rank that "
                 f"'{head.path.name}' tells of, got {sorted(counts)}"
             )
-        found.add(_number(saved.get("zero_stage", 1)))  # the bf16 optimizer, which is of stage 1, does not say
+        found.add(_number(saved.get("zero_stage", 1)))  # DeepSpeed's bf16 optimizer, of stage 1, lacks this entry
     if len(found) > 1 or not found <= {1, 2, 3}:
         names = ", ".join(sorted(map(str, found)))
         raise CheckpointError(f"'{head.path.parent}': expected one ZeRO stage of 1, 2 and 3 in all files, got {names}")
@@ -224,5 +237,5 @@ def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
 
 
 def _number(value: object) -> Any:
-    """Read the number of an enumeration's member, which is pickled as the class and the number."""
+    """Return the number of an enum member, which is pickled as the class and the number."""
     return value.arguments[0] if isinstance(value, StubObject) and len(value.arguments) == 1 else value

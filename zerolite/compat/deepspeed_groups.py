@@ -17,12 +17,15 @@ from zerolite.compat.safe_unpickle import StubObject
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters whose elements lie in the same flat partitions: a parameter group, or a part of one at stage 3.
+    """Parameters whose elements are in the same flat partitions: a parameter group, or a part of one at stage 3.
 
     Attributes:
-        shapes: by name, in their order.
-        masters, states: of each rank.
-        number: of the parameter group.
+        where: the group, for messages.
+        number: number of the parameter group.
+        shapes: shapes by name, in order.
+        pieces: slices of the partitions that hold each parameter.
+        masters: master weights of each rank.
+        states: optimizer states of each rank.
     """
 
     where: str
@@ -34,7 +37,7 @@ class Group:
 
 
 def read_groups(files: Files) -> tuple[list[Group], Sequence[Mapping[str, Any]] | None]:
-    """The groups, and the settings of the parameter groups, None where they were not saved."""
+    """Return the groups, and the settings of the parameter groups (None if they were not saved)."""
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     base = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
     masters = [_flat_groups(file, key) for file in files.optimizer]
@@ -79,7 +82,7 @@ def _shapes(file: Loaded, entry: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _gaps(file: Loaded, group: int, count: int) -> list[int]:
-    """Elements between the parameters of a group, for their alignment; DeepSpeed before 0.19 knows none."""
+    """Return the elements between the parameters of a group, for alignment; DeepSpeed before 0.19 has none."""
     saved = file.content["optimizer_state_dict"].get("param_alignment_paddings")
     return [0] * count if saved is None else list(saved[group])
 
@@ -123,8 +126,10 @@ def gather(flat: Sequence[torch.Tensor], pieces: Pieces, shape: tuple[int, ...])
 
 
 def common_number(group: Group, state: str, of_ranks: Sequence[object]) -> Any:
-    """The value of a state that is one number for all elements, such as the count of steps: as torch's optimizers have
-    it, a tensor without dimensions or a number of Python."""
+    """Return a state that is one number for all elements, such as the count of steps.
+
+    It is a tensor without dimensions or a Python number, as torch's optimizers have it.
+    """
     numbers = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in of_ranks]
     if not isinstance(numbers[0], (int, float)):
         raise CheckpointError(
@@ -140,7 +145,8 @@ def common_number(group: Group, state: str, of_ranks: Sequence[object]) -> Any:
 
 
 def as_count(state: str, number: Any) -> Any:
-    """DeepSpeed's own optimizers count steps in a number of Python, torch's in a tensor."""
+    """Return a count of steps as torch's optimizers keep it, in a tensor; DeepSpeed's own optimizers keep a Python
+    number."""
     return torch.tensor(float(number)) if state == "step" else number
 
 

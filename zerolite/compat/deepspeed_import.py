@@ -1,8 +1,8 @@
 """`zerolite import-deepspeed`: convert a checkpoint of DeepSpeed's ZeRO stages 1, 2 and 3.
 
-Master weights, optimizer states, buffers, counters, schedule and loss scale, in one process on the CPU. Needs no
-DeepSpeed, and runs nothing that the files name. Tensors are read when they are written: at most one is in memory,
-beside what the system keeps of the mapped files.
+It converts master weights, optimizer states, buffers, counters, schedule and loss scale, in one process on the CPU. It
+needs no DeepSpeed, and executes nothing from the files. A tensor is read when it is written: at most one is in memory,
+except what the system caches of the mapped files.
 """
 
 from __future__ import annotations
@@ -39,11 +39,18 @@ Values = torch.Tensor | Callable[[], torch.Tensor]
 
 
 def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify: bool = True) -> Path:
-    """Write the checkpoint ``tag`` (default: the latest) of DeepSpeed's directory into the directory of checkpoints
-    ``out``, under the same tag. Returns the new checkpoint's directory. What is left out is logged.
+    """Convert a checkpoint of DeepSpeed's ``directory`` into the directory of checkpoints ``out``, under the same tag.
 
-    verify: compare DeepSpeed's files with their checksums, which reads them once more. Raises CheckpointError for a
-    checkpoint that cannot be imported, or if ``out`` has something else with that name.
+    Returns the new checkpoint's directory, and logs what is left out.
+
+    Args:
+        directory: directory that DeepSpeed's ``save_checkpoint`` was given.
+        out: directory to write into.
+        tag: the checkpoint; default: the latest.
+        verify: compare DeepSpeed's files with their checksums, which reads them once more.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be imported, or ``out`` has something else with that name.
     """
     imported = read_deepspeed(directory, tag, verify)
     try:
@@ -60,7 +67,8 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
     state = {key: json_codec.encode(value, key, tensors) for key, value in imported.state.items()}
     shards = [_shard(*tensor) for tensor in imported.tensors]
     shards += [_shard(f"client_state/{i}", tuple(t.shape), t.dtype, t) for i, t in enumerate(tensors)]
-    commit = Commit(out, _about(imported), state, TrainingRun())  # imported ones name no run: any may replace them
+    # An imported checkpoint names no run in its manifest, so that every job may replace it.
+    commit = Commit(out, _about(imported), state, TrainingRun())
     try:
         return write_checkpoint(out, imported.tag, shards, scalars, commit)
     except CheckpointError as error:
@@ -87,7 +95,7 @@ def _about(imported: ImportedCheckpoint) -> About:
         versions={**library_versions(), "deepspeed": imported.deepspeed_version},
         parameters=count_parameters(parameters),
         layout={},
-        # DeepSpeed does not say whether it has left out what is frozen.
+        # DeepSpeed does not record if it has left out frozen parameters: none with elements are there.
         exclude_frozen_parameters=all(entry.trained or not math.prod(entry.shape) for entry in parameters.values()),
     )
 
@@ -113,7 +121,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "zerolite import-deepspeed") -> int:
-    """Run the command; 0, or 1 after a sentence on stderr."""
+    """Run the command. Returns 0, or 1 after a sentence on stderr."""
     options = build_parser(prog).parse_args(argv)
     try:
         path = import_deepspeed(options.directory, options.out, options.tag, verify=not options.no_verify)

@@ -1,12 +1,12 @@
 """Flat ranges of DeepSpeed's partitions that hold each parameter, in plain integers.
 
-DeepSpeed flattens the trained parameters of a group and gives each rank a part; optimizer states are laid out in the
-same way. At stages 1 and 2 the parameters stand one behind the other and are cut into equal parts wherever that falls:
+DeepSpeed flattens the trained parameters of a group and gives each rank a part; optimizer states have the same layout.
+At stages 1 and 2 the parameters are concatenated, and the whole is divided into equal parts, also within a parameter:
 
     | a        | b              | c  |pad|
-    | rank 0      | rank 1      | rank 2 |        the padding at the end is cut off when it is saved
+    | rank 0      | rank 1      | rank 2 |        the padding at the end is not saved
 
-At stage 3 each parameter is cut into equal parts, the last one padded, and a rank has its parts one behind the other:
+At stage 3 each parameter is divided into equal parts, the last one padded, and a rank concatenates its parts:
 
     rank 0 | a[0:k] | b[0:m] |    rank 1 | a[k:] pad | b[m:] |
 """
@@ -33,14 +33,16 @@ Pieces = tuple[PartitionSlice, ...]
 def equal_partitions(
     numels: Mapping[str, int], gaps: Sequence[int], lengths: Sequence[int], where: str
 ) -> dict[str, Pieces]:
-    """Stages 1 and 2: the pieces of each parameter, in the order of its elements.
+    """Return the slices of each parameter at stages 1 and 2, in the order of its elements.
 
     Args:
-        numels: of the parameters, in their order.
-        gaps: unused elements behind each of them.
-        lengths: of each rank's partition as it was saved.
+        numels: elements of the parameters, in order.
+        gaps: unused elements after each of them.
+        lengths: length of each rank's partition as it was saved.
+        where: the group, for messages.
 
-    Raises CheckpointError, with ``where`` for the group, if they do not fit.
+    Raises:
+        CheckpointError: the numbers do not fit together.
     """
     needed, present, world_size = sum(numels.values()) + sum(gaps), sum(lengths), len(lengths)
     if not needed <= present < needed + max(1, 2 * world_size):
@@ -57,12 +59,12 @@ def equal_partitions(
         )
     pieces, offset = {}, 0
     for (name, numel), gap in zip(numels.items(), gaps, strict=True):
-        pieces[name] = tuple(_cut(offset, offset + numel, starts, lengths))
+        pieces[name] = tuple(_slices_in(offset, offset + numel, starts, lengths))
         offset += numel + gap
     return pieces
 
 
-def _cut(start: int, stop: int, starts: Sequence[int], lengths: Sequence[int]) -> list[PartitionSlice]:
+def _slices_in(start: int, stop: int, starts: Sequence[int], lengths: Sequence[int]) -> list[PartitionSlice]:
     found = []
     for rank, (first, length) in enumerate(zip(starts, lengths, strict=True)):
         low, high = max(start, first), min(stop, first + length)
@@ -72,7 +74,7 @@ def _cut(start: int, stop: int, starts: Sequence[int], lengths: Sequence[int]) -
 
 
 def sliced_parameters(numels: Mapping[str, int], lengths: Sequence[int], where: str) -> dict[str, Pieces]:
-    """Stage 3: as :func:`equal_partitions`."""
+    """Return the slices of each parameter at stage 3; arguments as for :func:`equal_partitions`."""
     world_size = len(lengths)
     needed = sum(-(-numel // world_size) for numel in numels.values())
     if any(length != needed for length in lengths):
@@ -88,7 +90,7 @@ def sliced_parameters(numels: Mapping[str, int], lengths: Sequence[int], where: 
 
 
 def slices(numel: int, world_size: int, offset: int = 0) -> Pieces:
-    """The parts of a parameter that was cut for stage 3, at ``offset`` on each rank, without the padding."""
+    """Return the slices of a parameter at stage 3, at ``offset`` on each rank, without the padding."""
     part = -(-numel // world_size)
-    kept = [min(part, max(0, numel - rank * part)) for rank in range(world_size)]
-    return tuple(PartitionSlice(rank, offset, length) for rank, length in enumerate(kept) if length)
+    lengths = [min(part, max(0, numel - rank * part)) for rank in range(world_size)]
+    return tuple(PartitionSlice(rank, offset, length) for rank, length in enumerate(lengths) if length)

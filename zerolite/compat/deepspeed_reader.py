@@ -28,20 +28,20 @@ from zerolite.compat.deepspeed_layout import slices
 from zerolite.compat.safe_unpickle import StubObject
 from zerolite.utils.dtypes import CODES
 
-# What DeepSpeed writes beside the client's own entries in a file of model states.
+# DeepSpeed's own entries in a file of model states; all others are the client's.
 _MODEL_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
     "ds_version checkpoint_parallel_dimensions universal_checkpoint_info sparse_tensor_module_names".split()
 )
-# Entries of a parameter group that are no hyperparameters: they choose an implementation, count, or are the parameters.
+# Entries of a parameter group that are not hyperparameters: implementation switches, counters, and the parameters.
 _NOT_SETTINGS = frozenset(
     ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable", "_ds_source_param_group_id")
 )
 
 
 class ImportedTensor(NamedTuple):
-    """``values()`` makes the tensor, of this shape and dtype."""
+    """A tensor of this shape and dtype, which ``values()`` makes."""
 
     key: str
     shape: tuple[int, ...]
@@ -51,8 +51,13 @@ class ImportedTensor(NamedTuple):
 
 @dataclass
 class ImportedCheckpoint:
-    """``state``: as in state.json, not yet encoded. ``tensors``: with keys as in tensors.json. ``left_out``: what has
-    no place there, a phrase each."""
+    """A checkpoint in zerolite's terms.
+
+    Attributes:
+        state: content of state.json, not yet encoded.
+        tensors: tensors with keys as in tensors.json.
+        left_out: descriptions of everything that has no place there.
+    """
 
     directory: Path
     tag: str
@@ -67,11 +72,14 @@ class ImportedCheckpoint:
 
 
 def read_deepspeed(directory: Path, tag: str | None = None, verify: bool = True) -> ImportedCheckpoint:
-    """The checkpoint ``tag`` of the directory that DeepSpeed's ``save_checkpoint`` was given; without a tag the one
-    that its file ``latest`` names, or ``directory`` itself.
+    """Read a checkpoint of DeepSpeed.
 
-    verify: compare the files with their checksums first. Raises CheckpointError for what is missing, damaged, of
-    another kind, or would need unpickling.
+    Raises CheckpointError if it is missing, damaged, of another kind, or would need unpickling.
+
+    Args:
+        directory: directory that DeepSpeed's ``save_checkpoint`` was given, or the checkpoint itself.
+        tag: the checkpoint; default: the one that the file ``latest`` names.
+        verify: compare the files with their checksums first.
     """
     path = find_tag(directory, tag)
     files = read_files(path, verify)
@@ -93,7 +101,7 @@ class _Importer:
     def __post_init__(self) -> None:
         self.head = self.files.model[0]
         self.module: dict[str, torch.Tensor] = {}
-        self.extra: dict[str, Any] = {}  # what modules add to their state by get_extra_state
+        self.extra: dict[str, Any] = {}  # state that modules add by get_extra_state
         for name, value in self.head.get(dict, "module").items():
             if name.rpartition(".")[2] == "_extra_state":
                 kept = self._plain(value, f"the extra state '{name}'")
@@ -145,7 +153,7 @@ class _Importer:
         self.tensors.append(ImportedTensor(kind + clean(name), shape, dtype, values))
 
     def _plain(self, value: object, where: str) -> Any:
-        """``value`` without what is not plain; that is noted."""
+        """Return ``value`` without parts that are not plain data; these are noted as left out."""
         if type(value) is dict:
             kept = {key: self._plain(item, f"{where}[{key!r}]") for key, item in value.items()}
             return {key: item for key, item in kept.items() if item is not _NOTHING}
@@ -178,8 +186,10 @@ class _Importer:
         return found
 
     def _aliases(self) -> dict[str, str]:
-        """The further names of tied parameters, with the one under which it is stored. Below stage 3 DeepSpeed goes by
-        addresses, which all empty parameters share."""
+        """Return further names of tied parameters, with the name under which each is stored.
+
+        Below stage 3 DeepSpeed detects ties by addresses. All empty parameters share one, and are not taken for tied.
+        """
         shared = self.head.content.get("shared_params") or {}
         return {
             alias: name
@@ -236,20 +246,20 @@ class _Importer:
             settings = dict(self.settings[group.number]) if self.settings is not None else {}
             if group.number not in groups:
                 kept = {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
-                if not kept.pop("bias_correction", True):  # torch's optimizers always correct
+                if not kept.pop("bias_correction", True):  # torch's optimizers always correct the bias
                     self.left_out.append(f"parameter group {group.number}['bias_correction'], which is False")
                 values = self._plain(kept, f"parameter group {group.number}")
                 groups[group.number] = {"names": [], "values": values}
             groups[group.number]["names"] += [clean(name) for name in group.shapes]
             self._add_states(group, scalars)
-            if "step" in settings and "step" not in group.states[0]:  # optimizers that count in the param group
+            if "step" in settings and "step" not in group.states[0]:  # some optimizers count steps in the param group
                 _set_number(scalars, "step", group, as_count("step", settings["step"]))
         if self.settings is None:
             self.left_out.append("the settings of the parameter groups, which an elastic checkpoint does not hold")
         return {"type": self._optimizer_type(), "groups": list(groups.values()), "scalars": scalars}
 
     def _optimizer_type(self) -> str:
-        """The class of torch that keeps the same states, as far as it can be told."""
+        """Return the class of torch that keeps the same states, as far as it can be found out."""
         config = self.head.content.get("ds_config")
         named = config.get("optimizer") if isinstance(config, dict) else None
         if isinstance(named, dict) and isinstance(named.get("type"), str):
@@ -278,7 +288,7 @@ class _Importer:
     # ---------------------------------------------------------------- the rest
 
     def _lr_scheduler(self, saved: object, config: object) -> dict[str, object] | None:
-        """``type`` is None where only the client knows it."""
+        """Return the schedule's state; its ``type`` is None if only the client knows it."""
         if saved is None:
             return None
         named = config.get("scheduler") if isinstance(config, dict) else None
@@ -303,7 +313,7 @@ class _Importer:
         good = fields["cur_iter"] - fields["last_overflow_iter"] - 1
         return {
             "scale": float(fields["cur_scale"]),
-            # It needs one good step more than zerolite after the start and after an overflow.
+            # DeepSpeed needs one good step more than zerolite to raise the scale, after the start and an overflow.
             "good_steps": max(0, good - 1) % fields["scale_window"],
             "hysteresis_left": max(1, fields["cur_hysteresis"]),
         }

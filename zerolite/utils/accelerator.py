@@ -22,7 +22,7 @@ from zerolite.utils.pinned_memory import host_memory
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """Inside, Python's cycle collector does not begin by itself; afterwards it is as before."""
+    """Context in which the cyclic garbage collector does not run by itself."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -67,7 +67,7 @@ _machines = [Machine()]
 
 
 def machine() -> Machine:
-    """Return the one that is in place."""
+    """Return the current machine."""
     return _machines[-1]
 
 
@@ -99,7 +99,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def fake_mode() -> FakeTensorMode | None:
-    """Return the mode that makes tensors without memory now; None where they have it."""
+    """Return the active mode that makes tensors without memory; None if there is none."""
     mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return mode
 
@@ -153,8 +153,11 @@ def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class HostRead:
-    """A tensor on its way to the host. On CUDA the copy runs behind the work queued so far; ``get()`` waits for it
-    alone. The machine of a dry run says what is read of a tensor without memory."""
+    """A copy of a tensor to the host, in flight.
+
+    On CUDA the copy runs after the work queued so far, and ``get()`` waits only for the copy. In a dry run the machine
+    provides the values of a tensor without memory.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._event = machine().read(tensor.detach())
@@ -175,13 +178,13 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def host_values(tensor: torch.Tensor) -> list[float]:
-    """The elements of a small tensor as Python numbers; waits for the device."""
+    """Return the elements of a small tensor as Python numbers; waits for the device."""
     values: Sequence[float] = HostRead(tensor.reshape(-1)).get().tolist()
     return list(values)
 
 
 def host_value(tensor: torch.Tensor) -> float:
-    """The single element of ``tensor`` as a Python number; waits for the device."""
+    """Return the single element of ``tensor`` as a Python number; waits for the device."""
     return host_values(tensor)[0]
 
 

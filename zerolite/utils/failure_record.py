@@ -1,6 +1,6 @@
 """Error file of a failed rank, in an extended format of torch's elastic agent.
 
-Needs the standard library alone, so that it works before and without torch.
+It needs only the standard library, so that it works before torch is imported, and without it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import time
 from dataclasses import dataclass
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""The environment variable in which the agent says where the file is to be."""
+"""Environment variable with the path of the file, set by the agent."""
 
 EXIT_COUNT, NUMBERED_EXIT = "zerolite/exits", "zerolite/exits/{}"
-"""Keys in the store of the launcher's agent: how many ranks have exited with status 0, and the n-th of them, from 1."""
+"""Keys in the store of the launcher's agent: the number of ranks that have exited with status 0, and the n-th of
+them, from 1."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class FailureRecord:
     """One rank's failure.
 
     Attributes:
-        message: what the last lines on the terminal begin with: an exception's type and text, or several lines.
+        message: first lines of the launcher's report: an exception's type and text, or several lines.
         traceback: as Python prints it, or "".
-        time: seconds since the epoch at which it happened, by this host's clock; 0 if unknown.
+        time: time of the failure in seconds since the epoch, by this host's clock; 0 if unknown.
         host: the host's name, "" if unknown.
-        consequence: whether it followed from another rank's failure.
+        consequence: it followed from another rank's failure.
     """
 
     message: str
@@ -39,7 +40,7 @@ class FailureRecord:
 
 
 def write(message: str, traceback: str, consequence: bool = False) -> None:
-    """Leave the record of this process, unless there is one already or none was asked for. Raises nothing."""
+    """Write the record of this process, unless there is one already or the agent wants none. It never raises."""
     path = os.environ.get(VARIABLE)
     if not path or os.path.exists(path):
         return
@@ -48,6 +49,7 @@ def write(message: str, traceback: str, consequence: bool = False) -> None:
     ours = {"time": now, "host": socket.gethostname(), "consequence": consequence}
     content = {"message": {"message": message, "extraInfo": extra}, "zerolite": ours}
     with contextlib.suppress(OSError):
+        # Renamed when it is complete, so that the agent never reads half a file.
         temporary = f"{path}.{os.getpid()}"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(content, file)
@@ -55,7 +57,7 @@ def write(message: str, traceback: str, consequence: bool = False) -> None:
 
 
 def read(path: str) -> FailureRecord | None:
-    """Read the record that :func:`write`, or torch's ``record`` decorator, has left; None if nothing can be read."""
+    """Read a record of :func:`write`, or of torch's ``record`` decorator; None if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)

@@ -1,6 +1,6 @@
 """Listening addresses and shared secret of a job's processes. Needs no torch.
 
-The stores of torch.distributed would listen on all addresses, and know nothing of secrets.
+torch.distributed's stores listen on all addresses and have no secret.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Store = TypeVar("Store")
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)  # EINVAL: a link-local address without its scope
 
 SECRET_VARIABLE = "ZEROLITE_JOB_SECRET"
-"""The environment variable with the secret of a job, the same on all its ranks."""
+"""Environment variable with the secret of a job, the same on all its ranks."""
 
 
 def is_loopback(host: str) -> bool:
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_interface() -> str | None:
-    """The name of this machine's loopback interface, None if it has none of the usual names."""
+    """Return the name of this host's loopback interface; None if it has none of the usual names."""
     try:
         names = {name for _, name in socket.if_nameindex()}
     except OSError:  # a sandbox without netlink
@@ -42,14 +42,14 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
     """Listen on the address of this machine that ``host`` means, and on no other.
 
     Args:
-        host: a name or an address. Loopback addresses count only where it says loopback itself, since many machines
-            take their own name for 127.0.1.1, where no other machine finds them.
+        host: a name or an address. Loopback addresses count only if it is a loopback name itself: many machines map
+            their own name to 127.0.1.1, where no other machine finds them.
         port: TCP port; 0 for a free one.
 
     Returns:
-        The file descriptor of the socket, which belongs to the caller, and its port; None and ``port`` if ``host`` is
-        no address of this machine (behind a port forwarding, say), or a name of several: who knows at which of them
-        the others look?
+        The file descriptor of the socket, which belongs to the caller, and its port. It is None and ``port`` if
+            ``host`` is no address of this machine (behind a port forwarding, for example), or a name of several: it is
+            unknown which of them others use.
 
     Raises:
         OSError: something listens there already, or the port may not be used.
@@ -80,12 +80,13 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
 
 
 def keep_store(make: Callable[..., Store], host: str, port: int, torch_version: str) -> Store:
-    """A TCPStore that listens on the address of this machine that ``host`` means; on all, if it means none of them.
+    """Return a TCPStore that listens only on the address of this machine that ``host`` means; on all if it means none.
 
     Args:
         make: torch.distributed.TCPStore, with further arguments.
+        host: a name or an address.
         port: as in :func:`listen_at`, whose errors are raised.
-        torch_version: in torch 2.6 the faster of two servers, libuv's, takes no sockets.
+        torch_version: torch 2.6's faster server (libuv) cannot use a given socket, so there the other one is used.
     """
     listener, port = listen_at(host, port)
     if listener is None:

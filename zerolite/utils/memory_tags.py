@@ -25,41 +25,51 @@ COMPUTE, PERSISTENT, BUFFERS, GRADIENTS, MASTERS, STATES, BUCKETS, GATHERED, STA
     "activations",
     "other",
 )
-"""What a rank's memory holds. compute_parameters: what the modules compute with: whole at stages 0 to 2, this rank's
-shards at stage 3; frozen ones too. persistent_parameters: whole values of those that stage 3 never releases. buffers:
-of the modules. gradients: those that have been reduced, and those that wait for it where they rest whole.
-master_weights: where they are not the compute parameters themselves. optimizer_states: moments and the like.
-communication_buckets: gradients on their way, and what the communicator needs. gathered_parameters: whole values that
-stage 3 releases again. offload_buffers: what is on its way between placements. activations: what the model's forward
-and backward allocate, gradients not yet taken among it. other: the rest."""
+"""Items of a rank's memory.
+
+- compute_parameters: parameters that modules compute with, frozen ones too: full at stages 0 to 2, shards at stage 3.
+- persistent_parameters: full values of parameters that stage 3 never releases.
+- buffers: buffers of the modules.
+- gradients: reduced gradients, and full ones that wait for their reduction at stages 0 and 1.
+- master_weights: master weights, unless they are the compute parameters themselves.
+- optimizer_states: moments and other states of the optimizer.
+- communication_buckets: gradients in flight, and memory of the communicator.
+- gathered_parameters: full values that stage 3 releases again.
+- offload_buffers: copies in flight between placements.
+- activations: everything that the model's forward and backward allocate, including gradients before the hooks run.
+- other: the rest.
+"""
 
 MODEL_STATES = (COMPUTE, PERSISTENT, GRADIENTS, MASTERS, STATES)
-"""What the stages of ZeRO partition (Rajbhandari et al., 2020, section 3)."""
+"""Items that the stages of ZeRO partition (Rajbhandari et al., 2020, section 3)."""
 
 
 DEVICE, HOST, DISK = PLACES = ("device", "host", "disk")
-"""Where memory is: on the device that computes, on the host beside it, or in a file."""
+"""Placements of memory: on the device that computes, on the host, or in a file."""
 
 
 class Listener(Protocol):
     def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        """``storage`` is memory of ``item`` from now on, and is in ``place``."""
+        """Note that ``storage`` is memory of ``item`` from now on, in ``place``."""
         ...
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` has another length now."""
+        """Note that the length of ``storage`` has changed."""
         ...
 
 
 listeners: list[Listener] = []
 
 _elsewhere: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
-"""Where storages are that are not the device's, by ``_cdata``, which is one number for as long as they live."""
+"""Placement of storages that are not on the device, by ``_cdata``, which is unique as long as they live."""
 
 
 def tag_memory(tensor: torch.Tensor, item: str, place: str = DEVICE) -> torch.Tensor:
-    """``tensor``, whose memory belongs to ``item``, one of :data:`ITEMS`, from now on, and is in ``place``, one of
-    :data:`PLACES`. Tensors on the CPU are the device's where that is what computes."""
+    """Note that the memory of ``tensor`` belongs to ``item`` (one of :data:`ITEMS`), in ``place`` (one of
+    :data:`PLACES`).
+
+    Returns the tensor. If the CPU computes, its tensors are on the device.
+    """
     if place != DEVICE or _elsewhere:
         _note(tensor.untyped_storage(), place)
     for listener in listeners:
@@ -68,14 +78,14 @@ def tag_memory(tensor: torch.Tensor, item: str, place: str = DEVICE) -> torch.Te
 
 
 def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Give ``storage`` another length in bytes."""
+    """Resize ``storage`` to ``nbytes``."""
     storage.resize_(nbytes)
     for listener in listeners:
         listener.resized(storage)
 
 
 def place_of(tensor: torch.Tensor) -> str:
-    """Return the placement of ``tensor`` that :func:`own` was told last; the device if it was told nothing."""
+    """Return the placement of ``tensor`` that :func:`tag_memory` was last given; the device if none was given."""
     known = _elsewhere.get(tensor.untyped_storage()._cdata)
     return DEVICE if known is None else known[1]
 

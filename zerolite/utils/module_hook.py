@@ -25,8 +25,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """Keep torch.compile out of ``function`` and of what it calls, as ``torch.compiler.disable`` does, which would
-    import the compiler with zerolite."""
+    """Exclude ``function`` and its calls from torch.compile.
+
+    ``torch.compiler.disable`` does the same, but would import the compiler together with zerolite.
+    """
     kept_out: Any = function
     if hasattr(_eval_frame, "set_code_exec_strategy"):
         skip = _eval_frame._FrameAction.SKIP
@@ -42,18 +44,21 @@ def untraced(function: Function) -> Function:
                 _eval_frame.set_eval_frame(before)
 
         _eval_frame.skip_code(kept_out.__code__)
-    kept_out._torchdynamo_disable = True  # where it would be traced as part of a caller
+    kept_out._torchdynamo_disable = True  # excludes it also when a caller is traced
     return cast(Function, kept_out)
 
 
 class ModuleHook:
-    """A hook of an engine on a module. A deep copy of the module is without it; a pickle of the module has a function
-    of the standard library in its place, so that it can be loaded without zerolite. For one module each."""
+    """A hook of an engine on one module.
+
+    A deep copy of the module does not have it. A pickle of the module has a function of the standard library in its
+    place, so that it can be loaded without zerolite.
+    """
 
     handle: RemovableHandle | None = None
 
     def install(self, register: Callable[..., RemovableHandle], **options: Any) -> RemovableHandle:
-        """Put the hook on a module: ``register`` is a method such as ``module.register_forward_hook``."""
+        """Register the hook by ``register``, a method such as ``module.register_forward_hook``."""
         self.handle = register(self, **options)
         return self.handle
 
@@ -76,8 +81,11 @@ class ModuleHook:
 
 
 class _LeftOut:
-    """Entries to take out of a copy's dicts. ``copy.deepcopy`` fills those dicts itself, so they are taken out when it
-    has ended, with its memo."""
+    """Hooks to remove from the dicts of a copy.
+
+    ``copy.deepcopy`` itself fills these dicts after __deepcopy__ has returned. So the hooks are removed when it frees
+    its memo, in which this object is.
+    """
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, int]] = []
@@ -88,12 +96,12 @@ class _LeftOut:
 
 
 class WeakHook(ModuleHook, Generic[Owner]):
-    """A module's hook that knows its owner weakly, because the model may outlive the engine."""
+    """A module's hook with a weak reference to its owner, because the model may outlive the engine."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """True if a module is compiled, and with it everything inside it, hooks too."""
+    """True if a module is compiled, together with everything inside it, hooks included."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

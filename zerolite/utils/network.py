@@ -9,12 +9,12 @@ import socket
 from collections.abc import Iterator
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Gloo's network interface. Unless it is set, gloo takes the address of the host's own name, which many distributions
-resolve to 127.0.1.1: the ranks of other hosts then look for this one at home. NCCL looks for interfaces by itself, may
-use several, and prefers fast ones to the one by which the first host is reached, so its variable is left alone."""
+"""Gloo's network interface. Unless it is set, gloo uses the address of the host's own name. Many distributions map this
+name to 127.0.1.1, and the ranks of other hosts would then connect to themselves. NCCL finds interfaces by itself, may
+use several, and prefers fast ones, so its variable is not set."""
 
 PORTS = range(20000, 32000)
-"""Below what Linux gives to outgoing connections (32768 and above)."""
+"""Ports below those that Linux uses for outgoing connections (32768 and above)."""
 
 
 def interface_addresses() -> Iterator[tuple[str, str]]:
@@ -28,7 +28,7 @@ def interface_addresses() -> Iterator[tuple[str, str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has this address, unless it is a loopback."""
+    """Return the interface that has this address; None for loopback addresses."""
     if is_loopback(address):
         return None
     plain = plain_address(address)
@@ -36,7 +36,7 @@ def interface_of(address: str) -> str | None:
 
 
 def plain_address(address: str) -> str:
-    """Return the address in its normal form: an IPv4 address that comes as IPv6 is an IPv4 address."""
+    """Return the address in its normal form: an IPv4 address written as IPv6 becomes an IPv4 address."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return str(mapped or parsed)
@@ -47,7 +47,7 @@ def is_loopback(address: str) -> bool:
 
 
 def resolve(name: str) -> list[str]:
-    """Return the addresses of a host name or an address; none if it cannot be resolved."""
+    """Return the addresses of a host name or an address; [] if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -76,18 +76,21 @@ def own_addresses() -> list[str]:
 
 
 def address_towards(name: str) -> str | None:
-    """Return the address from which this host speaks to another, None if there is no route. Sends nothing."""
+    """Return the address from which this host would connect to another; None without a route. Sends nothing."""
     for address in resolve(name):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # A UDP connect sends no packet, but lets the kernel choose the route and with it the address.
             probe.connect((address, 9))
             return str(probe.getsockname()[0])
     return None
 
 
 def interface_towards(name: str) -> str | None:
-    """Return this host's interface that leads to another host, or at which others find this one if ``name`` means it.
-    None if there is none."""
+    """Return this host's interface that leads to another host; None if there is none.
+
+    If ``name`` means this host, it is the interface at which other hosts reach it.
+    """
     address = address_towards(name)
     interface = None if address is None else interface_of(address)
     if interface is None and is_this_host(name):
@@ -97,7 +100,7 @@ def interface_towards(name: str) -> str | None:
 
 
 def free_port() -> int:
-    """Return a TCP port at which nothing listens on this host, drawn by chance."""
+    """Return a random TCP port at which nothing listens on this host."""
     draw = random.SystemRandom()
     for _ in range(200):
         port = draw.choice(PORTS)

@@ -16,14 +16,19 @@ logger = logging.getLogger("zerolite")
 
 
 def host_memory(nbytes: int, pin: bool) -> torch.Tensor:
-    """[nbytes] of uint8 zeros on the host, which begin at a page. pin: registered with CUDA, so that copies run beside
-    the host; where that fails they are slower, and as right. Raises OSError or MemoryError if there is no such memory.
+    """Return [nbytes] of uint8 zeros on the host, which begin at a page.
 
-    Registered as it is: torch's own pinned memory is rounded up to a power of two, and kept for good.
+    torch's own pinned memory is rounded up to a power of two and never returned to the system. Raises OSError or
+    MemoryError if there is not enough memory.
+
+    Args:
+        nbytes: size.
+        pin: register it with CUDA, so that copies run asynchronously. If that fails, copies are slower but correct.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    # What exports the memory lives as long as the tensor's storage does, and ends before the memory is unmapped.
+    # The tensor's storage keeps the exporter alive, and the exporter keeps the mapping. So the finalizer of the
+    # exporter unregisters the memory before it is unmapped.
     exporter = (ctypes.c_ubyte * nbytes).from_buffer(_huge(nbytes))
     memory = torch.frombuffer(exporter, dtype=torch.uint8)
     if pin:
@@ -48,11 +53,11 @@ def _told_of_failure(nbytes: int) -> None:
         )
 
 
-_told: list[int] = []  # of a failure, once
+_told: list[int] = []  # the warning has been logged
 
 
 def _huge(nbytes: int) -> mmap.mmap:
-    """Use huge pages where the kernel has them: a first touch costs a fifth."""
+    """Map memory in huge pages if the kernel has them: a first touch then costs a fifth."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with contextlib.suppress(AttributeError, OSError):

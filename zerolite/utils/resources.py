@@ -54,10 +54,10 @@ def count_listed_devices() -> int:
 
 
 def visible_devices(environ: Mapping[str, str], chosen: Sequence[int]) -> str:
-    """The value of `CUDA_VISIBLE_DEVICES` that leaves a process the chosen ones of the devices it sees.
+    """Return the value of `CUDA_VISIBLE_DEVICES` that shows a process only the chosen devices.
 
-    `chosen` counts from 0 in the order of the variable where it is set (as `cuda:0` does), else in that of the driver.
-    The entries may be indices or the names (GPU-, MIG-) of devices.
+    `chosen` counts from 0, in the order of the variable if it is set (as `cuda:0` does), else in the driver's order.
+    The entries may be indices or names (GPU-, MIG-) of devices.
 
     Raises:
         ValueError: the variable is set and has fewer devices.
@@ -78,12 +78,12 @@ def visible_devices(environ: Mapping[str, str], chosen: Sequence[int]) -> str:
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """A physical core. Its order: cores of a NUMA node together, in the order of their CPUs.
+    """A physical core. Sorted, cores of a NUMA node are together, in the order of their CPUs.
 
     Attributes:
         node: number of the NUMA node.
         package: number of the socket.
-        cpus: the logical CPUs (hardware threads) of it that this process may use, at least one, ascending.
+        cpus: its logical CPUs (hardware threads) that this process may use, at least one, ascending.
     """
 
     node: int
@@ -92,7 +92,7 @@ class Core:
 
 
 def read_cores(root: Path = ROOT) -> list[Core]:
-    """The physical cores that this process may use, ordered; where Linux does not say more, every CPU is one."""
+    """Return the physical cores that this process may use, sorted. Without more information every CPU counts as one."""
     try:
         usable = os.sched_getaffinity(0)
     except AttributeError:  # not on macOS
@@ -123,8 +123,8 @@ def count_cores(root: Path = ROOT) -> int:
 def count_core_groups(root: Path = ROOT) -> int:
     """Return the number of NUMA nodes, or sockets, whose cores this process may use, at least 1.
 
-    Those of which little is left (less than half of what the largest has) do not count, nor those beyond what the
-    container's CPU quota can keep busy.
+    A group with less than half as many usable cores as the largest is not counted, nor groups beyond the container's
+    CPU quota.
     """
     sizes = Counter((core.node, core.package) for core in read_cores(root))
     largest = max(sizes.values())
@@ -133,9 +133,9 @@ def count_core_groups(root: Path = ROOT) -> int:
 
 
 def core_sets(nproc: int, root: Path = ROOT) -> list[list[int]]:
-    """The logical CPUs for each of `nproc` local ranks, ascending: equally many whole cores, side by side.
+    """Return the logical CPUs for each of `nproc` local ranks, ascending: equally many whole cores, side by side.
 
-    Cores that remain go to some of the ranks. With more ranks than cores, ranks share one.
+    Remaining cores go to some of the ranks. With more ranks than cores, ranks share a core.
     """
     cores = read_cores(root)
     if nproc > len(cores):
@@ -148,9 +148,9 @@ def core_sets(nproc: int, root: Path = ROOT) -> list[list[int]]:
 
 
 def read_cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs that this process's control groups grant, such as 1.5; None where there is no limit.
+    """Return the CPUs that this process's control groups allow, such as 1.5; None without a limit.
 
-    Of the group and those around it the strictest counts: `cpu.max` in version 2, `cpu.cfs_quota_us` in version 1.
+    The strictest limit of the group and its parents counts: `cpu.max` in version 2, `cpu.cfs_quota_us` in version 1.
     """
     mounted = root / "sys/fs/cgroup"
     quotas = []
@@ -176,7 +176,7 @@ def _read_quota(group: Path) -> float | None:
 
 
 def _read_cpu_list(path: Path) -> set[int]:
-    """The CPUs of a list such as "0-3,8"; none where there is no such file."""
+    """Return the CPUs of a list such as "0-3,8"; an empty set if there is no such file."""
     cpus: set[int] = set()
     for part in filter(None, _read_text(path).split(",")):
         first, _, last = part.partition("-")
@@ -192,17 +192,18 @@ def _read_text(path: Path) -> str:
 
 
 def default_nproc(environ: Mapping[str, str], root: Path = ROOT) -> int:
-    """One process per visible CUDA device; without any, one per NUMA node or socket, whose cores its threads use."""
+    """Return one process per visible CUDA device; without any, one per NUMA node or socket, whose cores its threads
+    use."""
     return count_cuda_devices(environ) or count_core_groups(root)
 
 
 def largest_sensible_nproc(environ: Mapping[str, str]) -> int:
-    """More processes than this are a slip of the finger: they would only fight for cores and memory."""
+    """Return a limit for the number of processes: more are most likely a typing error."""
     return max(64, 4 * (os.cpu_count() or 1))
 
 
 def find_nproc_problem(nproc: int) -> str | None:
-    """Say why this number of processes makes no sense, or return None."""
+    """Return why this number of processes makes no sense, or None."""
     if nproc < 1:
         return f"--nproc expects the number of processes, 1 or more, and got {nproc}"
     limit = largest_sensible_nproc(os.environ)

@@ -10,14 +10,11 @@ from torch import nn
 
 
 class Skeleton:
-    """A copy of ``model``: modules of the same classes and names, whose parameters and buffers have no memory. Hooks
-    are left out; other attributes are shared with the model, but for the entries of its dicts, lists and sets.
+    """Copy of ``model`` without memory: modules of the same classes and names, and parameters and buffers without
+    values.
 
-    Scripted and traced modules, which refer to themselves, become plain ones without a forward.
-
-    Attributes:
-        model: the copy.
-        tensors: its parameters and buffers, by the id of the model's.
+    Hooks are left out. Other attributes are shared with the model, except that dicts, lists and sets are copied.
+    Scripted and traced modules, which refer to themselves, become ordinary modules without a forward.
     """
 
     device = "meta"

@@ -11,7 +11,7 @@ from zerolite.utils.accelerator import default_device
 
 
 class Accelerator:
-    """The interface of DeepSpeed's accelerators. What it does not name is that of ``torch.cuda`` or ``torch.cpu``."""
+    """The interface of DeepSpeed's accelerators. All other names are looked up in ``torch.cuda`` or ``torch.cpu``."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -21,7 +21,7 @@ class Accelerator:
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which the device is the current one."""
+        """Return a context in which the device is the current one."""
         return torch.device(self.device_name(device_index))
 
     def current_device_name(self) -> str:
@@ -50,7 +50,7 @@ class Accelerator:
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of tensors on the device; 0 on a CPU, where torch does not count them."""
+        """Return the bytes of tensors on the device; 0 on a CPU, where torch does not count them."""
         return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else 0
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:

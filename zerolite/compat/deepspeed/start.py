@@ -33,20 +33,21 @@ def initialize(
     mesh_param: object = None,
     config_params: object = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Make an engine of ``model`` as :func:`zerolite.initialize` does, with DeepSpeed's arguments.
+    """Make an engine of ``model`` as :func:`zerolite.initialize` does, with DeepSpeed's arguments. Called on all ranks.
 
     Args:
-        config, config_params: the config, as DeepSpeed reads it; or args.deepspeed_config.
-        optimizer: counts instead of the config's.
-        lr_scheduler: the config's counts instead of it.
+        args: may have the path of the config, as ``deepspeed_config``.
+        config: the config, as DeepSpeed reads it.
+        config_params: the same under its older name.
+        optimizer: used in place of the config's.
+        lr_scheduler: used if the config has no schedule.
 
-    Returns the engine, its optimizer, its loader of ``training_data`` and its schedule, each None where there is none.
+    Returns:
+        The engine, its optimizer, its loader of ``training_data`` and its schedule; each is None if there is none.
 
     Raises:
-        ValueError: for arguments that zerolite does not support.
-        ConfigError: for the config.
-
-    Called on all ranks.
+        ValueError: zerolite does not support an argument.
+        ConfigError: the config is wrong.
     """
     _check_arguments(model, mpu, mesh_param)
     found = read_config(_config_of(args, config, config_params))
@@ -80,7 +81,7 @@ def initialize(
 
 
 def _config_of(args: object, config: object, config_params: object) -> object:
-    """The config among the three places in which DeepSpeed looks for it."""
+    """Return the config from one of the three places in which DeepSpeed looks for it."""
     path = getattr(args, "deepspeed_config", None)
     given = [source for source in (config, config_params, path) if source is not None]
     if len(given) != 1:
@@ -102,9 +103,12 @@ def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
 
 
 def _with_deepspeeds_defaults(given: dict[str, Any], model: torch.nn.Module) -> dict[str, object]:
-    """The config with what DeepSpeed does unasked: a plain ``loss.backward()`` is divided by
-    gradient_accumulation_steps, a save replaces what another run has saved under the same tag, a PipelineModule says
-    its number of stages, and modules that ``set_z3_leaf_modules`` has marked are units of stage 3."""
+    """Return the config with DeepSpeed's implicit behaviour.
+
+    A plain ``loss.backward()`` is divided by gradient_accumulation_steps. A save replaces a checkpoint of another run
+    with the same tag. A PipelineModule gives the number of stages. Modules marked by ``set_z3_leaf_modules`` are
+    gathered as one at stage 3.
+    """
     values = {"divide_plain_backward": True, **given}
     values["checkpoint"] = {"overwrite": True, **(values.get("checkpoint") or {})}
     if isinstance(model, PipelineModule) and model.num_stages is not None:

@@ -38,8 +38,10 @@ _WITHOUT_EFFECT = ("mem_efficient_linear", "pin_memory", "param_swapper")
 
 
 class Init(zerolite.zero.Init):
-    """:class:`zerolite.zero.Init` with DeepSpeed's arguments. Parameters keep the dtype that they are made in, so that
-    master weights are exact, unless ``dtype`` is given."""
+    """:class:`zerolite.zero.Init` with DeepSpeed's arguments.
+
+    Without ``dtype`` parameters keep the dtype that they are made in, so that master weights are exact.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Init(zerolite.zero.Init):
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
-    """Give the module of an engine, its parameters whole for the time of the block. Called on all ranks."""
+    """Context in which the parameters of an engine's module are full. It yields the module. Called on all ranks."""
     module = getattr(model, "module", model)
     with GatheredParameters(module):
         yield module

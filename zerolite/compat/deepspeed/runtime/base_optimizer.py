@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.base_optimizer``: what ``initialize`` returns as the optimizer."""
+"""``deepspeed.runtime.base_optimizer``: the optimizer that ``initialize`` returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints under the names that DeepSpeed gives them, and those that DeepSpeed itself has written."""
+"""Checkpoints under DeepSpeed's names, and loading of checkpoints that DeepSpeed itself has written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerolite.compat.deepspeed_import import import_deepspeed
 from zerolite.engine.engine import Engine
 
 IMPORTED = ".zerolite-import"
-"""Directory, inside that of the checkpoint, in which a checkpoint of DeepSpeed lies in zerolite's form for a moment."""
+"""Temporary directory, inside that of the checkpoint, for a DeepSpeed checkpoint converted to zerolite's format."""
 
 _SCRIPT = '''\
 #!/usr/bin/env python

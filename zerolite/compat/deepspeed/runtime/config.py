@@ -23,7 +23,7 @@ from zerolite.config.source import read_source
 
 _TOP_LEVEL = frozenset(path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *ALIASES))
 
-# Speed, memory, logs and formats of files: nothing that a loss or a weight depends on.
+# Keys about speed, memory, logs and file formats: no loss and no weight depends on them.
 _WITHOUT_NUMBERS = (
     "aio.use_gds",
     "autotuning",
