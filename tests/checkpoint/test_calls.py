@@ -16,16 +16,13 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-import zerolite
 from tests.checkpoint import faults
-from tests.checkpoint.cases.recipes import RECIPES, Recipe
-from tests.checkpoint.cases.resume import (
+from tests.checkpoint.recipes import RECIPES, Recipe
+from tests.checkpoint.runs import (
     assert_equal,
     assert_reloads,
     expect_words,
     facts,
-    keep,
-    kept,
     make_engine,
     message,
     on_rank_0,
@@ -35,8 +32,6 @@ from tests.checkpoint.cases.resume import (
 )
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
-from tests.toolkit.configs import SGD
-from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from zerolite.checkpoint import reader
 from zerolite.checkpoint.directory import find
@@ -168,7 +163,7 @@ def test_a_schedule_that_the_user_steps_goes_on_from_the_client_state(directory:
 @pytest.mark.slow
 @on_ranks(2)
 def test_different_arguments(directory: str) -> None:
-    """Arguments that differ between ranks are an error on all of them, and the next call works."""
+    """An error on all ranks, and the next call works."""
     engine = trained(Recipe(), 2, 1)
     rank = engine.rank
     for arguments in (
@@ -228,7 +223,6 @@ def test_a_rank_that_comes_too_late(directory: str, stage: int, missing: int) ->
 @on_ranks(2)
 @pytest.mark.parametrize(("finished", "stage"), [(0, 3), (1, 1)])
 def test_a_rank_that_has_finished_follows(directory: str, stage: int, finished: int) -> None:
-    """A rank has no batches any more while the others save."""
     recipe = RECIPES["groups"]
     engine = make_engine(recipe, stage)
     with engine.join():
@@ -252,7 +246,6 @@ def test_a_rank_that_has_finished_follows(directory: str, stage: int, finished: 
 
 @on_ranks(2)
 def test_loading_where_a_rank_has_finished(directory: str) -> None:
-    """Loading is refused on a part of the ranks."""
     engine = trained(RECIPES["groups"], 3, 1)
     engine.save_checkpoint(directory)
     with engine.join():
@@ -312,58 +305,3 @@ def test_each_rank_writes_and_reads_its_share(directory: str, stage: int) -> Non
         set(written) if stage == 0 else {own}
     )  # at stage 0 each rank needs everything
     assert stage == 0 or len(seen) <= -(-(written[own] + 20_000) // block) + 1
-
-
-def large(directory: str, stage: int, saves: bool) -> None:
-    """Weights and states of several blocks each, after a step and a save, or a load."""
-    recipe = Recipe(functools.partial(models.Chain, depth=2, width=701), optimizer=SGD, states=("momentum_buffer",))
-    engine = make_engine(recipe, stage, seed=None if saves else 5, zero={"reduce_bucket_size": 400_000})
-    if saves:
-        generator = torch.Generator().manual_seed(3)
-        engine.backward(engine(torch.randn(2, 701, generator=generator)).square().mean())
-        engine.step()
-        engine.save_checkpoint(directory)
-    else:
-        engine.load_checkpoint(directory)
-    found = facts(engine, recipe.states)
-    tensors = {f"{kind} {name}": t for kind in ("masters", "momentum_buffer") for name, t in found[kind].items()}
-    assert len(tensors) == 4
-    if saves:
-        keep(directory, tensors=tensors)
-    assert_equal(kept(directory)["tensors"], tensors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("saved", "loaded"), [((2, 3), (3, 1)), ((3, 1), (2, 3))])
-def test_weights_of_several_blocks(
-    pools: Pools, directory: str, saved: tuple[int, int], loaded: tuple[int, int]
-) -> None:
-    pools(saved[0]).run(large, {"directory": directory, "stage": saved[1], "saves": True})
-    pools(loaded[0]).run(large, {"directory": directory, "stage": loaded[1], "saves": False})
-
-
-def samples_seen(directory: str, stage: int, saves: bool) -> list[int]:
-    """The samples that this rank sees before it saves in the middle of a pass, or after it loads."""
-    config = {
-        "train_micro_batch_size_per_gpu": 12 // torch.distributed.get_world_size(),
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
-    engine = zerolite.initialize(models.build(models.Mlp), config)
-    loader = engine.deepspeed_io(torch.arange(48))
-    seen: list[int] = []
-    if not saves:
-        engine.load_checkpoint(directory)
-    for batch in loader:
-        seen += batch.tolist()
-        if saves and len(seen) * engine.world_size == 24:
-            engine.save_checkpoint(directory)
-            break
-    return seen
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
-def test_a_pass_over_the_data_goes_on_in_its_middle(pools: Pools, directory: str, saved: int, loaded: int) -> None:
-    before = pools(saved).run(samples_seen, {"directory": directory, "stage": 1, "saves": True})
-    after = pools(loaded).run(samples_seen, {"directory": directory, "stage": 3, "saves": False})
-    assert sorted(sum(before + after, [])) == list(range(48))

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import faults
-from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, scheduler
-from tests.checkpoint.cases.resume import differences, facts, make_engine, message, of_all, on_rank_0, train
+from tests.checkpoint.recipes import BF16, RECIPES, Recipe, scheduler
+from tests.checkpoint.runs import differences, facts, make_engine, message, of_all, on_rank_0, train
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.pool import Pool, Pools, WorkerDied
@@ -102,22 +102,6 @@ def test_ranks_are_killed_at_every_point(
             else:  # at once
                 assert f"rank {rank} raised" in str(died.value) and "CheckpointError: " in str(died.value)
         pools(2).run(resume, arguments)
-
-
-@on_ranks(2)
-def test_what_ranks_write(ram: Path) -> None:
-    """The first one makes the directory, and completes the checkpoint when all have written."""
-    done = operations_of(ram / "saved", first=False)
-    if ("create", "rank_00001.safetensors") in done:
-        assert [what for what, _ in done] == ["create", "write", "fsync"]
-        return
-    names = ["rank_00000.safetensors", "tensors.json", "state.json", "manifest.json"]
-    assert [name for what, name in done if what == "fsync" and name in names] == names
-    of_directory = next(i for i, (what, name) in enumerate(done) if what == "fsync" and ".incomplete" in name)
-    renamed = done.index(("rename", "global_step2"))
-    assert done.index(("fsync", "manifest.json")) < of_directory < renamed
-    assert done[renamed + 1 : renamed + 3] == [("fsync", "saved"), ("create", ".latest.new")]
-    assert done[-2:] == [("rename", "latest"), ("fsync", "saved")]
 
 
 @on_ranks(2)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.checkpoint import crafted, faults
-from tests.checkpoint.cases.resume import differences, message, on_rank_0
 from tests.checkpoint.crafted import FILES, RANK
+from tests.checkpoint.runs import differences, message, on_rank_0
 from tests.checkpoint.test_crashes import about_to_save, engine_after, go_on, held
 from tests.toolkit.ranks import on_ranks
 from zerolite.checkpoint import inspect

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import crafted, faults
-from tests.checkpoint.cases.resume import message
+from tests.checkpoint.runs import message
 from tests.checkpoint.test_crashes import engine_after, go_on
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.ranks import on_ranks
@@ -248,7 +248,6 @@ def test_file_systems_that_cannot_sync_directories(saved: Path, monkeypatch: pyt
 
 
 def test_symlinks(saved: Path) -> None:
-    """The directory, ``latest`` and a checkpoint may be symlinks."""
     real, link = saved / "real", saved / "link"
     real.mkdir(parents=True)
     link.symlink_to(real)

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zerolite
-from tests.checkpoint import faults
-from tests.checkpoint.cases import resume
+from tests.checkpoint import faults, runs
 from tests.checkpoint.crafted import flip
 from tests.checkpoint.exported import BUFFERS, PARAMETERS, contents, make_checkpoint, read_file, read_model
+from tests.checkpoint.recipes import RECIPES
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
@@ -212,15 +212,6 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         peaks.append(int(ran.stdout.split("peak")[1]) / 1024)
     assert max(peaks) < 8 * 1.5 + 6, peaks  # MiB: the tensor, half of it as it is stored, and what reading itself takes
-
-
-def test_the_safetensors_library_loads_it_into_a_module(checkpoint: Path, tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.torch")
-    export.export_checkpoint(checkpoint, tmp_path / "out", max_shard_size="60B")
-    loaded = {}
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        loaded |= library.load_file(path)
-    assert_same(loaded, expected(None), "what the library reads")
 
 
 def make_hugging_face_checkpoint(path: Path, model: Any) -> dict[str, torch.Tensor]:
@@ -415,13 +406,13 @@ def test_names_are_those_of_the_model_inside_wrappers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_models_of_offloaded_engines_are_the_same(tmp_path: Path, stage: int) -> None:
     """full_state_dict, save_16bit_model, and what ``zerolite export`` makes of the checkpoint."""
-    recipe = resume.RECIPES["mixture in bf16"]
+    recipe = RECIPES["mixture in bf16"]
     states, files = [], []
     for device in ("none", "cpu", "nvme"):
         path = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
         zero = {"offload_optimizer": {"device": device, **path}, "sub_group_size": 100}
-        engine = resume.make_engine(recipe, stage, zero=zero)
-        resume.train(engine, recipe, 0, 2)
+        engine = runs.make_engine(recipe, stage, zero=zero)
+        runs.train(engine, recipe, 0, 2)
         engine.save_checkpoint(tmp_path / device / "checkpoints")
         engine.save_16bit_model(tmp_path / device / "model")
         states.append(engine.full_state_dict())

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.checkpoint.cases.resume import keep, kept, message, of_all
 from tests.checkpoint.cut_model import CANONICAL, Block, Net, cut_for, keep_stage
 from tests.checkpoint.exported import read_model
-from tests.toolkit import models
-from tests.toolkit.grids import Gpt, Grid, on_grid
+from tests.checkpoint.runs import keep, kept, message, of_all
+from tests.toolkit.grids import Grid
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from zerolite.checkpoint import inspect
@@ -226,71 +225,14 @@ def test_every_grid_loads_every_other(pools: Pools, tmp_path: Path, grid: Grid, 
 
 
 @pytest.mark.slow
-def test_an_optimizer_without_a_kernel(pools: Pools, tmp_path: Path) -> None:
-    into = {2: [((1, 1, 2), 0), ((1, 1, 2), 2), ((2, 1, 1), 1)], 4: [((2, 1, 2), 1), ((1, 2, 2), 3)]}
-    check(pools, (1, 1, 4), 1, tmp_path, into, optimizer="RAdam")
-
-
-# -------------------------------------------------------------------- engines that compute together
-
-
-def gpt(grid: Grid, stage: int, seed: int, precision: str | None) -> Any:
-    """Every grid takes the same steps of 4 micro-batches together."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4 // grid[1],
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "steps_per_print": 1_000_000,
-    }
-    if precision is not None:
-        # So small a scale that no grid overflows: those with fewer micro-batches for each rank do so earlier.
-        config[precision] = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
-    model = models.build(Gpt, seed=seed + torch.distributed.get_rank())
-    return zerolite.initialize(model, on_grid(config, grid))
-
-
-def train_gpt(engine: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        micros, data = engine.gradient_accumulation_steps, engine.data_parallel_rank
-        batches = [models.token_batch(step, data * micros + micro, 0, length=8) for micro in range(micros)]
-        losses.append(engine.train_batch(iter(batches)).item())
-    return losses
-
-
-def save_gpt(grid: Grid, stage: int, directory: Path, precision: str | None) -> None:
-    engine = gpt(grid, stage, 7, precision)
-    train_gpt(engine, 0, 2)
-    engine.save_checkpoint(directory)
-    saved = engine.full_state_dict(dtype=torch.float32)
-    losses = train_gpt(engine, 2, 4)
-    keep(directory, saved=saved, losses=losses, values=engine.full_state_dict(dtype=torch.float32))
-
-
-def load_gpt(places: list[tuple[Grid, int]], directory: Path, precision: str | None) -> None:
-    wanted, rtol = kept(directory), 2e-5 if precision is None else 2e-2
-    for grid, stage in places:
-        engine = gpt(grid, stage, 99, precision)
-        engine.load_checkpoint(directory)
-        assert_same(engine.full_state_dict(dtype=torch.float32), wanted["saved"], f"{grid}")
-        assert train_gpt(engine, 2, 4) == pytest.approx(wanted["losses"], rel=rtol), f"{grid}"
-        assert_same(engine.full_state_dict(dtype=torch.float32), wanted["values"], f"{grid}", rtol=10 * rtol)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("grid", "stage", "precision"), [((1, 1, 2), 3, "fp16"), ((1, 2, 2), 2, "bf16"), ((2, 1, 2), 0, None)]
+    "how",
+    [{"optimizer": "RAdam"}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}],
+    ids=["an optimizer without a kernel", "bf16", "fp16"],
 )
-def test_training_goes_on_at_every_other_grid(
-    pools: Pools, tmp_path: Path, grid: Grid, stage: int, precision: str | None
-) -> None:
-    common = {"directory": tmp_path, "precision": precision}
-    pools(grid[0] * grid[1] * grid[2]).run(save_gpt, {"grid": grid, "stage": stage, **common}, timeout=240)
-    for other, grids in GRIDS.items():
-        places = [(there, min(stage, 1) if there[0] > 1 else (stage + n) % 4) for n, there in enumerate(grids)]
-        pools(other).run(load_gpt, {"places": places, **common}, timeout=240)
+def test_other_updates_and_precisions(pools: Pools, tmp_path: Path, how: dict[str, Any]) -> None:
+    into = {2: [((1, 1, 2), 0), ((1, 1, 2), 2), ((2, 1, 1), 1)], 4: [((2, 1, 2), 1), ((1, 2, 2), 3)]}
+    check(pools, (1, 1, 4), 1, tmp_path, into, **how)
 
 
 # -------------------------------------------------------------------- refusals
@@ -363,7 +305,7 @@ class Rows(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_states_that_mean_nothing_for_a_part(tmp_path: Path) -> None:
-    """States without a value for each element, on two tensor-parallel ranks."""
+    """Rows on two tensor-parallel ranks."""
     engines = [make_engine(grid, 0, seed=1, optimizer=Rows) for grid in ((1, 1, 2), (1, 2, 1), (1, 1, 2))]
     for engine in engines[:2]:
         train(engine, 0, 2)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.cases.recipes import BF16, FP16, RECIPES, Mixture, Recipe, adapted, by, scheduler, three_groups
-from tests.checkpoint.cases.resume import (
+from tests.checkpoint.recipes import BF16, FP16, RECIPES, Mixture, Recipe, adapted, by, scheduler, three_groups
+from tests.checkpoint.runs import (
     ADAM,
     assert_equal,
     expect_words,
@@ -52,7 +52,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.fast("LambdaLR-*")
 @pytest.mark.parametrize(("schedule", "stage"), [("LambdaLR", 3), ("SequentialLR", 1), ("WarmupDecayLR", 2)])
 def test_param_groups_in_another_order(directory: str, stage: int, schedule: str) -> None:
-    """The param groups come in another order: their hyperparameters and schedule follow their parameters."""
+    """Their hyperparameters and schedule follow their parameters."""
     own = SCHEDULES[schedule]
     extra = own.get("engine", lambda model: {})
 
@@ -316,7 +316,7 @@ MISFITS: list[tuple[str, Recipe, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_does_not_fit_is_refused(directory: str, stage: int, source: str) -> None:
-    """A checkpoint that does not fit is refused on all ranks, and nothing is changed."""
+    """On all ranks, and nothing is changed."""
     saved_by(directory, SOURCES[source], stage)
     for recipe, arguments, words in (case for name, *case in MISFITS if name == source):
         names = tuple(state for state in recipe.states if state != "momentum_buffer")
@@ -333,7 +333,7 @@ def test_what_does_not_fit_is_refused(directory: str, stage: int, source: str) -
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_entries_that_both_have(directory: str, stage: int) -> None:
-    """Entries that both models have are loaded, the rest stays."""
+    """They are loaded, the rest stays."""
     own = saved_by(f"{directory}/mlp", Recipe(), stage)
     engine = trained(DEEPER, stage, 1, seed=5)
     before = facts(engine)
@@ -354,7 +354,7 @@ def test_entries_that_both_have(directory: str, stage: int) -> None:
 @pytest.mark.fast("3-2")
 @pytest.mark.parametrize("stage", [3, 1])
 def test_a_checkpoint_without_states(directory: str, stage: int) -> None:
-    """A checkpoint without states makes an engine as if it had never been updated."""
+    """The engine is as if it had never been updated."""
     recipe = RECIPES["mixture"]
     engine = make_engine(recipe, stage)
     own_seeds(engine.rank)

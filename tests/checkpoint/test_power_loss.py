@@ -16,7 +16,7 @@ import pytest
 
 from tests.checkpoint import faults
 from tests.checkpoint.block_layer import Change, Disk, Recorder, crashes, read_tree, write_tree
-from tests.checkpoint.cases.resume import of_all
+from tests.checkpoint.runs import of_all
 from tests.checkpoint.test_crashes import about_to_save
 from tests.toolkit.pool import Pools
 from zerolite.checkpoint import filesystem
@@ -158,9 +158,7 @@ class LeavesOut:
     ],
     ids=["files", "latest", "the directory", "the checkpoint's directory"],
 )
-def test_a_missing_fsync_isfound_in(
-    ram: Path, monkeypatch: pytest.MonkeyPatch, skipped: Callable[[Path], bool]
-) -> None:
+def test_a_missing_fsync_is_found(ram: Path, monkeypatch: pytest.MonkeyPatch, skipped: Callable[[Path], bool]) -> None:
     """The simulation loses what a file system may lose."""
     monkeypatch.setattr(filesystem, "os", LeavesOut(skipped))
     with pytest.raises((AssertionError, CheckpointError)) as caught:

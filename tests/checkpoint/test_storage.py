@@ -49,10 +49,16 @@ COLUMNS: list[Box] = [((0, 0), (6, 3)), ((0, 3), (6, 4)), ((0, 7), (6, 3))]  # a
 ROWS: list[Box] = [((0, 0), (1, 10)), ((1, 0), (5, 10))]
 
 
+def stretched(boxes: Sequence[Box], factor: int) -> list[Box]:
+    return [((row, column * factor), (rows, columns * factor)) for (row, column), (rows, columns) in boxes]
+
+
+@pytest.mark.parametrize("factor", [1, 60_001], ids=["", "several blocks"])  # a checksum is of a block of 1 MiB
 @pytest.mark.parametrize("stored", [COLUMNS, ROWS, [((0, 0), (6, 10))]], ids=["columns", "rows", "whole"])
 @pytest.mark.parametrize("wanted", [COLUMNS, ROWS, [((2, 5), (3, 2))]], ids=["columns", "rows", "inside"])
-def test_any_cut_loads_into_any_other(tmp_path: Path, stored: list[Box], wanted: list[Box]) -> None:
-    tensor = torch.arange(60.0).reshape(6, 10)
+def test_any_cut_loads_into_any_other(tmp_path: Path, stored: list[Box], wanted: list[Box], factor: int) -> None:
+    stored, wanted = stretched(stored, factor), stretched(wanted, factor)
+    tensor = torch.arange(60.0 * factor).reshape(6, 10 * factor)
     reader = save(tmp_path, shards_of("w", tensor, stored))
     for dtype in (torch.float32, torch.float64):  # read straight into the place, and cast on the way
         places = [torch.full(box[1], -1, dtype=dtype) for box in wanted]
@@ -98,13 +104,6 @@ def test_parts_that_do_not_make_up_a_tensor_are_not_saved(tmp_path: Path, boxes:
     with pytest.raises(CheckpointError, match=r"parts of 'w' do not make up its shape \(6, 10\)"):
         write_checkpoint(tmp_path, "a", shards, {}, commit(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] in ([], [".lock"])
-
-
-def test_values_that_are_not_as_planned_are_not_saved(tmp_path: Path) -> None:
-    shard = Shard("w", (4,), torch.float32, ((0,), (4,)), lambda: torch.zeros(5))
-    with pytest.raises(CheckpointError, match="w@0 is not as planned"):
-        write_checkpoint(tmp_path, "a", [shard], {}, commit(tmp_path))
-    assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
 
 
 def test_values_are_asked_for_one_after_the_other(tmp_path: Path) -> None:
@@ -191,21 +190,9 @@ def test_bytes_of_a_tensor_keep_its_memory_alive() -> None:
     assert len(others) == 4
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(3, 4).t(), torch.zeros(2, dtype=torch.complex64).conj()])
-def test_bytes_of_what_is_not_in_memory_as_it_reads_are_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="expected a contiguous CPU tensor"):
-        as_bytes(tensor)
-
-
 def test_a_dtype_that_the_format_lacks_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"tensor 'wave' is of torch.complex128.*bfloat16"):
         build_header([ToStore("wave", torch.complex128, (2,))])
-
-
-@pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",)])
-def test_names_that_a_header_cannot_have_are_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="each tensor's name once"):
-        build_header([ToStore(name, torch.uint8, (1,)) for name in names])
 
 
 # -------------------------------------------------------------------- large files past the page cache
@@ -266,12 +253,3 @@ def test_an_error_of_the_thread_is_raised(tmp_path: Path, failing: int, monkeypa
     with pytest.raises(OSError, match="No space left on device") as caught:
         write_file(tmp_path / "a", batches_of([memoryview(os.urandom(3 * BATCH_BYTES))]), directly=True)
     assert caught.value.filename == str(tmp_path / "a") and len(calls) == failing
-
-
-def test_an_error_of_whoever_gives_the_bytes_is_raised(tmp_path: Path) -> None:
-    def broken() -> Iterator[list[memoryview]]:
-        yield [memoryview(bytes(100))]
-        raise RuntimeError("no more")
-
-    with pytest.raises(RuntimeError, match="no more"):
-        write_file(tmp_path / "a", broken(), directly=True)

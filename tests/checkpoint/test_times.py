@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from tests.checkpoint import faults
-from tests.checkpoint.cases.recipes import BF16, RECIPES, Recipe, adapted
-from tests.checkpoint.cases.resume import (
+from tests.checkpoint.recipes import BF16, RECIPES, Recipe, adapted
+from tests.checkpoint.runs import (
     assert_equal,
     assert_reloads,
     expect_words,
@@ -46,25 +46,14 @@ MIXTURE = RECIPES["mixture"]
 
 
 @pytest.mark.slow
-@on_ranks(2)
-def test_the_same_tag(directory: str) -> None:
-    engine = trained(MIXTURE, 1, 1)
-    for epoch in (1, 2):
-        train(engine, MIXTURE, epoch, epoch + 1)
-        engine.save_checkpoint(directory, tag="last", client_state={"epoch": epoch})
-    assert_reloads(facts(engine), directory, MIXTURE, 1)
-    assert engine.load_checkpoint(directory)[1] == {"epoch": 2}
-    assert tags_in(directory) == ["last"]
-
-
-@pytest.mark.slow
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_between_update_and_publish(directory: str, stage: int) -> None:
+def test_between_backward_update_and_publish(directory: str, stage: int) -> None:
     recipe = MIXTURE
     engine = trained(recipe, stage, 2)
-    engine.save_checkpoint(directory, tag="before")
     engine.backward(recipe.loss(engine, recipe.batch(2, 0)))
+    engine.save_checkpoint(directory, tag="before")  # all gradients of the step are there
+    assert_reloads(facts(engine, recipe.states), directory, recipe, stage, tag="before")
     engine.update()
     for call in (engine.save_checkpoint, engine.load_checkpoint):
         expect_words(message(call, directory), "between engine.update() and engine.publish()", "engine.publish()")
@@ -79,7 +68,7 @@ def test_between_update_and_publish(directory: str, stage: int) -> None:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_goes_back(directory: str, stage: int) -> None:
-    """An engine goes back to where it was, from a later step and from the middle of one; and twice."""
+    """From a later step and from the middle of one; and twice."""
     recipe = RECIPES["accumulation"]
     engine = trained(recipe, stage, 1)
     engine.save_checkpoint(directory, tag="early")
@@ -143,21 +132,6 @@ def test_in_the_middle_of_an_accumulation(directory: str, stage: int) -> None:
             end()
             engine.save_checkpoint(f"{directory}/{name}", tag="now")
             assert_reloads(facts(engine), f"{directory}/{name}", recipe, stage, tag="now")
-
-
-@pytest.mark.slow
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_between_backward_and_step(directory: str, stage: int) -> None:
-    """All gradients of a step are there, and the step has not come yet; or they have been dropped."""
-    recipe = MIXTURE
-    engine = trained(recipe, stage, 1)
-    engine.backward(recipe.loss(engine, recipe.batch(2, 0)))
-    for name in ("there", "dropped"):
-        engine.save_checkpoint(f"{directory}/{name}")
-        assert_reloads(facts(engine), f"{directory}/{name}", recipe, stage)
-        for parameter in engine.module.parameters():
-            parameter.grad = None
 
 
 class Odd(models.Mlp):

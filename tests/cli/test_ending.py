@@ -280,21 +280,6 @@ def test_interrupted_ranks_that_do_not_finish(start) -> None:
     assert "did not finish within 20 s" in job.stderr
 
 
-@pytest.mark.slow
-def test_first_failure_is_the_cause(start) -> None:
-    """Rank 1 fails; the others see only that it has gone, one of them fails too. The cause is told."""
-    body = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-if RANK == "1": failing(); raise ValueError("the cause")
-dist.all_reduce(torch.ones(4))
-"""
-    job = start(PRELUDE + body, "--nproc", "3")
-    assert job.finish() == 1
-    assert "rank 1 of 3" in headline(job.stderr) and "ValueError: the cause" in headline(job.stderr)
-    assert job.ended_at - float((job.directory / "failed_at").read_text()) < LIMIT_S and job.left() == []
-
-
 def test_restart(start) -> None:
     """Rank 1 fails in attempt 0; all ranks start again, once, each attempt with output files of its own."""
     body = "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', attempt)\n"
@@ -378,19 +363,3 @@ def test_first_node_gone(start, tmp_path: Path) -> None:
     assert max(part.ended_at for part in parts) - since < LIMIT_S
     assert [part.left() for part in parts] == [[], []]
     assert "zerolite: the first node, 127.0.0.1, has gone" in parts[1].stderr
-
-
-@pytest.mark.slow
-def test_an_elastic_job_goes_on_with_one_node_fewer(start, tmp_path: Path) -> None:
-    """All of the second node vanishes without a word."""
-    script = PRELUDE + "FAILS = 'none'\n" + STEPS
-    parts = start_parts(start, tmp_path, script, "--num-nodes", "1:2", "--max-restarts", "1")
-    for node, part in enumerate(parts):
-        part.wait_up(node)
-    parts[1].process.kill()
-    parts[1].finish()
-    subprocess.run(["kill", "-9", *find_processes(parts[1].token, pids=True)], check=False)
-    assert parts[0].finish() == 0, parts[0].stderr
-    assert "attempt 1 starts: 1 rank on 1 node, because" in parts[0].stderr
-    assert (tmp_path / "0" / "sum").read_text() == "1.0 of 1 in 1"
-    assert parts[0].left() == []

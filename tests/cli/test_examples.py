@@ -46,12 +46,6 @@ def changed_lines() -> list[str]:
     return [line for line in difflib.ndiff(before, after) if line.startswith(("- ", "+ "))]
 
 
-def test_three_lines_differ() -> None:
-    lines = changed_lines()
-    assert [line[0] for line in lines].count("-") == 3
-    assert [line[0] for line in lines].count("+") == 3
-
-
 @pytest.mark.parametrize("page", [ROOT / "README.md", GPT / "README.md"], ids=["README", "gpt"])
 def test_the_diff_that_is_shown(page: Path) -> None:
     """In the very words of the files: what changes, and nothing beside it that is not in both."""

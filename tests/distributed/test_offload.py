@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.checkpoint.cases.recipes import (
+from tests.checkpoint.recipes import (
     BF16,
     FUSED,
     MIXTURE,
@@ -32,7 +32,7 @@ from tests.checkpoint.cases.recipes import (
     share,
     token_batch,
 )
-from tests.checkpoint.cases.resume import differences, facts, make_engine, own_seeds
+from tests.checkpoint.runs import differences, facts, make_engine, own_seeds
 from tests.toolkit import models
 from tests.toolkit.configs import SGD
 from tests.toolkit.memory import two_memories

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.checkpoint.cases.resume import differences, facts, make_engine
+from tests.checkpoint.runs import differences, facts, make_engine
 from tests.distributed.test_offload import RUNS, engine_loop, offload
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks

@@ -57,8 +57,7 @@ def test_host_reads() -> None:
 def test_grouped_products_without_memory(
     dtype: torch.dtype, left: tuple[int, ...], right: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
-    """Grouped products without memory have the shapes of those with memory, also in dtypes that torch's shape function
-    refuses."""
+    """Their shapes, also in dtypes that torch's shape function refuses."""
     with FakeMode():
         a, b = torch.empty(left, dtype=dtype), torch.empty(right, dtype=dtype)
         offs = torch.empty(3, dtype=torch.int32) if 2 in (a.dim(), b.dim()) else None

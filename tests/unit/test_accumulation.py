@@ -21,15 +21,6 @@ def test_the_last_backward_before_the_last_step_reduces(size, backwards):
             window.reset()
 
 
-def test_no_sync_defers_reduction_but_not_the_step():
-    window = GradAccumulation(1)
-    window.sync_disabled += 1
-    assert not window.next_backward_closes()
-    window.on_backward(True)
-    window.sync_disabled -= 1
-    assert window.next_backward_closes() and window.on_engine_step()
-
-
 def test_forced_boundary_rules_until_taken_back():
     window = GradAccumulation(4)
     window.force_boundary(True)
@@ -42,15 +33,3 @@ def test_forced_boundary_rules_until_taken_back():
         assert not window.on_engine_step()
     window.force_boundary(None)
     assert window.is_boundary()
-
-
-@pytest.mark.parametrize("contained", [1, 3])
-def test_flush_factor_restores_the_mean(contained):
-    window = GradAccumulation(4)
-    for _ in range(contained):
-        window.on_backward(True)
-        window.on_engine_step()
-    assert window.flush_factor() == 4 / contained
-    window = GradAccumulation(4)
-    window.on_backward(scaled=False)
-    assert window.flush_factor() == 1.0, "what the user scaled is left alone"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import pytest
@@ -125,9 +124,3 @@ def test_a_world_size_that_does_not_fit(
         expected in sentence and f"got {reason};" in sentence and sentence.endswith(f"the nearest that do: {nearest}")
     )
     assert "global batch of 96 samples (chosen" in sentence and "those up to 100" in sentence
-
-
-def test_the_largest_choice_takes_seconds_at_most() -> None:
-    started = time.perf_counter()
-    assert choose_batch(1_000_000, (1,), range(1, 10_001), True) == 720_720
-    assert time.perf_counter() - started < 20.0

@@ -67,7 +67,7 @@ def test_a_block_must_be_an_object(path: str) -> None:
     for value in (1, "x", [], [{}], 1.5, True):
         errors = errors_of(nested(path, value))
         assert list(errors) == [path]
-        assert "expected an object" in errors[path]
+        assert "expected an object" in errors[path] and ", got " in errors[path] and "; " in errors[path]
     assert '"stage": 1' in errors_of({"zero_optimization": True})["zero_optimization"], "DeepSpeed's old spelling"
 
 
@@ -236,6 +236,9 @@ def test_accepted_values() -> None:
         without = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
         for value in (*entry.accepted, "auto", None):
             assert load_config(nested(path, value)) == load_config(without), path
+    for path in sorted(GROUPS):
+        if not path.startswith("optimizer"):
+            assert load_config(nested(path, None)) == load_config(nested(path, "auto")) == load_config({}), path
 
 
 @pytest.mark.parametrize(("path", "entry"), BLOCKS.items())
@@ -247,12 +250,6 @@ def test_blocks_with_a_switch(path: str, entry: Key) -> None:
         assert list(errors_of(nested(path, {"another": "anything"}))) == [path]
     else:
         load_config(nested(path, {"another": "anything"}))
-
-
-def test_null_and_auto_blocks_are_absent() -> None:
-    for path in [*BLOCKS, *sorted(GROUPS)]:
-        if not path.startswith("optimizer"):
-            assert load_config(nested(path, None)) == load_config(nested(path, "auto")) == load_config({}), path
 
 
 @pytest.mark.parametrize(
@@ -313,18 +310,6 @@ def test_all_errors_in_one_message() -> None:
     for path, sentence in caught.value.errors:
         assert f"\n  {path}: {sentence}" in message
     assert isinstance(caught.value, ValueError)
-
-
-def test_every_sentence_says_expected_got_and_what_to_do() -> None:
-    sources = [
-        {"fp16": {"enabled": 1}}, {"gradient_clipping": -1}, {"steps_per_print": 0.5}, {"steps_per_print": "x"},
-        {"communication_data_type": "x"}, {"fp16": 3}, {"optimizer": {}}, {"optimizer": {"type": 1}},
-        {"torch_autocast": {"lower_precision_safe_modules": 1}}, zero(9), zero(1, leaf_modules="x"),
-        zero(3, stage3_max_live_parameters="all"), {"bf16": {"immediate_grad_update": False}},
-    ]  # fmt: skip
-    for source in sources:
-        for sentence in errors_of(source).values():
-            assert sentence.startswith("expected ") and ", got " in sentence and "; " in sentence, sentence
 
 
 def test_the_error_survives_pickling() -> None:

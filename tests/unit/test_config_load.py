@@ -86,7 +86,7 @@ WRONG: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("words", WRONG)
 def test_wrong_values(words: str) -> None:
-    """Each is one error, which says what was expected and what came."""
+    """Each is one error: what was expected, what came and what to do."""
     assert keys_of(words)
     for path, value in itertools.product(keys_of(words), WRONG[words]):
         empty_path = path.endswith("output_path") and value in ("", " ")
@@ -94,7 +94,8 @@ def test_wrong_values(words: str) -> None:
             continue
         errors = errors_of(nested(path, value))
         assert list(errors) == [path], value
-        assert f"expected {words}" in errors[path] and ", got " in errors[path]
+        assert errors[path].startswith(f"expected {words}")
+        assert ", got " in errors[path] and "; " in errors[path], "what came and what to do"
 
 
 def test_auto_is_the_default_and_null_only_where_it_means_something() -> None:
@@ -365,17 +366,7 @@ def test_frozen_at_every_depth() -> None:
         with pytest.raises(ValidationError, match="frozen"):
             delattr(block, name)
     params: Any = config.optimizer.params
-    for change in (
-        lambda: params.__setitem__("lr", 1),
-        lambda: params.__delitem__("lr"),
-        lambda: params.update(lr=1),
-        lambda: params.pop("lr"),
-        lambda: params.popitem(),
-        lambda: params.clear(),
-        lambda: params.setdefault("x", 1),
-        lambda: params.__ior__({"lr": 1}),
-        lambda: params["inner"].update(a=2),
-    ):
+    for change in (lambda: params.__setitem__("lr", 1), params.clear, lambda: params["inner"].update(a=2)):
         with pytest.raises(TypeError, match="frozen"):
             change()
     dict(params)["lr"] = 2  # a copy is free

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,6 @@ from zerolite.engine.engine import Engine
 
 class Model(nn.Module):
     config = "the module's"
-
-    def __deepcopy__(self, memo):
-        raise AssertionError("an engine is not copied as its module is")
 
     def decode(self, text):
         return text.upper()
@@ -41,9 +37,3 @@ def test_a_property_that_fails_says_why():
     module.dataset = "must not stand in for the engine's"
     with pytest.raises(AttributeError, match="'rows'"):
         _ = engine_of(module, broken).dataset
-
-
-def test_copies_are_refused_by_the_engine():
-    for refused in (copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match="cannot be copied"):
-            refused(engine_of(Model()))

@@ -7,7 +7,6 @@ import json
 import math
 import pickle
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,7 @@ VALUES: dict[str, Any] = {
     "keys": {1: "int", "1": "str", None: 0, (1, 2): "tuple", 1.5: 0, b"b": 0, True + 1: 2},
     "dollar keys": {"$float": "nan", "$": {"$tensor": 0}, "$dict": []},
     "true and one": [{True: "bool"}, {1: "int"}, {1.0: "float"}],
-    "order": {"z": 1, "a": 2, "m": 3},
     "ordered": OrderedDict([("z", 1), ("a", 2)]),
-    "ordered, keys": OrderedDict([(2, "b"), (1, "a")]),
     "counter": Counter({"a": 3, 4: -1}),
     "dtypes": [torch.float32, torch.bfloat16, torch.int64, torch.bool],
     "devices": [torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")],
@@ -74,7 +71,6 @@ VALUES: dict[str, Any] = {
         torch.tensor(-math.inf, dtype=torch.float16),
     ],
     "in a tensor's place": {"$tensor": torch.ones(2)},
-    "deep": [[[[[[[[[[[[[[[[[[[["end"]]]]]]]]]]]]]]]]]]]],
 }
 
 
@@ -107,10 +103,6 @@ class Text(str):
     pass
 
 
-class Level(IntEnum):
-    LOW = 1
-
-
 class Stateful:
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -126,14 +118,10 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     "namespace": ({"args": argparse.Namespace(a=1)}, ["client_state['args']", "save vars(...) of it"]),
     "path": ({"p": Path("x")}, ["client_state['p']", "save str(...) of it"]),
     "in a set": ({1, Pair}, ["an element of client_state"]),
-    "as a key": ({Pair: 1}, ["a key of client_state"]),
-    "under a key": ({3: Thing()}, ["client_state[3]"]),
     "named tuple": (Pair(1, 2), ["Pair"]),
     "default dict": (defaultdict(list), ["defaultdict"]),
     "kind of a string": (Text("a"), ["Text"]),
-    "kind of an int": (Level.LOW, ["Level"]),
     "complex": (1j, ["complex"]),
-    "array of objects": (numpy.array([Thing()]), ["ndarray"]),
     "sparse tensor": ({"t": torch.eye(2).to_sparse()}, ["client_state['t']", "sparse"]),
     "meta tensor": ({"t": torch.empty(2, device="meta")}, ["client_state['t']", "meta"]),
 }

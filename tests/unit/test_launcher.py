@@ -51,9 +51,7 @@ class TestCommandLine:
             (["-i", "a@b_c", "t.py"], ["-i", "a@b_c"], ["t.py"]),
             (["--", "-odd.py", "--", "x"], [], ["-odd.py", "--", "x"]),
             (["--nproc"], ["--nproc"], []),
-            (["-m"], ["-m"], []),
             (["--version", "t.py"], ["--version"], ["t.py"]),
-            ([], [], []),
         ],
     )
     def test_split(self, argv: list[str], own: list[str], rest: list[str]) -> None:
@@ -110,13 +108,10 @@ class TestCommandLine:
         ("argv", "parts"),
         [
             (["--nprocs", "2"], ["--nprocs", "--nproc?"]),
-            (["--hostfiles=x"], ["--hostfiles", "--hostfile?"]),
             (["--xyzzy"], ["--xyzzy", "--help"]),
             (["--save_pid"], ["--save-pid is not supported", "$!"]),
             (["--num-nodes", "0"], ["--num-nodes", "'0'"]),
-            (["--num-nodes", "3:2"], ["--num-nodes", "'3:2'"]),
             (["--tee", "some"], ["--tee", "'some'"]),
-            (["--max-restarts", "-1"], ["--max-restarts", "-1"]),
             (["--include", "a", "--exclude", "b"], ["--include and --exclude"]),
             (["--no-python", "-m"], ["--no-python and a module"]),
             (["--env-file", "nowhere"], ["nowhere"]),
@@ -256,11 +251,6 @@ class TestFailures:
         assert lines[2] == "zerolite: 2 other ranks ended with the same message"
         elsewhere = failures.describe(NodeOutcome([ranks[2]]), "node1")
         assert elsewhere[1:3] == ["at module x", "zerolite: all output of rank 1 on host node7: o"]
-
-    def test_outcome_survives_json(self) -> None:
-        outcome = NodeOutcome([self.failure(2, 1.5, record=self.record("m", 2.5, True), output=["o"])], False, 3)
-        assert NodeOutcome.from_json(outcome.to_json()) == outcome
-        assert NodeOutcome.from_json(NodeOutcome().to_json()) == NodeOutcome()
 
 
 class TestRank:

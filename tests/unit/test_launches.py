@@ -14,7 +14,6 @@ from zerolite.comm.null import NullCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
-from zerolite.zero.gradient_bucket import GradientBucket
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_ranks")
@@ -141,24 +140,6 @@ def test_a_bucket_that_is_under_way_is_reduced_again_only_when_it_has_arrived() 
     engine = make_engine(comm, stack(1), 2, gradient_accumulation_steps=3)
     train(engine, 3)
     assert comm.log == [("launch", 0), ("wait", 0)] * 3
-
-
-def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    comm = Simulated(0, 4)
-    engine = make_engine(comm, stack(), 2, zero={"contiguous_gradients": False})
-    complete = GradientBucket.complete
-
-    def watched(self: GradientBucket, factor: float) -> torch.Tensor:
-        comm.log.append(("fill", self.bucket.index))
-        return complete(self, factor)
-
-    monkeypatch.setattr(GradientBucket, "complete", watched)
-    train(engine)
-    for bucket in range(2, 8):
-        order = [
-            comm.log.index((event, at)) for event, at in (("fill", bucket), ("wait", bucket - 2), ("launch", bucket))
-        ]
-        assert order == sorted(order)
 
 
 class Numbered(DryTransport):

@@ -68,13 +68,6 @@ def test_collectives_of_one_kind_are_counted_together(device: Device) -> None:
     ]
 
 
-def test_other_operations_go_by(device: Device) -> None:
-    log = logger(prof_all=False, prof_ops=["reduce_scatter_tensor"])
-    assert run(log, device, 1.0, "all_reduce", 8) == ["launched"], "not waited for"
-    run(log, device, 1.0, "reduce_scatter", 8)
-    assert [row["op"] for row in log.summary()] == ["reduce_scatter"]
-
-
 def test_a_report_is_of_what_came_since_the_last_one(device: Device) -> None:
     lines: list[str] = []
     log = logger(lines)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from zerolite.zero.spans import Span, sub_groups, whole
+from zerolite.zero.spans import sub_groups
 
 NUMELS = [n for length in range(5) for n in itertools.product((0, 1, 4, 7, 8, 23), repeat=length)]
 
@@ -33,12 +33,3 @@ def test_sub_groups_keep_to_their_limit(limit: int) -> None:
             first = groups[following][0]
             needed = min(first.high - first.low, alignment) if alignment else first.high - first.low
             assert sizes[size] + needed > (max(limit, alignment) if alignment else limit), "there was room"
-
-
-def test_a_bucket_is_cut_where_a_group_is_full() -> None:
-    assert sub_groups([(5, 10), (6, 3), (7, 9)], 11, 4) == [
-        [Span(5, 0, 10, True)],
-        [Span(6, 0, 3, True), Span(7, 0, 8, False)],
-        [Span(7, 8, 9, True)],
-    ]
-    assert sub_groups([(5, 10), (6, 3), (7, 9)], 12, 0) == [[whole(5, 10)], [whole(6, 3), whole(7, 9)]]

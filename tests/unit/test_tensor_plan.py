@@ -257,7 +257,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         lambda: Stack([Shapes("separate", width=48, heads=6, kv_heads=3)], width=48), "auto", 2,
         r"heads in 'blocks\.0\.k'.*size 2, got 3 heads of width 8; choose a size that divides 3; write \"plan\"",
     ),
-    "odd heads": (lambda: Stack([Nano(width=24, heads=3)], width=24), "auto", 2, "got 3 heads of width 8"),
     "parts": (
         lambda: Stack([Nano()]),
         {"blocks.*.c_attn": {"style": "column", "parts": [32, 32, 8]}, "blocks.*.c_proj": "row"}, 2,
@@ -268,10 +267,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         "brings a plan .base_model_tp_plan or _tp_plan.*got Sequential, which brings none; write the patterns",
     ),
     "parameter": (_with_parameter, MLP, 2, r"the parameter 'blocks\.0\.scale', of which it is unknown how it acts"),
-    "wider column": (
-        lambda: _stack(Odd(up=nn.Linear(8, 20), down=nn.Linear(16, 8))), MLP, 2,
-        r"as many outputs of the column.*got 20",
-    ),
     "a weight used elsewhere": (
         _shared, {"blocks.0.up": "column", "blocks.0.down": "row"}, 2,
         r"same style wherever a weight is used, got column for 'blocks\.0\.up' and none",
@@ -326,10 +321,6 @@ CONTRADICTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] =
         lambda: _of_library("phi3", Shapes, kind="fused"),
         {"*.gate_up": _in_parts(1), "*.down": "row", "*.qkv": "column", "*.o": "row"},
         r"parts \[96, 96\] of '0\.gate_up', which phi3Attention reads as gate and up, got \[192\]",
-    ),
-    "one layer": (
-        lambda: Plain(), {"*.up": _in_parts(2), "*.down": "row"},
-        r"parts \[16\] of '0\.up', which Plain reads as one layer.*got \[8, 8\]",
     ),
     "a query": (
         lambda: Shapes("separate"), {"*.q": _in_parts(2), "*.k": "column", "*.v": "column", "*.o": "row"},

@@ -1,12 +1,10 @@
-"""Runs that are saved, and runs that go on from what was saved."""
+"""Engines of the recipes: how they train, all that a checkpoint must bring back, and what is said."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerolite
-from tests.checkpoint.cases.recipes import RECIPES, ZERO, Recipe, share
+from tests.checkpoint.recipes import ZERO, Recipe, share
 from tests.toolkit import models
-from tests.toolkit.memory import two_memories
-from tests.toolkit.pool import Pools
 from zerolite.checkpoint.names import clean
 from zerolite.zero import GatheredParameters
 
 ADAM = ("exp_avg", "exp_avg_sq", "step")
-SAVED, AFTER = 3, 3  # steps before and after
-Ranks = list[dict[str, Any]]
-Place = tuple[int, dict[str, Any]]  # number of ranks, and the stage and other settings
 
 
 def make_engine(recipe: Recipe, stage: int, seed: int | None = None, **more: Any) -> Any:
@@ -69,11 +62,6 @@ def train(engine: Any, recipe: Recipe, start: int, end: int) -> list[tuple[float
             engine.step()
         result.append((float(loss.detach()), len(batch[0])))
     return result
-
-
-def positions(recipe: Recipe) -> tuple[int, int]:
-    """In micro-batches: where the run is saved, and where it ends."""
-    return SAVED * recipe.micros, (SAVED + AFTER) * recipe.micros
 
 
 def facts(engine: Any, states: tuple[str, ...] = ADAM) -> dict[str, Any]:
@@ -146,82 +134,6 @@ def keep(directory: str | Path, **wanted: Any) -> None:
 
 def kept(directory: str | Path) -> dict[str, Any]:
     return torch.load(f"{directory}.wanted", weights_only=False)
-
-
-def save(directory: str, name: str, stage: int, **more: Any) -> None:
-    """Train, save, go on. What was saved, and what came then, is kept."""
-    recipe = RECIPES[name]
-    engine = make_engine(recipe, stage, **more)
-    own_seeds(engine.rank)
-    at, end = positions(recipe)
-    train(engine, recipe, 0, at)
-    path = engine.save_checkpoint(directory)
-    saved = facts(engine, recipe.states)
-    assert os.path.isdir(path)
-    losses = train(engine, recipe, at, end)
-    result = {"saved": saved, "losses": losses, "after": facts(engine, recipe.states)}
-    keep(directory, stage=stage, ranks=of_all(result))
-
-
-def load(directory: str, name: str, stage: int, **more: Any) -> None:
-    """An engine with other weights and random numbers loads, and goes on as the run did that was saved."""
-    recipe = RECIPES[name]
-    engine = make_engine(recipe, stage, seed=5, **more)
-    at, end = positions(recipe)
-    for step in range(SAVED):  # what the user's program does before it resumes
-        recipe.change(engine, step)
-    scatter_seeds(engine.rank)
-    path, client = engine.load_checkpoint(directory)
-    assert client == {} and path is not None
-    loaded = facts(engine, recipe.states)
-    losses = train(engine, recipe, at, end)
-    found = {"saved": loaded, "losses": losses, "after": facts(engine, recipe.states)}
-    assert_goes_on(recipe, stage, kept(directory), of_all(found), engine.rank)
-
-
-def assert_goes_on(recipe: Recipe, stage: int, wanted: dict[str, Any], found: Ranks, rank: int) -> None:
-    saved: Ranks = wanted["ranks"]
-    assert_equal(saved[0]["saved"], found[0]["saved"], "saved")
-    # Stages 0 and 1 sum the micro-batches of a rank before the ranks', stages 2 and 3 after.
-    same_sums = recipe.micros == 1 or (wanted["stage"] < 2) == (stage < 2)
-    if len(saved) == len(found) and same_sums:
-        assert_equal(saved[rank], found[rank], f"rank {rank}")
-    elif recipe.same_everywhere or len(saved) == len(found):
-        half = {"bf16", "fp16", "torch_autocast"} & recipe.config.keys()
-        close: Any = {"rtol": 0.02, "atol": 2e-3} if half else {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(mean_losses(found), mean_losses(saved), equal_nan=True, **close)
-        one, other = saved[0]["after"], found[0]["after"]
-        for part in ("masters", "buffers"):
-            torch.testing.assert_close(other[part], one[part], equal_nan=True, **close)
-        assert_equal({k: one[k] for k in ("counters", "groups")}, {k: other[k] for k in ("counters", "groups")})
-
-
-def mean_losses(ranks: Ranks) -> Tensor:
-    """Return the losses of the joint batches."""
-    of_ranks = zip(*(rank["losses"] for rank in ranks), strict=True)
-    return torch.tensor([sum(x * n for x, n in parts if n) / sum(n for _, n in parts) for parts in of_ranks])
-
-
-def several(runs: list[dict[str, Any]]) -> None:
-    """Runs of :func:`save` (``how``: "save") or :func:`load`, one after the other. ``apart``: host and device do not
-    share their memory."""
-    for run in runs:
-        how = {"save": save, "load": load}[run.pop("how")]
-        with two_memories() if run.pop("apart", False) else contextlib.nullcontext():
-            how(**run)
-        gc.collect()
-
-
-def check(pools: Pools, directory: Path, name: str, saves: Sequence[Place], loads: Sequence[Sequence[Place]]) -> None:
-    """Save a run of the recipe ``name`` at each of ``saves``, and load that at each of the corresponding ``loads``."""
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for how, goals in (("save", [[place] for place in saves]), ("load", loads)):
-        for number, places in enumerate(goals):
-            for world, settings in places:
-                run = {"how": how, "directory": f"{directory}/{number}", "name": name, **settings}
-                runs.setdefault((how, world), []).append(run)
-    for (_, world), of_world in runs.items():
-        pools(world).run(several, {"runs": of_world}, timeout=600.0)
 
 
 def of_all(value: Any) -> list[Any]:

@@ -1,0 +1,126 @@
+"""With the elasticity block a run goes on with another number of ranks: the same steps, and no row twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import zerolite
+from tests.checkpoint.runs import keep, kept, of_all
+from tests.toolkit.faults import Warnings
+from tests.toolkit.pool import Pools
+from tests.toolkit.training import snapshot
+
+BATCH = 24
+STEPS, SAVED = 4, 2
+SIZES = {1: (BATCH, 3, 8), 2: (BATCH, 3, 4), 3: (BATCH, 2, 4), 4: (BATCH, 3, 2)}
+ELASTICITY = {"enabled": True, "max_train_batch_size": 25, "micro_batch_sizes": [1, 2, 3], "max_gpus": 6}
+
+
+class Rows(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
+    """Rows that know their number."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(BATCH * (STEPS + 1), 5, generator=generator)
+        self.y = torch.randn(BATCH * (STEPS + 1), 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return index, self.x[index], self.y[index]
+
+
+def elastic_engine(stage: int, seed: int, sizes: dict[str, Any] | None = None, **elasticity: Any) -> Any:
+    """sizes: instead of the elasticity block."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    config = {
+        **({"elasticity": ELASTICITY | elasticity} if sizes is None else sizes),
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    return zerolite.initialize(model, config, training_data=Rows())
+
+
+def take_steps(engine: Any, batches: Iterator[Any], steps: int) -> list[tuple[list[int], float]]:
+    """The rows that all ranks together took in each step, in ascending order, and the mean loss over them."""
+    result = []
+    for _ in range(steps):
+        rows: list[int] = []
+        losses = []
+        for _ in range(engine.gradient_accumulation_steps):
+            index, x, y = next(batches)
+            loss = torch.nn.functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            rows += index.tolist()
+            losses.append(float(loss.detach()))
+        parts = of_all((rows, sum(losses) / len(losses)))
+        result.append((sorted(sum((rows for rows, _ in parts), [])), sum(loss for _, loss in parts) / len(parts)))
+    return result
+
+
+def lr_and_sizes(engine: Any) -> tuple[float, tuple[int, int, int]]:
+    sizes = engine.train_batch_size, engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps
+    return engine.optimizer.param_groups[0]["lr"], sizes
+
+
+def save(directory: Path, stage: int) -> None:
+    """All steps, saved in between."""
+    engine = elastic_engine(stage, seed=0)
+    batches = iter(engine.dataloader)
+    take_steps(engine, batches, SAVED)
+    engine.save_checkpoint(directory)
+    steps = take_steps(engine, batches, STEPS - SAVED)
+    lr, sizes = lr_and_sizes(engine)
+    assert sizes == SIZES[engine.world_size]
+    keep(directory, steps=steps, parameters=snapshot(engine), lr=lr)
+
+
+def load(directory: Path, stage: int) -> None:
+    """The steps after, by an engine that loads: the rows that no step had before."""
+    engine, wanted = elastic_engine(stage, seed=9), kept(directory)
+    engine.load_checkpoint(directory)
+    assert engine.global_steps == SAVED
+    steps = take_steps(engine, iter(engine.dataloader), STEPS - SAVED)
+    assert lr_and_sizes(engine) == (wanted["lr"], SIZES[engine.world_size])
+    assert all(len(set(rows)) == BATCH for rows, _ in steps)
+    assert [rows for rows, _ in steps] == [rows for rows, _ in wanted["steps"]]
+    assert [loss for _, loss in steps] == pytest.approx([loss for _, loss in wanted["steps"]], rel=1e-5)
+    torch.testing.assert_close(snapshot(engine), wanted["parameters"], rtol=1e-4, atol=1e-6)
+
+
+def load_with_smaller_steps(directory: Path) -> None:
+    """The first rank says that steps become smaller, once."""
+    engine = elastic_engine(2, 0, {"train_micro_batch_size_per_gpu": 3})
+    with Warnings() as warnings:
+        engine.load_checkpoint(directory)
+    told = [text for text in warnings.messages if "elasticity" in text]
+    assert len(told) == (engine.rank == 0)
+    for text in told:
+        assert "a step takes 6 samples on 2 ranks, and took 24 on 4 when the checkpoint was saved" in text
+
+
+def test_a_run_goes_on_with_half_of_its_ranks(pools: Pools, tmp_path: Path) -> None:
+    arguments = {"directory": tmp_path, "stage": 2}
+    pools(4).run(save, arguments)
+    pools(2).run(load, arguments)
+    pools(2).run(load_with_smaller_steps, {"directory": tmp_path})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "saves"), [(0, 3), (1, 2), (2, 4), (3, 1), (3, 3)])
+def test_a_run_goes_on_with_any_number_of_ranks(pools: Pools, tmp_path: Path, stage: int, saves: int) -> None:
+    arguments = {"directory": tmp_path, "stage": stage}
+    pools(saves).run(save, arguments)
+    for world in SIZES:
+        pools(world).run(load, arguments)
