@@ -15,6 +15,7 @@ from torch import Tensor
 import zerolite
 from tests.checkpoint.recipes import ZERO, Recipe, share
 from tests.toolkit import models
+from tests.toolkit.training import raised
 from zerolite.checkpoint.names import clean
 from zerolite.zero import GatheredParameters
 
@@ -155,15 +156,6 @@ def on_rank_0(engine: Any, action: Callable[[], Any]) -> None:
     engine.reduce(0)
 
 
-def message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return the message that ``function`` raises, with the name of the exception's type; "" if nothing."""
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def trained(recipe: Recipe, stage: int, steps: int = 2, **more: Any) -> Any:
     engine = make_engine(recipe, stage, **more)
     own_seeds(engine.rank)
@@ -182,7 +174,7 @@ def into(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> tuple[
     """Load into an engine of other weights. Returns it, and what was raised."""
     engine = make_engine(recipe, stage, seed=5)
     scatter_seeds(engine.rank)
-    return engine, message(engine.load_checkpoint, directory, **arguments)
+    return engine, raised(engine.load_checkpoint, directory, **arguments)
 
 
 def loaded(directory: str, recipe: Recipe, stage: int, **arguments: Any) -> Any:

@@ -24,7 +24,6 @@ from tests.checkpoint.runs import (
     expect_words,
     facts,
     make_engine,
-    message,
     on_rank_0,
     tags_in,
     train,
@@ -33,6 +32,7 @@ from tests.checkpoint.runs import (
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 from zerolite.checkpoint import reader
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.reader import CheckpointReader, Target
@@ -49,11 +49,11 @@ def test_tags(directory: str, stage: int) -> None:
     assert engine.save_checkpoint(Path(directory), tag="mine", save_latest=False) == f"{directory}/mine"
     second = facts(engine)
     for tag in ("a/b", "latest", 5):
-        said = message(engine.save_checkpoint, directory, tag=tag)
+        said = raised(engine.save_checkpoint, directory, tag=tag)
         expect_words(said, "ValueError", "name of a directory", repr(tag))
     for where in (None, 3, ""):
-        expect_words(message(engine.save_checkpoint, where), "ValueError", "save_dir", repr(where))
-        expect_words(message(engine.load_checkpoint, where), "ValueError", "load_dir", repr(where))
+        expect_words(raised(engine.save_checkpoint, where), "ValueError", "save_dir", repr(where))
+        expect_words(raised(engine.load_checkpoint, where), "ValueError", "load_dir", repr(where))
     assert tags_in(directory) == ["global_step1", "mine"]
     latest = Path(directory, "latest")
     assert latest.read_text().strip() == "global_step1"
@@ -63,12 +63,12 @@ def test_tags(directory: str, stage: int) -> None:
         path, _ = engine.load_checkpoint(where, tag=tag)
         assert path == f"{directory}/{tag or 'global_step1'}"
         assert_equal(wanted, facts(engine))
-    expect_words(message(engine.load_checkpoint, directory, tag="none"), "CheckpointError", "'none'", "is 'mine'")
+    expect_words(raised(engine.load_checkpoint, directory, tag="none"), "CheckpointError", "'none'", "is 'mine'")
     on_rank_0(engine, latest.unlink)
     assert engine.load_checkpoint(directory)[0] == f"{directory}/mine"  # the newest
     for text, words in (("gone\n", ["'gone'", "is not there", "'mine'"]), ("../x", ["'../x'", "latest", "'mine'"])):
         on_rank_0(engine, functools.partial(latest.write_text, text))
-        said = message(engine.load_checkpoint, directory, missing_ok=True)
+        said = raised(engine.load_checkpoint, directory, missing_ok=True)
         expect_words(said, "CheckpointError", *words)
     assert_equal(second, facts(engine))
 
@@ -84,7 +84,7 @@ def test_nothing_there(directory: str) -> None:
             ("some", ("'some'", "no complete")),
         ):
             assert engine.load_checkpoint(where, tag=tag, missing_ok=True) == (None, {})
-            expect_words(message(engine.load_checkpoint, where, tag=tag), where, *words)
+            expect_words(raised(engine.load_checkpoint, where, tag=tag), where, *words)
     with pytest.raises(FileNotFoundError):
         engine.load_checkpoint(directory)
     assert_equal(before, facts(engine))
@@ -129,7 +129,7 @@ def test_what_one_rank_cannot_save_is_refused_on_all(directory: str, background:
         ({"client_state": {"f": print if engine.rank else 1}}, ["TypeError: client_state['f']", "builtin_function"]),
         ({"tag": "a/b" if engine.rank else "ok"}, ["ValueError: ", "'a/b'"]),
     ):
-        said = message(engine.save_checkpoint, directory, async_save=background, **arguments)
+        said = raised(engine.save_checkpoint, directory, async_save=background, **arguments)
         expect_words(said, *words, *["rank 1"] * (engine.rank == 0))
         assert_same_on_ranks({"said": said.partition(words[0])[2]})
     engine.wait_for_checkpoint()
@@ -172,14 +172,14 @@ def test_different_arguments(directory: str) -> None:
         {"exclude_frozen_parameters": rank == 0},
         {"async_save": rank == 0},
     ):
-        said = message(engine.save_checkpoint, directory, **arguments)
+        said = raised(engine.save_checkpoint, directory, **arguments)
         expect_words(said, "CheckpointError", "same arguments on all ranks", "on rank 0", "on rank 1")
-    said = message(engine.save_checkpoint, f"{directory}/{rank}")
+    said = raised(engine.save_checkpoint, f"{directory}/{rank}")
     expect_words(said, "CheckpointError", "same arguments on all ranks", f"{directory}/0", f"{directory}/1")
     assert not os.path.exists(directory) or os.listdir(directory) == []
     engine.save_checkpoint(directory)
     for arguments in ({"tag": f"by-{rank}"}, {"load_module_strict": rank == 0}, {"missing_ok": rank == 0}):
-        said = message(engine.load_checkpoint, directory, **arguments)
+        said = raised(engine.load_checkpoint, directory, **arguments)
         expect_words(said, "CheckpointError", "same arguments on all ranks", "on rank 0", "on rank 1")
     engine.load_checkpoint(directory)
 
@@ -194,7 +194,7 @@ def test_a_rank_that_does_not_take_part_is_named(directory: str, stage: int, mis
     call = engine.save_checkpoint if how == "save" else engine.load_checkpoint
     if engine.rank != missing:  # and nothing else is hindered
         began = time.monotonic()
-        said = message(call, directory)
+        said = raised(call, directory)
         assert time.monotonic() - began < 5
         expect_words(said, f"rank {missing} did not take part within 0.5 s", f"engine.{how}_checkpoint")
     train(engine, Recipe(), 1, 2)
@@ -213,7 +213,7 @@ def test_a_rank_that_comes_too_late(directory: str, stage: int, missing: int) ->
     if late := engine.rank == missing:
         time.sleep(1.5)
     absent = 1 - missing if late else missing
-    expect_words(message(engine.save_checkpoint, directory), f"rank {absent} did not take part")
+    expect_words(raised(engine.save_checkpoint, directory), f"rank {absent} did not take part")
     engine.reduce(0)
     engine.save_checkpoint(directory)
     assert_reloads(facts(engine), directory, Recipe(), stage)

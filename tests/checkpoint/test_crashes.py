@@ -18,11 +18,12 @@ import pytest
 
 from tests.checkpoint import faults
 from tests.checkpoint.recipes import BF16, RECIPES, Recipe, scheduler
-from tests.checkpoint.runs import differences, facts, make_engine, message, of_all, on_rank_0, train
+from tests.checkpoint.runs import differences, facts, make_engine, of_all, on_rank_0, train
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.pool import Pool, Pools, WorkerDied
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 
 STAGE = 3
 RECIPE = replace(RECIPES["tied tokens"], config=BF16 | scheduler("WarmupLR", warmup_num_steps=10))
@@ -124,7 +125,7 @@ def test_disk_of_one_rank_fails_at_every_point(ram: Path) -> None:
             engine.wait_for_checkpoint()
 
         with faults.failing(at if engine.rank == rank else 10**6, kind) as done:
-            said = message(save)
+            said = raised(save)
         operation = of_all(done)[rank][at]
         assert_same_on_ranks({"said": said})
         assert f"rank {rank}" in said and os.strerror(kind) in said, said
@@ -165,7 +166,7 @@ def test_full_disk(small_disk: Path, background: bool) -> None:
         engine.save_checkpoint(directory, async_save=background)
         engine.wait_for_checkpoint()
 
-    while not (said := message(save)):
+    while not (said := raised(save)):
         good, before = good + 1, now
         now = held(go_on(engine, 1, recipe))
     assert_same_on_ranks({"said": said})

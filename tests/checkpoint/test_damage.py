@@ -17,9 +17,10 @@ import torch
 
 from tests.checkpoint import crafted, faults
 from tests.checkpoint.crafted import FILES, RANK
-from tests.checkpoint.runs import differences, message, on_rank_0
+from tests.checkpoint.runs import differences, on_rank_0
 from tests.checkpoint.test_crashes import about_to_save, engine_after, go_on, held
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 from zerolite.checkpoint import inspect
 from zerolite.checkpoint.directory import MANIFEST, find
 from zerolite.checkpoint.errors import CheckpointError
@@ -243,7 +244,7 @@ def test_engine_with_mutations(ram: Path, seed: int) -> None:
     for number in range(300):
         name = (STATE, STATE, STATE, INDEX, MANIFEST)[number % 5]
         crafted.craft(path, name, crafted.mutated(json.loads(kept[name]), choose))
-        told = message(engine.load_checkpoint, ram)
+        told = raised(engine.load_checkpoint, ram)
         assert told == "" or told.startswith("CheckpointError"), f"{number}: {told}"
         loaded += told == ""
         crafted.put_back(path, kept)
@@ -269,7 +270,7 @@ def test_engine_with_damage(ram: Path, stage: int) -> None:
         before = held(go_on(engine))
         changed = bytes([content[0] ^ 1]) + content[1:] if what == "bit" else content[:-1]
         on_rank_0(engine, file.unlink if what == "gone" else functools.partial(file.write_bytes, changed))
-        told = message(engine.load_checkpoint, ram)
+        told = raised(engine.load_checkpoint, ram)
         assert told.startswith("CheckpointError") and "'global_step1'" in told, told
         assert name in told or what == "gone", told
         if name.endswith(".json") or what != "bit":  # known before tensors are read
@@ -293,7 +294,7 @@ def test_engine_with_another_shape_in_the_index(ram: Path) -> None:
         if not rows:
             del body["tensors"][key]
         crafted.craft(path, INDEX, body)
-        told = message(engine.load_checkpoint, ram)
+        told = raised(engine.load_checkpoint, ram)
         assert "up.weight" in told, (key, rows)
         if key.startswith("optimizer") and not rows:
             assert "tensors.json' is damaged: it lacks state 'exp_avg' of parameter 'up.weight'" in told, told

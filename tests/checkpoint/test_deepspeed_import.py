@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoint.deepspeed_fakes import Fake, example
+from tests.checkpoint.runs import assert_equal
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.compat import deepspeed_reader
@@ -31,12 +32,6 @@ def values_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(wanted)
-    for key, value in wanted.items():
-        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, world_size: int) -> None:
@@ -51,7 +46,7 @@ def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, wor
     expected |= {f"buffers/{name}": value for name, value in fake.buffers.items()}
     for kind, values in fake.moments.items():
         expected |= {f"optimizer/{kind}/{name}": value for name, value in values.items()}
-    assert_same(values_of(imported), expected)
+    assert_equal(values_of(imported), expected)
     state = imported.state
     assert list(state["parameters"]) == ["a.weight", "scale", "b.bias", "b.pair", "c.weight"]
     assert state["parameters"]["a.weight"] == {
@@ -65,7 +60,7 @@ def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, wor
     assert group["values"] == {
         "lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.25, "amsgrad": False, "decoupled_weight_decay": True,
     }  # fmt: skip
-    assert_same(state["optimizer"]["scalars"]["step"], dict.fromkeys(fake.trained, torch.tensor(5.0)))
+    assert_equal(state["optimizer"]["scalars"]["step"], dict.fromkeys(fake.trained, torch.tensor(5.0)))
     assert state["optimizer"]["type"] == "AdamW"
     assert state["lr_scheduler"] == {"type": None, "state": {"last_epoch": 5}}
     assert state["counters"] == {
@@ -80,11 +75,11 @@ def test_every_value_of_a_checkpoint_is_imported(tmp_path: Path, stage: int, wor
     assert (tmp_path / "ours" / "latest").read_text().strip() == "global_step6"
     reader = CheckpointReader(path)
     of_client = {"client_state/0": client_state["weights"], "client_state/1": client_state["nothing"]}
-    assert_same({key: reader.read(key) for key in reader.tensors}, expected | of_client)
+    assert_equal({key: reader.read(key) for key in reader.tensors}, expected | of_client)
     assert [problem for _, problem in reader.verify() if problem] == []
     restored = dict(reader.state["client_state"])
     assert restored.pop("epoch") == 3
-    assert_same(restored, {name: client_state[name] for name in ("weights", "nothing")})
+    assert_equal(restored, {name: client_state[name] for name in ("weights", "nothing")})
     for key in state.keys() - {"client_state"}:
         assert reader.state[key] == state[key], key
     about = reader.manifest.about

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import zerolite
 from tests.checkpoint.deepspeed_writer import CASES, STEPS, make_config, make_model, make_optimizer, tokens_at
+from tests.checkpoint.runs import assert_equal
 from tests.toolkit.pool import Pools
 from zerolite.compat.deepspeed_import import import_deepspeed
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
@@ -54,11 +55,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tensors_of(imported: ImportedCheckpoint) -> dict[str, torch.Tensor]:
     return {shard.key: shard.values() for shard in imported.tensors}
-
-
-def assert_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert found.dtype == expected.dtype and found.shape == expected.shape, what
-    assert torch.equal(found, expected), what
 
 
 @pytest.mark.parametrize(("world_size", "case"), MADE)

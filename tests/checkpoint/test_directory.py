@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import crafted, faults
-from tests.checkpoint.runs import message
 from tests.checkpoint.test_crashes import engine_after, go_on
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 from zerolite.checkpoint import directory as directories
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import MANIFEST, NoCheckpoint, check_tag, complete_checkpoints, find, locked
@@ -457,7 +457,7 @@ def test_engines(ram: Path, background: bool) -> None:
             jobs[job].wait_for_checkpoint()
 
         go_on(jobs[job])
-        said = message(call)
+        said = raised(call)
         assert_same_on_ranks({"said": said})
         return said
 

@@ -22,6 +22,7 @@ from tests.checkpoint import faults, runs
 from tests.checkpoint.crafted import flip
 from tests.checkpoint.exported import BUFFERS, PARAMETERS, contents, make_checkpoint, read_file, read_model
 from tests.checkpoint.recipes import RECIPES
+from tests.checkpoint.runs import assert_equal
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
@@ -45,13 +46,6 @@ def expected(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     return wanted
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], what: str) -> None:
-    """Names in any order, dtypes, shapes and bits."""
-    assert one.keys() == other.keys(), what
-    different = [n for n in one if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])]
-    assert not different, f"{what}: {different} differ"
-
-
 def listing(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
@@ -73,7 +67,7 @@ def test_a_checkpoint_is_exported(checkpoint: Path, tmp_path: Path, dtype: str |
     out = tmp_path / "deep" / "model"
     exported = export.export_checkpoint(checkpoint, out, FLOATS[dtype], size)
     got, aliases = read_model(out)
-    assert_same(got, expected(FLOATS[dtype]), "exported tensors")
+    assert_equal(got, expected(FLOATS[dtype]), "exported tensors")
     assert aliases == {"head.weight": "embed.weight", "again.weight": "embed.weight"}
     assert exported.tensors == len(got)
     assert exported.nbytes == sum(value.nbytes for value in got.values())
@@ -111,7 +105,7 @@ def test_an_earlier_export_is_replaced_whatever_its_files_and_others_stay(checkp
         exported = export.export_checkpoint(checkpoint, out, torch.bfloat16, size)
         index = ["model.safetensors.index.json"] * (size != "5GB")
         assert listing(out) == sorted([*foreign, *(path.name for path in exported.files), *index])
-        assert_same(read_model(out)[0], expected(torch.bfloat16), size)
+        assert_equal(read_model(out)[0], expected(torch.bfloat16), size)
     assert all((out / name).read_text() == name for name in foreign)
 
 
@@ -134,13 +128,13 @@ def test_a_failure_at_any_point_leaves_a_whole_model_or_none(
         if (out / "model.safetensors").exists() or (out / "model.safetensors.index.json").exists():
             found = read_model(out)[0]
             outcomes.append(str(found["gain"].dtype))
-            assert_same(found, expected(found["gain"].dtype), f"operation {at}")
+            assert_equal(found, expected(found["gain"].dtype), f"operation {at}")
         else:
             outcomes.append("none")
         assert not list(out.glob(".model*incomplete"))
     assert at > 5
     assert outcomes[0] == "torch.float32"
-    assert_same(read_model(out)[0], expected(torch.bfloat16), "at last")
+    assert_equal(read_model(out)[0], expected(torch.bfloat16), "at last")
     if first == second == "5GB":
         assert "none" not in outcomes
 
@@ -160,7 +154,7 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(checkpoint: Path, t
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors' is damaged.*expected checksum"):
         export.export_checkpoint(checkpoint, out, torch.float32, "60B")
     assert listing(out) == ["model.safetensors"]
-    assert_same(read_model(out)[0], expected(None), "the earlier export")
+    assert_equal(read_model(out)[0], expected(None), "the earlier export")
 
 
 def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +164,7 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert f"8 tensors, 190 B, of '{checkpoint}' to {tmp_path / 'out' / 'model.safetensors'}" in said.out
     assert export.main([str(checkpoint), str(tmp_path / "out"), "--max-shard-size", "0.1kB"]) == 0
     assert f"files and model.safetensors.index.json in '{tmp_path / 'out'}'" in capsys.readouterr().out
-    assert_same(read_model(tmp_path / "out")[0], expected(None), "without --dtype")
+    assert_equal(read_model(tmp_path / "out")[0], expected(None), "without --dtype")
 
 
 def test_values_beyond_fp16_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -239,7 +233,7 @@ def test_from_pretrained_loads_it(tmp_path: Path, kind: Any, size: str) -> None:
         model.config.save_pretrained(out)
         loaded, told = type(model).from_pretrained(out, dtype=dtype, output_loading_info=True)
         assert not any(told.values()), told
-        assert_same(
+        assert_equal(
             {name: p.detach() for name, p in loaded.named_parameters()},
             {name: value.to(dtype) for name, value in masters.items()},
             "what from_pretrained has loaded",
@@ -277,16 +271,16 @@ def test_whole_states_in_any_dtype_and_the_model_in_files(stage: str, tmp_path: 
         fp32 = states[torch.float32]
         names = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
         masters = dict(zip(names, zerolite.get_full_master(names.values()), strict=True))
-        assert_same({name: fp32[name] for name in masters}, masters, "masters")
+        assert_equal({name: fp32[name] for name in masters}, masters, "masters")
         assert precision == "fp32" or any((m != m.to(half).float()).any() for m in masters.values())
         for dtype, state in states.items():
             assert dtype is None or {v.dtype for v in state.values() if v.is_floating_point()} == {dtype}
-            assert_same(state, {n: v.to(state[n].dtype) for n, v in fp32.items()}, f"{dtype}")
+            assert_equal(state, {n: v.to(state[n].dtype) for n, v in fp32.items()}, f"{dtype}")
         assert states[None].keys() == models.build(getattr(models, model)).state_dict().keys()
         refused = raised(lambda engine=engine: engine.full_state_dict(dtype=torch.int8))
         assert "expected dtype to be None or one of torch.float32" in refused
         on_rank_0 = engine.full_state_dict(rank0_only=True, dtype=torch.float32)
-        assert_same(on_rank_0, fp32 if engine.rank == 0 else {}, "rank 0 only")
+        assert_equal(on_rank_0, fp32 if engine.rank == 0 else {}, "rank 0 only")
         for size in ("1GB", "200B"):
             engine.save_16bit_model(directory / size, max_shard_size=size)
         engine.save_16bit_model(str(directory / "trained"), exclude_frozen_parameters=True)
@@ -301,7 +295,7 @@ def check_files(directory: Path, states: dict[Any, Any], half: torch.dtype, tied
     def check(written: Path, wanted: dict[str, torch.Tensor]) -> None:
         tensors, aliases = read_model(written)
         assert aliases == tied
-        assert_same(tensors, {n: v for n, v in wanted.items() if n not in tied}, str(written))
+        assert_equal(tensors, {n: v for n, v in wanted.items() if n not in tied}, str(written))
 
     for size in ("1GB", "200B"):
         check(directory / size, states[half])
@@ -332,9 +326,9 @@ def test_adapters_alone(tmp_path: Path) -> None:
     if engine.rank == 0:
         everything, alone = read_model(tmp_path / "all")[0], read_model(tmp_path / "adapters")[0]
         assert len(alone) == 8 and all("lora_" in name for name in alone)
-        assert_same(alone, {name: everything[name] for name in alone}, "adapters")
+        assert_equal(alone, {name: everything[name] for name in alone}, "adapters")
         export.export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", exclude_frozen=True)
-        assert_same(read_model(tmp_path / "out")[0], alone, "exported adapters")
+        assert_equal(read_model(tmp_path / "out")[0], alone, "exported adapters")
         model = peft.get_peft_model(models.build(models.hugging_face_llama).bfloat16(), peft.LoraConfig(r=2))
         loaded = model.load_state_dict(alone, strict=False)
         assert not loaded.unexpected_keys and not any("lora_" in name for name in loaded.missing_keys)
@@ -358,14 +352,14 @@ def test_if_rank_0_cannot_write_all_ranks_say_so_and_go_on(stage: str, tmp_path:
         assert own.startswith(f"'{tmp_path}/model") and own.endswith("could not be written: No space left on device")
         assert ("engine.save_16bit_model: rank 0" in told) == (engine.rank != 0)
         if engine.rank == 0:
-            assert_same(read_model(tmp_path)[0], before, "what was there")
+            assert_equal(read_model(tmp_path)[0], before, "what was there")
             assert not list(tmp_path.glob(".*"))
     save()
     state = engine.full_state_dict()
     assert_same_on_ranks(state, "after the failures")
     take_step(engine)
     tensors = read_model(tmp_path)[0]
-    assert_same(tensors, {name: state[name] for name in tensors}, "written at last")
+    assert_equal(tensors, {name: state[name] for name in tensors}, "written at last")
 
 
 @on_ranks(2)
@@ -396,8 +390,8 @@ def test_names_are_those_of_the_model_inside_wrappers(tmp_path: Path) -> None:
     engine = zerolite.initialize(model, settings("3", "fp32"))
     engine.save_16bit_model(tmp_path)
     for dtype in (None, torch.float32):
-        assert_same(engine.full_state_dict(dtype=dtype), plain, "whole state")
-    assert_same(read_model(tmp_path)[0], {n: v.bfloat16() for n, v in plain.items()}, "in a file")
+        assert_equal(engine.full_state_dict(dtype=dtype), plain, "whole state")
+    assert_equal(read_model(tmp_path)[0], {n: v.bfloat16() for n, v in plain.items()}, "in a file")
     assert list(read_file(tmp_path / "model.safetensors")[1]) == list(plain)
 
 
@@ -416,7 +410,7 @@ def test_models_of_offloaded_engines_are_the_same(tmp_path: Path, stage: int) ->
         engine.save_checkpoint(tmp_path / device / "checkpoints")
         engine.save_16bit_model(tmp_path / device / "model")
         states.append(engine.full_state_dict())
-        assert_same(states[-1], states[0], device)
+        assert_equal(states[-1], states[0], device)
         if engine.rank == 0:
             export.main([str(tmp_path / device / "checkpoints"), str(tmp_path / device / "exported")])
             parts = [tmp_path / device / part / "model.safetensors" for part in ("model", "exported")]

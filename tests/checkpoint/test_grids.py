@@ -21,10 +21,11 @@ from torch import Tensor, nn
 import zerolite
 from tests.checkpoint.cut_model import CANONICAL, Block, Net, cut_for, keep_stage
 from tests.checkpoint.exported import read_model
-from tests.checkpoint.runs import keep, kept, message, of_all
+from tests.checkpoint.runs import keep, kept, of_all
 from tests.toolkit.grids import Grid
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 from zerolite.checkpoint import inspect
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.export import export_checkpoint
@@ -254,7 +255,7 @@ def test_what_only_the_whole_can_do(tmp_path: Path, grid: Grid, partial: bool, w
         ("state_dict", "engine.full_state_dict()"),
         ("load_state_dict", "load_full_state_dict(state)"),
     ):
-        said = message(getattr(engine.module, call), *[{}] * (call == "load_state_dict"))
+        said = raised(getattr(engine.module, call), *[{}] * (call == "load_state_dict"))
         assert said.startswith(f"RuntimeError: {call}: this rank has ") and why in said and instead in said
     engine.load_full_state_dict(engine.full_state_dict())
     engine.save_checkpoint(tmp_path / "after the step")
@@ -266,18 +267,18 @@ def misfits(grid: Grid, directory: Path) -> None:
     before = engine.full_state_dict()
     state = kept(directory)["first"]["fp32"] | {f"blocks.{block}.seen": torch.zeros(2) for block in (0, 1)}
     short = {name: value for name, value in state.items() if name != "norm.bias"}
-    said = message(engine.load_full_state_dict, short)
+    said = raised(engine.load_full_state_dict, short)
     assert "missing norm.bias" in said and "Nothing was loaded" in said
-    assert "unexpected" in message(engine.load_full_state_dict, {**state, "spare": state["norm.bias"]})
+    assert "unexpected" in raised(engine.load_full_state_dict, {**state, "spare": state["norm.bias"]})
     wrong = {**state, "blocks.1.qkv.weight": state["blocks.1.qkv.weight"][:-1]}
-    assert "shapes differ for blocks.1.qkv.weight (expected (24, 6))" in message(engine.load_full_state_dict, wrong)
+    assert "shapes differ for blocks.1.qkv.weight (expected (24, 6))" in raised(engine.load_full_state_dict, wrong)
     other = make_engine(grid, 1, seed=3)
     other.module.register_parameter("more", nn.Parameter(torch.ones(2)))
-    assert "it has no parameter more." in message(other.load_checkpoint, directory)
+    assert "it has no parameter more." in raised(other.load_checkpoint, directory)
     del other.module.more
     for module in other.module.modules():
         module._parameters.pop("bounds", None)
-    said = message(other.load_checkpoint, directory)
+    said = raised(other.load_checkpoint, directory)
     assert "the model has no parameter blocks.0.bounds, blocks.1.bounds." in said
     after = engine.full_state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items() if isinstance(value, Tensor))
@@ -309,11 +310,11 @@ def test_states_that_mean_nothing_for_a_part(tmp_path: Path) -> None:
     engines = [make_engine(grid, 0, seed=1, optimizer=Rows) for grid in ((1, 1, 2), (1, 2, 1), (1, 1, 2))]
     for engine in engines[:2]:
         train(engine, 0, 2)
-    saving = message(engines[0].save_checkpoint, tmp_path / "cut")
+    saving = raised(engines[0].save_checkpoint, tmp_path / "cut")
     assert "optimizer state 'rows' of parameter '" in saving
     assert saving.endswith("with tensor_parallel.size = 1 it can be saved")
     engines[1].save_checkpoint(tmp_path / "whole")
-    loading = message(engines[2].load_checkpoint, tmp_path / "whole")
+    loading = raised(engines[2].load_checkpoint, tmp_path / "whole")
     assert loading.endswith("such states can be loaded with tensor_parallel.size = 1 only")
 
 
@@ -363,7 +364,7 @@ def set_all(engine: Any) -> dict[str, list[Tensor]]:
         values = torch.arange(shape.numel(), dtype=torch.float32).reshape(shape)
         grads = [zerolite.get_full_grad(parameter)]
         if staged:
-            assert "with a pipeline" in message(zerolite.set_full_grad, parameter, torch.ones(1))
+            assert "with a pipeline" in raised(zerolite.set_full_grad, parameter, torch.ones(1))
         else:
             zerolite.set_full_grad(parameter, values + 1)
             grads.append(zerolite.get_full_grad(parameter))

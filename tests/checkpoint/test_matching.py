@@ -22,7 +22,6 @@ from tests.checkpoint.runs import (
     into,
     loaded,
     make_engine,
-    message,
     own_seeds,
     saved_by,
     scatter_seeds,
@@ -33,6 +32,7 @@ from tests.checkpoint.runs import (
 from tests.toolkit import models
 from tests.toolkit.configs import SGD
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 from zerolite.checkpoint.reader import CheckpointReader
 
 
@@ -87,7 +87,7 @@ def test_param_groups_of_other_parameters(directory: str) -> None:
     saved_by(directory, both, stage, tag="schedule")
     engine, said = into(directory, replace(both, engine=DECAYING), stage, tag="schedule")
     expect_words(said, "CheckpointError", "3 param groups", "load_lr_scheduler_states=False")
-    assert message(engine.load_checkpoint, directory, tag="schedule", load_lr_scheduler_states=False) == ""
+    assert raised(engine.load_checkpoint, directory, tag="schedule", load_lr_scheduler_states=False) == ""
 
 
 class Wrapped(nn.Module):
@@ -322,7 +322,7 @@ def test_what_does_not_fit_is_refused(directory: str, stage: int, source: str) -
         names = tuple(state for state in recipe.states if state != "momentum_buffer")
         engine = trained(recipe, stage, 1, seed=5)
         before, random = copy.deepcopy(facts(engine, names)), torch.get_rng_state()
-        said = message(engine.load_checkpoint, directory, **arguments)
+        said = raised(engine.load_checkpoint, directory, **arguments)
         expect_words(said, "CheckpointError", "Nothing was loaded", *words)
         assert_equal(before, facts(engine, names), f"{arguments}")
         assert torch.equal(random, torch.get_rng_state())

@@ -27,7 +27,6 @@ from tests.checkpoint.runs import (
     facts,
     loaded,
     make_engine,
-    message,
     own_seeds,
     scatter_seeds,
     tags_in,
@@ -38,6 +37,7 @@ from tests.toolkit import models
 from tests.toolkit.faults import Warnings
 from tests.toolkit.pool import ROOT
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raised
 from zerolite.checkpoint import saving
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.zero import GatheredParameters
@@ -56,9 +56,9 @@ def test_between_backward_update_and_publish(directory: str, stage: int) -> None
     assert_reloads(facts(engine, recipe.states), directory, recipe, stage, tag="before")
     engine.update()
     for call in (engine.save_checkpoint, engine.load_checkpoint):
-        expect_words(message(call, directory), "between engine.update() and engine.publish()", "engine.publish()")
+        expect_words(raised(call, directory), "between engine.update() and engine.publish()", "engine.publish()")
     engine.publish()
-    expect_words(message(engine.load_checkpoint, directory, tag="gone"), "'gone'")
+    expect_words(raised(engine.load_checkpoint, directory, tag="gone"), "'gone'")
     engine.save_checkpoint(directory, tag="published")  # gradients are used up already
     engine.zero_grad()
     assert_reloads(facts(engine, recipe.states), directory, recipe, stage, tag="published")
@@ -161,7 +161,7 @@ def test_what_cannot_be_saved_is_named(directory: str) -> None:
         engine = make_engine(Recipe(lambda what=what: Odd(what)), 3)
         if what == "group":
             engine.optimizer.param_groups[0]["rule"] = lambda: 0
-        expect_words(message(engine.save_checkpoint, f"{directory}/{what}"), *words)
+        expect_words(raised(engine.save_checkpoint, f"{directory}/{what}"), *words)
         train(engine, Recipe(), 0, 1)
 
 
@@ -360,7 +360,7 @@ def test_the_next_call_says_what_has_failed(directory: str, stage: int, failing:
             "async": lambda: engine.save_checkpoint(directory, async_save=True),
         }
         before = facts(engine, recipe.states)
-        said = message(calls[following])
+        said = raised(calls[following])
     expect_words(said, "CheckpointError", "'global_step2'", f"rank {failing}:", "No space left", "'global_step1'")
     assert_equal(before, facts(engine, recipe.states))
     engine.wait_for_checkpoint()

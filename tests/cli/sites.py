@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
@@ -100,6 +100,16 @@ class Site:
         running = self.start(*self.argv(*options), **variables)
         running.wait()
         return running
+
+    def start_waiting(self, ranks: int, argv: Sequence[str], *more: str, **variables: str | None) -> Running:
+        """Start WAIT by a command, and wait until its ranks are there."""
+        arrivals = [f"arrived.{rank}" for rank in range(ranks)]
+        for name in arrivals:
+            (self.directory / name).unlink(missing_ok=True)
+        self.write("wait.py", WAIT)
+        job = self.start(*argv, "wait.py", *more, **variables)
+        self.wait_for(*arrivals)
+        return job
 
     def wait_for(self, *names: str, timeout: float = 60) -> None:
         """Wait until all these files are there."""

@@ -142,13 +142,6 @@ def test_srun(script: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_inside_of_a_task_of_srun(script: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    (output,) = finish([start(command, **slurm(1, 1))])
-    assert numbers(output) == [(0, 2, 0), (1, 2, 1)]
-
-
-@pytest.mark.slow
 def test_spawned_processes(script: Path) -> None:
     (output,) = finish([start([sys.executable, script, f"tcp://127.0.0.1:{free_port()}"])])
     assert [place[:2] for place in places(output)] == [(0, 2), (1, 2)]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.helpers import COMMAND
 from tests.cli.namespaces import environment
-from tests.cli.sites import END_S, REPORT, TRAIN, WAIT, MakeSite, Site, needs_hosts, read_losses
+from tests.cli.sites import END_S, REPORT, TRAIN, MakeSite, Site, needs_hosts, read_losses
 
 pytestmark = needs_hosts
 
@@ -34,15 +34,13 @@ def test_mpirun(make_site: MakeSite) -> None:
     """The same path by mpirun: training, and the end when the launcher is killed."""
     site = make_site(1, 2)
     site.write("train.py", TRAIN)
-    site.write("wait.py", WAIT)
     arguments = f"--allow-run-as-root --mca plm_rsh_args '-F {site.network.ssh_config}'"
     argv = [*COMMAND, "--hostfile", "hosts", "--launcher", "openmpi", "--launcher-args", arguments]
     job = site.start(*argv, "train.py", "1")
     assert job.wait() == 0, job.errors
     assert len(read_losses(job.output)) == 4
     site.assert_idle(END_S)
-    job = site.start(*argv, "wait.py")
-    site.wait_for("arrived.0", "arrived.1", "arrived.2")
+    job = site.start_waiting(3, argv)
     job.signal(signal.SIGKILL)
     job.wait()
     site.assert_idle(END_S)
@@ -77,24 +75,19 @@ def test_srun(make_site: MakeSite) -> None:
 def assert_tool_works(site: Site, launcher: str, **variables: str) -> None:
     """Three ranks on two hosts start in order, a crash is told, and nothing outlives the launcher."""
     site.write("report.py", REPORT)
-    site.write("wait.py", WAIT)
     argv = [*COMMAND, "--hostfile", "hosts", "--launcher", launcher]
     names = [line.split()[0] for line in (site.directory / "hosts").read_text().splitlines()]
     job = site.start(*argv, "report.py", "$x 100% 'y'", **variables)
     assert job.wait() == 0, job.errors
     found = [(report["host"], report["argv"]) for report in site.reports()]
     assert found == [(name, ["$x 100% 'y'"]) for name in (names[0], names[1], names[1])]
-    job = site.start(*argv, "wait.py", **variables)
-    site.wait_for("arrived.0", "arrived.1", "arrived.2")
+    job = site.start_waiting(3, argv, **variables)
     site.write("crash", "")
     start = time.monotonic()
     assert job.wait() == 1, job.errors
     site.assert_idle(start + END_S - time.monotonic())
     assert f"rank 1 of 3 on host {names[1]}" in job.errors and "rank one has had enough" in job.errors
-    for rank in range(3):
-        (site.directory / f"arrived.{rank}").unlink()
-    job = site.start(*argv, "wait.py", **variables)
-    site.wait_for("arrived.0", "arrived.1", "arrived.2")
+    job = site.start_waiting(3, argv, **variables)
     job.signal(signal.SIGKILL)
     job.wait()
     site.assert_idle(END_S)

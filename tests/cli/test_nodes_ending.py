@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.cli.helpers import COMMAND
-from tests.cli.sites import END_S, WAIT, MakeSite, find_process, needs_hosts, read_losses
+from tests.cli.sites import END_S, MakeSite, find_process, needs_hosts, read_losses
 
 pytestmark = needs_hosts
 
@@ -50,9 +50,7 @@ for step in range(engine.global_steps, 8):
 def test_a_rank_that_crashes_on_another_host_ends_all(make_site: MakeSite) -> None:
     """In time, also children that ignore SIGTERM; the last lines name the rank, the host and the cause."""
     site = make_site(1, 1, 1)
-    site.write("wait.py", WAIT)
-    job = site.start(*site.argv("wait.py"))
-    site.wait_for("arrived.0", "arrived.1", "arrived.2")
+    job = site.start_waiting(3, site.argv())
     site.write("crash", "")
     start = time.monotonic()
     assert job.wait() == 1, job.errors
@@ -69,9 +67,7 @@ def test_nothing_outlives_the_launcher_or_a_connection(
     make_site: MakeSite, victim: str, number: signal.Signals
 ) -> None:
     site = make_site(1, 1, 1)
-    site.write("wait.py", WAIT)
-    job = site.start(*site.argv("wait.py"))
-    site.wait_for("arrived.0", "arrived.1", "arrived.2")
+    job = site.start_waiting(3, site.argv())
     start = time.monotonic()
     if victim == "launcher":
         job.signal(number)
@@ -90,17 +86,13 @@ def test_nothing_outlives_the_launcher_or_a_connection(
 def test_ctrl_c(make_site: MakeSite) -> None:
     """Once: every rank may finish; twice: the end comes at once."""
     site = make_site(1, 1)
-    site.write("wait.py", WAIT)
-    job = site.start(*site.argv("wait.py", "9"))
-    site.wait_for("arrived.0", "arrived.1")
+    job = site.start_waiting(2, site.argv(), "9")
     job.signal(signal.SIGINT)
     assert job.wait() == 130, job.errors
     site.assert_idle(END_S)
-    for name in ("interrupted.0", "interrupted.1", "arrived.0", "arrived.1"):
-        assert (site.directory / name).exists(), (name, job.output, job.errors)
-        (site.directory / name).unlink()
-    job = site.start(*site.argv("wait.py", "300"))
-    site.wait_for("arrived.0", "arrived.1")
+    for rank in range(2):
+        assert (site.directory / f"interrupted.{rank}").exists(), (rank, job.output, job.errors)
+    job = site.start_waiting(2, site.argv(), "300")
     job.signal(signal.SIGINT)
     time.sleep(2)
     job.signal(signal.SIGINT)
@@ -112,9 +104,7 @@ def test_ctrl_c(make_site: MakeSite) -> None:
 def test_a_host_is_unplugged(make_site: MakeSite) -> None:
     """The job ends with the host's name, and the host, left alone, ends its part too."""
     site = make_site(1, 1, 1)
-    site.write("wait.py", WAIT)
-    job = site.start(*site.argv("wait.py"))
-    site.wait_for("arrived.0", "arrived.1", "arrived.2")
+    job = site.start_waiting(3, site.argv())
     site.network.set_link(1, up=False)
     status = job.wait(60)
     assert status == 1, job.errors

@@ -104,10 +104,10 @@ def train_many(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: train(**run) for name, run in runs.items()}
 
 
-def raised(call: Callable[[], Any]) -> str:
+def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Class and text of the exception that ``call`` raises; empty if it raises none."""
     try:
-        call()
+        call(*args, **kwargs)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

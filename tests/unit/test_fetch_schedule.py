@@ -307,17 +307,6 @@ def test_a_chain_prefetches_one_layer_ahead_and_never_over_the_turn():
     ]
 
 
-def test_the_prefetch_limit_is_overshot_by_the_last_unit_only():
-    def prefetches(limit):
-        units, numels, limits = chain_case(5, FetchLimits(limit, INFINITE, 0))
-        return [fetch.prefetch for fetch in plan_step(chain(5), units, numels, limits).fetches]
-
-    first, second, _, fourth, *_ = prefetches(25)
-    assert (first, second, fourth) == ((0, 1, 2, 3), (), (4,))  # the first is needed at once
-    assert prefetches(20)[0] == (0, 1, 2)
-    assert not any(prefetches(0))
-
-
 # --------------------------------------------------------------------------------------------------- the life of a step
 
 

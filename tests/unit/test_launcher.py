@@ -19,287 +19,311 @@ from zerolite.launcher.rank_start import threads_per_rank
 from zerolite.utils import resources
 from zerolite.utils.failure_record import FailureRecord
 
-
-class TestThreads:
-    def test_shared_out(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr("zerolite.utils.resources.count_cores", lambda: 8)
-        for nproc, threads in ((1, 8), (3, 2), (16, 1)):
-            job = NodeJob(["t.py"], job_id="1", nproc=nproc)
-            assert threads_per_rank(job, {}) == threads
-            supervisor.share_cores(job)
-            (line,) = capsys.readouterr().err.splitlines()
-            assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and "8 cores" in line
-            supervisor.share_cores(dataclasses.replace(job, node_rank=1))
-            assert capsys.readouterr().err == "", "said once for the job, not on each node"
-
-    def test_the_users_choice_stays(self) -> None:
-        assert threads_per_rank(NodeJob(["t.py"], job_id="1"), {"OMP_NUM_THREADS": "5"}) is None
-        assert threads_per_rank(NodeJob(["t.py"], job_id="1", env={"OMP_NUM_THREADS": "5"}), {}) is None
+# -------------------------------------------------------------------- threads
 
 
-class TestCommandLine:
-    @pytest.mark.parametrize(
-        ("argv", "own", "rest"),
-        [
-            (["t.py"], [], ["t.py"]),
-            (["--nproc", "2", "t.py", "--nproc", "3"], ["--nproc", "2"], ["t.py", "--nproc", "3"]),
-            (["--nproc=2", "t.py", "--", "-m"], ["--nproc=2"], ["t.py", "--", "-m"]),
-            (["--nproc", "2", "-m", "pkg", "-m", "x"], ["--nproc", "2", "-m", "pkg"], ["-m", "x"]),
-            (["--num_gpus", "2", "--no_ssh", "a_b.py", "--c_d"], ["--num-gpus", "2", "--no-ssh"], ["a_b.py", "--c_d"]),
-            (["--log_dir=a_b", "t.py"], ["--log-dir=a_b"], ["t.py"]),
-            (["-i", "a@b_c", "t.py"], ["-i", "a@b_c"], ["t.py"]),
-            (["--", "-odd.py", "--", "x"], [], ["-odd.py", "--", "x"]),
-            (["--nproc"], ["--nproc"], []),
-            (["--version", "t.py"], ["--version"], ["t.py"]),
-        ],
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("zerolite.utils.resources.count_cores", lambda: 8)
+    for nproc, threads in ((1, 8), (3, 2), (16, 1)):
+        job = NodeJob(["t.py"], job_id="1", nproc=nproc)
+        assert threads_per_rank(job, {}) == threads
+        supervisor.share_cores(job)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and "8 cores" in line
+        supervisor.share_cores(dataclasses.replace(job, node_rank=1))
+        assert capsys.readouterr().err == "", "said once for the job, not on each node"
+
+
+def test_the_users_number_of_threads_stays() -> None:
+    assert threads_per_rank(NodeJob(["t.py"], job_id="1"), {"OMP_NUM_THREADS": "5"}) is None
+    assert threads_per_rank(NodeJob(["t.py"], job_id="1", env={"OMP_NUM_THREADS": "5"}), {}) is None
+
+
+# -------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "own", "rest"),
+    [
+        (["t.py"], [], ["t.py"]),
+        (["--nproc", "2", "t.py", "--nproc", "3"], ["--nproc", "2"], ["t.py", "--nproc", "3"]),
+        (["--nproc=2", "t.py", "--", "-m"], ["--nproc=2"], ["t.py", "--", "-m"]),
+        (["--nproc", "2", "-m", "pkg", "-m", "x"], ["--nproc", "2", "-m", "pkg"], ["-m", "x"]),
+        (["--num_gpus", "2", "--no_ssh", "a_b.py", "--c_d"], ["--num-gpus", "2", "--no-ssh"], ["a_b.py", "--c_d"]),
+        (["--log_dir=a_b", "t.py"], ["--log-dir=a_b"], ["t.py"]),
+        (["-i", "a@b_c", "t.py"], ["-i", "a@b_c"], ["t.py"]),
+        (["--", "-odd.py", "--", "x"], [], ["-odd.py", "--", "x"]),
+        (["--nproc"], ["--nproc"], []),
+        (["--version", "t.py"], ["--version"], ["t.py"]),
+    ],
+)
+def test_options_end_where_the_script_begins(argv: list[str], own: list[str], rest: list[str]) -> None:
+    assert options.split_command_line(argv, options.build_parser()) == (own, rest)
+
+
+def request_of(*argv: str) -> options.LaunchRequest:
+    return options.read_options(argv, options.build_parser())
+
+
+def test_all_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "vars").write_text("A=1\n")
+    line = (
+        "--nproc 3 --num-nodes 2:4 --node-rank 1 --master-addr n0 --master-port 29511 --hostfile h --include a "
+        "--launcher slurm --launcher-args '-F file' --ssh-port 22 --max-restarts 2 --log-dir logs "
+        "--tee 1,3-4 --env-file vars --bind-cores --dry-run t.py --nproc x"
     )
-    def test_split(self, argv: list[str], own: list[str], rest: list[str]) -> None:
-        assert options.split_command_line(argv, options.build_parser()) == (own, rest)
-
-    def request(self, *argv: str) -> options.LaunchRequest:
-        return options.read_options(argv, options.build_parser())
-
-    def test_all_options(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        (tmp_path / "vars").write_text("A=1\n")
-        line = (
-            "--nproc 3 --num-nodes 2:4 --node-rank 1 --master-addr n0 --master-port 29511 --hostfile h --include a "
-            "--launcher slurm --launcher-args '-F file' --ssh-port 22 --max-restarts 2 --log-dir logs "
-            "--tee 1,3-4 --env-file vars --bind-cores --dry-run t.py --nproc x"
-        )
-        assert self.request(*shlex.split(line)) == options.LaunchRequest(
-            target=["t.py"],
-            script_args=["--nproc", "x"],
-            nproc=3,
-            num_nodes=(2, 4),
-            node_rank=1,
-            master_addr="n0",
-            master_port=29511,
-            hostfile="h",
-            include="a",
-            launcher="slurm",
-            launcher_args=["-F", "file"],
-            ssh_port=22,
-            no_ssh=True,
-            max_restarts=2,
-            log_dir=str(tmp_path / "logs"),
-            tee=[1, 3, 4],
-            env={"A": "1"},
-            bind_cores=True,
-            dry_run=True,
-        )
-        assert self.request("t.py") == options.LaunchRequest(["t.py"])
-        assert self.request("-m", "t", "--x") == options.LaunchRequest(["-m", "t"], ["--x"])
-        for given in ("fd00::3", "[fd00::3]"):
-            assert self.request("--master-addr", given, "t.py").master_addr == "fd00::3"
-
-    def test_names_of_deepspeed_and_torchrun(self) -> None:
-        theirs = self.request("--num_gpus=2", "--num_nodes=3", "--no_ssh", "--no_local_rank", "--module", "a.b", "x")
-        assert theirs == self.request("--nproc", "2", "--num-nodes", "3", "--no-ssh", "-m", "a.b", "x")
-        theirs = self.request(
-            "--enable_each_rank_log", "d", "--bind_cores_to_rank", "-H", "h", "-e", "f", "--no_python", "c"
-        )
-        assert theirs == self.request("--log-dir=d", "--bind-cores", "--hostfile=h", "--exclude=f", "--no-python", "c")
-        assert self.request("--nproc_per_node", "2", "--nnodes", "1:2", "t.py").num_nodes == (1, 2)
-
-    @pytest.mark.parametrize(
-        ("argv", "parts"),
-        [
-            (["--nprocs", "2"], ["--nprocs", "--nproc?"]),
-            (["--xyzzy"], ["--xyzzy", "--help"]),
-            (["--save_pid"], ["--save-pid is not supported", "$!"]),
-            (["--num-nodes", "0"], ["--num-nodes", "'0'"]),
-            (["--tee", "some"], ["--tee", "'some'"]),
-            (["--include", "a", "--exclude", "b"], ["--include and --exclude"]),
-            (["--no-python", "-m"], ["--no-python and a module"]),
-            (["--env-file", "nowhere"], ["nowhere"]),
-            (["--launcher", "telnet"], ["--launcher", "telnet", "slurm"]),
-        ],
+    assert request_of(*shlex.split(line)) == options.LaunchRequest(
+        target=["t.py"],
+        script_args=["--nproc", "x"],
+        nproc=3,
+        num_nodes=(2, 4),
+        node_rank=1,
+        master_addr="n0",
+        master_port=29511,
+        hostfile="h",
+        include="a",
+        launcher="slurm",
+        launcher_args=["-F", "file"],
+        ssh_port=22,
+        no_ssh=True,
+        max_restarts=2,
+        log_dir=str(tmp_path / "logs"),
+        tee=[1, 3, 4],
+        env={"A": "1"},
+        bind_cores=True,
+        dry_run=True,
     )
-    def test_mistakes(self, capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]) -> None:
-        with pytest.raises(SystemExit) as stop:
-            self.request(*argv, "t.py")
-        assert stop.value.code == 2
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("zerolite: error: ") and all(part in last for part in parts), last
-
-    @pytest.mark.parametrize(
-        ("argv", "part"),
-        [
-            (["--no-ssh", "--num-nodes", "2"], "needs --node-rank"),
-            (["--num-nodes", "2", "--node-rank", "0"], "needs --master-addr"),
-            (["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"], "0 to 1"),
-            (["--node-rank", "1", "--master-addr", "a"], "needs --num-nodes"),
-            (["--no-ssh", "--include", "h"], "--hostfile"),
-        ],
-    )
-    def test_this_nodes_part(self, argv: list[str], part: str) -> None:
-        assert part in str(cli.find_node_problem(self.request(*argv, "t.py")))
-        assert cli.find_node_problem(self.request("--no-ssh", "t.py")) is None
-
-    def test_who_starts_the_nodes(self) -> None:
-        for line in ("--hostfile h", "--include a", "--num-nodes 2", "--launcher slurm"):
-            assert cli.is_remote(self.request(*line.split(), "t.py"))
-        for line in ("", "--num-nodes 1", "--num-nodes 2 --node-rank 1"):
-            assert not cli.is_remote(self.request(*line.split(), "t.py"))
-
-    def test_env_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "home").mkdir()
-        environ = {"HOME": str(tmp_path / "home")}
-        assert options.find_env_file(None, environ) is None
-        (tmp_path / "home" / ".zerolite_env").write_text("")
-        assert options.find_env_file(None, environ) == str(tmp_path / "home" / ".zerolite_env")
-        (tmp_path / ".zerolite_env").write_text("# comment\n\nA=1\n B = two words \nC='x=\"y\"'\nD=\n")
-        assert options.find_env_file(None, environ) == str(tmp_path / ".zerolite_env")
-        assert options.find_env_file("other", environ) == "other"
-        assert options.read_env_file(".zerolite_env") == {"A": "1", "B": "two words", "C": 'x="y"', "D": ""}
-        (tmp_path / "bad").write_text("A=1\nno value\n")
-        with pytest.raises(ValueError, match="line 2 of bad is 'no value'"):
-            options.read_env_file("bad")
-
-    def test_module_search_leaves_no_trace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "zl_search_probe").mkdir()
-        (tmp_path / "zl_search_probe" / "__init__.py").write_text("raise SystemExit('imported')")
-        before = list(sys.path)
-        assert find_target_problem(["-m", "zl_search_probe.train"], True) is None
-        assert sys.path == before and "zl_search_probe" not in sys.modules
-
-    def test_unreadable_script(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "t.py").write_text("")
-        monkeypatch.setattr(os, "access", lambda *_: False)
-        assert "cannot be read" in str(find_target_problem([str(tmp_path / "t.py")], True))
-
-    def test_largest_number_of_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        assert resources.find_nproc_problem(64) is None
-        assert "64" in str(resources.find_nproc_problem(65))
-        monkeypatch.setattr(os, "cpu_count", lambda: 128)
-        assert resources.find_nproc_problem(512) is None
-        assert resources.find_nproc_problem(513) is not None
+    assert request_of("t.py") == options.LaunchRequest(["t.py"])
+    assert request_of("-m", "t", "--x") == options.LaunchRequest(["-m", "t"], ["--x"])
+    for given in ("fd00::3", "[fd00::3]"):
+        assert request_of("--master-addr", given, "t.py").master_addr == "fd00::3"
 
 
-class TestFailures:
-    def failure(self, number: int, seen: float, **fields: object) -> Failure:
-        failure = Failure(rank=number, world_size=4, host="node7", pid=4711, seen=seen)
-        return dataclasses.replace(failure, **fields)  # type: ignore[arg-type]
-
-    def record(self, message: str, time: float, consequence: bool = False) -> FailureRecord:
-        return FailureRecord(message, "", time, "node7", consequence)
-
-    def test_order(self) -> None:
-        """Causes before consequences; records tell the time better than the agent, which looks now and then."""
-        peer = self.failure(0, 10.0, record=self.record("RuntimeError: reset by peer", 9.0, True))
-        late = self.failure(1, 10.2)
-        cause = self.failure(2, 10.3, record=self.record("ValueError: x", 10.1))
-        lost = Failure(host="node3", of_agent="host node3 gave no sign of life", seen=1.0)
-        assert failures.in_order([lost, peer, late, cause]) == [cause, late, lost, peer]
-
-    @pytest.mark.parametrize(
-        ("fields", "reason", "status"),
-        [
-            ({"exitcode": 3}, "exit status 3", 3),
-            ({"exitcode": -11}, "ended by signal 11 (SIGSEGV)", 139),
-            ({"exitcode": -99}, "ended by signal 99 (SIG99)", 227),
-            ({"exitcode": -9, "killed_for_memory": True}, "killed by the kernel, since memory had run out", 137),
-            ({"exitcode": 1, "tail": "a\nMemoryError\n"}, "exit status 1, out of memory", 1),
-        ],
-    )
-    def test_reason(self, fields: dict[str, object], reason: str, status: int) -> None:
-        failure = self.failure(2, 1.0, **fields)
-        assert failures.reason(failure).startswith(reason)
-        assert failures.exit_status([failure]) == status
-
-    def test_out_of_memory(self) -> None:
-        for message in (
-            "MemoryError",
-            "torch.OutOfMemoryError: CUDA out of memory.",
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried",
-            "OSError: [Errno 12] Cannot allocate memory",
-        ):
-            failure = self.failure(2, 1.0, record=self.record(message, 1.0))
-            assert failures.reason(failure) == f"exit status 1, out of memory, {message}"
-
-    def test_last_lines(self) -> None:
-        record = FailureRecord("ValueError: x\ny", "Traceback\n  here\nValueError: x\ny\n", 1.0)
-        first = self.failure(2, 1.0, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
-        lines = failures.describe(NodeOutcome([first, self.failure(3, 2.0, exitcode=-6)], attempt=1), "node7")
-        assert lines == [
-            "zerolite: rank 2 of 4 on host node7 (process 4711) failed in attempt 1: exit status 1, ValueError: x",
-            "Traceback",
-            "  here",
-            "ValueError: x",
-            "y",
-            "zerolite: all output of rank 2: /l/rank_2.out and /l/rank_2.err",
-            "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
-            "zerolite: the other 2 ranks were ended, if still running",
-        ]
-        silent = failures.describe(NodeOutcome([self.failure(1, 1.0, tail="a\nb")]), "node7")
-        assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
-
-    def test_what_the_terminal_has_is_not_repeated(self) -> None:
-        """All ranks end with one message, of several lines; rank 0 has no files, since it writes to the terminal."""
-        record = self.record("ranks parted\nat module x", 1.0)
-        ranks = [self.failure(n, 1.0, record=record, exitcode=76, output=["o"] if n else []) for n in (2, 0, 1)]
-        ranks[0] = dataclasses.replace(ranks[0], by_itself=False, exitcode=-15)
-        assert failures.exit_status(ranks) == 76, "that of a rank that ended by itself"
-        lines = failures.describe(NodeOutcome(ranks), "node7")
-        assert lines[0].endswith("failed: an error, ranks parted (see above)")
-        assert lines[2] == "zerolite: 2 other ranks ended with the same message"
-        elsewhere = failures.describe(NodeOutcome([ranks[2]]), "node1")
-        assert elsewhere[1:3] == ["at module x", "zerolite: all output of rank 1 on host node7: o"]
+def test_names_of_deepspeed_and_torchrun() -> None:
+    theirs = request_of("--num_gpus=2", "--num_nodes=3", "--no_ssh", "--no_local_rank", "--module", "a.b", "x")
+    assert theirs == request_of("--nproc", "2", "--num-nodes", "3", "--no-ssh", "-m", "a.b", "x")
+    theirs = request_of("--enable_each_rank_log", "d", "--bind_cores_to_rank", "-H", "h", "-e", "f", "--no_python", "c")
+    assert theirs == request_of("--log-dir=d", "--bind-cores", "--hostfile=h", "--exclude=f", "--no-python", "c")
+    assert request_of("--nproc_per_node", "2", "--nnodes", "1:2", "t.py").num_nodes == (1, 2)
 
 
-class TestRank:
-    def test_what_only_says_that_a_peer_has_gone(self) -> None:
-        class DistNetworkError(RuntimeError):
-            pass
-
-        class PeerLost(RuntimeError):
-            pass
-
-        gone = "[pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by a remote worker"
-        assert rank.is_consequence(RuntimeError(gone))
-        assert rank.is_consequence(DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed."))
-        assert rank.is_consequence(PeerLost("rank 1 has ended"))
-        assert not rank.is_consequence(RuntimeError("shapes differ"))
-        assert not rank.is_consequence(ValueError(gone)), "a sentence of the user's own"
-
-
-class TestMemoryKills:
-    def test_counter(self, tmp_path: Path) -> None:
-        (tmp_path / "membership").write_text("0::/a/b\n")
-        (tmp_path / "a" / "b").mkdir(parents=True)
-        events = tmp_path / "a" / "b" / "memory.events"
-        events.write_text("low 0\noom 1\noom_kill 2\noom_group_kill 7\n")
-        watch = memory_kills.MemoryKills(tmp_path, tmp_path / "membership")
-        assert not watch.happened()
-        events.write_text("low 0\noom 2\noom_kill 3\n")
-        assert watch.happened()
-
-    def test_version_1(self, tmp_path: Path) -> None:
-        (tmp_path / "membership").write_text("5:cpu:/x\n4:memory:/job\n")
-        (tmp_path / "memory" / "job").mkdir(parents=True)
-        control = tmp_path / "memory" / "job" / "memory.oom_control"
-        control.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
-        assert memory_kills.counter_file(tmp_path, tmp_path / "membership") == control
-        assert not memory_kills.MemoryKills(tmp_path, tmp_path / "none").happened(), "nothing is known"
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--nprocs", "2"], ["--nprocs", "--nproc?"]),
+        (["--xyzzy"], ["--xyzzy", "--help"]),
+        (["--save_pid"], ["--save-pid is not supported", "$!"]),
+        (["--num-nodes", "0"], ["--num-nodes", "'0'"]),
+        (["--tee", "some"], ["--tee", "'some'"]),
+        (["--include", "a", "--exclude", "b"], ["--include and --exclude"]),
+        (["--no-python", "-m"], ["--no-python and a module"]),
+        (["--env-file", "nowhere"], ["nowhere"]),
+        (["--launcher", "telnet"], ["--launcher", "telnet", "slurm"]),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        request_of(*argv, "t.py")
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("zerolite: error: ") and all(part in last for part in parts), last
 
 
-class TestProcesses:
-    def test_marker_finds_what_is_no_descendant(self) -> None:
-        """And another job's process, or one with a longer marker, is not found."""
-        command = "exec setsid sleep 100 </dev/null >/dev/null 2>&1 & echo $!"
-        pids = [
-            int(subprocess.run(["sh", "-c", command], env={"ZEROLITE_JOB_ID": marker}, capture_output=True).stdout)
-            for marker in ("feed-0", "feed-01")
-        ]
-        try:
-            mine = JobProcesses("feed-0")
-            assert any(pids[0] in mine.find() for _ in range(200)) and pids[1] not in mine.find()
-            assert pids[0] not in JobProcesses("feed-0", spare=[pids[0]]).find()
-        finally:
-            subprocess.run(["kill", "-9", *map(str, pids)], check=True)
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--no-ssh", "--num-nodes", "2"], "needs --node-rank"),
+        (["--num-nodes", "2", "--node-rank", "0"], "needs --master-addr"),
+        (["--num-nodes", "2", "--node-rank", "2", "--master-addr", "a"], "0 to 1"),
+        (["--node-rank", "1", "--master-addr", "a"], "needs --num-nodes"),
+        (["--no-ssh", "--include", "h"], "--hostfile"),
+    ],
+)
+def test_what_a_node_must_be_told(argv: list[str], part: str) -> None:
+    assert part in str(cli.find_node_problem(request_of(*argv, "t.py")))
+    assert cli.find_node_problem(request_of("--no-ssh", "t.py")) is None
+
+
+def test_who_starts_the_nodes() -> None:
+    for line in ("--hostfile h", "--include a", "--num-nodes 2", "--launcher slurm"):
+        assert cli.is_remote(request_of(*line.split(), "t.py"))
+    for line in ("", "--num-nodes 1", "--num-nodes 2 --node-rank 1"):
+        assert not cli.is_remote(request_of(*line.split(), "t.py"))
+
+
+def test_the_env_file_is_found_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    environ = {"HOME": str(tmp_path / "home")}
+    assert options.find_env_file(None, environ) is None
+    (tmp_path / "home" / ".zerolite_env").write_text("")
+    assert options.find_env_file(None, environ) == str(tmp_path / "home" / ".zerolite_env")
+    (tmp_path / ".zerolite_env").write_text("# comment\n\nA=1\n B = two words \nC='x=\"y\"'\nD=\n")
+    assert options.find_env_file(None, environ) == str(tmp_path / ".zerolite_env")
+    assert options.find_env_file("other", environ) == "other"
+    assert options.read_env_file(".zerolite_env") == {"A": "1", "B": "two words", "C": 'x="y"', "D": ""}
+    (tmp_path / "bad").write_text("A=1\nno value\n")
+    with pytest.raises(ValueError, match="line 2 of bad is 'no value'"):
+        options.read_env_file("bad")
+
+
+def test_module_search_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zl_search_probe").mkdir()
+    (tmp_path / "zl_search_probe" / "__init__.py").write_text("raise SystemExit('imported')")
+    before = list(sys.path)
+    assert find_target_problem(["-m", "zl_search_probe.train"], True) is None
+    assert sys.path == before and "zl_search_probe" not in sys.modules
+
+
+def test_a_script_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.py").write_text("")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "cannot be read" in str(find_target_problem([str(tmp_path / "t.py")], True))
+
+
+def test_largest_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert resources.find_nproc_problem(64) is None
+    assert "64" in str(resources.find_nproc_problem(65))
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    assert resources.find_nproc_problem(512) is None
+    assert resources.find_nproc_problem(513) is not None
+
+
+# -------------------------------------------------------------------- failures
+
+
+def failure_of(number: int, seen: float, **fields: object) -> Failure:
+    failure = Failure(rank=number, world_size=4, host="node7", pid=4711, seen=seen)
+    return dataclasses.replace(failure, **fields)  # type: ignore[arg-type]
+
+
+def record_of(message: str, time: float, consequence: bool = False) -> FailureRecord:
+    return FailureRecord(message, "", time, "node7", consequence)
+
+
+def test_causes_come_before_consequences() -> None:
+    """Causes before consequences; records tell the time better than the agent, which looks now and then."""
+    peer = failure_of(0, 10.0, record=record_of("RuntimeError: reset by peer", 9.0, True))
+    late = failure_of(1, 10.2)
+    cause = failure_of(2, 10.3, record=record_of("ValueError: x", 10.1))
+    lost = Failure(host="node3", of_agent="host node3 gave no sign of life", seen=1.0)
+    assert failures.in_order([lost, peer, late, cause]) == [cause, late, lost, peer]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "status"),
+    [
+        ({"exitcode": 3}, "exit status 3", 3),
+        ({"exitcode": -11}, "ended by signal 11 (SIGSEGV)", 139),
+        ({"exitcode": -99}, "ended by signal 99 (SIG99)", 227),
+        ({"exitcode": -9, "killed_for_memory": True}, "killed by the kernel, since memory had run out", 137),
+        ({"exitcode": 1, "tail": "a\nMemoryError\n"}, "exit status 1, out of memory", 1),
+    ],
+)
+def test_the_reason_and_the_exit_status(fields: dict[str, object], reason: str, status: int) -> None:
+    failure = failure_of(2, 1.0, **fields)
+    assert failures.reason(failure).startswith(reason)
+    assert failures.exit_status([failure]) == status
+
+
+def test_out_of_memory_is_named() -> None:
+    for message in (
+        "MemoryError",
+        "torch.OutOfMemoryError: CUDA out of memory.",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried",
+        "OSError: [Errno 12] Cannot allocate memory",
+    ):
+        failure = failure_of(2, 1.0, record=record_of(message, 1.0))
+        assert failures.reason(failure) == f"exit status 1, out of memory, {message}"
+
+
+def test_the_last_lines_name_rank_host_and_cause() -> None:
+    record = FailureRecord("ValueError: x\ny", "Traceback\n  here\nValueError: x\ny\n", 1.0)
+    first = failure_of(2, 1.0, record=record, output=["/l/rank_2.out", "/l/rank_2.err"])
+    lines = failures.describe(NodeOutcome([first, failure_of(3, 2.0, exitcode=-6)], attempt=1), "node7")
+    assert lines == [
+        "zerolite: rank 2 of 4 on host node7 (process 4711) failed in attempt 1: exit status 1, ValueError: x",
+        "Traceback",
+        "  here",
+        "ValueError: x",
+        "y",
+        "zerolite: all output of rank 2: /l/rank_2.out and /l/rank_2.err",
+        "zerolite: after that, rank 3 of 4 on host node7 (process 4711) failed: ended by signal 6 (SIGABRT)",
+        "zerolite: the other 2 ranks were ended, if still running",
+    ]
+    silent = failures.describe(NodeOutcome([failure_of(1, 1.0, tail="a\nb")]), "node7")
+    assert silent[1:4] == ["zerolite: the last lines of rank 1's standard error:", "a", "b"]
+
+
+def test_what_the_terminal_has_is_not_repeated() -> None:
+    """All ranks end with one message, of several lines; rank 0 has no files, since it writes to the terminal."""
+    record = record_of("ranks parted\nat module x", 1.0)
+    ranks = [failure_of(n, 1.0, record=record, exitcode=76, output=["o"] if n else []) for n in (2, 0, 1)]
+    ranks[0] = dataclasses.replace(ranks[0], by_itself=False, exitcode=-15)
+    assert failures.exit_status(ranks) == 76, "that of a rank that ended by itself"
+    lines = failures.describe(NodeOutcome(ranks), "node7")
+    assert lines[0].endswith("failed: an error, ranks parted (see above)")
+    assert lines[2] == "zerolite: 2 other ranks ended with the same message"
+    elsewhere = failures.describe(NodeOutcome([ranks[2]]), "node1")
+    assert elsewhere[1:3] == ["at module x", "zerolite: all output of rank 1 on host node7: o"]
+
+
+def test_what_only_says_that_a_peer_has_gone() -> None:
+    class DistNetworkError(RuntimeError):
+        pass
+
+    class PeerLost(RuntimeError):
+        pass
+
+    gone = "[pair.cc:553] Connection closed by peer [10.0.0.1]:1. This is typically caused by a remote worker"
+    assert rank.is_consequence(RuntimeError(gone))
+    assert rank.is_consequence(DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed."))
+    assert rank.is_consequence(PeerLost("rank 1 has ended"))
+    assert not rank.is_consequence(RuntimeError("shapes differ"))
+    assert not rank.is_consequence(ValueError(gone)), "a sentence of the user's own"
+
+
+# -------------------------------------------------------------------- kills for want of memory
+
+
+def test_a_kill_for_memory_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text("0::/a/b\n")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    events = tmp_path / "a" / "b" / "memory.events"
+    events.write_text("low 0\noom 1\noom_kill 2\noom_group_kill 7\n")
+    watch = memory_kills.MemoryKills(tmp_path, tmp_path / "membership")
+    assert not watch.happened()
+    events.write_text("low 0\noom 2\noom_kill 3\n")
+    assert watch.happened()
+
+
+def test_control_groups_of_version_1(tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text("5:cpu:/x\n4:memory:/job\n")
+    (tmp_path / "memory" / "job").mkdir(parents=True)
+    control = tmp_path / "memory" / "job" / "memory.oom_control"
+    control.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
+    assert memory_kills.counter_file(tmp_path, tmp_path / "membership") == control
+    assert not memory_kills.MemoryKills(tmp_path, tmp_path / "none").happened(), "nothing is known"
+
+
+# -------------------------------------------------------------------- processes
+
+
+def test_a_marker_finds_what_is_no_descendant() -> None:
+    """And another job's process, or one with a longer marker, is not found."""
+    command = "exec setsid sleep 100 </dev/null >/dev/null 2>&1 & echo $!"
+    pids = [
+        int(subprocess.run(["sh", "-c", command], env={"ZEROLITE_JOB_ID": marker}, capture_output=True).stdout)
+        for marker in ("feed-0", "feed-01")
+    ]
+    try:
+        mine = JobProcesses("feed-0")
+        assert any(pids[0] in mine.find() for _ in range(200)) and pids[1] not in mine.find()
+        assert pids[0] not in JobProcesses("feed-0", spare=[pids[0]]).find()
+    finally:
+        subprocess.run(["kill", "-9", *map(str, pids)], check=True)

@@ -73,11 +73,6 @@ def test_buckets_run_in_reverse_registration_order():
     assert [len(b.slots) for b in layout.buckets] == [2, 2, 2, 2, 2]
 
 
-def test_a_parameter_larger_than_a_bucket_gets_its_own():
-    layout = build([10, 10_000, 10], 4, 100)
-    assert [[s.index for s in b.slots] for b in layout.buckets] == [[2], [1], [0]]
-
-
 def llama_2_7b():
     block = [4096 * 4096] * 4 + [4096 * 11008] * 3 + [4096] * 2
     return [32000 * 4096, *block * 32, 4096, 32000 * 4096]
