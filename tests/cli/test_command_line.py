@@ -70,18 +70,14 @@ def check_mistake(result: subprocess.CompletedProcess[str], *parts: str) -> None
         assert part in last, (part, last)
 
 
-@pytest.mark.fast("no script", "missing script", "port 0", "no such option")
+@pytest.mark.fast("no script", "missing script", "port 0")
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         pytest.param(["--nproc", "2"], ["expected a script"], id="no script"),
         pytest.param(["no such.py", "--lr", "1"], ["no such.py", "{directory}"], id="missing script"),
         pytest.param(["-m", "no_such_package.train"], ["no_such_package"], id="missing module"),
-        pytest.param(["--nproc=0", "train.py"], ["--nproc", "1 or more"], id="0 processes"),
-        pytest.param(["--nproc=1000000", "train.py"], ["--nproc", "limit"], id="many processes"),
         pytest.param(["--master-port=0", "train.py"], ["--master-port", "0"], id="port 0"),
-        pytest.param(["--nprocs", "2", "train.py"], ["--nprocs"], id="no such option"),
-        pytest.param(["--nproc=1", "--master", "29500", "train.py"], ["--master"], id="abbreviation"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
