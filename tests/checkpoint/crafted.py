@@ -143,7 +143,7 @@ INDICES: dict[str, Change] = {
     "bytes twice": put("tensors", "another", value={"dtype": "F32", "shape": [5600], "boxes": [[0, 0, [0], [5600]]]}),
     "bytes often": put("tensors", "a", value={"dtype": "U8", "shape": [10**5, 999], "boxes": MANY}),
 }
-STATES: dict[str, Change] = {  # every tag of plain data with what it cannot hold: tests/unit/test_plain.py
+STATES: dict[str, Change] = {  # every tag of plain data with what it cannot hold: tests/unit/test_json_codec.py
     "a list": lambda body: [],
     "an unknown tag": put("step", value={"$function": "os.system"}),
     "a tensor that is not there": put("step", value={"$tensor": 7}),

@@ -21,13 +21,15 @@ import pytest
 import torch
 
 from tests.unit.conftest import Device
-from zerolite.comm import Communicator
+from zerolite.comm import Communicator, data_topology
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
+from zerolite.engine.monitoring import Monitoring
 from zerolite.monitor import Event, Monitor, StepLog, open_monitor
 from zerolite.monitor.append_file import AppendFile
 from zerolite.monitor.wall_clock import BACKWARD, FORWARD, GATHER, OTHER, REDUCE_WAIT, STEP, PhaseClock
 from zerolite.monitor.writers import CsvWriter, JsonlWriter, TensorboardWriter, WandbWriter, Writer
+from zerolite.zero.observers import Observers
 
 CPU = torch.device("cpu")
 LR = ("Train/Samples/lr", 0.5, 8)
@@ -288,6 +290,18 @@ def values(writer: Recording, name: str) -> list[Any]:
     return [found.get(step) for step in (8, 16, 24)]
 
 
+def test_rate_and_scale_are_those_that_the_step_used() -> None:
+    scaler = SimpleNamespace(scale=256.0)
+    log, writer, optimizer = step_log(scaler=scaler)
+    log.on_updated()
+    optimizer.param_groups[0]["lr"] = 0.25  # the schedule moves
+    scaler.scale = 128.0  # an overflow: the scaler is told before the log is
+    log.on_settled(1, norm=math.inf)
+    log.on_settled(2, norm=math.nan)  # skipped: the schedule has not moved
+    assert values(writer, "lr") == [0.5, 0.25, None]
+    assert values(writer, "loss_scale") == [256.0, 128.0, None]
+
+
 def test_a_step_is_written_at_its_samples() -> None:
     log, writer, _ = step_log(0.5, 0.25)
     log.add_loss(torch.tensor(2.0), 0.5, steps=0, first=True)
@@ -313,6 +327,39 @@ def test_losses_belong_to_their_window() -> None:
     log.on_settled(2, norm=1.0)
     log.on_settled(3, norm=1.0)
     assert values(writer, "train_loss") == [1.0, 8.0, None]
+
+
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_the_last_step_is_written_when_the_monitor_is_closed_and_when_the_engine_goes(tmp_path: Path, how: str) -> None:
+    observers = Observers()
+
+    class Late:
+        """One step behind, as on CUDA: its only step is settled when it is read."""
+
+        settled = False
+
+        def settle(self) -> None:
+            if not self.settled:
+                self.settled = True
+                for updated in observers.on_updated:
+                    updated()
+                for settled in observers.on_settled:
+                    settled(1, 7.0)
+
+    engine: Any = type("Engine", (), {})()  # something that can go
+    outcomes: Any = Late()
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.5}])
+    config = load_config(everything_enabled(tmp_path))
+    started = Monitoring(config, data_topology(Communicator()), CPU, outcomes, observers, optimizer, None)
+    started.end_with(engine)
+    assert started.comms_logger is None and started.watch_module(torch.nn.Linear(1, 1), None) == []  # type: ignore[arg-type]
+    path = tmp_path / "job" / "events.jsonl"
+    assert path.read_text() == ""
+    if how == "close":
+        started.monitor.close()
+    del engine, outcomes
+    written = {"lr": 0.5, "grad_norm": 7.0, "loss_scale": 1.0, "global_steps": 1}
+    assert json.loads(path.read_text()) == {"step": 1} | {f"Train/Steps/{name}": v for name, v in written.items()}
 
 
 # ------------------------------------------------------------------ the clock

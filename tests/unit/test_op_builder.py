@@ -427,6 +427,15 @@ def test_no_nvcc_and_no_gpu(place: Place, cuda_source: Path, monkeypatch: pytest
     assert "no CUDA compiler" in reason and "ZEROLITE_KERNELS=0" in reason
 
 
+def test_cuda_commands_name_the_architecture(place: Place, cuda_source: Path) -> None:
+    op = op_builder.OPS["cuda_kernels"]
+    plans = [build.make_recipe("cuda_kernels", capability, None) for capability in ((9, 0), (12, 0))]
+    assert plans[0].file_name != plans[1].file_name
+    command = plans[1].compile_command(op.sources[0], (("/cuda/bin/nvcc",), ("g++",)))
+    assert command[0] == "/cuda/bin/nvcc" and "--fmad=false" in command
+    assert command[command.index("-gencode") + 1] == "arch=compute_120,code=sm_120"
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
