@@ -77,6 +77,7 @@ def check_mistake(result: subprocess.CompletedProcess[str], *parts: str) -> None
         pytest.param(["--nproc", "2"], ["expected a script"], id="no script"),
         pytest.param(["no such.py", "--lr", "1"], ["no such.py", "{directory}"], id="missing script"),
         pytest.param(["-m", "no_such_package.train"], ["no_such_package"], id="missing module"),
+        pytest.param(["--nproc=0", "train.py"], ["--nproc", "1 or more"], id="0 processes"),
         pytest.param(["--master-port=0", "train.py"], ["--master-port", "0"], id="port 0"),
     ],
 )
