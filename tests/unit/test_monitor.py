@@ -290,18 +290,6 @@ def values(writer: Recording, name: str) -> list[Any]:
     return [found.get(step) for step in (8, 16, 24)]
 
 
-def test_rate_and_scale_are_those_that_the_step_used() -> None:
-    scaler = SimpleNamespace(scale=256.0)
-    log, writer, optimizer = step_log(scaler=scaler)
-    log.on_updated()
-    optimizer.param_groups[0]["lr"] = 0.25  # the schedule moves
-    scaler.scale = 128.0  # an overflow: the scaler is told before the log is
-    log.on_settled(1, norm=math.inf)
-    log.on_settled(2, norm=math.nan)  # skipped: the schedule has not moved
-    assert values(writer, "lr") == [0.5, 0.25, None]
-    assert values(writer, "loss_scale") == [256.0, 128.0, None]
-
-
 def test_a_step_is_written_at_its_samples() -> None:
     log, writer, _ = step_log(0.5, 0.25)
     log.add_loss(torch.tensor(2.0), 0.5, steps=0, first=True)
