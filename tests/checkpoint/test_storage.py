@@ -53,7 +53,7 @@ def stretched(boxes: Sequence[Box], factor: int) -> list[Box]:
     return [((row, column * factor), (rows, columns * factor)) for (row, column), (rows, columns) in boxes]
 
 
-@pytest.mark.parametrize("factor", [1, 60_001], ids=["", "several blocks"])  # a checksum is of a block of 1 MiB
+@pytest.mark.parametrize("factor", [1, 9_001], ids=["", "several blocks"])  # a checksum is of a block of 1 MiB
 @pytest.mark.parametrize("stored", [COLUMNS, ROWS, [((0, 0), (6, 10))]], ids=["columns", "rows", "whole"])
 @pytest.mark.parametrize("wanted", [COLUMNS, ROWS, [((2, 5), (3, 2))]], ids=["columns", "rows", "inside"])
 def test_any_cut_loads_into_any_other(tmp_path: Path, stored: list[Box], wanted: list[Box], factor: int) -> None:
