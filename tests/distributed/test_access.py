@@ -11,30 +11,19 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models, reference
 from tests.toolkit.compare import assert_same_bits
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, raised, snapshot
+from tests.toolkit.training import backward, make_engine, raised, run_steps, snapshot
 
 STEPS = 3
-STAGES = {
-    "0": (0, None),
-    "1": (1, None),
-    "2": (2, None),
-    "1w": (1, {"whole_parameters": True}),
-    "3": (3, PARTITIONED["moving"]),
-    "3w": (3, PARTITIONED["defaults"]),
-}
+STAGES = ("0", "1", "2", "1 whole", "3 moving", "3 defaults")
 STATES = ("exp_avg", "exp_avg_sq", "step")
 
 
 def settings(stage: str, precision: str = "fp32") -> dict[str, Any]:
-    number, zero = STAGES[stage]
-    return config(number, precision, 1, 0.0, ADAMW, zero)
-
-
-def step(engine: Any, number: int) -> None:
-    engine.backward(models.token_loss(engine, models.token_batch(number, 0, engine.rank)))
-    engine.step()
+    """``1 whole``: each parameter is whole on one rank."""
+    zero = {"whole_parameters": True} if stage == "1 whole" else {}
+    return at(stage, precision, optimizer=ADAMW, zero=zero)
 
 
 def read_and_write(config: dict[str, Any], batched: bool) -> dict[str, Any]:
@@ -48,7 +37,7 @@ def read_and_write(config: dict[str, Any], batched: bool) -> dict[str, Any]:
 
     assert get(zerolite.get_full_grad) + get(zerolite.get_full_optimizer_state, "exp_avg") == [None] * len(named) * 2
     for number in range(STEPS):
-        engine.backward(models.token_loss(engine, models.token_batch(number, 0, engine.rank)))
+        backward(engine, number, model="OddModel")
         grads = get(zerolite.get_full_grad)
         read[f"gradients {number}"] = dict(zip(named, grads, strict=True))
         if batched:
@@ -103,7 +92,7 @@ def known(values: dict[str, Tensor | None]) -> dict[str, Tensor]:
 @on_ranks(2, 3)
 def test_what_is_read_and_written_is_plain_pytorchs(precision: str) -> None:
     """And has the same bits at all stages; parameters one by one, or several at once."""
-    found = {stage: read_and_write(settings(stage, precision), stage in "13") for stage in STAGES}
+    found = {stage: read_and_write(settings(stage, precision), stage in ("1", "3 moving")) for stage in STAGES}
     for stage, read in found.items():
         for kind, values in read.items():
             assert known(values).keys() == known(found["0"][kind]).keys(), kind
@@ -128,7 +117,7 @@ def test_masters_and_states_are_set(precision: str) -> None:
         trained = {
             n: p for n, p in engine.module.named_parameters() if p.requires_grad and n not in ("empty", "unused")
         }
-        step(engine, 0)
+        run_steps(engine, 1, 0, "OddModel")
         for number, (name, parameter) in enumerate(trained.items()):
             master = zerolite.get_full_master(parameter)
             values = torch.linspace(-1, 1, master.numel()).reshape(master.shape) + number
@@ -137,7 +126,7 @@ def test_masters_and_states_are_set(precision: str) -> None:
             zerolite.set_full_optimizer_state([parameter], "step", [7])
             assert torch.equal(zerolite.get_full_master(parameter), values)
             assert torch.equal(snapshot(engine)[name], values.to(parameter.dtype))
-        step(engine, 1)
+        run_steps(engine, 1, 1, "OddModel")
         averages = {name: zerolite.get_full_optimizer_state(p, "exp_avg") for name, p in trained.items()}
         assert {float(zerolite.get_full_optimizer_state(p, "step")) for p in trained.values()} == {8.0}
         found[stage] = {"parameters": snapshot(engine), "averages": averages}
@@ -153,7 +142,7 @@ OVER_STAGES = pytest.mark.parametrize("stage", ["0", "2", "3"])
 def test_nothing_is_passed_over_in_silence(stage: str) -> None:
     engine = make_engine(settings(stage))
     parameter = next(p for p in engine.module.parameters() if p.requires_grad)
-    engine.backward(models.token_loss(engine, models.token_batch(0, 0, engine.rank)))
+    backward(engine, 0, model="OddModel")
     for words, call in {
         "expected a tensor of": lambda: zerolite.set_full_grad(parameter, torch.zeros(3)),
         "that an engine trains": lambda: zerolite.get_full_grad(nn.Parameter(torch.zeros(3))),
@@ -164,7 +153,7 @@ def test_nothing_is_passed_over_in_silence(stage: str) -> None:
     parameter.grad = torch.zeros_like(parameter.grad)
     engine.zero_grad()
     assert all(p.grad is None for p in engine.module.parameters())
-    step(engine, 0)
+    run_steps(engine, 1, 0, "OddModel")
     assert "no optimizer state 'nonsense'" in raised(lambda: zerolite.get_full_optimizer_state(parameter, "nonsense"))
 
 
@@ -179,5 +168,5 @@ def test_masters_go_on_from_loaded_values(stage: str) -> None:
     state = engine.full_state_dict()
     engine.load_full_state_dict(state)
     for _ in range(5):
-        step(engine, 0)
+        run_steps(engine, 1, 0, "OddModel")
     assert (zerolite.get_full_master(parameter) - state[name].float()).abs().max() > 4.5 * 2e-6

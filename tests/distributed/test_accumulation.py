@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerolite
 from tests.toolkit import models, reference
-from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import SGD, config, dynamic_fp16
-from tests.toolkit.partitioned import train
+from tests.toolkit.compare import assert_same, assert_same_bits, assert_same_on_ranks
+from tests.toolkit.configs import SGD, at, config, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, snapshot
+from tests.toolkit.stage3_cases import left_gathered
+from tests.toolkit.traffic import Tower
+from tests.toolkit.training import backward, loss_of, make_engine, run_steps, snapshot
 
 # The ways differ in where 1/4 is multiplied and in what is summed before it is reduced. Three steps of SGD with lr
 # 0.05 and gradients of order 1: a rounding error of one fp32 unit in the last place (6e-8) per sum stays far below; a
@@ -53,7 +55,7 @@ class Way:
                 if self.each == "boundary":
                     engine.set_gradient_accumulation_boundary(micro == 3)
                     assert engine.is_gradient_accumulation_boundary() is (micro == 3)
-                loss = models.token_loss(engine, models.token_batch(step, micro, dist.get_rank()))
+                loss = loss_of(engine, step, micro, "OddModel")
                 if letter in "eE":
                     engine.backward(*((loss,) if letter == "e" else (loss / 4, False)))
                 else:
@@ -115,25 +117,43 @@ def plain(micros: list[int], precision: str = "fp32") -> reference.Trajectory:
     return reference.train(models.build(models.OddModel), models.token_loss, batches, precision, SGD, 0.4)
 
 
+def three_steps(stage: str, precision: str, way: Way) -> tuple[list[float], dict[str, Any]]:
+    """The norms, and the parameters in the end."""
+    engine = make_engine(at(stage, precision, accumulation=4, clip=0.4) | dict(way.config))
+    norms = []
+    for step in range(3):
+        way.run(engine, step)
+        norms.append(engine.get_global_grad_norm())
+        assert not left_gathered(engine)
+    assert engine.global_steps == 3
+    return norms, snapshot(engine)
+
+
 @pytest.mark.fast("2-0-fp32", "2-1-bf16", "2-2-bf16")
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "fp32")])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [("0", "fp32"), ("1", "bf16"), ("2", "bf16"), ("2", "fp32"), ("3 defaults", "fp32"), ("3 moving", "fp32")],
+)
 @on_ranks(2)
-def test_every_way_to_write_a_step_gives_the_same_update(stage: int, precision: str) -> None:
+def test_every_way_to_write_a_step_gives_the_same_update(stage: str, precision: str) -> None:
     wanted = plain([4, 4, 4], precision)
     tolerance = TOLERANCE[precision]
     for name, way in WAYS.items():
-        engine = make_engine(config(stage, precision, accumulation=4, clip=0.4) | dict(way.config))
-        norms = []
-        for step in range(3):
-            way.run(engine, step)
-            norms.append(engine.get_global_grad_norm())
-        found = snapshot(engine)
+        norms, found = three_steps(stage, precision, way)
         assert_same_on_ranks(found, name)
-        assert engine.global_steps == 3 and norms == pytest.approx(wanted.norms, rel=tolerance), name
+        assert norms == pytest.approx(wanted.norms, rel=tolerance), name
         for parameter, value in wanted.parameters.items():
             torch.testing.assert_close(
                 found[parameter].float(), value, rtol=tolerance, atol=tolerance / 8, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+@pytest.mark.fast("2-3 moving")
+@pytest.mark.parametrize("stage", ["3 moving", "3 kept", "3 tight"])
+@on_ranks(2)
+def test_stage_3_has_the_bits_of_stage_2_in_every_phase(stage: str) -> None:
+    for name in ("counted", "no_sync", "boundary by hand", "phases"):
+        assert_same(three_steps(stage, "fp32", WAYS[name]), three_steps("2", "fp32", WAYS[name]), name)
 
 
 @pytest.mark.parametrize(("stage", "contained", "divided"), [(0, 1, False), (1, 3, True), (2, 1, True), (3, 3, False)])
@@ -142,7 +162,7 @@ def test_a_flushed_step_is_the_mean_of_what_it_contains(stage: int, contained: i
     engine = make_engine(config(stage, accumulation=4, clip=0.4, divide_plain_backward=divided))
     assert engine.step(flush=True) is False and engine.global_steps == 0, "there is nothing to flush"
     for micro in range(contained):
-        loss = models.token_loss(engine, models.token_batch(0, micro, engine.rank))
+        loss = loss_of(engine, 0, micro, "OddModel")
         if divided:
             loss.backward()
         else:
@@ -163,11 +183,10 @@ def test_dropped_gradients_leave_no_trace_in_16_bits(stage: int) -> None:
     for made in (config(stage, "bf16"), config(stage, fp16=dynamic_fp16())):
         engine, other = make_engine(made, "Mlp"), make_engine(made, "Mlp")
         for step in range(3):
-            engine.backward(models.square_loss(engine, models.float_batch(100 + step, 0, engine.rank)))
+            backward(engine, 100 + step)
             engine.zero_grad()
-            engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
-            engine.step()
-        train(other, 3)
+            run_steps(engine, 1, step)
+        run_steps(other, 3)
         assert engine.global_steps == 3
         assert_same_bits(snapshot(engine), snapshot(other), "dropped gradients")
 
@@ -176,7 +195,7 @@ def test_dropped_gradients_leave_no_trace_in_16_bits(stage: int) -> None:
 @on_ranks(2)
 def test_unused_parameters_are_an_error_if_the_config_says_so(stage: int) -> None:
     engine = make_engine(config(stage, zero={"ignore_unused_parameters": False}))
-    engine.backward(models.token_loss(engine, models.token_batch(0, 0, engine.rank)))
+    backward(engine, 0, model="OddModel")
     with pytest.raises(RuntimeError, match="(?s)(?=.*unused)(?=.*ignore_unused_parameters)(?!.*up.weight)"):
         engine.step()
 
@@ -187,3 +206,15 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     made = {key: value for key, value in config(1).items() if key != "optimizer"}
     with pytest.raises(ValueError, match=r"param group 0.*model\.parameters\(\)"):
         make_engine(made, "Mlp", optimizer=optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(1)
+def test_an_outdated_graph_is_refused(stage: int) -> None:
+    """Backward, step, and backward again through the same graph: torch refuses, and so must an engine."""
+    engine = zerolite.initialize(Tower((3, 3, 3)), config(stage))
+    loss = engine(torch.ones(2, 3)).sum()
+    loss.backward(retain_graph=True)
+    engine.optimizer.step()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()

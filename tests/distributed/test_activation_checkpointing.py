@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at
+from tests.toolkit.memory import tagged
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import snapshot
 from zerolite.comm import record
-from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, HOST, listeners
+from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, HOST
 
 ROWS, WIDTH = 32, 64  # inputs of 4096 bytes in 16 bits
 
@@ -62,19 +63,6 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-class Places:
-    """Bytes by item and place that the engine has named."""
-
-    def __init__(self) -> None:
-        self.nbytes: dict[tuple[str, str], int] = {}
-
-    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        self.nbytes[item, place] = self.nbytes.get((item, place), 0) + storage.nbytes()
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Ignore a resize."""
-
-
 def _batch(step: int, rank: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
@@ -87,17 +75,13 @@ def train(
     engine = zerolite.initialize(models.build(Stack, how=how), config)
     rank = 0 if alike else engine.rank
     torch.manual_seed(50 + rank)
-    losses, places = [], Places()
-    listeners.append(places)
-    try:
-        with record() as recorder:
-            for step in range(steps):
-                loss = engine(_batch(step, rank)).float().square().mean()
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-    finally:
-        listeners.remove(places)
+    losses = []
+    with tagged() as places, record() as recorder:
+        for step in range(steps):
+            loss = engine(_batch(step, rank)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
     return {
         "losses": losses,
         "parameters": snapshot(engine),
@@ -109,12 +93,11 @@ def train(
 
 
 def settings(stage: str, precision: str) -> dict[str, Any]:
-    zero = None
-    if stage == "3-offloaded":
-        zero = {**PARTITIONED["moving"], "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    elif stage.startswith("3-"):
-        zero = PARTITIONED[stage.partition("-")[2]]
-    return {**config(int(stage[0]), precision, 1, 0.0, ADAMW, zero), "train_micro_batch_size_per_gpu": ROWS}
+    """``3 offloaded``: ``3 moving`` with all states on the host."""
+    offloaded = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    zero = offloaded if stage == "3 offloaded" else {}
+    made = at(stage.replace("offloaded", "moving"), precision, optimizer=ADAMW, zero=zero)
+    return {**made, "train_micro_batch_size_per_gpu": ROWS}
 
 
 NBYTES = ROWS * WIDTH * 4  # of an input in fp32
@@ -124,7 +107,7 @@ HOST_BLOCK = {"cpu_checkpointing": True}
 @pytest.mark.fast("1-0-fp32")
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [("0", "fp32"), ("2", "bf16"), ("3-moving", "fp32"), ("3-tight", "bf16"), ("3-offloaded", "bf16")],
+    [("0", "fp32"), ("2", "bf16"), ("3 moving", "fp32"), ("3 tight", "bf16"), ("3 offloaded", "bf16")],
 )
 @on_ranks(1, 2)
 def test_every_way_gives_the_same_bits(stage: str, precision: str) -> None:
@@ -164,8 +147,8 @@ def configured(*args: Any, **kwargs: Any) -> Iterator[None]:
         zerolite.checkpointing.reset()
 
 
-@pytest.mark.fast("2-3-moving")
-@pytest.mark.parametrize("stage", ["3-moving", "0"])
+@pytest.mark.fast("2-3 moving")
+@pytest.mark.parametrize("stage", ["3 moving", "0"])
 @on_ranks(2, 3)
 def test_inputs_are_cut_over_a_group(stage: str) -> None:
     """All ranks have the same batches."""
@@ -203,13 +186,10 @@ def gradients_of_three_blocks(call: Any, seed: int) -> list[Tensor]:
 @on_ranks(2, 3)
 def test_a_rank_keeps_its_part(host: bool) -> None:
     """Without an engine; and inputs that differ between ranks are found."""
-    wanted, places = gradients_of_three_blocks(functools.partial(torch_checkpoint, use_reentrant=False), 0), Places()
+    wanted = gradients_of_three_blocks(functools.partial(torch_checkpoint, use_reentrant=False), 0)
     with configured(partition_activations=True, checkpoint_in_cpu=host, group=dist.group.WORLD):
-        listeners.append(places)
-        try:
+        with tagged() as places:
             found = gradients_of_three_blocks(zerolite.checkpointing.checkpoint, 0)
-        finally:
-            listeners.remove(places)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         if dist.get_world_size() == 2:
             unequal = "inputs of the checkpoint of Block to be equal on all ranks.*on its rank 1 than on its rank 0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,12 +18,10 @@ from tests.toolkit.ranks import on_ranks
 from tests.toolkit.transports import CPU, F32, UNITS, pair, transport
 from zerolite.comm import (
     Communicator,
-    NullCommunicator,
     create_communicator,
     process_group,
     record,
     second_communicator,
-    use_communicator,
 )
 from zerolite.comm.shared_memory import SharedMemoryCommunicator
 
@@ -198,43 +195,6 @@ def test_the_first_collective_may_be_in_inference_mode(kind: str) -> None:
             Reduction(first, 5000, salt).check()
 
 
-@on_ranks(2)
-def test_the_second_group_is_made_once_and_outlives_its_communicators() -> None:
-    comm, second = pair()
-    group = second.group
-    assert group is not None and group is not comm.group
-    again = pair()
-    assert again[1].group is group
-    comm.close()
-    assert (comm.group, second.group) == (None, None)
-    Gather(again[1], "long").check()  # another engine's communicator goes on
-    del comm, second, again
-    gc.collect()
-    fresh = pair()[1]
-    assert fresh.group is group
-    Gather(fresh, "long").check()
-    assert dist.get_process_group_ranks(group) == [0, 1]
-
-
-@on_ranks(3)
-def test_some_ranks_may_have_a_second_group() -> None:
-    """A second communicator of some ranks only: the others do not take part."""
-    parent = dist.new_group([0, 2])
-    try:
-        if dist.get_rank() != 1:
-            comm = create_communicator(CPU, parent)
-            second = second_communicator(comm, CPU)
-            assert (second.rank, second.world_size) == (comm.rank, 2)
-            Gather(second, "mixed").check()
-            assert second.group is not None
-            dist.destroy_process_group(second.group)
-            process_group._second_groups.pop(parent)
-            second.close()
-    finally:
-        dist.destroy_process_group(parent)
-    Gather(pair()[1], "mixed").check()  # ranks that have made more communicators than others still agree
-
-
 def lifetime() -> list[Any]:
     """On a worker without a process group: start, make a second group, end, start again."""
     answers: list[Any] = []
@@ -249,19 +209,6 @@ def lifetime() -> list[Any]:
         zerolite.destroy()
         answers.append((timeout.total_seconds(), alive() is None, len(process_group._second_groups)))
     return answers
-
-
-@on_ranks(2)
-def test_a_communicator_can_be_injected() -> None:
-    """One of 64 ranks in one process, and none of it outside the context."""
-    rank = dist.get_rank()
-    with use_communicator(lambda rank, world: NullCommunicator(rank + 3, 64)):
-        comm = create_communicator(CPU)
-        with use_communicator(NullCommunicator):
-            assert create_communicator(CPU).world_size == 2
-    assert (type(comm), comm.rank, comm.world_size) == (NullCommunicator, rank + 3, 64)
-    assert second_communicator(comm, CPU) is comm
-    assert isinstance(create_communicator(CPU), SharedMemoryCommunicator)
 
 
 # -------------------------------------------------------------------- the tests

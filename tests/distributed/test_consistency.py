@@ -12,11 +12,11 @@ import torch.distributed as dist
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.lockstep import skipping_on_device
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, raised
+from tests.toolkit.training import backward, loss_of, make_engine, raised, run_steps
 
 FIRST = {2: "rank 0", 3: "ranks 0 and 1"}
 INF = {"lr": float("inf")}
@@ -31,14 +31,8 @@ def is_last() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def backward(engine: Any, step: int) -> None:
-    engine.backward(models.token_loss(engine, models.token_batch(step, 0, dist.get_rank())))
-
-
 def train(engine: Any, steps: int = 1, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        backward(engine, step)
-        engine.step()
+    run_steps(engine, steps, first, "OddModel")
 
 
 def errors_of(engine: Any, first: int, most: int) -> list[str]:
@@ -149,7 +143,7 @@ def test_other_numbers_on_one_rank_are_named_on_all(stage: int, precision: str, 
 def test_other_gathers_of_one_rank_are_told() -> None:
     """In the third step the last rank gathers another parameter than the rest, which a backend that compares nothing
     lets pass."""
-    engine = make_engine(config(3, optimizer=ADAMW, zero=PARTITIONED["moving"]))
+    engine = make_engine(at(3, optimizer=ADAMW))
     train(engine, 2)
     if is_last():
         engine.coordinator.schedule.note_gather(1, 1)
@@ -161,7 +155,7 @@ def test_other_gathers_of_one_rank_are_told() -> None:
 def test_numbers_that_change_after_the_statistics_are_found_in_the_next_step() -> None:
     engine = make_engine(setting(1, "bf16"))
     for step in range(2):
-        backward(engine, step)
+        backward(engine, step, model="OddModel")
         engine.clip_gradients(100.0)
         if step == 1 and is_last():
             _lr(engine)
@@ -176,7 +170,7 @@ def test_what_changes_alike_is_no_difference() -> None:
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, factor=0.5, patience=0)
     with Warnings() as warnings:
         for step in range(4):
-            backward(engine, step)
+            backward(engine, step, model="OddModel")
             engine.clip_gradients(100.0)
             engine.optimizer.param_groups[0]["weight_decay"] = 0.01 * step
             engine.step()
@@ -362,7 +356,7 @@ def test_a_loss_that_is_not_finite_while_its_gradients_are_is_said_once() -> Non
     engine = make_engine(config(2, "bf16"))
     with Warnings() as warnings:
         for step in range(3):
-            loss = models.token_loss(engine, models.token_batch(step, 0, engine.rank))
+            loss = loss_of(engine, step, model="OddModel")
             engine.backward(loss + (torch.nan if engine.rank == 1 else 0.0))
             engine.step()
     assert engine.global_steps - engine.skipped_steps == 3

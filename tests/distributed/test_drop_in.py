@@ -1,4 +1,4 @@
-"""docs/drop-in.md has a test for every row; those of the rows are in test_drop_in_*.py."""
+"""docs/drop-in.md is true, row by row. What a loop does for each row is in the modules of tests/distributed/drop_in."""
 
 from __future__ import annotations
 
@@ -6,38 +6,56 @@ import importlib
 
 import pytest
 
-from tests.toolkit.drop_in import CASES, ROWS, assert_row_is_true
+from tests.toolkit.drop_in import CASES, ROWS, outcomes
 from tests.toolkit.pool import Pools
 
-THEMES = ("loops", "gradients", "hooks", "optimizers", "schedules", "weights", "modules", "graphs")
-MODULES = {theme: f"tests.distributed.test_drop_in_{theme}" for theme in THEMES}
+for theme in ("loops", "gradients", "hooks", "optimizers", "schedules", "weights", "modules", "graphs"):
+    importlib.import_module(f"tests.distributed.drop_in.{theme}")
+NAMES = {case.function.__name__: row for row, case in CASES.items()}
 
 
 def test_every_row_has_a_case_and_every_refusal_words_and_an_alternative() -> None:
-    for module in MODULES.values():
-        importlib.import_module(module)
-    assert CASES.keys() == ROWS.keys()
-    assert len(ROWS) > 90
+    assert CASES.keys() == ROWS.keys() and len(NAMES) == len(ROWS) > 90
     for row, (*cells, instead) in ROWS.items():
         assert set(cells) <= {"works", "raises"}, row
         assert "raises" not in cells or (instead and CASES[row].words), row
 
 
-OTHER_WORLDS = [
-    *(("loops", name) for name in ("the_engines_loop", "accumulated", "weighted", "joined")),
-    *(("gradients", name) for name in ("grad_read", "grad_changed", "clipped_by_torch")),
-    ("hooks", "accumulate_hook_in_a_window"),
-    ("optimizers", "elementwise"),
-    ("schedules", "states_read"),
-    ("weights", "written_gathered"),
-    ("graphs", "unused_modules_in_a_leaf"),
-]
+def assert_row_is_true(pools: Pools, name: str, everything: bool, world: int = 2) -> None:
+    row = NAMES[name]
+    kwargs = {"module": CASES[row].function.__module__, "row": row, "everything": everything}
+    for rank in pools(world).run(outcomes, kwargs, timeout=300.0):
+        for stage, found in rank.items():
+            said = ROWS[row][stage]
+            assert set(found) == {said}, f"stage {stage}: {sorted(set(found))}, the table says {said}"
+
+
+FAST = ("the_engines_loop", "torchs_loop", "accumulated", "joined", "closure", "autocast", "clipped_by_torch")
+FAST += ("grad_read", "own_updates", "module_hooks", "muon_by_name")
+
+
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
+    assert_row_is_true(pools, name, everything=request.node.get_closest_marker("slow") is not None)
+
+
+OTHER_WORLDS = (
+    "the_engines_loop",
+    "accumulated",
+    "weighted",
+    "joined",
+    "grad_read",
+    "grad_changed",
+    "clipped_by_torch",
+)
+OTHER_WORLDS += ("accumulate_hook_in_a_window", "elementwise", "states_read", "written_gathered")
+OTHER_WORLDS += ("unused_modules_in_a_leaf",)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize(("theme", "name"), OTHER_WORLDS)
-def test_rows_are_true_at_other_world_sizes(pools: Pools, theme: str, name: str, world: int) -> None:
-    importlib.import_module(MODULES[theme])
+@pytest.mark.parametrize("name", OTHER_WORLDS)
+def test_rows_are_true_at_other_world_sizes(pools: Pools, name: str, world: int) -> None:
     if world > 1 or name != "joined":  # which is about ranks that differ
-        assert_row_is_true(pools, MODULES[theme], name, True, world)
+        assert_row_is_true(pools, name, True, world)

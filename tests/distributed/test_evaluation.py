@@ -9,21 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import zerolite
-from tests.toolkit import models
-from tests.toolkit.configs import config
-from tests.toolkit.pool import Pool
+from tests.cli.example_cases import load
+from tests.toolkit import models, reference
+from tests.toolkit.compare import from_all_ranks
+from tests.toolkit.configs import SGD, config
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, raised, snapshot
+from tests.toolkit.training import make_engine, raised, run_steps, snapshot
 from tests.toolkit.transports import transport
 from zerolite.data.dataloader import EpochSampler
-
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Points(Dataset):
@@ -60,8 +58,7 @@ def test_every_item_is_evaluated_once_and_in_order(how: str, stage: int) -> None
     """how: the loader is the engine's ("own"), the user's and told to the engine ("prepared"), or the engine's and the
     predictions are gathered after the pass ("whole")."""
     engine = make_engine(config(stage), "Mlp")
-    engine.backward(models.square_loss(engine, models.float_batch(99, 0, engine.rank)))
-    engine.step()
+    run_steps(engine, 1, 99)
     model = models.build(models.Mlp)
     model.load_state_dict(snapshot(engine))
     engine.eval()
@@ -260,9 +257,7 @@ def test_training_on_data_equals_plain_training(drop_last: bool, stage: int) -> 
             assert torch.cat(evaluated).tolist() == [0, 1, 2]
             gathered.append(engine.gather_for_metrics(index).tolist())
             engine.step()
-            parts: list[Any] = [None] * world
-            dist.all_gather_object(parts, index.tolist())
-            for part in parts:
+            for part in from_all_ranks(index.tolist()):
                 x, y = joint(part)
                 (F.mse_loss(model(x), y) / (world * accumulation)).backward()
         optimizer.step()
@@ -287,96 +282,40 @@ def test_arguments_of_initialize_reach_the_loaders() -> None:
     assert (engine.dataloader.batch_size, loader.batch_size, list(loader)) == (2, 3, [3])
 
 
-# -------------------------------------------------------------------- synchronised batch norm
-
-
-class WrittenOutSyncBatchNorm(nn.BatchNorm1d):
-    """The computation of torch.nn.SyncBatchNorm, which has no CPU version: statistics of all ranks' samples [N, C], and
-    gradients through them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
-        if not self.training:
-            return super().forward(x)
-        count = x.shape[0] * dist.get_world_size()
-        mean = differentiable.all_reduce(x.sum(0)) / count
-        variance = differentiable.all_reduce((x - mean).square().sum(0)) / count
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
-        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
-
-
-def normalised_model(norm: Callable[[int], nn.Module]) -> nn.Module:
-    torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(7, 6), norm(6), nn.Tanh(), nn.Linear(6, 5), norm(5), nn.Linear(5, 3))
-
-
-def sync_batch_norm(config: dict[str, Any], steps: int, real: bool) -> dict[str, Any]:
-    """``steps`` updates, each rank with its own samples. real: torch's own layer, on CUDA."""
-    if real:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(normalised_model(nn.BatchNorm1d))
-    else:
-        model = normalised_model(WrittenOutSyncBatchNorm)
-    engine = zerolite.initialize(model, config)
-    norms = []
-    for step in range(steps):
-        x, y = models.float_batch(step, 0, engine.rank)
-        engine.backward(F.mse_loss(engine(x.to(engine.device)), y.to(engine.device)))
-        engine.step()
-        norms.append(engine.get_global_grad_norm())
-    return {
-        "norms": norms,
-        "weights": {name: value.cpu() for name, value in snapshot(engine).items()},
-        "buffers": {name: buffer.cpu() for name, buffer in model.named_buffers() if "batches" not in name},
-    }
-
-
-def plain_batch_norm(settings: dict[str, Any], world: int, steps: int) -> dict[str, Any]:
-    """The joint batch on one process."""
-    model = normalised_model(nn.BatchNorm1d)
-    optimizer = torch.optim.SGD(model.parameters(), **settings["optimizer"]["params"], foreach=True)
-    norms = []
-    for step in range(steps):
-        batches = [models.float_batch(step, 0, rank) for rank in range(world)]
-        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        F.mse_loss(model(x), y).backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if "batches" not in name}
-    return {"norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}, "buffers": buffers}
+# -------------------------------------------------------------------- batch norm over all ranks
 
 
 @pytest.mark.fast("2-0", "3-1", "2-2", "2-3")
-@STAGES
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2, 3)
 def test_statistics_of_all_ranks_equal_those_of_the_joint_batch(stage: int) -> None:
-    found = sync_batch_norm(config(stage), 4, real=False)
-    torch.testing.assert_close(found, plain_batch_norm(config(stage), dist.get_world_size(), 4), rtol=1e-4, atol=1e-6)
+    """With the layer of examples/digits; torch's own, which needs CUDA, is in tests/gpu/test_sync_batchnorm.py."""
+    joint_norm = load("digits", "batch_norm").JointBatchNorm2d
+    model, plain = models.build(models.ConvNet), models.build(models.ConvNet)
+    model.first_norm, model.second_norm = joint_norm(5), joint_norm(7)
+    engine = zerolite.initialize(model, config(stage))
+    optimizer = torch.optim.SGD(plain.parameters(), **SGD[1], foreach=True)
+    for step in range(4):
+        run_steps(engine, 1, step, "ConvNet")
+        batches = [models.image_batch(step, 0, rank) for rank in range(engine.world_size)]
+        models.square_loss(plain, reference.join(batches)).backward()
+        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {**snapshot(engine), **dict(model.named_buffers())}
+    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_torchs_sync_batch_norm_evaluates_on_the_cpu_and_refuses_to_train(stage: int) -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(normalised_model(nn.BatchNorm1d))
-    engine, plain = zerolite.initialize(model, config(stage)), normalised_model(nn.BatchNorm1d).eval()
+    model, plain = (models.build(models.ConvNet) for _ in range(2))
+    engine = zerolite.initialize(nn.SyncBatchNorm.convert_sync_batchnorm(model), config(stage))
     engine.eval()
-    x, _ = models.float_batch(0, 0, 0)
+    x, _ = models.image_batch(0, 0, 0)
     with torch.no_grad():
-        torch.testing.assert_close(engine.gather(engine(x.chunk(2)[engine.rank])), plain(x))
+        torch.testing.assert_close(engine.gather(engine(x.chunk(2)[engine.rank])), plain.eval()(x))
     engine.train()
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
         engine(x)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's SyncBatchNorm trains on CUDA only; none here")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_torchs_sync_batch_norm_equals_the_joint_batch(stage: int) -> None:
-    settings = config(stage)
-    with Pool(2) as pair:  # two ranks that share the device, over gloo
-        ranks = pair.run(sync_batch_norm, {"config": settings, "steps": 4, "real": True}, timeout=180)
-    wanted = plain_batch_norm(settings, 2, 4)
-    for rank in ranks:
-        torch.testing.assert_close(rank, wanted, rtol=1e-3, atol=1e-5)

@@ -19,7 +19,7 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, snapshot
+from tests.toolkit.training import make_engine, run_steps, snapshot
 from zerolite.comm import record
 
 STEPS = 3
@@ -189,8 +189,7 @@ def unfrozen(config: dict[str, Any] | None) -> dict[str, Tensor]:
     for step in range(STEPS):
         module.shared.requires_grad_(step > 0)
         if engine is not None:
-            engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
-            engine.step()
+            run_steps(engine, 1, step)
             continue
         torch_optimizer.zero_grad()
         for rank in range(dist.get_world_size()):
@@ -257,7 +256,7 @@ def test_numbers_with_other_ways_of_reducing(option: str) -> None:
             assert_close(found["parameters"], plain("engine", 1, LATE), f"stage {stage}, {value}")
 
 
-@pytest.mark.slow
+@pytest.mark.fast("2-bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @on_ranks(2)
 def test_stages_agree(precision: str) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.toolkit import models, reference
-from tests.toolkit.configs import PARTITIONED, SGD, STATIC_SCALE, Optimizer, config
+from tests.toolkit.configs import SGD, STATIC_SCALE, Optimizer, at, config
 from tests.toolkit.grids import (
     LAYERS,
     WIDTH,
-    Block,
     Gpt,
     Grid,
     assert_ranks_agree,
@@ -96,8 +95,7 @@ def check(
     """options: tied, clip, accumulation."""
     pipe, data, tensor = grid
     tied, clip, micros = options
-    zero = PARTITIONED["moving"] if stage == 3 else None
-    made = on_grid(config(stage, precision, micros, clip, OPTIMIZERS[optimizer], zero), grid, sequence, **pipeline)
+    made = on_grid(at(stage, precision, micros, clip, OPTIMIZERS[optimizer]), grid, sequence, **pipeline)
     got = run(pools, grid, trained, 120, config=made, tied=tied)[0]
     wanted = expected(data, precision, tied, clip, micros, optimizer)
     assert set(got["parameters"]) == set(wanted.parameters) | ({"head.weight"} if tied else set())
@@ -212,33 +210,3 @@ def test_what_stages_send(pools: Pools, schedule: str, boundaries: int) -> None:
         made = on_grid(config(0, precision, 4, CLIP), (2, 1, 1), **chosen)
         for found in run(pools, (2, 1, 1), calls_of_a_step, config=made, tied=tied):
             assert_travels(found, wanted, once)
-
-
-# ---------------------------------------------------------------- memory
-
-
-def in_flight(config: dict[str, Any]) -> int:
-    """The most micro-batches whose backward through this rank's first block had not come yet."""
-    engine = make_engine(config)
-    alive, most = [0], [0]
-
-    def begins(module: nn.Module, args: Any, output: Tensor) -> None:
-        alive[0] += 1
-        most[0] = max(most[0], alive[0])
-        output.register_hook(ends)
-
-    def ends(gradient: Tensor) -> None:
-        alive[0] -= 1
-
-    block = next(m for m in engine.module.modules() if isinstance(m, Block) and m.norm.weight is not None)
-    block.register_forward_hook(begins)
-    train(engine, 2)
-    assert alive[0] == 0
-    return most[0]
-
-
-@pytest.mark.slow
-def test_fewer_micro_batches_are_alive_in_1f1b(pools: Pools) -> None:
-    for schedule, wanted in (("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1])):
-        made = on_grid(config(1, "fp32", 8, CLIP), (4, 1, 1), schedule=schedule)
-        assert run(pools, (4, 1, 1), in_flight, config=made) == wanted

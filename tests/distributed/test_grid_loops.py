@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zerolite
 from tests.distributed.test_grid import ADAMW, CLIP, FP32, expected, run
 from tests.toolkit import models, reference
-from tests.toolkit.configs import PARTITIONED, SGD, Optimizer, config
+from tests.toolkit.configs import SGD, Optimizer, at
 from tests.toolkit.grids import (
     Gpt,
     Grid,
@@ -32,9 +32,11 @@ from tests.toolkit.grids import (
     train,
     worst,
 )
+from tests.toolkit.pipes import plain_loss
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
+from tests.zoo.architectures import ALL
 
 pytestmark = pytest.mark.slow
 
@@ -52,8 +54,7 @@ def settings(
     zero: dict[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    zero = {**(PARTITIONED["moving"] if stage == 3 else {}), **(zero or {})}
-    made = config(stage, precision, count, CLIP, optimizer or SGD, zero)
+    made = at(stage, precision, count, CLIP, optimizer or SGD, zero=zero)
     if optimizer is None:
         del made["optimizer"]
     return on_grid(made, grid, sequence, **(pipeline or {})) | more
@@ -133,18 +134,12 @@ def compare(
         if step:
             change(engine.module, step)
             change(whole, step)
-        losses.append(engine.train_batch(batches(step, count, engine.data_parallel_rank, **(sample or {}))).item())
+        joint = [list(batches(step, count, rank, **(sample or {}))) for rank in range(data)]
+        losses.append(engine.train_batch(iter(joint[engine.data_parallel_rank])).item())
         norms.append(engine.get_global_grad_norm())
         assert engine.get_lr() == [group["lr"] for group in optimizer.param_groups] or "lr_scheduler" in arguments
         optimizer.zero_grad()
-        total = 0.0
-        for rank in range(data):
-            for batch in batches(step, count, rank, **(sample or {})):
-                output = whole(**batch) if isinstance(batch, dict) else whole(*batch)
-                loss = getattr(output, "loss", output) / (data * count)
-                loss.backward()
-                total += loss.item()
-        assert losses[-1] == pytest.approx(total, rel=FP32)
+        assert losses[-1] == pytest.approx(plain_loss(whole, joint, None, backward=True), rel=FP32)
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         assert norms[-1] == pytest.approx(clip_gradients(trained), rel=FP32)
         optimizer.step()
@@ -371,47 +366,31 @@ def test_one_rank_writes(grid: Grid, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- Hugging Face
 
 
-def hugging_face(family: str, tied: bool = True) -> nn.Module:
-    """Small, four layers; heads that two and four ranks can share."""
-    import transformers
-
-    common = {"vocab_size": 37, "tie_word_embeddings": tied, "use_cache": False}
-    if family == "GPT2":
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(n_embd=16, n_layer=4, n_head=4, n_positions=16, **dropout, **common)
-        return transformers.GPT2LMHeadModel(config)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "max_position_embeddings": 16}
-    config = getattr(transformers, f"{family}Config")(num_attention_heads=4, num_key_value_heads=2, **sizes, **common)
-    return getattr(transformers, f"{family}ForCausalLM")(config)
+def hugging_face(name: str) -> nn.Module:
+    return ALL[name].build(torch.initial_seed())
 
 
 def library_batches(step: int, count: int, rank: int) -> Any:
     for micro in range(count):
-        generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * micro + rank)
-        ids = torch.randint(0, 37, (2, 8), generator=generator)
-        yield {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+        yield ALL["llama"].batch(1_000_003 * step + 1009 * micro + rank)
 
 
 @pytest.mark.parametrize(
-    ("family", "grid", "stage", "sequence"),
+    ("name", "grid", "stage", "sequence"),
     [
-        ("GPT2", PIPE_TENSOR, 1, True),
-        ("GPT2", DATA_TENSOR, 3, False),
-        ("Llama", TENSOR, 3, True),
-        ("Llama", PIPE, 1, False),
-        ("Qwen2", PIPE_TENSOR, 1, True),
-        ("Qwen3", DATA_TENSOR, 3, False),
+        ("gpt2", PIPE_TENSOR, 1, True),
+        ("gpt2", DATA_TENSOR, 3, False),
+        ("llama", TENSOR, 3, True),
+        ("llama", PIPE, 1, False),
+        ("qwen2", PIPE_TENSOR, 1, True),
+        ("qwen3", DATA_TENSOR, 3, False),
     ],
 )
-def test_hugging_face(pools: Pools, family: str, grid: Grid, stage: int, sequence: bool) -> None:
+def test_hugging_face(pools: Pools, name: str, grid: Grid, stage: int, sequence: bool) -> None:
     pytest.importorskip("transformers")
     made = settings(grid, stage, count=2, sequence=sequence)
-    gpt2 = {"*.c_attn": "column", "*.c_fc": "column", "*.c_proj": "row", "lm_head": "vocab"}
     if grid[2] > 1:
-        plan = gpt2 if family == "GPT2" else "auto"
-        made["tensor_parallel"] = {"size": 2, "plan": plan, "sequence_parallel": sequence}
+        made["tensor_parallel"] = {"size": 2, "plan": ALL[name].plan, "sequence_parallel": sequence}
     if grid[0] > 1:
-        made["pipeline"] = {"stages": 2, "split": [f"{'transformer.h' if family == 'GPT2' else 'model.layers'}.2"]}
-    for tied in (True, False) if family == "Llama" else (True,):
-        given = {"build": hugging_face, "batches": library_batches, "family": family, "tied": tied, "steps": 3}
-        run(pools, grid, compare, config=made, **given)
+        made["pipeline"] = {"stages": 2, "split": [f"{'transformer.h' if name == 'gpt2' else 'model.layers'}.1"]}
+    run(pools, grid, compare, config=made, build=hugging_face, batches=library_batches, name=name, steps=3)

@@ -13,34 +13,24 @@ from torch import nn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, Optimizer, config
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_all_ranks
+from tests.toolkit.configs import ADAMW, SGD, Optimizer, at, config
 from tests.toolkit.faults import Warnings
-from tests.toolkit.growth import Frozen
-from tests.toolkit.partitioned import train as train_further
 from tests.toolkit.pipes import TiedGpt, batches_of, plain_loss, token_batch
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raised, snapshot
+from tests.toolkit.training import raised, run_steps, snapshot
 
 STEPS = 7
 UNFREEZES, FREEZES, UNFREEZES_AGAIN = 2, 4, 5  # steps
-STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
-    "0": (0, None),
-    "1": (1, None),
-    "2": (2, None),
-    "2-overlap": (2, {"overlap_comm": True}),
-    "3": (3, PARTITIONED["moving"]),
-    "3-tight": (3, PARTITIONED["tight"]),
-    "3-defaults": (3, PARTITIONED["defaults"]),
-}
 
 
 def settings(stage: str, optimizer: Optimizer, precision: str = "fp32", micros: int = 1) -> dict[str, Any]:
-    number, zero = STAGES[stage]
-    return config(number, precision, micros, 0.0, optimizer, zero) | {"train_micro_batch_size_per_gpu": 4}
+    """``2 overlap``: with ``overlap_comm``."""
+    zero = {"overlap_comm": True} if stage == "2 overlap" else {}
+    return at(stage, precision, micros, 0.0, optimizer, zero=zero) | {"train_micro_batch_size_per_gpu": 4}
 
 
-def change(model: Frozen, step: int, optimizer: Any, how: str) -> None:
+def change(model: models.Frozen, step: int, optimizer: Any, how: str) -> None:
     """Make the user's change before ``step``; the same to a plain model and its optimizer."""
     if step == UNFREEZES - 1:
         with torch.no_grad():
@@ -58,7 +48,7 @@ def change(model: Frozen, step: int, optimizer: Any, how: str) -> None:
 def train(config: dict[str, Any], how: str, steps: int, loop: str = "engine") -> dict[str, Any]:
     """how: "config" (unfrozen parameters join the only group), "instance" (the user's optimizer has all of them from
     the start) or "group" (they are added). loop: "engine", or "module" for torch's own loop over ``engine.module``."""
-    model, more = models.build(Frozen), {}
+    model, more = models.build(models.Frozen), {}
     if how == "instance":
         given = config.pop("optimizer")
         more["optimizer"] = getattr(torch.optim, given["type"])(model.parameters(), **given["params"])
@@ -85,7 +75,7 @@ def train(config: dict[str, Any], how: str, steps: int, loop: str = "engine") ->
 
 def train_plain(optimizer: Optimizer, how: str, micros: int = 1) -> dict[str, torch.Tensor]:
     """The same in plain PyTorch on the joint batches."""
-    model, world = models.build(Frozen), dist.get_world_size()
+    model, world = models.build(models.Frozen), dist.get_world_size()
     start = model.parameters() if how != "group" else [p for p in model.parameters() if p.requires_grad]
     torch_optimizer = getattr(torch.optim, optimizer[0])(start, **optimizer[1])
     for step in range(STEPS):
@@ -99,17 +89,17 @@ def train_plain(optimizer: Optimizer, how: str, micros: int = 1) -> dict[str, to
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.fast("2-config-2-overlap", "2-group-0", "2-config-3-tight")
+@pytest.mark.fast("2-config-2 overlap", "2-group-0", "2-config-3 tight")
 @pytest.mark.parametrize(
     ("how", "stage"),
     [
-        ("config", "2-overlap"),
+        ("config", "2 overlap"),
         ("group", "0"),
-        ("config", "3-tight"),
+        ("config", "3 tight"),
         ("instance", "1"),
         ("instance", "3"),
         ("group", "2"),
-        ("group", "3-defaults"),
+        ("group", "3 defaults"),
     ],
 )
 @on_ranks(2, 3)
@@ -119,9 +109,11 @@ def test_unfrozen_parameters_are_trained_like_plain_pytorch(how: str, stage: str
     assert_same_on_ranks(found["parameters"])
     torch.testing.assert_close(found["parameters"], train_plain(optimizer, how, micros), rtol=0, atol=3e-6)
     if optimizer is ADAMW:  # a parameter that was frozen has fewer steps behind it
-        counts: list[Any] = [None, None]
-        dist.all_gather_object(counts, found["steps"])
-        assert {*counts[0], *counts[1]} == {STEPS, STEPS - UNFREEZES, STEPS - 1}
+        assert {count for counts in from_all_ranks(found["steps"]) for count in counts} == {
+            STEPS,
+            STEPS - UNFREEZES,
+            STEPS - 1,
+        }
         by_module = train(settings(stage, optimizer), how, STEPS, "module")
         assert_same_bits(by_module["parameters"], found["parameters"], "torch's own loop over the module")
 
@@ -131,17 +123,17 @@ def test_unfrozen_parameters_are_trained_like_plain_pytorch(how: str, stage: str
 @on_ranks(2)
 def test_stages_give_the_same_bits(precision: str) -> None:
     found = {
-        stage: train(settings(stage, ADAMW, precision), "group", STEPS) for stage in ("0", "1", "2", "3", "3-tight")
+        stage: train(settings(stage, ADAMW, precision), "group", STEPS) for stage in ("0", "1", "2", "3", "3 tight")
     }
     for stage, result in found.items():
         assert_same_bits(found["0"]["parameters"], result["parameters"], f"stages 0 and {stage}")
         assert result["losses"] == found["0"]["losses"]
 
 
-@pytest.mark.parametrize("stage", ["0", "2", "3-defaults"])
+@pytest.mark.parametrize("stage", ["0", "2", "3 defaults"])
 @on_ranks(2)
 def test_what_cannot_be_is_said(stage: str) -> None:
-    model = models.build(Frozen)
+    model = models.build(models.Frozen)
     groups = [{"params": [model.second.weight]}, {"params": [model.last.weight], "lr": 0.2}]
     engine = zerolite.initialize(model, settings(stage, ("SGD", {"lr": 0.1})), model_parameters=groups)
     for parameter, words in (
@@ -152,11 +144,11 @@ def test_what_cannot_be_is_said(stage: str) -> None:
         assert words in said
     engine.optimizer.add_param_group({"params": [model.scale]})
     model.first.bias.requires_grad_(True)  # which is in no group
-    said = raised(lambda: train_further(engine, 1))
+    said = raised(lambda: run_steps(engine, 1))
     assert "'first.bias'" in said and "engine.optimizer.add_param_group" in said
     model.first.bias.requires_grad_(False)
     engine.zero_grad()
-    train_further(engine, 1)
+    run_steps(engine, 1)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -188,12 +180,12 @@ def test_a_frozen_weight_that_two_stages_of_a_pipeline_share_is_unfrozen(zero: i
 @on_ranks(2)
 def test_a_checkpoint_with_states_of_what_is_frozen_here(tmp_path: Path) -> None:
     """They are left, and rank 0 says so; those of a parameter that is unfrozen before it is loaded are taken."""
-    engine = zerolite.initialize(models.build(Frozen), settings("2", ADAMW))
+    engine = zerolite.initialize(models.build(models.Frozen), settings("2", ADAMW))
     engine.module.scale.requires_grad_(True)
-    train_further(engine, 2)
+    run_steps(engine, 2)
     engine.save_checkpoint(tmp_path)
     for frozen in (True, False):
-        engine = zerolite.initialize(models.build(Frozen), settings("2", ADAMW))
+        engine = zerolite.initialize(models.build(models.Frozen), settings("2", ADAMW))
         engine.module.scale.requires_grad_(not frozen)
         with Warnings() as warnings:
             engine.load_checkpoint(tmp_path)
@@ -207,7 +199,7 @@ def test_a_checkpoint_with_states_of_what_is_frozen_here(tmp_path: Path) -> None
 @pytest.mark.parametrize("stage", ["0", "2", "3"])
 @on_ranks(2)
 def test_a_module_that_is_added_later(stage: str) -> None:
-    model = models.build(Frozen)
+    model = models.build(models.Frozen)
     engine = zerolite.initialize(model, settings(stage, ("SGD", {"lr": 0.1})))
     torch.manual_seed(100 + engine.rank)  # the ranks' values differ; rank 0's are everyone's
     model.last = nn.Sequential(model.last, nn.Linear(3, 3))
@@ -218,6 +210,6 @@ def test_a_module_that_is_added_later(stage: str) -> None:
     assert said == ""
     before = snapshot(engine)
     assert_same_on_ranks(before)
-    train_further(engine, 2)
+    run_steps(engine, 2)
     assert_same_on_ranks(snapshot(engine))
     assert not torch.equal(before["last.1.weight"], snapshot(engine)["last.1.weight"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.lockstep import loss_of, make_engine
 from tests.toolkit.ranks import on_ranks
 from zerolite.utils.accelerator import HostRead
@@ -80,5 +80,5 @@ def waits_of_training(config: dict[str, Any], loop: str) -> list[int]:
 )
 @on_ranks(2)
 def test_a_steady_step_waits_for_nothing(stage: int, loop: str) -> None:
-    made = config(stage, clip=0.4, optimizer=ADAMW, zero=PARTITIONED["defaults"] if stage == 3 else None)
+    made = at("3 defaults" if stage == 3 else stage, clip=0.4, optimizer=ADAMW)
     assert waits_of_training(made, loop) == [0] * 4

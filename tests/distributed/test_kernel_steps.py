@@ -25,12 +25,12 @@ from tests.toolkit.optimizers import (
     engine_steps,
     facts,
     loss_of,
-    make_engine,
     plain,
     train,
     without_kernels,
 )
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import make_engine
 from zerolite.ops import library
 
 # -------------------------------------------------------------------- saving

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.ops.cases import needs_fma
+from tests.toolkit import models, reference
 from tests.toolkit.compare import CLIP, EPSILON, assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import PARTITIONED, Optimizer, config
-from tests.toolkit.optimizers import CLASSES, Changes, assert_same_facts, loss_of, make_model, plain, torchs, train
+from tests.toolkit.configs import Optimizer, at, config
+from tests.toolkit.optimizers import Changes, assert_same_facts, loss_of, plain, torchs, train
 from tests.toolkit.ranks import on_ranks
 
 EXACT: dict[str, Optimizer] = {  # the kernels do torch's operations in torch's order
@@ -53,8 +54,7 @@ def at_stages(
     Stage 3 releases every parameter after its use, unless ranks use different ones."""
     found = {}
     for stage in stages:
-        zero = PARTITIONED["moving"] if stage == 3 and "branches" not in run else None
-        made = config(stage, precision, micros, clip, optimizer, zero)
+        made = at("3 defaults" if stage == 3 and "branches" in run else stage, precision, micros, clip, optimizer)
         if "own" in run:
             del made["optimizer"]
         result = found[stage] = train(made, **run)
@@ -173,7 +173,7 @@ def test_late_and_unused_parameters(name: str, precision: str) -> None:
     found = at_stages(ALL[name], precision, **given)
     if precision == "fp32":
         assert_close(found[0]["parameters"], plain(ALL[name], **given)[0], ALL[name])
-    start = make_model("Late").get_parameter("never.weight").detach()
+    start = models.build(models.Late).get_parameter("never.weight").detach()
     for result in found.values():
         never = result["parameters"]["never.weight"]
         assert torch.equal(never, start.to(never.dtype))
@@ -207,7 +207,7 @@ def test_options_changed_midway_are_followed(name: str, changes: Changes, groups
 
 def adam_by_hand(world: int, steps: int, corrected: bool, rounded: bool) -> dict[str, Tensor]:
     """AdamW without weight decay, in plain arithmetic: without its bias correction; with moments rounded to bf16."""
-    module = make_model("OddModel")
+    module = models.build(models.OddModel)
     states = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in module.named_parameters()}
     for step in range(steps):
         torch.stack([loss_of(module, "OddModel", step, 0, rank) for rank in range(world)]).mean().backward()
@@ -260,34 +260,6 @@ def test_what_an_option_of_zerolites_own_cannot_stand_beside(key: str) -> None:
 # -------------------------------------------------------------------- masters in 16 bits
 
 
-def low_precision(
-    optimizer: Optimizer, world: int, steps: int, dtype: torch.dtype, scale: float, rounded: bool
-) -> dict[str, Tensor]:
-    """Masters in ``dtype``; an update computes in fp32 and rounds once, ``rounded`` says whether the states too."""
-    module = make_model("OddModel").to(dtype)
-    exact = {name: nn.Parameter(p.detach().float()) for name, p in module.named_parameters()}
-    name, params = torchs(optimizer)
-    update = CLASSES[name](exact.values(), **params)
-    for step in range(steps):
-        sums: dict[str, Tensor] = {}
-        for rank in range(world):
-            module.zero_grad()
-            (loss_of(module, "OddModel", step, 0, rank) * scale).backward()
-            for name, p in module.named_parameters():
-                if p.grad is not None:
-                    sums[name] = sums[name] + p.grad.float() if name in sums else p.grad.float()
-        for name, total in sums.items():
-            exact[name].grad = (total / world).to(dtype).float() / scale
-        update.step()
-        for name, p in module.named_parameters():
-            p.data.copy_(exact[name].data)
-            exact[name].data.copy_(p.data)
-            for key, value in update.state.get(exact[name], {}).items():
-                if rounded and isinstance(value, Tensor) and key != "step":
-                    value.copy_(value.to(dtype))
-    return {name: p.detach() for name, p in module.named_parameters()}
-
-
 LOW: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "bf16": ("bf16", torch.float32, {"bf16_master_weights_and_grads": True}),
     "bf16 states": ("bf16", torch.bfloat16, {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}),
@@ -295,29 +267,30 @@ LOW: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.fast("2-AdamW-fp16")
 @pytest.mark.parametrize(("name", "low"), [("SGD nesterov", "bf16"), ("AdamW", "bf16 states"), ("AdamW", "fp16")])
 @on_ranks(2)
 def test_masters_in_16_bits(name: str, low: str) -> None:
     """An update in fp32 and one rounding: where torch's bits and ours differ in fp32, a rare value is rounded the other
     way, by one unit."""
     precision, states, options = LOW[low]
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype, scale = reference.DTYPES[precision], options.get("loss_scale", 1.0)
     optimizer = (ALL[name][0], {**ALL[name][1], "lr": 0.5 if name != "AdamW" else 0.01})
-    wanted = low_precision(optimizer, 2, 5, dtype, options.get("loss_scale", 1.0), low == "bf16 states")
-    found = [
-        train(config(stage, optimizer=optimizer, **{precision: {"enabled": True, **options}}), steps=5)
-        for stage in (1, 2, 3)
-    ]
+    batches = [[[models.token_batch(step, 0, rank) for rank in range(2)]] for step in range(5)]
+    masters = "rounded states" if low == "bf16 states" else "rounded"
+    model, loss = models.build(models.OddModel), models.token_loss
+    trajectory = reference.train(model, loss, batches, precision, optimizer, 0.0, scale, masters)
+    wanted = trajectory.parameters
+    given = {"optimizer": optimizer, precision: {"enabled": True, **options}}
+    found = [train(config(stage, **given), steps=5) for stage in (1, 2, 3)]
     for result in found:
         assert (result["method"], result["masters"]) == ("FlatUpdate", {})
+        assert result["norm"] == pytest.approx(trajectory.norms[-1], rel=EPSILON[precision])
         assert_same_bits(result["parameters"], found[0]["parameters"], "stages")
         for state in result["states"].values():
             assert {value.dtype for key, value in state.items() if key != "step"} == {states}
-    got = found[0]["parameters"]
-    different = torch.cat([(got[key] != value).flatten() for key, value in wanted.items()]).float().mean()
+    got = {key: value.float() for key, value in found[0]["parameters"].items()}
+    assert {value.dtype for value in found[0]["parameters"].values()} == {dtype}
     for key, value in wanted.items():
-        assert got[key].dtype == dtype
-        difference = (got[key].float() - value.float()).abs()
-        assert torch.all(difference <= EPSILON[precision] * value.float().abs() + 1e-6), key
-    assert different <= FLIPPED
+        assert torch.all((got[key] - value).abs() <= EPSILON[precision] * value.abs() + 1e-6), key
+    assert torch.cat([(got[key] != value).flatten() for key, value in wanted.items()]).float().mean() <= FLIPPED

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, PARTITIONED, config, dynamic_fp16
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_all_ranks
+from tests.toolkit.configs import ADAMW, at, dynamic_fp16
 from tests.toolkit.lockstep import loss_of, make_engine
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import counters, raised, snapshot
@@ -26,12 +26,11 @@ from zerolite.comm import record
 
 
 def setting(stage: str, precision: str, accumulation: int = 1, **more: Any) -> dict[str, Any]:
-    number, _, kind = stage.partition(" ")
     more = {"consistency_check_interval": 2, **more}
     if precision == "fp16":
         more = {"fp16": dynamic_fp16(), **more}
         precision = ""
-    return config(int(number), precision, accumulation, 0.4, ADAMW, zero=PARTITIONED.get(kind), **more)
+    return at(stage, precision, accumulation, 0.4, ADAMW, **more)
 
 
 @contextlib.contextmanager
@@ -41,8 +40,7 @@ def in_step(what: str) -> Iterator[list[tuple[Any, ...]]]:
     with record() as recorder:
         yield launched
     launched += [(c.op, c.nbytes, c.tag, c.key, c.tensors) for c in recorder.calls]
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, launched)
+    rows = from_all_ranks(launched)
     for rank, row in enumerate(rows):
         parted = [pair for pair in zip(rows[0], row, strict=False) if pair[0] != pair[1]]
         assert not parted, f"{what}: rank 0 launches {parted[0][0]}, rank {rank} {parted[0][1]}"
@@ -86,7 +84,7 @@ def overflow(config: dict[str, Any], scenario: str, on_device: bool) -> dict[str
     return outcome(engine)
 
 
-@pytest.mark.fast("2-1-fp16-unused", "2-2-bf16-join", "2-3 defaults-bf16-weight")
+@pytest.mark.fast("2-1-fp16-unused", "2-2-bf16-join", "2-2-fp16-join", "2-3 defaults-bf16-weight")
 @pytest.mark.parametrize(
     ("stage", "precision", "scenario"),
     [

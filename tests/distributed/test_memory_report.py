@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
-from tests.toolkit.mixed import Mixed
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import backward, run_steps
 from zerolite.zero import GatheredParameters
 
 # The trained parameters of Mixed in the order of the layout, from the last one on, in buckets of at most 100 elements
@@ -29,9 +29,8 @@ PRECISIONS = {"fp32": (4, 0), "bf16": (2, 4), "fp16": (2, 4)}  # bytes of a comp
 CHANGING = ("gradients", "communication_buckets")
 
 
-def settings(stage: int, precision: str = "fp32", accumulation: int = 1, **more: Any) -> dict[str, Any]:
-    zero = more.pop("zero", PARTITIONED["moving"] if stage == 3 else {})
-    return config(stage, precision, accumulation, 0.0, ADAMW, zero, **more)
+def settings(stage: int | str, precision: str = "fp32", accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    return at(stage, precision, accumulation, optimizer=ADAMW, **more)
 
 
 def moments(config: dict[str, Any], optimizer: str = "", init: bool = False, windows: int = 2) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def moments(config: dict[str, Any], optimizer: str = "", init: bool = False, win
     reduced), after the window, with all parameters gathered. ``optimizer``: one of torch's by name, instead of the
     config's. ``init``: the model is made partitioned."""
     with zerolite.zero.Init() if init else contextlib.nullcontext():
-        model = models.build(Mixed)
+        model = models.build(models.Mixed)
     given = {}
     if optimizer:
         config = {key: value for key, value in config.items() if key != "optimizer"}
@@ -48,7 +47,7 @@ def moments(config: dict[str, Any], optimizer: str = "", init: bool = False, win
     found = {"made": engine.memory_report().items}
     for window in range(windows):
         for micro in range(engine.gradient_accumulation_steps):
-            engine.backward(models.square_loss(engine, models.float_batch(window, micro, engine.rank)))
+            backward(engine, window, micro)
             found[f"backward {micro}"] = engine.memory_report().items
             if micro + 1 == engine.gradient_accumulation_steps:
                 engine.reduce_gradients()
@@ -138,8 +137,8 @@ def test_every_stage_and_precision_to_the_byte(stage: int) -> None:
 def test_sums_in_the_middle_of_a_window() -> None:
     found = [moments(settings(stage, "bf16", 3)) for stage in range(4)]
     # Nothing is reduced before the last micro-batch at stages 0 and 1: whole sums, in fp32.
-    for stage, backward in ((0, 0), (1, 0), (1, 1)):
-        assert found[stage][f"backward {backward}"]["gradients"] == 4 * flat(2)
+    for stage, micro in ((0, 0), (1, 0), (1, 1)):
+        assert found[stage][f"backward {micro}"]["gradients"] == 4 * flat(2)
     # The others reduce each; what is still on its way is no gradient yet: the last two buckets at stage 2.
     assert found[2]["backward 0"]["gradients"] == 4 * (flat(2) - sum(up(b, 64) for b in BUCKETS[-2:])) // 2
     assert found[2]["backward 1"]["gradients"] == 4 * flat(2) // 2
@@ -149,7 +148,7 @@ def test_sums_in_the_middle_of_a_window() -> None:
 @on_ranks(2)
 def test_what_stays_whole_and_what_a_communicator_keeps() -> None:
     found = {
-        "persistent": moments(settings(3, zero=PARTITIONED["defaults"])),
+        "persistent": moments(settings("3 defaults")),
         "in zero.Init": moments(settings(3), init=True),
         "moving": moments(settings(3)),
         "stage 2": moments(settings(2)),
@@ -182,7 +181,7 @@ def test_states_of_torchs_own_optimizers_and_masters_in_16_bits() -> None:
 
 @on_ranks(2)
 def test_a_report_is_text_and_plain_data_and_counts_each_storage_once() -> None:
-    engine = zerolite.initialize(models.build(Mixed), config(2, "bf16"))
+    engine = zerolite.initialize(models.build(models.Mixed), config(2, "bf16"))
     with zerolite.comm.record() as recorder:
         report = engine.memory_report()
     assert not recorder.calls
@@ -208,18 +207,15 @@ def test_a_report_is_text_and_plain_data_and_counts_each_storage_once() -> None:
 @on_ranks(2)
 def test_what_rests_off_the_device_is_told_apart_where_the_device_is_the_cpu(tmp_path: Path) -> None:
     host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
-    moving = PARTITIONED["moving"]
     whole_ones, shards = (states(stage, "bf16", 2)["compute_parameters"] for stage in (2, 3))
     for stage, away, zero in (
         (2, "host", {"offload_optimizer": host}),
         (1, "disk", {"offload_optimizer": disk}),
-        (3, "host", {**moving, "offload_optimizer": host, "offload_param": host}),
-        (3, "disk", {**moving, "offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 150}}),
+        (3, "host", {"offload_optimizer": host, "offload_param": host}),
+        (3, "disk", {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 150}}),
     ):
-        engine = zerolite.initialize(models.build(Mixed), settings(stage, "bf16", zero=zero))
-        for window in range(2):
-            engine.backward(models.square_loss(engine, models.float_batch(window, 0, engine.rank)))
-            engine.step()
+        engine = zerolite.initialize(models.build(models.Mixed), settings(stage, "bf16", zero=zero))
+        run_steps(engine, 2)
         report, expected = engine.memory_report(), states(stage, "bf16", 2)
         places = {"device": report.items, "host": report.host, "disk": report.disk}
         assert all(f"({place})" in str(report) for place in ("host", "disk") if any(places[place].values()))

@@ -15,55 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config, dynamic_fp16
-from tests.toolkit.faults import Warnings, poison
-from tests.toolkit.monitoring import events_of, read_jsonl
-from tests.toolkit.partitioned import raises
+from tests.toolkit.monitoring import events_of, read_jsonl, run_watched
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.traffic import plain_calls
-from tests.toolkit.training import WINDOWS, make_engine, snapshot
+from tests.toolkit.training import backward, make_engine, raises
 from zerolite.monitor.wall_clock import PhaseObserver
 
-STEPS = 4
 HALVING = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
 
 
 def logged(config: dict[str, Any], loop: str = "engine", folder: Path | None = None) -> dict[str, Any]:
-    """A few windows, then a value of the user's own; what each rank saw, and what is in ``folder`` in the end. In the
-    second step the gradient of the last rank is not finite."""
-    with contextlib.redirect_stdout(io.StringIO()), Warnings():
-        engine = make_engine(config)
-        losses, rates, norms, scales = [], [], [], []
-        with zerolite.comm.record() as recorder:
-            for step in range(STEPS):
-                bad = step == 1 and dist.get_rank() == dist.get_world_size() - 1
-                handle = poison(engine, "up.weight", float("inf")) if bad else None
-                rates.append(engine.get_lr())
-                scales.append(engine.loss_scale)
-                losses.append(WINDOWS[loop](engine, "OddModel", step, engine.gradient_accumulation_steps))
-                norms.append(engine.get_global_grad_norm())
-                if handle is not None:
-                    handle.remove()
-        place = engine.global_steps if engine.global_samples is None else engine.global_samples
-        engine.monitor.write([("accuracy", 0.5, place)])
-        assert engine.skipped_steps == 1
-        parameters = snapshot(engine)
-    del engine
-    gc.collect()
-    dist.barrier()
-    return {
-        "losses": losses,
-        "lr": rates,
-        "norms": norms,
-        "scales": scales,
-        "parameters": parameters,
-        "calls": plain_calls(recorder),
-        "written": read_jsonl(str(folder)) if folder else [],
-    }
+    return run_watched(config, loop, folder, spoil=True)
 
 
 def monitored(folder: Path, *args: Any, **more: Any) -> dict[str, Any]:
@@ -134,9 +99,7 @@ def test_a_window_that_is_flushed_has_the_mean_of_what_it_contains(tmp_path: Pat
     for step, count in enumerate((2, 3)):
         losses = []
         for micro in range(count):
-            loss = models.token_loss(engine, models.token_batch(step, micro, 0))
-            engine.backward(loss)
-            losses.append(loss.item())
+            losses.append(backward(engine, step, micro, "OddModel"))
             engine.step(flush=micro == 1 and count == 2)
         means.append(sum(losses) / count)
     assert engine.global_steps == 2
@@ -208,10 +171,10 @@ def test_the_breakdown_is_where_the_time_goes(stage: int, loop: str) -> None:
     assert found["measured"]
     lines = [[float(number) for number in match] for match in LINE.findall(found["printed"])]
     assert [line[0] for line in lines] == [2, 4]
-    for _, forward, backward, wait, gather, step, other, total in lines:
-        assert 10 <= forward and 30 <= backward and 0 < wait and 0 < step and 5 <= other
+    for _, ahead, back, wait, gather, step, other, total in lines:
+        assert 10 <= ahead and 30 <= back and 0 < wait and 0 < step and 5 <= other
         assert (gather > 0) == (stage > 0)
-        assert forward + backward + wait + gather + step + other == pytest.approx(total, abs=0.05)
+        assert ahead + back + wait + gather + step + other == pytest.approx(total, abs=0.05)
     assert 2 * sum(line[-1] for line in lines) <= found["elapsed"]
     assert 2 * sum(line[1] + line[2] for line in lines) >= 160.0
 

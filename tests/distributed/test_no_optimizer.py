@@ -13,10 +13,9 @@ from torch import nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same
-from tests.toolkit.configs import PARTITIONED, config
-from tests.toolkit.partitioned import raises
+from tests.toolkit.configs import at, config
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine
+from tests.toolkit.training import make_engine, raises, run_steps
 from zerolite.config import ConfigError
 from zerolite.planning import plan
 from zerolite.utils.memory_tags import GRADIENTS, MASTERS, STATES
@@ -25,7 +24,7 @@ TRAINS = "step update publish reduce_gradients clip_gradients train_batch full_o
 
 
 def settings(stage: int, precision: str = "fp32") -> dict[str, Any]:
-    made = config(stage, precision, zero=PARTITIONED["moving"] if stage == 3 else {})
+    made = at(stage, precision)
     del made["optimizer"]
     return made
 
@@ -84,8 +83,7 @@ def test_a_backward_reaches_the_inputs(stage: int) -> None:
 def test_weights_are_saved_and_loaded(tmp_path: Path, stage: int) -> None:
     """From a training run into an engine without an optimizer, and from one such engine into another."""
     trained = make_engine(config(stage))
-    trained.backward(models.token_loss(trained, models.token_batch(0, 0, dist.get_rank())))
-    trained.step()
+    run_steps(trained, model="OddModel")
     trained.save_checkpoint(tmp_path, tag="trained")
     wanted = trained.full_state_dict()
     first, second, third = (make_engine(settings(stage)) for _ in range(3))

@@ -6,9 +6,6 @@ import contextlib
 import copy
 import itertools
 import math
-import weakref
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,15 +20,13 @@ from tests.distributed.test_growth import train as train_growing
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
-from tests.toolkit.growth import Frozen
-from tests.toolkit.partitioned import raises, train, whole
+from tests.toolkit.memory import tagged, two_memories
+from tests.toolkit.partitioned import whole
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import KINDS, snapshot
-from zerolite.engine import build
-from zerolite.offload.from_config import placements_of
+from tests.toolkit.training import KINDS, raises, run_steps, snapshot
 from zerolite.offload.placements import Transfer
 from zerolite.offload.swap_file import SwapFile
-from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING, listeners
+from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING
 from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
 from zerolite.zero.layout import part_numel
 from zerolite.zero.stage3.partitioned_parameter import handle_of
@@ -96,7 +91,7 @@ class External(nn.Module):
 
 MODELS: dict[str, Any] = {
     "OddModel": models.OddModel,
-    "Frozen": Frozen,
+    "Frozen": models.Frozen,
     "External": External,
     "SharedCheckpointed": models.SharedCheckpointed,
     "PrimeMlp": models.PrimeMlp,
@@ -105,15 +100,6 @@ MODELS: dict[str, Any] = {
 
 class Boom(Exception):
     pass
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    def placements(config: Any, device: torch.device, kind: str, rank: int) -> Any:
-        return placements_of(config, device, "cuda", rank)
-
-    with mock.patch.object(build, "placements_of", placements):
-        yield
 
 
 def train_model(model: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -184,7 +170,7 @@ def assert_alike(path: Path, model: str, setting: str, names: tuple[str, ...] = 
     """names: of placements; "apart" where device and host are taken for different memories, as with a GPU."""
     configs, results = placements(path, setting, **more), {}
     for name in names:
-        with apart() if "apart" in name else contextlib.nullcontext():
+        with two_memories() if "apart" in name else contextlib.nullcontext():
             results[name] = train_model(model, configs[name.split()[0]], 4)
     expected = results["device"]
     assert expected["places"] == ["device"]
@@ -252,7 +238,7 @@ def test_a_model_built_partitioned_rests_at_its_tier_from_the_start(tmp_path: Pa
         assert_same_bits(found["values"], found["copied"], name)
         for turn in range(2):
             engine = zerolite.initialize(model, settings)
-            found[f"losses {turn}"] = train(engine, 3)
+            found[f"losses {turn}"] = run_steps(engine, 3)
             del engine
             found[f"parameters {turn}"] = whole(model)
         expected = expected or found
@@ -296,47 +282,23 @@ def test_a_disk_that_cannot_be_read_is_an_error_after_which_training_goes_on(tmp
 # -------------------------------------------------------------------- what is where
 
 
-class Census:
-    """The bytes of what is alive, by item and place."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
-
-    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        self._known[storage._cdata] = (weakref.ref(storage), f"{item} on {place}")
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        pass
-
-    def bytes(self, *items: str) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for known, key in self._known.values():
-            storage = known()
-            if storage is not None and key.startswith(items):
-                found[key] += storage.nbytes()
-        return dict(+found)
-
-
 def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     """Return, for a chain of equal layers, half of them frozen: the bytes of parameters that rest between steps, and
     the most that were whole, and staged, after any layer's forward; and the layers whose shards are on the host."""
-    census, most_whole, staged = Census(), [0], [0]
+    most_whole, staged = [0], [0]
+    with tagged() as named:
 
-    def look(*_: Any) -> None:
-        most_whole.append(sum(census.bytes(GATHERED).values()))
-        staged.append(sum(census.bytes(STAGING).values()))
+        def look(*_: Any) -> None:
+            most_whole.append(sum(named.alive(GATHERED).values()))
+            staged.append(sum(named.alive(STAGING).values()))
 
-    listeners.append(census)
-    try:
         model = models.build(models.Chain, depth=LAYERS, width=32)
         for number, layer in enumerate(model.layers):
             layer.requires_grad_(number > 2).register_forward_hook(look)
         engine = zerolite.initialize(model, config)
         train_chain(engine, steps)
-        rests = census.bytes(COMPUTE, GATHERED)
+        rests = named.alive(COMPUTE, GATHERED)
         on_host = [index for index, handle in enumerate(engine.coordinator.handles) if handle.placement.place == HOST]
-    finally:
-        listeners.remove(census)
     return {"rests": rests, "whole": max(most_whole), "staged": max(staged), "on host": on_host}
 
 
@@ -347,7 +309,7 @@ def test_shards_rest_at_their_tier_and_nothing_is_whole_between_uses(tmp_path: P
     part = 4 * part_numel(ELEMENTS, world)  # bytes of a layer, frozen or trained
     for name, settings in placements(tmp_path, "moving", {PREFETCH: 1}).items():
         found = memory(settings)
-        assert found["rests"] == {f"compute_parameters on {name}": LAYERS * part}
+        assert found["rests"] == {(COMPUTE, name): LAYERS * part}
         if name != "device":
             assert 0 < found["whole"] <= 2 * world * part
             assert (found["staged"] > 0) == (name == "disk")

@@ -20,10 +20,8 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config
-from tests.toolkit.mixed import Mixed
-from tests.toolkit.partitioned import train
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, raised
+from tests.toolkit.training import backward, make_engine, raised, run_steps
 from zerolite.comm import create
 from zerolite.engine import state_offload
 from zerolite.offload import swap_file
@@ -38,7 +36,7 @@ def settings(stage: int, precision: str, accumulation: int = 2) -> dict[str, Any
 
 
 def mixed_engine(settings: dict[str, Any]) -> Any:
-    return zerolite.initialize(models.build(Mixed), settings)
+    return zerolite.initialize(models.build(models.Mixed), settings)
 
 
 class Copies(TorchDispatchMode):
@@ -79,9 +77,7 @@ def four_windows(settings: dict[str, Any], offload: dict[str, Any] | None) -> di
     losses = []
     for window in range(4):
         for micro in range(2):
-            loss = models.square_loss(engine, models.float_batch(window, micro, engine.rank))
-            engine.backward(loss)
-            losses.append(float(loss))
+            losses.append(backward(engine, window, micro))
             if (window, micro) == (2, 0):
                 with torch.no_grad():
                     engine.module.frozen.bias.mul_(0.75)
@@ -150,7 +146,7 @@ def test_an_engine_that_goes_gives_back_what_is_the_models(stage: int) -> None:
 def test_a_host_without_memory_changes_nothing(stage: int) -> None:
     """It has none for the third storage; the next call works."""
     engine = mixed_engine(settings(stage, "bf16", 1))
-    train(engine, 1)
+    run_steps(engine, 1)
     real, left = state_offload.host_memory, iter(range(2))
 
     def fails(nbytes: int, pin: bool) -> torch.Tensor:
@@ -160,7 +156,7 @@ def test_a_host_without_memory_changes_nothing(stage: int) -> None:
 
     with mock.patch.object(state_offload, "host_memory", fails), pytest.raises(MemoryError, match="no room"):
         engine.offload_states()
-    train(engine, 1)
+    run_steps(engine, 1)
     trained = engine.full_state_dict()
     engine.offload_states(["optim_states"])
     engine.reload_states()
@@ -200,7 +196,7 @@ def test_masters_that_are_set_are_not_hidden_by_shards_read_ahead(tmp_path: Path
     for directory in (None, tmp_path):
         more = {"stage3_max_live_parameters": 100, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
         engine = make_engine(on_disk(directory, **more), "PrimeMlp")
-        train(engine, 4)
+        run_steps(engine, 4)
         models.square_loss(engine, models.float_batch(5, 0, engine.rank))
         assert directory is None or engine.coordinator.group.reader._ahead
         for parameter in engine.module.parameters():
@@ -215,7 +211,7 @@ def test_masters_that_are_set_are_not_hidden_by_shards_read_ahead(tmp_path: Path
 def test_damaged_shards_are_found(position: float, tmp_path: Path) -> None:
     """One byte of a shard on disk has changed, so far in it."""
     engine = make_engine(on_disk(tmp_path), "PrimeMlp")
-    train(engine, 2)
+    run_steps(engine, 2)
     handle = handle_of(engine.module.hidden.weight)
     assert handle is not None
     file: Any = handle.placement.file  # type: ignore[attr-defined]

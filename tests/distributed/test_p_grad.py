@@ -16,32 +16,15 @@ from torch import nn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, everywhere_equal
-from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, config
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_all_ranks
+from tests.toolkit.configs import ADAMW, SGD, at, config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
-from tests.toolkit.partitioned import raises
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, snapshot
+from tests.toolkit.training import backward, make_engine, raises, snapshot
 from zerolite.comm import record
 from zerolite.utils import user_line
-from zerolite.zero import GatheredParameters
 
 STEPS = 3
-
-
-def at(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
-    zero = {**(PARTITIONED["moving"] if stage == 3 else {}), **more.pop("zero", {})}
-    return config(stage, precision, zero=zero, **more)
-
-
-def backward(engine: Any, step: int = 0, **more: Any) -> None:
-    """Run a backward of one batch for Mlp."""
-    engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)), **more)
-
-
-def all_ranks_equal(engine: Any) -> None:
-    with GatheredParameters(engine.module, check=False):
-        everywhere_equal(engine.module)
 
 
 # ---------------------------------------------------------------- clipping, and what it costs
@@ -56,7 +39,7 @@ def clipped(config: dict[str, Any], how: str, foreach: bool | None = None) -> tu
             for micro in range(engine.gradient_accumulation_steps):
                 if micro:
                     engine.step()
-                engine.backward(models.token_loss(engine, models.token_batch(step, micro, engine.rank)))
+                backward(engine, step, micro, "OddModel")
             if how == "torch":
                 norms.append(nn.utils.clip_grad_norm_(engine.parameters(), 0.05, foreach=foreach))
                 assert type(norms[-1]) is torch.Tensor
@@ -183,7 +166,7 @@ def test_a_gradient_that_is_not_there_says_so() -> None:
     for stage in (0, 2, 3):
         engine = make_engine(at(stage), "Mlp")
         weight: Any = engine.module.first.weight
-        backward(engine)
+        backward(engine, 0)
         kept = weight.grad
 
         def ask(gradient: torch.Tensor, kept: Any = kept) -> None:
@@ -191,7 +174,7 @@ def test_a_gradient_that_is_not_there_says_so() -> None:
                 kept.norm()
 
         handle = weight.register_hook(ask)
-        backward(engine)
+        backward(engine, 0)
         handle.remove()
         shown = repr(weight.grad) + f"{weight.grad}"
         assert "'first.weight'" in shown and "(13, 7)" in shown
@@ -229,7 +212,7 @@ def test_a_gradient_that_is_kept_is_not_that_of_the_next_step(stage: int) -> Non
 def test_a_gradient_that_is_kept_scaled_has_no_memory() -> None:
     """fp16 at stage 0: the values are kept times the loss scale, so that no memory holds what p.grad shows."""
     engine = make_engine(at(0, "fp16"), "Mlp")
-    backward(engine)
+    backward(engine, 0)
     weight: Any = engine.module.first.weight
     array = weight.grad.numpy()
     assert torch.equal(torch.from_numpy(array.copy()).float(), zerolite.get_full_grad(weight))
@@ -249,20 +232,20 @@ def test_a_tensor_in_p_grad_is_refused_until_it_is_cleared_where_backwards_have_
 
         def refused(engine: Any = engine) -> None:
             with raises(RuntimeError, "'first.weight'", "the mean weight", "engine.zero_grad()"):
-                backward(engine, weight=3 + engine.rank)
+                backward(engine, 0, weight=3 + engine.rank)
 
         for before in (True, False):
             if before:
-                backward(engine, weight=3 + engine.rank)
+                backward(engine, 0, weight=3 + engine.rank)
             weight.grad = own
             refused()
             refused()
             weight.grad = None
-            backward(engine, weight=3 + engine.rank)
+            backward(engine, 0, weight=3 + engine.rank)
             weight.grad = own
             refused()
             engine.zero_grad()
-        backward(engine, weight=3 + engine.rank)
+        backward(engine, 0, weight=3 + engine.rank)
         start = snapshot(engine)["first.weight"]
         weight.grad = own
         engine.offload_states()
@@ -308,14 +291,14 @@ def test_ranks_that_use_different_parameters_clip_alike(stage: int) -> None:
     engine = make_engine(at(stage, zero=zero), "MixtureOfExperts")
     norms = []
     for step in range(STEPS):
-        engine.backward(models.square_loss(engine, models.expert_batch(step, 0, engine.rank)))
+        backward(engine, step, model="MixtureOfExperts")
         norms.append(float(nn.utils.clip_grad_norm_(engine.parameters(), 0.05)))
         if step == 1:
             next(reversed(list(engine.module.parameters()))).grad = None
         engine.step()
         norms.append(engine.get_global_grad_norm())
     assert_same_on_ranks({"norms": norms})
-    all_ranks_equal(engine)
+    assert_same_on_ranks(snapshot(engine))
 
 
 @on_ranks(2)
@@ -324,7 +307,7 @@ def test_what_gradients_were_multiplied_by_is_in_all_that_reads_them(stage: int,
     zero = {"whole_parameters": True} if stage == 1 else {}
     engine = make_engine(at(stage, precision, zero=zero), "Mlp")
     parameters = list(engine.module.parameters())
-    backward(engine)
+    backward(engine, 0)
     before = zerolite.get_full_grad(parameters)
     torch._foreach_mul_([p.grad for p in parameters], 0.5)
     after = zerolite.get_full_grad(parameters)
@@ -364,12 +347,11 @@ def test_a_rank_that_has_left_a_join_misses_no_change(how: str, stage: int) -> N
                 engine.step()
     except RuntimeError as raised:
         error = str(raised)
-    everywhere: list[Any] = [None, None]
-    dist.all_gather_object(everywhere, norms)
-    assert len(everywhere[0]) == 3 and everywhere[1] == everywhere[0][:2]
+    stayed, left = from_all_ranks(norms)
+    assert len(stayed) == 3 and left == stayed[:2]
     if how in ("read", "call"):
         assert not error
-        all_ranks_equal(engine)
+        assert_same_on_ranks(snapshot(engine))
     else:
         assert "rank 1 has finished" in error
 
@@ -381,7 +363,7 @@ def test_norms_of_two_engines_at_once_are_those_of_each() -> None:
     for stages in ((0, 2), (3, 1)):
         engines = [make_engine(at(stage), "Mlp") for stage in stages]
         for engine in engines:
-            backward(engine)
+            backward(engine, 0)
         gradients = [p.grad for engine in engines for p in engine.module.parameters()]
         for order in (1.0, float("inf"), 0.0, 2.0):
             each = [float(g.norm(order)) for g in gradients]
@@ -402,7 +384,7 @@ def test_an_assigned_tensor_that_overflows_is_noticed_on_all_ranks() -> None:
         engine = make_engine(at(stage, "fp16"), "Mlp")
         before = snapshot(engine)
         for large in (1e4, 1.0):
-            backward(engine)
+            backward(engine, 0)
             own = torch.zeros(13, 7, dtype=torch.float16)
             own[12, 6] = large
             engine.module.first.weight.grad = own

@@ -11,10 +11,10 @@ import torch
 
 from tests.toolkit import models, reference
 from tests.toolkit.compare import CLIP, EPSILON, FP32_RELATIVE, FP32_SGD, HALF_RELATIVE, assert_same_bits, mean_losses
-from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, at, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import train, train_many
+from tests.toolkit.training import KINDS, train, train_many
 
 STEPS = 10
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
@@ -92,24 +92,19 @@ def test_all_stages_match_plain_pytorch(
 ) -> None:
     """At all stages and with both optimizers. setting: the number of that of stage 3."""
     names = list(PARTITIONED)
-    partitioned = {o: PARTITIONED[names[(setting + i) % len(names)]] for i, o in enumerate(OPTIMIZERS)}
-    runs = {
-        f"{optimizer} {stage}": {
-            "config": config(stage, precision, accumulation, clip, OPTIMIZERS[optimizer], zero=zero),
-            "sizes": SIZES[world],
-            "steps": STEPS,
-        }
-        for optimizer in OPTIMIZERS
-        for stage, zero in ((0, None), (1, None), (2, None), (3, partitioned[optimizer]))
-    }
+    runs = {}
+    for number, (optimizer, given) in enumerate(OPTIMIZERS.items()):
+        for stage in ("0", "1", "2", f"3 {names[(setting + number) % len(names)]}"):
+            made = at(stage, precision, accumulation, clip, given)
+            runs[f"{optimizer}, stage {stage}"] = {"config": made, "sizes": SIZES[world], "steps": STEPS}
     ranks = pools(world).run(train_many, {"runs": runs}, timeout=120)
     for name in runs:
-        optimizer = name.split()[0]
+        optimizer = name.partition(",")[0]
         wanted = expected(world, precision, accumulation, clip, optimizer)
         try:
             assert_matches([results[name] for results in ranks], wanted, precision, accumulation, optimizer)
         except AssertionError as error:
-            raise AssertionError(f"{optimizer}, stage {name.split()[1]}: {error}") from error
+            raise AssertionError(f"{name}: {error}") from error
 
 
 def test_some_steps_are_clipped() -> None:
@@ -120,18 +115,11 @@ def test_some_steps_are_clipped() -> None:
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_stages_give_the_same_bits_in_fp32(pools: Pools, world: int, optimizer: str) -> None:
-    stages = {"0": (0, None), "1": (1, None), "2": (2, None)}
-    stages |= {f"3, {name}": (3, PARTITIONED[name]) for name in ("moving", "tight")}
+    stages = ("0", "1", "2", "3 moving", "3 tight")
 
     def results(accumulation: int) -> dict[str, dict[str, Any]]:
-        runs = {
-            name: {
-                "config": config(stage, "fp32", accumulation, CLIP, OPTIMIZERS[optimizer], zero),
-                "sizes": SIZES[world],
-                "steps": 6,
-            }
-            for name, (stage, zero) in stages.items()
-        }
+        configs = {stage: at(stage, "fp32", accumulation, CLIP, OPTIMIZERS[optimizer]) for stage in stages}
+        runs = {stage: {"config": made, "sizes": SIZES[world], "steps": 6} for stage, made in configs.items()}
         return pools(world).run(train_many, {"runs": runs})[0]
 
     def assert_equal(runs: dict[str, dict[str, Any]], one: str, other: str) -> None:
@@ -141,12 +129,12 @@ def test_stages_give_the_same_bits_in_fp32(pools: Pools, world: int, optimizer: 
         assert runs[one]["norms"] == pytest.approx(runs[other]["norms"], rel=1e-14 if "3" in other else 0, abs=0)
 
     single = results(1)
-    for name in list(stages)[1:]:
+    for name in stages[1:]:
         assert_equal(single, "0", name)
     several = results(4)
     # Stages 0 and 1 sum a window's gradients and then reduce; stages 2 and 3 reduce and then sum.
     assert_equal(several, "0", "1")
-    for name in list(stages)[3:]:
+    for name in stages[3:]:
         assert_equal(several, "2", name)
     bound = 1e-6 if optimizer == "SGD" else FP32_ADAM_LR * ADAMW[1]["lr"]
     for name, value in several["0"]["parameters"].items():
@@ -166,9 +154,23 @@ def test_a_second_run_gives_the_same_bits() -> None:
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 4), (2, 1), (3, 4)])
 def test_the_plain_loop_equals_the_engines_loop(stage: int, accumulation: int) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
-    zero = PARTITIONED["moving"] if stage == 3 else None
     for precision in ("fp32", "bf16", "fp16"):
-        settings = config(stage, precision, accumulation, CLIP, SGD, zero, scheduler=scheduler)
+        settings = at(stage, precision, accumulation, CLIP, SGD, scheduler=scheduler)
         engine, plain = (train(settings, steps=6, loop=loop) for loop in ("engine", "plain"))
         assert_same_bits(engine.pop("parameters"), plain.pop("parameters"), f"{precision}: the two loops")
         assert engine == plain and engine["global_steps"] == 6 and engine["lr"] == [0.05]
+
+
+@pytest.mark.fast("EncoderDecoder")
+@pytest.mark.parametrize("name", ["example_gpt", "PrimeMlp", "ConvNet", "EncoderDecoder", "MixtureOfExperts"])
+def test_other_models_match_plain_pytorch_at_stage_3(pools: Pools, name: str) -> None:
+    # BatchNorm sees the batch of its rank, so only on one rank is that the joint batch.
+    world, (loss, batch) = 1 if name == "ConvNet" else 2, KINDS[name]
+    leaves = {"leaf_modules": ["*MoeBlock"]} if name == "MixtureOfExperts" else {}
+    made = at(3, clip=CLIP, zero=leaves)
+    results = pools(world).run(train, {"config": made, "model": name, "steps": 6})
+    batches = [[[batch(step, 0, rank) for rank in range(world)]] for step in range(6)]
+    wanted = reference.train(models.build(getattr(models, name)), loss, batches, "fp32", SGD, CLIP)
+    assert mean_losses(results, 1) == pytest.approx(wanted.losses, rel=FP32_RELATIVE)
+    assert results[0]["norms"] == pytest.approx(wanted.norms, rel=FP32_RELATIVE)
+    torch.testing.assert_close(results[0]["parameters"], wanted.parameters, rtol=0, atol=FP32_SGD)

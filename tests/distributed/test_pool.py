@@ -100,57 +100,41 @@ def test_results_come_in_rank_order_and_workers_persist(pool: Pool) -> None:
     assert [result["threads"] for result in first] == [1, 1]
 
 
-def assert_usable(pool: Pool) -> None:
-    assert [result["rank"] for result in pool.run(sum_of_ranks, {"offset": 0})] == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_failure_on_one_rank_does_not_wait_for_the_rest(pool: Pool) -> None:
-    start = time.monotonic()
-    with pytest.raises(CaseFailed) as caught:
-        pool.run(raise_on_rank_0_while_others_wait, timeout=300)
-    assert time.monotonic() - start < 60
-    assert "planned failure on rank 0" in str(caught.value)
-    assert "rank 1 had not answered" in str(caught.value)
-    assert "in raise_on_rank_0_while_others_wait" in str(caught.value).partition("rank 1 had not answered")[2]
-    assert_usable(pool)
-
-
-@pytest.mark.slow
-def test_a_timeout_shows_the_stack_of_the_stuck_worker(pool: Pool) -> None:
-    pids = pool.run(sum_of_ranks, {"offset": 0})
-    with pytest.raises(CaseTimeout) as caught:
-        pool.run(wait_forever_on, {"rank": 1}, timeout=1)
-    assert "rank 1 had not answered after 1 s" in str(caught.value)
-    assert "a_wait_that_never_ends" in str(caught.value)
-    for result in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(result["pid"], 0)
-    assert_usable(pool)
-
-
-FAILURES: list[tuple[Any, dict[str, Any], type[Exception], list[str]]] = [
-    (
-        raise_on,
-        {"ranks": [0, 1]},
-        CaseFailed,
-        ["planned failure on rank 0", "planned failure on rank 1", "in raise_on"],
+# What is called, with what, for how long; the error, and what it says.
+FAILURES: list[Any] = [
+    (raise_on, {"ranks": [0, 1]}, 5, CaseFailed, ["failure on rank 0", "failure on rank 1", "in raise_on"]),
+    (die_on, {"rank": 1}, 5, WorkerDied, ["rank 1 died: killed by SIGKILL", "last words"]),
+    (leave_a_group, {}, 5, CaseFailed, ["process groups besides the default one are still alive"]),
+    (leave_a_collective_on_rank_0, {}, 5, CaseFailed, ["leave_a_collective_on_rank_0"]),
+    (threading.Lock, {}, 5, CaseFailed, ["cannot be pickled"]),
+    pytest.param(
+        *(raise_on_rank_0_while_others_wait, {}, 300, CaseFailed),
+        ["failure on rank 0", "rank 1 had not answered after the first failure", "in raise_on_rank_0_while"],
+        marks=pytest.mark.slow,
     ),
-    (die_on, {"rank": 1}, WorkerDied, ["rank 1 died: killed by SIGKILL", "last words"]),
-    (leave_a_group, {}, CaseFailed, ["process groups besides the default one are still alive"]),
-    (leave_a_collective_on_rank_0, {}, CaseFailed, ["leave_a_collective_on_rank_0"]),
-    (threading.Lock, {}, CaseFailed, ["cannot be pickled"]),
+    pytest.param(
+        *(wait_forever_on, {"rank": 1}, 1, CaseTimeout),
+        ["rank 1 had not answered after 1 s", "a_wait_that_never_ends"],
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "error", "words"), FAILURES)
+@pytest.mark.parametrize(("function", "arguments", "timeout", "error", "words"), FAILURES)
 def test_a_failure_is_told_and_the_next_case_runs(
-    pool: Pool, function: Any, arguments: dict[str, Any], error: type[Exception], words: list[str]
+    pool: Pool, function: Any, arguments: dict[str, Any], timeout: float, error: type[Exception], words: list[str]
 ) -> None:
+    """At once, and with other workers."""
+    pool.run(sum_of_ranks, {"offset": 0})
+    pids, start = pool.pids, time.monotonic()
     with pytest.raises(error) as caught:
-        pool.run(function, arguments, timeout=5)
+        pool.run(function, arguments, timeout)
+    assert time.monotonic() - start < 60
     assert all(word in str(caught.value) for word in words)
-    assert_usable(pool)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert [result["rank"] for result in pool.run(sum_of_ranks, {"offset": 0})] == [0, 1]
 
 
 def test_globals_are_restored_between_cases(pool: Pool) -> None:

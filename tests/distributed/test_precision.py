@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import zerolite
 from tests.toolkit import models, reference
-from tests.toolkit.compare import EPSILON, HALF_RELATIVE, assert_same_bits, everywhere_equal
-from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, Optimizer, config
+from tests.toolkit.compare import EPSILON, HALF_RELATIVE, assert_same_bits, assert_same_on_ranks
+from tests.toolkit.configs import ADAMW, SGD, STATIC_SCALE, Optimizer, at
 from tests.toolkit.drop_in import rank_mean
-from tests.toolkit.partitioned import raises
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import snapshot
+from tests.toolkit.traffic import Tower
+from tests.toolkit.training import raises, run_steps, snapshot
 from zerolite.zero import GatheredParameters
 
 PATTERNS = ["*.norm", "gate", "positions", "blocks.?.adapter"]
@@ -31,13 +31,7 @@ FOREACH = (ADAMW[0], {**ADAMW[1], "foreach": True})  # torch's own arithmetic
 # Where the order of sums flips the rounding of an activation, gradients differ by a share of 2^-8 of a contribution,
 # and what is kept in fp32 by that times lr.
 FLIPPED = 2e-4
-STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
-    "0": (0, None),
-    "1": (1, None),
-    "2": (2, None),
-    "3": (3, PARTITIONED["moving"]),
-    "3-one-unit": (3, PARTITIONED["one unit"]),
-}
+STAGES = ("0", "1", "2", "3 moving", "3 one unit")
 
 
 class Gate(nn.Module):
@@ -139,11 +133,11 @@ def train(config: dict[str, Any], steps: int = STEPS, init: bool = False, compil
             losses.append(loss.item())
         norms.append(engine.get_global_grad_norm())
     assert (engine.global_steps, engine.skipped_steps) == (steps, 0)
-    with GatheredParameters(engine.module, check=False):
-        everywhere_equal(engine.module)
+    parameters = snapshot(engine)
+    assert_same_on_ranks(parameters)
     trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
     masters = dict(zip(trained, zerolite.get_full_master(trained.values()), strict=True))
-    buffer, parameters = engine.parameter_access._buffer, snapshot(engine)
+    buffer = engine.parameter_access._buffer
     with torch.no_grad():
         for parameter in engine.full_state_dict().values():
             parameter.zero_()
@@ -207,8 +201,8 @@ def test_all_stages_match_casts_by_hand(precision: str, accumulation: int) -> No
             compute=plain_model(dtype),
         )
         runs = {}
-        for stage, (number, zero) in STAGES.items():
-            settings = config(number, precision, accumulation, clip, optimizer, zero, fp32_modules=PATTERNS)
+        for stage in STAGES:
+            settings = at(stage, precision, accumulation, clip, optimizer, fp32_modules=PATTERNS)
             if low:
                 settings[precision][f"{precision}_master_weights_and_grads"] = True
             runs[stage] = found = train(settings)
@@ -216,7 +210,12 @@ def test_all_stages_match_casts_by_hand(precision: str, accumulation: int) -> No
             # Stages 0 and 1 sum a window's gradients and then reduce; stages 2 and 3 do it as the reference does.
             exact = optimizer is FOREACH and (accumulation == 1 or stage[0] in "23" or world == 1)
             assert_matches(found, wanted, precision, exact)
-        for one, other in [("0", "1"), ("2", "3"), ("2", "3-one-unit"), *([("0", "2")] if accumulation == 1 else [])]:
+        for one, other in [
+            ("0", "1"),
+            ("2", "3 moving"),
+            ("2", "3 one unit"),
+            *([("0", "2")] if accumulation == 1 else []),
+        ]:
             for what in ("parameters", "masters"):
                 assert_same_bits(runs[one][what], runs[other][what], f"{what} of stages {one} and {other}")
             assert runs[one]["losses"] == runs[other]["losses"]
@@ -226,9 +225,7 @@ def test_all_stages_match_casts_by_hand(precision: str, accumulation: int) -> No
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_ways_to_build_and_to_compile() -> None:
-    whole, moving = (
-        config(stage, "bf16", 1, 0.0, ADAMW, zero, fp32_modules=PATTERNS) for stage, zero in (STAGES["0"], STAGES["3"])
-    )
+    whole, moving = (at(stage, "bf16", optimizer=ADAMW, fp32_modules=PATTERNS) for stage in (0, 3))
     wanted = train(whole, 3)["parameters"]
     for found in (train(moving, 3, init=True), train(whole, 3, compiled=True), train(moving, 3, compiled=True)):
         assert_same_bits(found["parameters"], wanted, "built in zero.Init, or compiled")
@@ -238,10 +235,9 @@ def test_ways_to_build_and_to_compile() -> None:
 
 
 def corner(stage: int, precision: str = "bf16", **more: Any) -> dict[str, Any]:
-    zero = PARTITIONED["moving"] if stage == 3 else None
     if precision == "autocast":
         more, precision = {"torch_autocast": {"enabled": True}, **more}, "fp32"
-    return config(stage, precision, 1, 0.0, ADAMW, zero, **{"fp32_modules": ["head"], **more})
+    return at(stage, precision, optimizer=ADAMW, **{"fp32_modules": ["head"], **more})
 
 
 class Headed(nn.Module):
@@ -300,9 +296,7 @@ def test_an_exception_inside_leaves_nothing_behind(stage: int, precision: str) -
     engines[0].module.fails = False
     assert not torch.is_autocast_enabled("cpu")
     for engine in engines:
-        for step in range(2):
-            engine.backward(models.square_loss(engine, models.float_batch(step, 0, engine.rank)))
-            engine.step()
+        run_steps(engine, 2)
     assert_same_bits(snapshot(engines[0]), snapshot(engines[1]), "after an exception and without one")
 
 
@@ -313,24 +307,18 @@ def test_parameters_that_are_trained_later(stage: int) -> None:
     is added and matches. And the state of the optimizer, saved and loaded."""
     model = models.build(Headed)
     engine = zerolite.initialize(model, corner(stage))
-
-    def step(number: int) -> None:
-        engine.backward(models.square_loss(engine, models.float_batch(number, 0, engine.rank)))
-        engine.step()
-
-    step(0)
+    run_steps(engine)
     before = snapshot(engine)
     model.head[1].bias.requires_grad_(True)
-    step(1)
+    run_steps(engine, 1, 1)
     if stage < 3:
         torch.manual_seed(3)
         model.head.append(nn.LayerNorm(3))
         engine.optimizer.add_param_group({"params": model.head[2].parameters()})
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-    step(2)
-    with GatheredParameters(model, check=False):
-        everywhere_equal(model)
+    run_steps(engine, 1, 2)
     after = snapshot(engine)
+    assert_same_on_ranks(after)
     inside = [value.dtype for name, value in after.items() if name.startswith("head.")]
     assert inside == [torch.float32] * (4 if stage == 3 else 6)
     assert all(zerolite.get_full_master(p).dtype is torch.float32 for p in model.parameters())
@@ -377,8 +365,7 @@ def test_gradients_travel_in_fp32_unless_all_are_asked_not_to(stage: int) -> Non
         model.trunk.requires_grad_(False)
         engine = zerolite.initialize(model, corner(stage, **more))
         with zerolite.comm.record() as calls:
-            engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)))
-            engine.step()
+            run_steps(engine)
         assert {call.dtype for call in calls.select(tag="gradients")} == {wanted}
 
 
@@ -476,3 +463,45 @@ def test_outputs_beside_a_loss_are_not_copied(stage: int, precision: str, output
     for p, p_plain in zip(engine.module.parameters(), plain.parameters(), strict=True):
         mean = rank_mean(p_plain.grad.float()) / 4.0
         torch.testing.assert_close(zerolite.get_full_grad(p), mean, rtol=2**-7, atol=1e-6)
+
+
+# -------------------------------------------------------------------- two scales in one graph
+
+
+def through_two_engines(stage: int, precision: str, loop: str) -> dict[str, Tensor]:
+    """A generator's loss through a discriminator of another engine, as in a GAN, and a plain module in front of and
+    behind them. Gives the updates of both and the gradients of the plain modules."""
+    torch.manual_seed(0)
+    front, back = nn.Linear(4, 4), nn.Linear(4, 4)
+    engines = {}
+    for name, scale in (("generator", 64), ("discriminator", 16)):
+        optimizer = {"type": "SGD", "params": {"lr": 4.0}}  # so large that fp16's rounding of weights does not show
+        half = {"fp16": {"enabled": True, "loss_scale": scale}} if precision == "fp16" else {}
+        made = {"optimizer": optimizer, "zero_optimization": {"stage": stage}, **half}
+        engines[name] = zerolite.initialize(Tower((4, 8, 4)), made)
+    before = {name: snapshot(engine) for name, engine in engines.items()}
+    generator, discriminator = engines.values()
+    loss = back(discriminator(generator(front(torch.linspace(-1, 1, 8).view(2, 4))))).square().sum()
+    if loop == "engine":
+        generator.backward(loss)
+    else:
+        loss.backward()
+    for engine in engines.values():
+        (engine if loop == "engine" else engine.optimizer).step()
+    assert front.weight.grad is not None and back.weight.grad is not None
+    updates = {
+        f"{name}.{n}": value.float() - before[name][n].float()
+        for name, engine in engines.items()
+        for n, value in snapshot(engine).items()
+    }
+    return {**updates, "front": front.weight.grad, "back": back.weight.grad}
+
+
+@pytest.mark.parametrize(("stage", "loop"), [(0, "plain"), (2, "engine")])
+@on_ranks(2)
+def test_two_fp16_engines_in_one_graph(stage: int, loop: str) -> None:
+    """Each engine's scale stays inside it: the same updates and the same outer gradients as in fp32, to fp16's
+    rounding."""
+    exact, half = (through_two_engines(stage, precision, loop) for precision in ("fp32", "fp16"))
+    for name, value in exact.items():
+        assert (half[name] - value).norm() <= 0.02 * value.norm(), name

@@ -13,7 +13,7 @@ from torch import nn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.configs import ADAMW, PARTITIONED, STATIC_SCALE, config
+from tests.toolkit.configs import ADAMW, STATIC_SCALE, at
 from tests.toolkit.drop_in import rank_mean
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import snapshot
@@ -69,9 +69,8 @@ PARTS = {"body": BODY, "exact": EXACT}
 
 def table_config(stage: int, mode: str, part: str, accumulation: int = 1) -> dict[str, Any]:
     patterns = {} if part == "body" else {"fp32_modules": [part]}
-    zero = {**(PARTITIONED["moving"] if stage == 3 else {}), "reduce_bucket_size": 10_000}
-    zero |= {"allgather_bucket_size": 10_000}
-    return config(stage, "fp32", accumulation, 0.0, ADAMW, zero, **MODES[mode], **patterns)
+    sizes = {"reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000}
+    return at(stage, "fp32", accumulation, optimizer=ADAMW, zero=sizes, **MODES[mode], **patterns)
 
 
 class Part(nn.Module):
@@ -295,8 +294,7 @@ def test_batch_norm_trains_as_in_plain_pytorch() -> None:
     """Three steps of SGD in bf16, with the batch norm in fp32."""
     lr = 0.0625
     for stage in range(4):
-        zero = PARTITIONED["moving"] if stage == 3 else None
-        engine = zerolite.initialize(models.build(Normed), config(stage, "bf16", 1, 0.0, ("SGD", {"lr": lr}), zero))
+        engine = zerolite.initialize(models.build(Normed), at(stage, "bf16", optimizer=("SGD", {"lr": lr})))
         plain = models.build(Normed)
         masters = {name: p.detach().clone() for name, p in plain.named_parameters()}
         plain.layer.to(torch.bfloat16)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import re
-import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,56 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
-from tests.toolkit.monitoring import events_of, read_jsonl
-from tests.toolkit.partitioned import raises
+from tests.toolkit.monitoring import STEPS, run_watched
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.traffic import plain_calls
-from tests.toolkit.training import WINDOWS, make_engine, snapshot
-from zerolite.monitor.flops_profiler import FlopsProfiler
+from tests.toolkit.training import WINDOWS, make_engine, raises, snapshot
 
-STEPS = 4
 LOGGER = {"enabled": True, "verbose": True, "debug": True}
 PROFILER = {"enabled": True, "peak_tflops": 0.001}
 
 
 def setting(stage: int, *args: Any, **more: Any) -> dict[str, Any]:
     return config(stage, *args, zero=PARTITIONED["tight"], **({"steps_per_print": 2} | more))
-
-
-def trained(
-    config: dict[str, Any], loop: str = "engine", folder: Path | None = None, model: str = "OddModel"
-) -> dict[str, Any]:
-    """A few windows; what this rank saw."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        engine = make_engine(config, model)
-        with zerolite.comm.record() as recorder:
-            losses = [WINDOWS[loop](engine, model, step, engine.gradient_accumulation_steps) for step in range(STEPS)]
-        logged = engine.comms_summary() if engine.comms_logger is not None else None
-        parameters = snapshot(engine)
-        own = [engine._comm] + ([engine.coordinator.comm] if engine.coordinator is not None else [])
-        watchers = [len(comm._watchers) for comm in {id(comm): comm for comm in own}.values()]
-    watched = events_of(engine, FlopsProfiler)
-    assert engine.call.call_module is engine._module
-    gone = weakref.ref(engine)
-    del engine, own
-    gc.collect()
-    dist.barrier()
-    assert gone() is None and torch._C._len_torch_dispatch_stack() == 0
-    return {
-        "losses": losses,
-        "parameters": parameters,
-        "calls": plain_calls(recorder),
-        "logged": logged,
-        "printed": printed.getvalue(),
-        "written": read_jsonl(str(folder)) if folder else [],
-        "watchers": watchers,
-        "watched": watched,
-    }
 
 
 def kinds(calls: list[tuple[str, int, str, int, str]]) -> Counter[tuple[str, str, int]]:
@@ -88,7 +49,7 @@ def test_logged_training_is_the_same_and_every_collective_is_counted() -> None:
     measured = {"comms_logger": LOGGER, "flops_profiler": PROFILER, "wall_clock_breakdown": True}
     for stage in range(4):
         plain = setting(stage, "bf16", 1, 0.4, ADAMW)
-        without, with_them = (trained(one, ("engine", "plain")[stage % 2]) for one in (plain, plain | measured))
+        without, with_them = (run_watched(one, ("engine", "plain")[stage % 2]) for one in (plain, plain | measured))
         assert_same_bits(with_them["parameters"], without["parameters"], f"stage {stage}")
         assert with_them["losses"] == without["losses"] and with_them["calls"] == without["calls"]
         assert counted(with_them["logged"]) == kinds(without["calls"])
@@ -108,7 +69,7 @@ def test_only_the_operations_that_were_asked_for(tmp_path: Path) -> None:
     logger = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"]}
     place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     one = setting(1, comms_logger=logger, jsonl_monitor=place, check_collectives=True)  # which watches too
-    found = trained(one, folder=tmp_path)
+    found = run_watched(one, folder=tmp_path)
     assert {row["op"] for row in found["logged"]} == {"all_gather"} and "caller" not in found["logged"][0]
     wanted = {kind: n for kind, n in kinds(found["calls"]).items() if kind[:2] == ("all_gather", "parameters")}
     assert counted(found["logged"]) == wanted
@@ -141,7 +102,7 @@ def test_flops_of_a_known_model(tmp_path: Path) -> None:
         folder = tmp_path / f"{stage}{loop}"
         place = {"enabled": True, "output_path": str(folder), "job_name": "job"}
         one = config(stage, "fp32", 2, zero=PARTITIONED["moving"], steps_per_print=2, jsonl_monitor=place)
-        found = trained(one | {"flops_profiler": PROFILER}, loop, folder, "Mlp")
+        found = run_watched(one | {"flops_profiler": PROFILER}, loop, folder, "Mlp")
         printed = found["printed"]
         if dist.get_rank():
             assert "FLOP" not in printed and found["watched"] == []
@@ -211,7 +172,7 @@ def test_an_exception_in_the_counted_step() -> None:
 def test_a_breakdown_of_memory(tmp_path: Path) -> None:
     """On rank 0, every two steps: the engine's own report."""
     place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    found = trained(setting(2, optimizer=ADAMW, memory_breakdown=True, jsonl_monitor=place), folder=tmp_path)
+    found = run_watched(setting(2, optimizer=ADAMW, memory_breakdown=True, jsonl_monitor=place), folder=tmp_path)
     if dist.get_rank():
         assert "memory of" not in found["printed"]
         return

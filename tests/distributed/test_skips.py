@@ -9,28 +9,52 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.toolkit import models
-from tests.toolkit.compare import CLIP, assert_same_bits
-from tests.toolkit.configs import ADAMW, PARTITIONED, config, dynamic_fp16
+from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks, from_all_ranks
+from tests.toolkit.configs import ADAMW, at, config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
-from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, snapshot
+from tests.toolkit.training import backward, loss_of, make_engine, run_steps, snapshot
 
 
-def bad_step(
-    config: dict[str, Any], bad_rank: int, parameter: str, value: float, loop: str = "engine"
-) -> dict[str, Any]:
-    """Six windows; in the fourth (step 3, the last micro-batch) one rank's gradient is not finite."""
-    engine = make_engine(config)
-    accumulation = config["gradient_accumulation_steps"]
-    norms, learning_rates, snapshots = [], [], []
+def scale_growth(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train an Mlp; the parameters and the scale after each step."""
+    engine = make_engine(config, "Mlp")
+    scales, snapshots, norms = [], [], []
+    for step in range(steps):
+        scales.append(engine.loss_scale)
+        run_steps(engine, 1, step)
+        norms.append(engine.get_global_grad_norm())
+        snapshots.append(snapshot(engine))
+    return {"scales": scales, "snapshots": snapshots, "norms": norms}
+
+
+STATIC = {"enabled": True, "loss_scale": 4}
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
+
+
+def setting(stage: int, precision: str, accumulation: int) -> dict[str, Any]:
+    more = {"fp16": dynamic_fp16()} if precision == "fp16" else {}
+    precision = "fp32" if precision == "fp16" else precision
+    return at(stage, precision, accumulation, CLIP, ADAMW, scheduler=SCHEDULER, **more)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (1, "fp32"), (2, "bf16"), (3, "fp16")])
+@on_ranks(3)
+def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(stage: int, precision: str) -> None:
+    """It comes with the last micro-batch of the fourth of six steps."""
+    accumulation, bad_rank, value, loop = {
+        "fp32": (1, 1, math.nan, "engine"),
+        "bf16": (4, 2, math.inf, "engine"),
+        "fp16": (1, 0, math.nan, "plain"),
+    }[precision]
+    engine = make_engine(setting(stage, precision, accumulation))
+    norms, rates, values = [], [], []
     with Warnings() as warnings:
         for step in range(6):
             for micro in range(accumulation):
-                bad = step == 3 and micro == accumulation - 1 and dist.get_rank() == bad_rank
-                handle = poison(engine, parameter, value) if bad else None
-                loss = models.token_loss(engine, models.token_batch(step, micro, dist.get_rank()))
+                bad = step == 3 and micro == accumulation - 1 and engine.rank == bad_rank
+                handle = poison(engine, "down.weight", value) if bad else None
+                loss = loss_of(engine, step, micro, "OddModel")
                 if loop == "engine":
                     engine.backward(loss)
                     engine.step()
@@ -42,84 +66,17 @@ def bad_step(
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             norms.append(engine.get_global_grad_norm())
-            learning_rates.append(engine.get_lr()[0])
-            snapshots.append(snapshot(engine))
-        skipped, steps = engine.skipped_steps, engine.global_steps
-    return {
-        "norms": norms,
-        "learning_rates": learning_rates,
-        "snapshots": snapshots,
-        "skipped_steps": skipped,
-        "global_steps": steps,
-        "warnings": warnings.messages,
-    }
-
-
-def scale_growth(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train an Mlp; the parameters and the scale after each step."""
-    engine = make_engine(config, "Mlp")
-    scales, snapshots, norms = [], [], []
-    for step in range(steps):
-        scales.append(engine.loss_scale)
-        engine.backward(models.square_loss(engine, models.float_batch(step, 0, dist.get_rank())))
-        engine.step()
-        norms.append(engine.get_global_grad_norm())
-        snapshots.append(snapshot(engine))
-    return {"scales": scales, "snapshots": snapshots, "norms": norms}
-
-
-# -------------------------------------------------------------------- the tests
-
-
-STATIC = {"enabled": True, "loss_scale": 4}
-SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.05, "warmup_type": "linear"}}
-
-
-def setting(stage: int, precision: str, accumulation: int) -> dict[str, Any]:
-    more = {"fp16": dynamic_fp16()} if precision == "fp16" else {}
-    precision = "fp32" if precision == "fp16" else precision
-    return config(stage, precision, accumulation, CLIP, ADAMW, zero_of(stage), scheduler=SCHEDULER, **more)
-
-
-def zero_of(stage: int) -> dict[str, Any]:
-    return PARTITIONED["moving"] if stage == 3 else {}
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (1, "fp32"), (2, "bf16"), (3, "fp16")])
-def test_one_bad_gradient_on_one_rank_skips_the_step_on_all(pools: Pools, stage: int, precision: str) -> None:
-    accumulation, bad_rank, value, loop = {
-        "fp32": (1, 1, math.nan, "engine"),
-        "bf16": (4, 2, math.inf, "engine"),
-        "fp16": (1, 0, math.nan, "plain"),
-    }[precision]
-    kwargs = {
-        "config": setting(stage, precision, accumulation),
-        "bad_rank": bad_rank,
-        "parameter": "down.weight",
-        "value": value,
-        "loop": loop,
-    }
-    ranks = pools(3).run(bad_step, kwargs)
-    for result in ranks:
-        for step in range(6):
-            assert_same_bits(result["snapshots"][step], ranks[0]["snapshots"][step], f"step {step}, two ranks")
-        assert_same_bits(result["snapshots"][3], result["snapshots"][2], "before and after the skipped step")
-        assert any(
-            not torch.equal(result["snapshots"][4][name], value) for name, value in result["snapshots"][3].items()
-        )
-        assert [math.isfinite(norm) for norm in result["norms"]] == [True, True, True, False, True, True]
-        rates = result["learning_rates"]
-        assert rates[3] == rates[2]
-        assert rates[2] != rates[1]
-        assert rates[4] > rates[3]
-        assert (result["skipped_steps"], result["global_steps"]) == (1, 6)
-        for taken in result["snapshots"]:
-            assert all(torch.isfinite(parameter).all() for parameter in taken.values())
-    told = [message for result in ranks for message in result["warnings"]]
-    assert len(told) == 1, told
-    assert f"rank {bad_rank}" in told[0]
-    assert "'down.weight'" in told[0]
-    assert "step 4" in told[0]  # as global_steps counts it
+            rates.append(engine.get_lr()[0])
+            values.append(snapshot(engine))
+            assert_same_on_ranks(values[-1], f"step {step}")
+            assert all(torch.isfinite(parameter).all() for parameter in values[-1].values())
+    assert_same_bits(values[3], values[2], "before and after the skipped step")
+    assert any(not torch.equal(values[4][name], before) for name, before in values[3].items())
+    assert [math.isfinite(norm) for norm in norms] == [True, True, True, False, True, True]
+    assert rates[1] != rates[2] == rates[3] < rates[4]
+    assert (engine.skipped_steps, engine.global_steps) == (1, 6)
+    (told,) = [message for messages in from_all_ranks(warnings.messages) for message in messages]
+    assert f"rank {bad_rank}" in told and "'down.weight'" in told and "step 4" in told  # as global_steps counts it
 
 
 def bad_for_ever(config: dict[str, Any]) -> tuple[list[float], str]:
@@ -131,7 +88,7 @@ def bad_for_ever(config: dict[str, Any]) -> tuple[list[float], str]:
     scales = []
     for attempt in range(10):
         scales.append(engine.loss_scale)
-        engine.backward(models.token_loss(engine, models.token_batch(attempt, 0, dist.get_rank())))
+        backward(engine, attempt, model="OddModel")
         try:
             engine.step()
         except Exception as error:
@@ -144,12 +101,12 @@ def bad_for_ever(config: dict[str, Any]) -> tuple[list[float], str]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_too_many_skips_in_a_row_raise_on_all_ranks(stage: int) -> None:
     for precision in ("fp32", "bf16"):
-        scales, error = bad_for_ever(config(stage, precision, zero=zero_of(stage), max_consecutive_skipped_steps=3))
+        scales, error = bad_for_ever(at(stage, precision, max_consecutive_skipped_steps=3))
         assert len(scales) == 3
         for word in ("max_consecutive_skipped_steps", "3", "up.weight", "rank 0"):
             assert word in error, error
     low = dynamic_fp16(initial_scale_power=3, min_loss_scale=1)
-    scales, error = bad_for_ever(config(stage, zero=zero_of(stage), fp16=low))
+    scales, error = bad_for_ever(at(stage, fp16=low))
     assert scales == [8, 4, 2, 1]
     for word in ("up.weight", "minimum", "bf16", "4 in"):
         assert word in error, error

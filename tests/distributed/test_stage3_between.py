@@ -20,10 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.configs import PARTITIONED, config
-from tests.toolkit.partitioned import raises
+from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raised
+from tests.toolkit.training import make_engine, raised, raises, run_steps
 from zerolite.zero.stage3 import between_steps
 
 Extra = Callable[[], Any]
@@ -33,9 +32,8 @@ class Side:
     """An engine, and what its program has seen."""
 
     def __init__(self, stage: int, precision: str = "fp32", setting: str = "moving", more: Any = None) -> None:
-        section = {**PARTITIONED[setting], **(more or {})} if stage == 3 else {}
-        settings = config(stage, precision, optimizer=("SGD", {"lr": 0.0625}), zero=section)
-        self.engine = zerolite.initialize(models.build(models.Mlp), settings | {"train_micro_batch_size_per_gpu": 4})
+        settings = at(f"{stage} {setting}", precision, optimizer=("SGD", {"lr": 0.0625}), zero=more)
+        self.engine = make_engine(settings | {"train_micro_batch_size_per_gpu": 4}, "Mlp")
         self.module = self.engine.module
         self.seen: list[Tensor] = []
 
@@ -315,7 +313,7 @@ def test_classes_of_the_user() -> None:
     module = nn.Linear(5, 3)
     module.weight = Named(module.weight.detach().clone())
     wanted = module.weight.detach().clone()
-    engine = zerolite.initialize(module, config(3, zero=PARTITIONED["moving"]))
+    engine = zerolite.initialize(module, at(3))
     weight = engine.module.weight
     assert isinstance(weight, Named) and models.has_no_values(weight) and weight.shape == (3, 5)
     assert torch.equal(weight.detach(), wanted) and torch.equal(engine.module.state_dict()["weight"], wanted)
@@ -335,12 +333,10 @@ def test_classes_of_the_user() -> None:
 @on_ranks(2, 3)
 def test_odd_parameters() -> None:
     """0-dim, empty, tied, frozen and unused parameters; after the engine has gone, too."""
-    engine = zerolite.initialize(models.build(models.OddModel), config(3, zero=PARTITIONED["moving"]))
+    engine = make_engine(at(3))
     model = engine.module
     for _ in range(2):
-        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
-        engine.backward(loss)
-        engine.step()
+        run_steps(engine, model="OddModel")
     with torch.no_grad():
         for parameter in model.parameters():
             before = parameter.clone()
@@ -351,8 +347,7 @@ def test_odd_parameters() -> None:
             assert torch.equal(parameter, before + 1 - 1)
     assert torch.equal(model.head.weight.data, model.embed.weight.data)
     wanted = engine.full_state_dict()
-    engine.backward(models.token_loss(engine, models.token_batch(1, 0, dist.get_rank())))
-    engine.step()
+    run_steps(engine, 1, 1, "OddModel")
     assert not torch.equal(model.embed.weight.detach(), wanted["embed.weight"])
     state = engine.full_state_dict()
     del engine

@@ -15,13 +15,9 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 import zerolite
 from tests.toolkit.compare import assert_same
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
-from tests.toolkit.partitioned import (
-    assert_partitioned,
-    raises,
-    values_of,
-    whole,
-)
+from tests.toolkit.partitioned import assert_partitioned, values_of, whole
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raises
 from zerolite import zero
 from zerolite.zero.stage3.questions import ATTRIBUTES, METHODS
 

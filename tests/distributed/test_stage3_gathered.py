@@ -15,16 +15,10 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
-from tests.toolkit.partitioned import (
-    assert_partitioned,
-    raises,
-    stage3,
-    train,
-    values_of,
-    whole,
-)
+from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.partitioned import assert_partitioned, stage3, values_of, whole
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raises, run_steps
 from zerolite import zero
 from zerolite.zero.stage3 import gathered_parameters
 
@@ -88,29 +82,10 @@ def test_changes_of_the_modifier_reach_all(settings: str | None, precision: str)
             assert models.has_no_values(parameter) is (settings is None or settings != "defaults" and name != "empty")
     if settings is not None:
         before = whole(model)
-        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
-        engine.backward(loss)
-        engine.step()
+        run_steps(engine, model="OddModel")
         for name, value in whole(model).items():  # Adam's first step is at most lr, from the new value
             step = (value.float() - before[name].float()).abs()
             assert step.numel() == 0 or step.max() <= 1e-3 * (1 + 0.1 * before[name].float().abs().max()) + 2e-2, name
-
-
-@on_ranks(2)
-def test_bf16_masters_start_from_the_new_values() -> None:
-    """bf16: a step with zero gradients and decay only shows from which master it started."""
-    decay = ("SGD", {"lr": 0.5, "weight_decay": 0.5, "foreach": True})
-    engine = zerolite.initialize(
-        models.build(models.Mlp), config(3, "bf16", optimizer=decay, zero=PARTITIONED["moving"])
-    )
-    train(engine, 3)
-    with zero.GatheredParameters(engine.module.first.weight, modifier_rank=1):
-        if dist.get_rank() == 1:
-            engine.module.first.weight.data.fill_(8.0)
-    batch = models.float_batch(0, 0, dist.get_rank())
-    engine.backward(models.square_loss(engine, batch) * 0.0)
-    engine.step()
-    assert whole(engine.module)["first.weight"].eq(6.0).all()
 
 
 @pytest.mark.fast("moving-2", "None-1")
@@ -162,9 +137,7 @@ def test_changes_under_a_read_only_gather_are_refused(settings: str | None) -> N
     if settings is None:
         assert_partitioned(model)
     else:
-        loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
-        engine.backward(loss)
-        engine.step()
+        run_steps(engine, model="OddModel")
 
 
 @pytest.mark.fast("moving-2")
@@ -194,7 +167,7 @@ def test_gathers_inside_each_other(settings: str) -> None:
             bias.fill_(5.0)
     values = whole(engine.module)
     assert values["first.weight"].eq(4).all() and values["first.bias"].eq(5).all()
-    train(engine, 2)
+    run_steps(engine, 2)
 
 
 @pytest.mark.fast("moving-2")
@@ -222,7 +195,7 @@ def test_an_exception_inside_leaves_nothing(settings: str) -> None:
     assert_same(whole(engine.module), before)
     if settings != "defaults":
         assert_partitioned(engine.module)
-    train(engine, 2)
+    run_steps(engine, 2)
 
 
 @on_ranks(2)
@@ -259,19 +232,19 @@ def test_initialize_inside_a_gather() -> None:
         with zero.GatheredParameters(model), raises(RuntimeError, "inside a zero.GatheredParameters context"):
             zerolite.initialize(model, config(stage))
         assert_same(whole(model), before)
-        train(zerolite.initialize(model, config(stage)), 2)
+        run_steps(zerolite.initialize(model, config(stage)), 2)
 
 
 @on_ranks(2)
 def test_a_gather_that_cannot_begin() -> None:
     """There is no memory for what compares values: nothing stays gathered."""
     engine = zerolite.initialize(models.build(models.Mlp), stage3("moving"))
-    train(engine, 2)
+    run_steps(engine, 2)
     no_memory = mock.patch.object(gathered_parameters, "content_hash", side_effect=MemoryError("full"))
     with no_memory, raises(MemoryError, "full"), zero.GatheredParameters(engine.module):
         raise AssertionError("the context has begun")
     assert_partitioned(engine.module)
-    train(engine, 2)
+    run_steps(engine, 2)
     assert engine.coordinator.schedule.following
 
 
@@ -310,7 +283,7 @@ class GathersItself(nn.Module):
 def test_a_gather_inside_a_forward(settings: str) -> None:
     plain = zerolite.initialize(models.build(GathersItself), config(2, optimizer=ADAMW))
     engine = zerolite.initialize(models.build(GathersItself), stage3(settings))
-    assert train(plain, 6) == train(engine, 6)
+    assert run_steps(plain, 6) == run_steps(engine, 6)
     assert_same(values_of(plain.module), whole(engine.module))
     if settings == "moving":
         assert_partitioned(engine.module)
@@ -358,7 +331,7 @@ def test_registered_external_parameters_train(register: str, settings: str) -> N
     if register == "fwd_module":
         with zero.GatheredParameters(model.first.weight, fwd_module=model.borrower):
             pass
-    assert train(plain, 6) == train(engine, 6)
+    assert run_steps(plain, 6) == run_steps(engine, 6)
     assert_same(values_of(plain.module), whole(engine.module))
     zero.unregister_external_parameter(model.borrower, model.first.weight)
     with raises(ValueError, "(13, 7)", "not registered", "Borrower"):

@@ -20,19 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, config
-from tests.toolkit.partitioned import (
-    ATTRIBUTES,
-    assert_partitioned,
-    raises,
-    seed_by_rank,
-    stage3,
-    train,
-    values_of,
-    whole,
-)
+from tests.toolkit.configs import ADAMW, at, config
+from tests.toolkit.partitioned import ATTRIBUTES, assert_partitioned, seed_by_rank, stage3, values_of, whole
 from tests.toolkit.pool import Pool
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import raises, run_steps
 from zerolite import zero
 from zerolite.zero.layout import part_numel
 
@@ -110,23 +102,30 @@ def test_rank0_values() -> None:
             assert (parameter.stride(), parameter.dtype) == (other.stride(), other.dtype), name
 
 
-@pytest.mark.fast("moving-2")
+@pytest.mark.fast("0-2", "2-2", "3 moving-2")
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("settings", ["moving", "defaults"])
-def test_training_is_that_of_stage_2(settings: str) -> None:
-    """Init on different seeds, then training: bit for bit plain construction on rank 0's seed at another stage."""
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving", "3 defaults"])
+def test_a_model_built_partitioned_trains_like_one_that_was_built_whole(stage: str) -> None:
+    """Bit for bit what plain construction on rank 0's seed gives, where each rank has a seed of its own. Below stage 3
+    the model becomes whole."""
+    partitioned, settings = stage[0] == "3", at(stage, optimizer=ADAMW)
     torch.manual_seed(4)
     plain = zerolite.initialize(models.Mlp(), config(2, optimizer=ADAMW))
-    losses = train(plain)
+    losses = run_steps(plain, 5)
     seed_by_rank(4)
-    with zero.Init(config_dict_or_path=stage3(settings)):
+    with zero.Init(config_dict_or_path=settings if partitioned else None):
         model = models.Mlp()
     parameters = list(model.parameters())
+    parameters[0].label = "mine"
     ids = [p.ds_id for p in parameters]
-    engine = zerolite.initialize(model, stage3(settings))
+    engine = zerolite.initialize(model, settings)
     assert all(p is q for p, q in zip(parameters, engine.module.parameters(), strict=True))
-    assert ids == [p.ds_id for p in parameters]
-    assert train(engine) == losses
+    assert parameters[0].label == "mine"
+    if partitioned:
+        assert ids == [p.ds_id for p in parameters]
+    else:
+        assert_plain(engine.module)
+    assert run_steps(engine, 5) == losses
     assert_same(whole(engine.module), values_of(plain.module))
 
 
@@ -358,7 +357,7 @@ def test_meta_engine() -> None:
     twin = models.Mlp()
     twin.load_state_dict(whole(engine.module))
     other = zerolite.initialize(twin, config(2, optimizer=ADAMW))
-    assert train(engine) == train(other)
+    assert run_steps(engine, 5) == run_steps(other, 5)
     assert_same(whole(engine.module), values_of(other.module))
     with raises(RuntimeError, "'1' (Scale)", "meta device", "reset_parameters()"):
         zero.Init(module=bare)
@@ -386,28 +385,7 @@ def test_resized_embedding() -> None:
     assert torch.equal(whole(engine.module)["embed.weight"][: models.VOCABULARY], old)
     assert model.embed.weight.ds_shape == (models.VOCABULARY + 4, 5)
     assert whole(engine.module)["up.weight"][0].eq(5).all()
-    loss = models.token_loss(engine, models.token_batch(0, 0, dist.get_rank()))
-    engine.backward(loss)
-    engine.step()
-
-
-@on_ranks(2)
-def test_a_partitioned_model_becomes_whole_below_stage_3() -> None:
-    for stage in (0, 2):
-        torch.manual_seed(9)
-        plain = zerolite.initialize(models.Mlp(), config(stage, optimizer=ADAMW))
-        losses = train(plain)
-        seed_by_rank(9)
-        with zero.Init():
-            model = models.Mlp()
-        parameters = list(model.parameters())
-        parameters[0].label = "mine"
-        engine = zerolite.initialize(model, config(stage, optimizer=ADAMW))
-        assert all(p is q for p, q in zip(parameters, engine.module.parameters(), strict=True))
-        assert_plain(engine.module)
-        assert parameters[0].label == "mine"
-        assert train(engine) == losses
-        assert_same(values_of(engine.module), values_of(plain.module))
+    run_steps(engine, model="OddModel")
 
 
 # -------------------------------------------------------------------- attributes

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import weakref
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import zerolite
 from examples.gpt.model import GPT, GPTConfig
-from tests.toolkit.compare import assert_same_on_ranks
+from tests.toolkit.compare import assert_same_on_ranks, from_all_ranks
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.memory import tensor_bytes
-from tests.toolkit.partitioned import raises
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.tensor_parallel import (
     CPU,
@@ -35,6 +32,7 @@ from tests.toolkit.tensor_parallel import (
     settings,
     tokens,
 )
+from tests.toolkit.training import raises
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import (
     ColumnParallelLinear,
@@ -139,42 +137,6 @@ def test_the_embedding_cut_alone_and_the_head_alone() -> None:
     plan = {"blocks.*.c_attn": "column", "blocks.*.c_proj": "row"}
     for extra in ({"embed": "vocab"}, {"head": "vocab"}, {"head": "colwise_gather_output"}, {}):
         blocks("nano", plan={**plan, **extra}, vocabulary=38)
-
-
-def hugging_face(family: str, tied: bool, **others: Any) -> dict[str, Any]:
-    import transformers
-
-    common = {"vocab_size": 67, "tie_word_embeddings": tied, "use_cache": False}
-    if family == "GPT2":
-        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, **common)
-        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-            setattr(config, name, 0.0)
-    else:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 32}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-        extra = {"head_dim": 8} if family == "Qwen3" else {}
-        config = getattr(transformers, f"{family}Config")(**sizes, **common, **extra)
-    torch.manual_seed(1)
-    model = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM"))(config)
-    x = tokens(vocabulary=67)
-    if family == "GPT2":  # brings no plan
-        plan = {"*.c_attn": "column", "*.c_fc": "column", "*.c_proj": "row", "lm_head": "vocab"}
-        others["plan"] = plan
-    return check(compare(model, lambda m: m(input_ids=x, labels=x).loss, **others))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.slow
-@on_ranks(2, timeout=180)
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "GPT2", "Gemma2", "Mixtral", "GPTNeoX"])
-def test_models_of_hugging_face(family: str) -> None:
-    cuts = 2 if family != "Mixtral" else 1  # experts stay whole
-    for tied, sequence_parallel in ((False, True), (True, False)):
-        result = hugging_face(family, tied, sequence_parallel=sequence_parallel)
-        embedding = any("embed" in name or "wte" in name for name in result["cut"])
-        rows = 0 if sequence_parallel else cuts * LAYERS
-        assert calls(result, "backward")["all_reduce"] == 1 + rows
-        assert calls(result, "forward")["all_reduce"] == VOCABULARY + embedding + rows
 
 
 # -------------------------------------------------------------------- layers by themselves
@@ -368,9 +330,8 @@ def test_random_numbers(sequence_parallel: bool) -> None:
         again, same = step(checkpoint)
         assert again == loss and all(torch.equal(gradients[name], same[name]) for name in gradients)
         assert torch.equal(state, torch.get_rng_state())
-    everywhere: list[Any] = [None, None]
-    dist.all_gather_object(everywhere, (loss, state.tolist(), drawn["outside"], drawn["inside"]))
-    (*one, outside, inside), (*other, outside_there, inside_there) = everywhere
+    here, there = from_all_ranks((loss, state.tolist(), drawn["outside"], drawn["inside"]))
+    (*one, outside, inside), (*other, outside_there, inside_there) = here, there
     assert one == other and inside != inside_there and (outside == outside_there) is not sequence_parallel
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.toolkit.partitioned import raises
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.tensor_parallel import LOSS, communicator, relative, tokens
+from tests.toolkit.training import raises
 from zerolite.comm import Communicator, record
 from zerolite.tensor_parallel import VocabParallelLogits
 from zerolite.tensor_parallel.shard_spec import ShardSpec

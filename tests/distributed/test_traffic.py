@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config
-from tests.toolkit.partitioned import raises
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import (
@@ -25,8 +22,8 @@ from tests.toolkit.traffic import (
     stage3_engine,
     stage3_loss,
 )
-from tests.toolkit.training import engine_window, make_engine, snapshot
-from zerolite.comm import NullCommunicator, host_group, use_communicator
+from tests.toolkit.training import engine_window, make_engine, raises, snapshot
+from zerolite.comm import NullCommunicator, use_communicator
 
 
 def calls_of_a_step(config: dict[str, Any]) -> tuple[list[Any], int]:
@@ -182,28 +179,6 @@ def test_every_buffer_of_a_collective_begins_on_16_bytes(ranks: int) -> None:
             assert not [call for call in recorder.calls if call.unaligned]
 
 
-@on_ranks(2)
-def test_the_hosts_meet_over_a_group_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    """None is made in a job that saves none: each rank of gloo connects to all others. What is no checkpoint goes over
-    another one: a save in the background may be using the first."""
-    asked: list[str] = []
-    make = host_group.second_group
-
-    def note(parent: Any, backend: str, purpose: str) -> Any:
-        asked.append(purpose)
-        return make(parent, backend, purpose)
-
-    with mock.patch.object(host_group, "second_group", note):
-        engine = make_engine(config(2))
-        engine_window(engine, "OddModel", 0, 1)
-        assert asked == []
-        engine.save_checkpoint(tmp_path)
-        engine.save_checkpoint(tmp_path)
-        assert asked == ["checkpoint"]
-        engine.full_optimizer_state_dict()
-        assert asked == ["checkpoint", "whole model"]
-
-
 # -------------------------------------------------------------------- stage 3
 
 PLANNED = 2  # the first step that follows a plan
@@ -287,6 +262,8 @@ def test_stage_3_prefetches_of_one_answer_are_one_launch(pools: Pools) -> None:
     result = stage3(pools, 2, {**SHORT, "stage3_prefetch_bucket_size": 10**6})
     assert gathers(result["windows"][0]) == tower_units(2) + tower_units(2)[::-1], "on demand"
     assert gathers(result["windows"][-1]) == [sum(tower_units(2))] * 2
+    alone = stage3(pools, 2, {**SHORT, "stage3_prefetch_bucket_size": 10**6, "overlap_comm": False})
+    assert gathers(alone["windows"][-1]) == gathers(result["windows"][0]), "nothing is prefetched"
 
 
 @pytest.mark.slow

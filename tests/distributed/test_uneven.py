@@ -13,27 +13,14 @@ from torch.distributed.algorithms import Join
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, everywhere_equal
-from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, config, dynamic_fp16
-from tests.toolkit.partitioned import raises
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_all_ranks
+from tests.toolkit.configs import ADAMW, SGD, at, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import KINDS, counters, make_engine, snapshot
+from tests.toolkit.training import KINDS, backward, counters, loss_of, make_engine, raises, snapshot
 from zerolite.comm import record
 from zerolite.zero import GatheredParameters
 
-STAGES: dict[str, tuple[int, dict[str, Any] | None]] = {
-    "0": (0, None),
-    "1": (1, None),
-    "2": (2, None),
-    "3": (3, PARTITIONED["moving"]),
-    "3-tight": (3, PARTITIONED["tight"]),
-    "3-defaults": (3, PARTITIONED["defaults"]),
-}
-
-
-def settings(stage: str, **more: Any) -> dict[str, Any]:
-    number, zero = STAGES[stage]
-    return config(number, zero=zero, **more)
+STAGES = ("0", "1", "2", "3 moving", "3 tight", "3 defaults")
 
 
 def joined(
@@ -92,11 +79,11 @@ def joined(
         step(micro)
     schedule = engine.coordinator.schedule if engine.coordinator is not None else None
     assert schedule is None or not schedule.on_demand_only
-    with GatheredParameters(engine.module, check=False):
-        everywhere_equal(engine.module)
+    parameters = snapshot(engine)
+    assert_same_on_ranks(parameters)
     return {
         "inside": inside,
-        "parameters": snapshot(engine),
+        "parameters": parameters,
         "means": means,
         "losses": losses,
         "buffers": {name: buffer.clone() for name, buffer in engine.module.named_buffers()},
@@ -155,11 +142,11 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], atol: float 
 
 @pytest.mark.slow
 @on_ranks(1, 2, 3, timeout=120)
-@pytest.mark.parametrize("stage", ["0", "2", "3", "3-tight"])
+@pytest.mark.parametrize("stage", ["0", "2", "3", "3 tight"])
 def test_ranks_that_have_finished_serve_the_others(stage: str) -> None:
     """Parameters and counters of all ranks are those of one process, and training goes on afterwards."""
     for counts in counts_of(dist.get_world_size()):
-        found = joined(settings(stage), counts, after=3)
+        found = joined(at(stage), counts, after=3)
         inside = {key: value for key, value in found["inside"].items() if key not in ("parameters", "traffic")}
         assert_same_on_ranks(inside)
         assert inside["global_steps"] == max(counts)
@@ -169,7 +156,7 @@ def test_ranks_that_have_finished_serve_the_others(stage: str) -> None:
 
 @pytest.mark.slow
 @on_ranks(2, 3, timeout=120)
-@pytest.mark.parametrize("stage", ["0", "2", "3-tight"])
+@pytest.mark.parametrize("stage", ["0", "2", "3 tight"])
 def test_join_by_another_divisor_with_weights_and_in_windows(stage: str) -> None:
     counts = counts_of(dist.get_world_size())[0]
     for more in (
@@ -181,16 +168,16 @@ def test_join_by_another_divisor_with_weights_and_in_windows(stage: str) -> None
     ):
         asked: dict[str, Any] = dict(more)
         micros = asked.pop("micros", 1)
-        found = joined(settings(stage, accumulation=micros), counts, **asked)
+        found = joined(at(stage, accumulation=micros), counts, **asked)
         assert_close(found["parameters"], joined_plain(SGD, counts, micros=micros, **asked))
 
 
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
-@pytest.mark.parametrize("stage", ["0", "2", "3-defaults"])
+@pytest.mark.parametrize("stage", ["0", "2", "3 defaults"])
 def test_join_in_torchs_own_loop(stage: str) -> None:
     for counts, micros in (([2, 5], 1), ([6, 2], 2)):
-        chosen = settings(stage, accumulation=micros, optimizer=ADAMW, clip=0.5)
+        chosen = at(stage, accumulation=micros, optimizer=ADAMW, clip=0.5)
         wanted = joined(chosen, counts)
         for loop in ("plain", "classic"):
             ours = joined(chosen, counts, loop=loop, evaluate=True)
@@ -202,7 +189,7 @@ def test_join_in_torchs_own_loop(stage: str) -> None:
 def test_join_gives_ddps_numbers(stage: str, keep_divisor: bool) -> None:
     """The engine's join and torch's over DDP, in the same processes."""
     counts, rank = [2, 5], dist.get_rank()
-    ours = joined(settings(stage), counts, "Mlp", keep_divisor=keep_divisor)["parameters"]
+    ours = joined(at(stage), counts, "Mlp", keep_divisor=keep_divisor)["parameters"]
     ddp = torch.nn.parallel.DistributedDataParallel(models.build(models.Mlp))
     optimizer = torch.optim.SGD(ddp.parameters(), **SGD[1])
     with Join([ddp], divide_by_initial_world_size=keep_divisor):
@@ -219,14 +206,13 @@ def test_join_gives_ddps_numbers(stage: str, keep_divisor: bool) -> None:
         assert_close(ours, theirs, 1e-6)  # it divides by 1, we multiply 1/2 by 2
 
 
-@pytest.mark.fast("2-Buffered-2", "3-tight-ConvNet-2")
+@pytest.mark.fast("2-Buffered-2", "3 tight-ConvNet-2")
 @on_ranks(2)
 @pytest.mark.parametrize("model", ["SharedCheckpointed", "EncoderDecoder", "MixtureOfExperts", "ConvNet", "Buffered"])
-@pytest.mark.parametrize("stage", ["2", "3-tight"])
+@pytest.mark.parametrize("stage", ["2", "3 tight"])
 def test_join_with_other_models(stage: str, model: str) -> None:
-    number, zero = STAGES[stage]
-    leaves = {"leaf_modules": ["MoeBlock"]} if model == "MixtureOfExperts" and number == 3 else {}
-    found = joined(config(number, zero={**(zero or {}), **leaves}), [1, 4], model, after=2)
+    leaves = {"leaf_modules": ["MoeBlock"]} if model == "MixtureOfExperts" and stage[0] == "3" else {}
+    found = joined(at(stage, zero=leaves), [1, 4], model, after=2)
     if model != "ConvNet":  # its statistics are each rank's own
         assert_close(found["parameters"], joined_plain(SGD, [1, 4], model=model, after=2))
 
@@ -235,35 +221,18 @@ def test_join_with_other_models(stage: str, model: str) -> None:
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_what_goes_on_in_a_join(stage: str) -> None:
     """Means are over the ranks that go on; every forward, backward and step is one exchange, and an evaluation too."""
-    found = joined(settings(stage), [2, 4], "Mlp")
-    sides: list[Any] = [None, None]
-    dist.all_gather_object(sides, (found["means"], found["losses"]))
-    (first, first_losses), (second, second_losses) = sides
+    found = joined(at(stage), [2, 4], "Mlp")
+    (first, first_losses), (second, second_losses) = from_all_ranks((found["means"], found["losses"]))
     assert first == second[:2] and second[0] == first_losses[0] + second_losses[0]
     assert second[2:] == second_losses[2:]
-    even = joined(settings(stage), [4, 4], "Mlp")
+    even = joined(at(stage), [4, 4], "Mlp")
     assert even["inside"]["traffic"][("all_gather", "control")] == 4 * 4 + 1  # with the mean; and at the end
 
 
 @on_ranks(2)
 def test_buffers_are_those_of_a_rank_that_goes_on() -> None:
-    buffers = joined(settings("2"), [1, 4], "Buffered", broadcast_buffers=True)["buffers"]
+    buffers = joined(at("2"), [1, 4], "Buffered", broadcast_buffers=True)["buffers"]
     assert buffers["calls"] == (4 if dist.get_rank() else 3)  # before the last forward
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["1", "3"])
-def test_a_step_that_is_skipped_is_skipped_by_all(stage: str) -> None:
-    """fp16: the rank that goes on has an infinite gradient when the other has finished."""
-    engine = make_engine(settings(stage, fp16=dynamic_fp16()), "Mlp")
-    with engine.join():
-        for step in range(1 + 3 * engine.rank):
-            x, y = models.float_batch(step, 0, engine.rank)
-            engine.backward(models.square_loss(engine, (x, y)) * (1e6 if step == 2 else 1.0))
-            engine.step()
-    assert engine.skipped_steps == 1 and engine.loss_scale == 128
-    with GatheredParameters(engine.module, check=False):
-        everywhere_equal(engine.module)
 
 
 LEFT = "has left with an exception"
@@ -292,14 +261,14 @@ LEAVING = {
 )
 def test_nobody_waits_for_a_rank_that_does_something_else(stage: str, how: str) -> None:
     """Rank 0 has two batches, the others four."""
-    engine = make_engine(settings(stage), "Mlp")
+    engine = make_engine(at(stage), "Mlp")
     message = ""
     try:
         with engine.join():
             for step in range(2 if engine.rank == 0 else 4):
                 if how == "early" and step == 1 and engine.rank == 1:
                     raise KeyError("a bug in the data loader")
-                loss = models.square_loss(engine, models.float_batch(step, 0, engine.rank))
+                loss = loss_of(engine, step)
                 if how == "late" and step == 3 and engine.rank == 1:
                     raise KeyError("a bug in the data loader")
                 if how == "places" and step == 1 and engine.rank == 1:
@@ -325,7 +294,7 @@ def test_nobody_waits_for_a_rank_that_does_something_else(stage: str, how: str) 
 
 @on_ranks(2)
 def test_join_is_not_entered_twice() -> None:
-    engine = make_engine(settings("1"), "Mlp")
+    engine = make_engine(at("1"), "Mlp")
     with raises(RuntimeError, "cannot be entered twice"), engine.join(), engine.join():
         pass
 
@@ -366,10 +335,10 @@ def weighted(
                 gradients.append(zerolite.get_full_grad(engine.module.stem.weight))
             engine.step(flush=flush and micro == micros - 1)
         norms.append(engine.get_global_grad_norm())
-    with GatheredParameters(engine.module, check=False):
-        everywhere_equal(engine.module)
+    parameters = snapshot(engine)
+    assert_same_on_ranks(parameters)
     assert engine.skipped_steps == 0
-    return {"parameters": snapshot(engine), "norms": norms, "gradients": gradients}
+    return {"parameters": parameters, "norms": norms, "gradients": gradients}
 
 
 def weighted_plain(optimizer: tuple[str, dict[str, Any]], micros: int = 1, clip: float = 0.0) -> dict[str, Any]:
@@ -399,7 +368,7 @@ def test_weights_give_the_gradient_of_the_joint_batch() -> None:
     for optimizer, clip, micros in ((SGD, 0.0, 1), (ADAMW, 0.5, 3)):
         wanted, results = weighted_plain(optimizer, micros, clip), {}
         for stage in STAGES:
-            found = weighted(settings(stage, accumulation=micros, optimizer=optimizer, clip=clip), micros)
+            found = weighted(at(stage, accumulation=micros, optimizer=optimizer, clip=clip), micros)
             assert found["norms"] == pytest.approx(wanted["norms"], rel=2e-6)
             for got, want in zip(found["gradients"], wanted["gradients"], strict=True):
                 torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
@@ -417,7 +386,7 @@ def test_weights_give_the_gradient_of_the_joint_batch() -> None:
 @pytest.mark.parametrize(("stage", "precision"), [("0", "bf16"), ("2", "fp16"), ("3", "fp16")])
 def test_weights_in_16_bits(stage: str, precision: str) -> None:
     """Gradients are those of the joint batch, to the rounding of 16-bit values."""
-    found = weighted(settings(stage, precision=precision, accumulation=2), 2)
+    found = weighted(at(stage, precision=precision, accumulation=2), 2)
     rel = 0.02 if precision == "bf16" else 0.003
     assert found["norms"] == pytest.approx(weighted_plain(SGD, 2)["norms"], rel=rel)
 
@@ -426,11 +395,11 @@ def test_weights_in_16_bits(stage: str, precision: str) -> None:
 def test_fp16_finds_a_unit_for_large_weights() -> None:
     """Weights of 65,536 would overflow any fp16 gradient; after the first step they are counted in their own unit."""
     engine = zerolite.initialize(
-        models.build(models.Mlp), settings("2", fp16=dynamic_fp16(initial_scale_power=4, hysteresis=4))
+        models.build(models.Mlp), at("2", fp16=dynamic_fp16(initial_scale_power=4, hysteresis=4))
     )
     model = models.build(models.Mlp)
     for step in range(4):
-        engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)), weight=65536.0)
+        backward(engine, 0, weight=65536.0)
         model.load_state_dict({name: value.float() for name, value in engine.full_state_dict().items()})
         model.zero_grad()
         for rank in range(2):
@@ -445,24 +414,24 @@ def test_fp16_finds_a_unit_for_large_weights() -> None:
 @on_ranks(2)
 def test_equal_weights_change_no_bit() -> None:
     for stage in ("0", "1", "2", "3"):
-        one, other = (weighted(settings(stage), equal=True, weights=weights) for weights in (True, False))
+        one, other = (weighted(at(stage), equal=True, weights=weights) for weights in (True, False))
         assert_same_bits(one["parameters"], other["parameters"], f"stage {stage}, with weights and without")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_a_window_that_is_flushed_early(stage: str) -> None:
-    found = weighted(settings(stage, accumulation=5), 2, flush=True)
+    found = weighted(at(stage, accumulation=5), 2, flush=True)
     assert found["norms"] == pytest.approx(weighted_plain(SGD, 2)["norms"], rel=2e-6)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
 def test_what_is_no_weight(stage: str) -> None:
-    engine = zerolite.initialize(models.build(models.Mlp), settings(stage))
+    engine = make_engine(at(stage), "Mlp")
 
     def train(**arguments: Any) -> None:
-        engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)), **arguments)
+        backward(engine, 0, **arguments)
         engine.step()
 
     for weight in (-1, float("nan"), torch.ones(2)):
@@ -478,7 +447,7 @@ def test_what_is_no_weight(stage: str) -> None:
             train(**arguments)
         engine.zero_grad()
     with raises(RuntimeError, "all backwards of a step to have a weight, or none"):
-        engine.backward(models.square_loss(engine, models.float_batch(0, 0, engine.rank)), weight=2)
+        backward(engine, 0, weight=2)
         train()
     engine.zero_grad()
     before = snapshot(engine)

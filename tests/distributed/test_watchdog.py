@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.pool import Pools, WorkerDied
 from tests.toolkit.ranks import on_ranks
 from zerolite.comm import flight_recorder
@@ -70,8 +70,7 @@ def part(
     torch.manual_seed(0)
     model = Model()
     evaluated = zerolite.initialize(Model(), {"train_batch_size": 6}) if how == "sleep" else None
-    settings = config(stage, zero=PARTITIONED["moving"] if stage == 3 else None, optimizer=ADAMW)
-    engine = zerolite.initialize(model, {**settings, "desync_timeout_s": timeout_s})
+    engine = zerolite.initialize(model, at(stage, optimizer=ADAMW, desync_timeout_s=timeout_s))
     odd = rank == ODD
     raised = ""
     for step in range(4):

@@ -14,10 +14,9 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same, assert_same_bits
 from tests.toolkit.configs import config
-from tests.toolkit.partitioned import raises
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import BATCHES, LOSSES, make_engine, snapshot, train_engine
+from tests.toolkit.training import BATCHES, LOSSES, make_engine, raises, snapshot, train_engine
 from zerolite.planning import plan
 
 STEPS = 3

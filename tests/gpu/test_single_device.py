@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zerolite
-from tests.toolkit import models
+from tests.toolkit import models, reference
 from tests.toolkit.configs import ADAMW, SGD, STATIC_SCALE, config
+from tests.toolkit.faults import poison
 from tests.toolkit.pool import Pool
+from tests.toolkit.training import make_engine, snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none")
 
@@ -34,7 +38,82 @@ def pair() -> Iterator[Pool]:
         yield pool
 
 
-CASES = "tests.gpu.cases"
+STEPS = 5
+
+
+def on_device(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, targets = models.token_batch(step, micro, rank)
+    return tokens.cuda(), targets.cuda()
+
+
+def train_beside_reference(config: dict[str, Any], precision: str) -> dict[str, Any]:
+    """The engine's run and the reference's, both on this device."""
+    scale = STATIC_SCALE if precision == "fp16" else 1.0
+    torch.backends.cuda.matmul.allow_tf32 = False
+    accumulation, world = config["gradient_accumulation_steps"], dist.get_world_size()
+    batches = [
+        [[on_device(step, micro, rank) for rank in range(world)] for micro in range(accumulation)]
+        for step in range(STEPS)
+    ]
+    model = models.build(models.OddModel).cuda()
+    wanted = reference.train(model, models.token_loss, batches, precision, SGD, 0.4, scale)
+    engine = make_engine(config)
+    norms = []
+    for window in batches:
+        for ranks in window:
+            engine.backward(models.token_loss(engine, ranks[dist.get_rank()]))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return {
+        "device": engine.device.type,
+        "norms": norms,
+        "wanted norms": wanted.norms,
+        "parameters": {name: value.float().cpu() for name, value in snapshot(engine).items()},
+        "wanted": {name: value.cpu() for name, value in wanted.parameters.items()},
+    }
+
+
+def steps_without_synchronisation(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """After three windows to warm up, any synchronisation inside forward, backward or step raises."""
+    engine = make_engine(config, "Chain", {"depth": 4, "width": 256})
+    x = torch.randn(2, 256, device="cuda")
+
+    def window() -> None:
+        for _ in range(config["gradient_accumulation_steps"]):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+
+    for _ in range(3):
+        window()
+    before = snapshot(engine)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(steps):
+            window()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    changed = any(not torch.equal(before[name], value) for name, value in snapshot(engine).items())
+    return {"steps": engine.global_steps, "changed": changed}
+
+
+def skipped_on_device(config: dict[str, Any]) -> dict[str, Any]:
+    """A gradient that is not a number in the second of two steps."""
+    engine = make_engine(config, "Chain", {"depth": 3, "width": 64})
+    x = torch.randn(2, 64, device="cuda")
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    before = snapshot(engine)
+    poison(engine, "layers.1.weight", math.nan)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    after = snapshot(engine)
+    return {
+        "unchanged": all(torch.equal(before[name], value) for name, value in after.items()),
+        "skipped": engine.skipped_steps,
+        "steps": engine.global_steps,
+        "finite": all(bool(torch.isfinite(value).all()) for value in after.values()),
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -43,16 +122,9 @@ CASES = "tests.gpu.cases"
 def test_parity_with_plain_pytorch(request: pytest.FixtureRequest, world: int, stage: int, precision: str) -> None:
     pool: Pool = request.getfixturevalue("lone" if world == 1 else "pair")
     for accumulation in (1, 4):
-        kwargs = {
-            "config": config(stage, precision, accumulation, 0.4, SGD),
-            "precision": precision,
-            "loss_scale": STATIC_SCALE if precision == "fp16" else 1.0,
-            "optimizer": SGD,
-            "clip": 0.4,
-        }
+        kwargs = {"config": config(stage, precision, accumulation, 0.4, SGD), "precision": precision}
         tolerance = TOLERANCE[precision]
-        results = pool.run(f"{CASES}:train_beside_reference", kwargs, timeout=180)
-        for result in results:
+        for result in pool.run(train_beside_reference, kwargs, timeout=180):
             assert result["device"] == "cuda"
             assert result["norms"] == pytest.approx(result["wanted norms"], rel=tolerance)
             torch.testing.assert_close(result["parameters"], result["wanted"], rtol=tolerance, atol=tolerance / 4)
@@ -65,14 +137,14 @@ def test_a_steady_step_does_not_wait_for_the_device(lone: Pool, stage: int, clip
     setting = config(
         stage, "bf16", 2, clip, fused, zero={"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
     )
-    result = lone.run(f"{CASES}:steps_without_synchronisation", {"config": setting, "steps": 5}, timeout=180)[0]
+    result = lone.run(steps_without_synchronisation, {"config": setting, "steps": 5}, timeout=180)[0]
     assert result["steps"] == 8
     assert result["changed"]
 
 
 def test_a_skipped_step_is_found_without_waiting(lone: Pool) -> None:
     fused = ("AdamW", {"lr": 1e-3, "fused": True})
-    result = lone.run(f"{CASES}:skipped_on_device", {"config": config(1, "bf16", optimizer=fused)}, timeout=180)[0]
+    result = lone.run(skipped_on_device, {"config": config(1, "bf16", optimizer=fused)}, timeout=180)[0]
     assert result == {"unchanged": True, "skipped": 1, "steps": 2, "finite": True}
 
 

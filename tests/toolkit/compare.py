@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 CLIP = 0.4  # below the norm of most steps, above that of some
 
@@ -23,15 +23,6 @@ EPSILON = {"bf16": 2.0**-7, "fp16": 2.0**-10}
 HALF_RELATIVE = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 
 
-def everywhere_equal(module: nn.Module) -> None:
-    """Every parameter has the same bits on all ranks."""
-    for name, parameter in module.named_parameters():
-        largest, smallest = parameter.detach().clone(), -parameter.detach()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MAX)
-        assert torch.equal(largest, -smallest), name
-
-
 def mean_losses(results: list[dict[str, Any]], accumulation: int) -> list[float]:
     """Per step, over ranks and micro-batches."""
     per_micro = torch.tensor([result["losses"] for result in results], dtype=torch.float64).mean(0)
@@ -44,10 +35,16 @@ def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor], what: str
     assert not different, f"{what}: {different} differ"
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks, in rank order. Called on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def assert_same_on_ranks(values: dict[str, Any], what: str = "") -> None:
     """Compare tensors, numbers and texts by name between all ranks, to the bit. Called on all ranks."""
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, {name: _bits(value) for name, value in values.items()})
+    rows = from_all_ranks({name: _bits(value) for name, value in values.items()})
     for rank, row in enumerate(rows):
         different = [name for name in rows[0] | row if row.get(name) != rows[0].get(name)]
         assert not different, f"{what}: {different} of rank {rank} are not those of rank 0"

@@ -56,6 +56,13 @@ def config(
     return result | more
 
 
+def at(stage: int | str, *arguments: Any, zero: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """:func:`config` of a stage by name: 2 or "2"; "3 tight", with settings of ``PARTITIONED``; 3 is "3 moving"."""
+    number, _, setting = str(stage).partition(" ")
+    partition = PARTITIONED[setting or "moving"] if number == "3" else {}
+    return config(int(number), *arguments, zero={**partition, **(zero or {})}, **more)
+
+
 def dynamic_fp16(**more: Any) -> dict[str, Any]:
     """An fp16 section with a dynamic scale that starts at 256 and shrinks at the first overflow."""
     return {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 1, "min_loss_scale": 1, **more}

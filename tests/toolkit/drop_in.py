@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.configs import PARTITIONED, config
-from tests.toolkit.pool import Pools
 from tests.toolkit.training import snapshot
 from zerolite.zero import GatheredParameters
 
@@ -124,20 +122,6 @@ def each_step(row: str, *case_arguments: Any, **more: Any) -> Callable[[Callable
         return case(row, *case_arguments, **more)(run_steps)
 
     return register
-
-
-def over_rows(module: str) -> Any:
-    """Parametrize a test over the names of the cases that a module has registered so far."""
-    names = [case.function.__name__ for case in CASES.values() if case.function.__module__ == module]
-    return pytest.mark.parametrize("name", names)
-
-
-def assert_row_is_true(pools: Pools, module: str, name: str, everything: bool, world: int = 2) -> None:
-    (row,) = [r for r, c in CASES.items() if (c.function.__module__, c.function.__name__) == (module, name)]
-    wanted = ROWS[row]
-    for rank in pools(world).run(outcomes, {"module": module, "row": row, "everything": everything}, timeout=300.0):
-        for stage, found in rank.items():
-            assert set(found) == {wanted[stage]}, f"stage {stage}: {sorted(set(found))}, the table says {wanted[stage]}"
 
 
 class Run:

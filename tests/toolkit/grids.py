@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit import models
+from tests.toolkit.compare import from_all_ranks
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.zero import GatheredParameters
 
@@ -128,8 +129,7 @@ def held(engine: Any) -> dict[str, tuple[bool, str]]:
 def assert_ranks_agree(engine: Any, *told: Any) -> None:
     """All ranks say the same of the whole (counts, and ``told``); values that several of them hold have the same bits.
     Called on all ranks."""
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (engine.topology.place, held(engine), (counts(engine), repr(told))))
+    rows = from_all_ranks((engine.topology.place, held(engine), (counts(engine), repr(told))))
     known: dict[Any, str] = {}
     for place, values, of_all in rows:
         assert of_all == rows[0][2], f"{place}: {of_all}, and the first rank: {rows[0][2]}"

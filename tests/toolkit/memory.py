@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zerolite.offload.placements import Placements
+from zerolite.utils.memory_tags import listeners
 
 
 def memory_profile() -> Any:
@@ -46,6 +49,40 @@ def two_memories() -> Iterator[None]:
 
     with mock.patch.object(Placements, "__init__", init):
         yield
+
+
+class Tagged:
+    """Storages that the engine names while this listens. ``nbytes``: all that were named, by item and place."""
+
+    def __init__(self) -> None:
+        self.nbytes: Counter[tuple[str, str]] = Counter()
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], tuple[str, str]]] = {}
+
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+        self.nbytes[item, place] += storage.nbytes()
+        self._known[storage._cdata] = (weakref.ref(storage), (item, place))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Ignore a resize: sizes are read when they are asked for."""
+
+    def alive(self, *items: str) -> dict[tuple[str, str], int]:
+        """The bytes that ``items`` have now, by item and place."""
+        found: Counter[tuple[str, str]] = Counter()
+        for known, key in self._known.values():
+            storage = known()
+            if storage is not None and key[0] in items:
+                found[key] += storage.nbytes()
+        return dict(+found)
+
+
+@contextlib.contextmanager
+def tagged() -> Iterator[Tagged]:
+    listener = Tagged()
+    listeners.append(listener)
+    try:
+        yield listener
+    finally:
+        listeners.remove(listener)
 
 
 TICKET = 48  # bytes of a fence's tensor, which gloo's threads free a moment later, where the profiler does not see it

@@ -238,6 +238,73 @@ class MixtureOfExperts(nn.Module):
         return self.head(x)
 
 
+class Mixed(nn.Module):
+    """``x [B, 7]`` -> ``[B, 3]``: two trained layers, the middle one twice in the graph and once in the list of
+    parameters, a frozen one, and buffers of 36 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)  # 91 + 13
+        self.middle = nn.Linear(13, 13, bias=False)  # 169
+        self.again = nn.Linear(13, 13, bias=False)
+        self.again.weight = self.middle.weight
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)  # 169 + 13
+        self.last = nn.Linear(13, 3)  # 39 + 3
+        self.register_buffer("offset", torch.zeros(3))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("wide", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.frozen(self.again(self.middle(torch.tanh(self.first(x)))))
+        return self.last(hidden) + self.offset.to(x.dtype)
+
+
+class Frozen(nn.Module):
+    """``x [B, 7]`` -> ``[B, 3]``; ``sleepers`` are trained later: a whole layer, a bias beside a trained weight, a tied
+    weight, a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 9)
+        self.second = nn.Linear(9, 7)
+        self.third = nn.Linear(7, 7)
+        self.fourth = nn.Linear(7, 7)
+        self.fourth.weight = self.third.weight
+        self.scale = nn.Parameter(torch.tensor(1.25))
+        self.last = nn.Linear(7, 3)
+        for parameter in self.sleepers():
+            parameter.requires_grad_(False)
+
+    def sleepers(self) -> list[nn.Parameter]:
+        return [self.first.weight, self.first.bias, self.second.bias, self.third.weight, self.scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(x)))) * self.scale
+        return self.last(torch.tanh(self.fourth(torch.tanh(self.third(hidden)))))
+
+
+class Late(nn.Module):
+    """``x [B, 7]``, ``branches`` -> ``[B, 3]``: the sum of the layers that it names. ``never`` is in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.never = (nn.Linear(7, 3) for _ in range(4))
+
+    def forward(self, x: Tensor, branches: str) -> Tensor:
+        return torch.stack([torch.tanh(getattr(self, name)(x)) for name in branches]).sum(0)
+
+
+class TwoDtypes(nn.Module):
+    """``x [B, 7]`` -> ``[B, 3]``; one layer is in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 3).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).bfloat16()).float()
+
+
 def example_gpt(layers: int = 2, width: int = 10, heads: int = 2) -> nn.Module:
     """The GPT of examples/gpt, tiny."""
     path = ROOT / "examples" / "gpt" / "model.py"

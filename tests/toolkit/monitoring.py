@@ -1,10 +1,25 @@
-"""Readers of the files that monitors write."""
+"""Runs that monitors, loggers and profilers watch, and readers of the files that they write."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import json
+import weakref
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.toolkit.faults import Warnings, poison
+from tests.toolkit.traffic import plain_calls
+from tests.toolkit.training import WINDOWS, make_engine, snapshot
+from zerolite.comm import record
+from zerolite.monitor.flops_profiler import FlopsProfiler
+
+STEPS = 4
 
 
 def read_jsonl(folder: str) -> list[dict[str, Any]]:
@@ -21,3 +36,46 @@ def events_of(engine: Any, kind: type) -> list[str]:
         for event, listeners in observers.items()
         if any(isinstance(getattr(listener, "__self__", None), kind) for listener in listeners)
     )
+
+
+def run_watched(
+    config: dict[str, Any],
+    loop: str = "engine",
+    folder: Path | None = None,
+    model: str = "OddModel",
+    spoil: bool = False,
+) -> dict[str, Any]:
+    """Train for a few windows; return what this rank saw, and what is in ``folder`` in the end.
+
+    spoil: in the second step the gradient of the last rank is not finite; behind the last one the user writes a value.
+    """
+    printed = io.StringIO()
+    seen: dict[str, Any] = {"losses": [], "lr": [], "norms": [], "scales": []}
+    with contextlib.redirect_stdout(printed), Warnings():
+        engine = make_engine(config, model)
+        with record() as recorder:
+            for step in range(STEPS):
+                bad = spoil and step == 1 and dist.get_rank() == dist.get_world_size() - 1
+                handle = poison(engine, "up.weight", float("inf")) if bad else None
+                seen["lr"].append(engine.get_lr())
+                seen["scales"].append(engine.loss_scale)
+                seen["losses"].append(WINDOWS[loop](engine, model, step, engine.gradient_accumulation_steps))
+                seen["norms"].append(engine.get_global_grad_norm())
+                if handle is not None:
+                    handle.remove()
+        if spoil:
+            place = engine.global_steps if engine.global_samples is None else engine.global_samples
+            engine.monitor.write([("accuracy", 0.5, place)])
+            assert engine.skipped_steps == 1
+        seen["logged"] = engine.comms_summary() if engine.comms_logger is not None else None
+        seen["parameters"] = snapshot(engine)
+        own = [engine._comm] + ([engine.coordinator.comm] if engine.coordinator is not None else [])
+        seen["watchers"] = [len(comm._watchers) for comm in {id(comm): comm for comm in own}.values()]
+    seen["watched"] = events_of(engine, FlopsProfiler)
+    gone = weakref.ref(engine)
+    del engine, own
+    gc.collect()
+    dist.barrier()
+    assert gone() is None and torch._C._len_torch_dispatch_stack() == 0
+    written = read_jsonl(str(folder)) if folder else []
+    return {**seen, "calls": plain_calls(recorder), "printed": printed.getvalue(), "written": written}

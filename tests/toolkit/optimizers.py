@@ -32,37 +32,10 @@ Branches = Sequence[Sequence[str]]  # by step, by rank: the layers that a forwar
 Changes = dict[int, dict[str, Any]]  # by step, what is written into all param groups before it
 
 
-class Late(nn.Module):
-    """``x [B, 7]``, ``branches`` -> ``[B, 3]``: the sum of the layers that it names. ``never`` is in none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.never = (nn.Linear(7, 3) for _ in range(4))
-
-    def forward(self, x: Tensor, branches: str) -> Tensor:
-        return torch.stack([torch.tanh(getattr(self, name)(x)) for name in branches]).sum(0)
-
-
-class TwoDtypes(nn.Module):
-    """``x [B, 7]`` -> ``[B, 3]``; one layer is in bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 3).bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)).bfloat16()).float()
-
-
-def make_model(name: str) -> nn.Module:
-    return models.build({"Late": Late, "TwoDtypes": TwoDtypes}.get(name) or getattr(models, name))
-
-
 def loss_of(model: Any, name: str, step: int, micro: int, rank: int, branches: Branches | None = None) -> Tensor:
     if branches is not None:
         x, y = models.float_batch(step, micro, rank)
         return models.square_loss(model, (x, branches[step][rank], y))
-    name = "Mlp" if name == "TwoDtypes" else name
     return LOSSES[name](model, BATCHES[name](step, micro, rank))
 
 
@@ -106,15 +79,11 @@ def plain(
     optimizer: Optimizer, steps: int = 4, model: str = "OddModel", groups: Groups | None = None, **more: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and the optimizer after plain PyTorch's training."""
-    module = make_model(model)
+    module = models.build(getattr(models, model))
     name, params = torchs(optimizer)
     made = CLASSES[name](grouped(module, groups), **params)
     plain_steps(module, made, model, range(steps), **more)
     return module, made
-
-
-def make_engine(config: dict[str, Any], model: str) -> Any:
-    return zerolite.initialize(make_model(model), config)
 
 
 def engine_steps(
@@ -138,6 +107,7 @@ def facts(engine: Any) -> dict[str, Any]:
         "method": type(engine.optimizer.method).__name__,
         "fused": engine.optimizer.param_groups[0].get("fused"),
         "skipped": engine.skipped_steps,
+        "norm": engine.get_global_grad_norm(),
     }
 
 
@@ -163,7 +133,7 @@ def train(
     own: class and arguments of an optimizer instance of the user's, with which plain PyTorch takes the first ``before``
     steps. more: branches and changes.
     """
-    module = make_model(model).to(dtype)
+    module = models.build(getattr(models, model)).to(dtype)
     if own is None:
         engine = zerolite.initialize(module, config, model_parameters=grouped(module, groups))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.toolkit import models
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at
 from zerolite import zero
 
 ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "partition", "all_gather", "partition_numel")
 
 
 def stage3(settings: str = "moving", precision: str = "fp32") -> dict[str, Any]:
-    return config(3, precision, optimizer=ADAMW, zero=PARTITIONED[settings])
+    return at(f"3 {settings}", precision, optimizer=ADAMW)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -37,27 +36,6 @@ def assert_partitioned(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         assert models.has_no_values(parameter) and parameter.shape == parameter.ds_shape, name
         assert parameter.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE, name
-
-
-@contextlib.contextmanager
-def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *texts: str) -> Any:
-    try:
-        yield
-    except kind as error:
-        for text in texts:
-            assert text in str(error), f"'{text}' is not in: {error}"
-    else:
-        raise AssertionError(f"{kind} was not raised")
-
-
-def train(engine: Any, steps: int = 5) -> list[float]:
-    losses = []
-    for step in range(steps):
-        loss = models.square_loss(engine, models.float_batch(step, 0, dist.get_rank()))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def seed_by_rank(seed: int) -> None:

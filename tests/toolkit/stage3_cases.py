@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at, config
 from zerolite.zero import ZeroParamStatus
 
 WIDTH = 6
@@ -96,6 +96,7 @@ class Cases:
         buffer, moments = engine._pipeline._buffer, engine.optimizer.state_dict()["state"].values()
         return {
             "losses": losses,
+            "skipped": engine.skipped_steps,
             "evaluations": engine.module.evaluations,
             "gathers": gathers,
             "reduced": reduced,
@@ -109,14 +110,16 @@ class Cases:
             "units": [] if coordinator is None else [unit.name for unit in coordinator.units],
         }
 
-    def compare(self, name: str, settings: Sequence[str] = SETTINGS, **more: Any) -> dict[str, dict[str, Any]]:
+    def compare(
+        self, name: str, settings: Sequence[str] = SETTINGS, steps: int = 7, **more: Any
+    ) -> dict[str, dict[str, Any]]:
         """Train a case at stage 2 and at stage 3 with each of the settings, and find no difference."""
-        wanted = self.train(name, config(2, optimizer=ADAMW, **more))
+        wanted = self.train(name, config(2, optimizer=ADAMW, **more), steps)
         found = {}
         for setting in settings:
-            zero = {**PARTITIONED[setting], **self._classes[name].zero}
-            found[setting] = self.train(name, config(3, optimizer=ADAMW, zero=zero, **more))
-            for key in ("tied", "trained", "losses", "evaluations", "state", "strides"):
+            made = at(f"3 {setting}", optimizer=ADAMW, zero=self._classes[name].zero, **more)
+            found[setting] = self.train(name, made, steps)
+            for key in ("tied", "trained", "losses", "skipped", "evaluations", "state", "strides"):
                 assert_same(found[setting][key], wanted[key], f"{name}, {setting}: {key}")
             stable = self._classes[name].stable
             assert stable is None or found[setting]["following"][-1] is stable, f"{name}, {setting}"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerolite
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at
 from tests.toolkit.stage3_cases import left_gathered
 
 WIDTH = 6
@@ -76,7 +76,7 @@ def make_engine(stage: int, setting: str = "moving", seed: int = 3, **more: Any)
 
 
 def settings(stage: int, setting: str = "moving", **more: Any) -> dict[str, Any]:
-    return config(stage, optimizer=ADAMW, clip=0.5, zero=PARTITIONED[setting] if stage == 3 else {}, **more)
+    return at(f"{stage} {setting}", optimizer=ADAMW, clip=0.5, **more)
 
 
 def batch(step: int, micro: int = 0) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ KINDS: dict[str, tuple[Callable[[Any, Any], Tensor], Callable[..., Any]]] = {
     "Mlp": (models.square_loss, models.float_batch),
     "SharedCheckpointed": (models.square_loss, models.float_batch),
     "Buffered": (models.square_loss, models.float_batch),
+    "TwoDtypes": (models.square_loss, models.float_batch),
     "example_gpt": (models.token_loss, models.token_batch),
     "PrimeMlp": (models.square_loss, models.float_batch),
     "ConvNet": (models.square_loss, models.image_batch),
@@ -53,22 +55,41 @@ def counters(engine: Any) -> dict[str, Any]:
     }
 
 
+def loss_of(engine: Any, step: int, micro: int = 0, model: str = "Mlp") -> Tensor:
+    """The loss of this rank's micro-batch."""
+    return LOSSES[model](engine, BATCHES[model](step, micro, dist.get_rank()))
+
+
+def backward(engine: Any, step: int, micro: int = 0, model: str = "Mlp", **more: Any) -> float:
+    """Run a forward and ``engine.backward(loss, **more)``; return the loss."""
+    loss = loss_of(engine, step, micro, model)
+    engine.backward(loss, **more)
+    return loss.item()
+
+
 def engine_window(engine: Any, model: str, step: int, accumulation: int) -> list[float]:
     """One window in DeepSpeed's loop; returns this rank's losses."""
     losses = []
     for micro in range(accumulation):
-        loss = LOSSES[model](engine, BATCHES[model](step, micro, dist.get_rank()))
-        engine.backward(loss)
+        losses.append(backward(engine, step, micro, model))
         engine.step()
-        losses.append(loss.item())
     return losses
+
+
+def run_steps(engine: Any, steps: int = 1, first: int = 0, model: str = "Mlp") -> list[float]:
+    """Take steps in DeepSpeed's loop; return this rank's losses."""
+    return [
+        loss
+        for step in range(first, first + steps)
+        for loss in engine_window(engine, model, step, engine.gradient_accumulation_steps)
+    ]
 
 
 def plain_window(engine: Any, model: str, step: int, accumulation: int) -> list[float]:
     """One window in the ordinary PyTorch loop."""
     losses = []
     for micro in range(accumulation):
-        loss = LOSSES[model](engine, BATCHES[model](step, micro, dist.get_rank()))
+        loss = loss_of(engine, step, micro, model)
         (loss / accumulation).backward()
         losses.append(loss.item())
     engine.optimizer.step()
@@ -111,3 +132,14 @@ def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *texts: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        for text in texts:
+            assert text in str(error), f"'{text}' is not in: {error}"
+    else:
+        raise AssertionError(f"{kind} was not raised")

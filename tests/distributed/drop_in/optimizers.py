@@ -6,15 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import zerolite
-from tests.toolkit import growth, models
+from tests.toolkit import models
 from tests.toolkit.configs import config
-from tests.toolkit.drop_in import Run, assert_row_is_true, between, case, over_rows
-from tests.toolkit.pool import Pools
+from tests.toolkit.drop_in import Run, between, case
 
 # The arithmetic of torch's loops over tensors and of a kernel over a flat buffer: the same operations on an element,
 # with a multiplication and an addition fused here and there. Learning rates are 0.02 at most.
@@ -230,22 +228,29 @@ def changed_by_hand(run: Run, whose: str) -> None:
         run.see([group["lr"] for group in run.optimizer.param_groups])
 
 
-@case("`engine.optimizer.add_param_group`", ["config", "own"], close=KERNELS)
-def group_added(run: Run, how: str) -> None:
+def add_a_group(run: Run, added_to: str, **start: Any) -> None:
+    """The second layer, which is frozen before, in a group of its own."""
+
     def build() -> nn.Module:
         model = models.Mlp()
         model.second.requires_grad_(False)
         return model
 
-    make = lambda model: torch.optim.AdamW(model.first.parameters(), lr=0.01)  # noqa: E731
-    if how == "own":
-        run.start(build, own=make)
-    else:
-        run.start(build, optimizer=("AdamW", {"lr": 0.01}))
+    run.start(build, **start)
     run.train(1)
     run.module.second.requires_grad_(True)
-    run.optimizer.add_param_group({"params": list(run.module.second.parameters()), "lr": 0.02})
+    optimizer = run.own if added_to == "own" else run.optimizer
+    optimizer.add_param_group({"params": list(run.module.second.parameters()), "lr": 0.02})
     run.train(2, start=1)
+
+
+def adamw_of_first(model: Any) -> Any:
+    return torch.optim.AdamW(model.first.parameters(), lr=0.01)
+
+
+@case("`engine.optimizer.add_param_group`", ["config", "own"], close=KERNELS)
+def group_added(run: Run, how: str) -> None:
+    add_a_group(run, "engine", **({"own": adamw_of_first} if how == "own" else {"optimizer": ("AdamW", {"lr": 0.01})}))
 
 
 @between("a module added after", words=["'second.1.weight'", "before zerolite.initialize"], error=ValueError)
@@ -257,16 +262,7 @@ def module_added(run: Run) -> None:
 
 @case("`add_param_group` on", close=KERNELS)
 def group_added_to_own(run: Run) -> None:
-    def build() -> nn.Module:
-        model = models.Mlp()
-        model.second.requires_grad_(False)
-        return model
-
-    run.start(build, own=lambda model: torch.optim.SGD(model.first.parameters(), lr=0.0625))
-    run.train(1)
-    run.module.second.requires_grad_(True)
-    run.own.add_param_group({"params": list(run.module.second.parameters()), "lr": 0.125})
-    run.train(2, start=1)
+    add_a_group(run, "own", own=adamw_of_first)
 
 
 # ---------------------------------------------------------------- freezing
@@ -286,11 +282,11 @@ def unfreezing(run: Run, how: str) -> None:
     every = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)  # noqa: E731
     trained = lambda model: torch.optim.AdamW(list(model.parameters()), lr=0.01)  # noqa: E731
     if how == "instance":
-        run.start(growth.Frozen, own=every)
+        run.start(models.Frozen, own=every)
     elif run.plain:
-        run.start(growth.Frozen, own=trained)
+        run.start(models.Frozen, own=trained)
     else:
-        run.start(growth.Frozen, optimizer=("AdamW", {"lr": 0.01}))
+        run.start(models.Frozen, optimizer=("AdamW", {"lr": 0.01}))
     for step in range(4):
         for parameter in run.module.sleepers():
             parameter.requires_grad_(step >= 2)
@@ -317,9 +313,3 @@ def two_optimizers(run: Run) -> None:
     if not run.plain:
         settings = config(run.stage or 0, zero=run.zero())
         zerolite.initialize(models.build(models.Mlp), settings, optimizer=torch.optim.SGD)
-
-
-@pytest.mark.fast("muon_by_name")
-@over_rows(__name__)
-def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
-    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

@@ -8,14 +8,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zerolite
-from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, between, case, each_step, over_rows
-from tests.toolkit.pool import Pools
+from tests.toolkit.drop_in import STEPS, Run, between, case, each_step
 
 # A clip factor is a quotient of norms, which plain PyTorch adds up in fp32 and the engine in double.
 CLIPPED = 2e-7
@@ -429,9 +427,3 @@ def own_updates(run: Run, how: str) -> None:
 @case("the same inside `GatheredParameters(…, modifier_rank=0)`", list(OWN_UPDATES))
 def own_updates_gathered(run: Run, how: str) -> None:
     own_update(run, how, gathered=True)
-
-
-@pytest.mark.fast("clipped_by_torch", "grad_read", "own_updates")
-@over_rows(__name__)
-def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
-    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

@@ -8,7 +8,6 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,8 +16,7 @@ from torch import nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.configs import config
-from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, between, case, over_rows
-from tests.toolkit.pool import Pools
+from tests.toolkit.drop_in import STEPS, Run, between, case
 
 
 def train_plainly(run: Run, model: nn.Module, steps: int = 2) -> None:
@@ -246,9 +244,3 @@ def mixed_dtypes(run: Run) -> None:
 
     run.start(Mixed)
     run.train()
-
-
-@pytest.mark.slow
-@over_rows(__name__)
-def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
-    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.toolkit import models
-from tests.toolkit.drop_in import ROUNDED, ROUNDING, STEPS, Run, assert_row_is_true, case, each_step, over_rows
-from tests.toolkit.pool import Pools
+from tests.toolkit.drop_in import ROUNDED, ROUNDING, STEPS, Run, case, each_step
 
 
 @case("`engine.backward(loss)`")
@@ -141,9 +139,6 @@ class Judge(models.Mlp):
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         outputs = super().forward(x)
         return F.mse_loss(outputs, y), outputs
-
-
-OUTSIDE = "a further loss, computed from the other outputs of a model that returns one"
 
 
 def further_loss(run: Run, step: int) -> None:
@@ -285,9 +280,3 @@ def joined(run: Run) -> None:
         for step in range(STEPS + run.world - 1 if run.plain else own):
             run.backward(run.loss(step) * float(step < own))
             run.step()
-
-
-@pytest.mark.fast("the_engines_loop", "torchs_loop", "accumulated", "joined", "closure", "autocast")
-@over_rows(__name__)
-def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
-    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,8 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.prune import l1_unstructured
 
 from tests.toolkit import models
-from tests.toolkit.drop_in import Run, assert_row_is_true, between, case, each_step, over_rows
-from tests.toolkit.pool import Pools
+from tests.toolkit.drop_in import Run, between, case, each_step
 
 UNUSED = {"find_unused_parameters": True}
 
@@ -190,9 +188,6 @@ def maml(run: Run, step: int) -> None:
     F.mse_loss(functional_call(run.module, fast, (x,)), y).backward()
 
 
-PER_SAMPLE = "`torch.func.grad` and `vmap` over `functional_call(engine.module, …)`: gradients of single samples"
-
-
 @between(
     "`torch.func.grad` and `vmap` over `functional_call(engine.module, …)`",
     words=["torch.func", "copy.deepcopy(engine.module)"],
@@ -215,9 +210,3 @@ def per_sample_gradients(run: Run, module: nn.Module) -> None:
         return F.mse_loss(functional_call(module, values, (x,)), y)
 
     run.see(vmap(grad(loss), (None, 0, 0))(values, x, y))
-
-
-@pytest.mark.slow
-@over_rows(__name__)
-def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
-    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.toolkit import models
-from tests.toolkit.drop_in import ROUNDED, STEPS, Run, assert_row_is_true, case, each_step, over_rows
-from tests.toolkit.pool import Pools
+from tests.toolkit.drop_in import ROUNDED, STEPS, Run, case, each_step
 
 # ---------------------------------------------------------------- hooks
 
@@ -152,12 +150,10 @@ def gradient_penalty(run: Run, step: int) -> None:
     run.step()
 
 
-PENALTY = "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs)"
-
-
 @case(
     "a gradient penalty (`autograd.grad(create_graph=True)` of outputs by inputs) in fp32",
     [("fp32", 1), ("fp32", 2), ("bf16", 1)],
+    settings=["moving", "defaults", "kept", "tight"],
     reordered=True,
     bf16=ROUNDED,
 )
@@ -189,9 +185,3 @@ def penalty_by_parameters(run: Run, step: int) -> None:
 def graph_created(run: Run, step: int) -> None:
     run.loss(step).backward(create_graph=True)
     run.torch_step()
-
-
-@pytest.mark.fast("module_hooks")
-@over_rows(__name__)
-def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
-    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

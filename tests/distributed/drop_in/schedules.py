@@ -6,16 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch.optim import lr_scheduler as schedulers
 
 import zerolite
-from tests.distributed.test_drop_in_optimizers import KERNELS, two_group_sgd
+from tests.distributed.drop_in.optimizers import KERNELS, two_group_sgd
 from tests.toolkit import models
-from tests.toolkit.drop_in import STEPS, Run, assert_row_is_true, case, over_rows
-from tests.toolkit.pool import Pools
+from tests.toolkit.compare import from_all_ranks
+from tests.toolkit.drop_in import STEPS, Run, case
 
 # ---------------------------------------------------------------- schedulers
 
@@ -122,9 +120,7 @@ def states_read(run: Run, whose: str) -> None:
         shards = [found.get(id(p), torch.zeros(0)) for p in parameters]
         if run.stage:
             assert all(type(shard) is torch.Tensor for shard in shards)
-            rows: list[Any] = [None] * run.world
-            dist.all_gather_object(rows, shards)
-            shards = [torch.cat(of_ranks) for of_ranks in zip(*rows, strict=True)]
+            shards = [torch.cat(of_ranks) for of_ranks in zip(*from_all_ranks(shards), strict=True)]
         run.see(shards)
         counts = {float(copy.deepcopy(state)["step"]) for state in optimizer.state.values()}
         run.see(sorted(counts) or [step + 1.0])
@@ -188,9 +184,3 @@ def step_hooks(run: Run, variant: tuple[str, str]) -> None:
             optimizer.step()
             optimizer.zero_grad()
     run.see(calls)
-
-
-@pytest.mark.slow
-@over_rows(__name__)
-def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
-    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)

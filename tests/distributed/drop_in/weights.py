@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.drop_in import ROUNDED, ROUNDING, Run, assert_row_is_true, between, case, over_rows
-from tests.toolkit.pool import Pools
+from tests.toolkit.drop_in import ROUNDED, ROUNDING, Run, between, case
 
 GATHER = ("'first.weight'", "zerolite.zero.GatheredParameters")
 WRITE = ("'first.weight'", "zerolite.zero.GatheredParameters", "modifier_rank=0")
@@ -34,12 +33,8 @@ def ema(run: Run, gathered: bool) -> None:
     average = copy.deepcopy(run.module)
     for step in range(3):
         run.train(1, start=step)
-        if gathered:
-            with torch.no_grad(), run.gathered():
-                ema_update(average, run.module)
-        else:
-            with torch.no_grad():
-                ema_update(average, run.module)
+        with torch.no_grad(), run.gathered() if gathered else contextlib.nullcontext():
+            ema_update(average, run.module)
     run.see(list(average.parameters()))
 
 
@@ -81,6 +76,15 @@ def averaged_model_gathered(run: Run, kind: str) -> None:
         run.see(average(run.batch(0)[0]))
 
 
+def write_back(run: Run, precision: str, load: str) -> None:
+    run.start(precision=precision)
+    average = AveragedModel(run.module)
+    run.train(1)
+    halved = {name: value * 0.5 for name, value in average.module.state_dict().items()}
+    (run.module.load_state_dict if run.plain or load == "module" else run.engine.load_full_state_dict)(halved)
+    run.train(2, start=1)
+
+
 @case(
     "averaged weights written back with `module.load_state_dict`",
     TWICE,
@@ -88,45 +92,21 @@ def averaged_model_gathered(run: Run, kind: str) -> None:
     settings=["moving"],
 )
 def written_back(run: Run, precision: str) -> None:
-    run.start(precision=precision)
-    average = AveragedModel(run.module)
-    run.train(1)
-    halved = {name: value * 0.5 for name, value in average.module.state_dict().items()}
-    run.module.load_state_dict(halved)
-    run.train(2, start=1)
+    write_back(run, precision, "module")
 
 
 @case("averaged weights written back with `engine.load_full_state_dict`", TWICE, bf16=ROUNDED)
 def written_back_whole(run: Run, precision: str) -> None:
-    run.start(precision=precision)
-    average = AveragedModel(run.module)
-    run.train(1)
-    halved = {name: value * 0.5 for name, value in average.module.state_dict().items()}
-    (run.module.load_state_dict if run.plain else run.engine.load_full_state_dict)(halved)
-    run.train(2, start=1)
+    write_back(run, precision, "engine")
 
 
 # ---------------------------------------------------------------- reading
 
 
-@case("reading parameters between steps:", ["norm", "penalty"], words=GATHER, settings=["moving"])
-def read(run: Run, what: str) -> None:
+def read_values(run: Run, what: str, gathered: bool) -> None:
     run.start()
     for step in range(3):
-        if what == "norm":
-            run.see([p.detach().norm() for p in run.module.parameters()])
-            run.train(1, start=step)
-        else:
-            penalty = torch.stack([p.square().sum() for p in run.module.parameters()]).sum()
-            run.backward(run.loss(step) + 0.01 * penalty)
-            run.step()
-
-
-@case("reading parameters between steps inside", ["norm", "penalty"])
-def read_gathered(run: Run, what: str) -> None:
-    run.start()
-    for step in range(3):
-        with run.gathered():
+        with run.gathered() if gathered else contextlib.nullcontext():
             if what == "norm":
                 run.see([p.detach().norm() for p in run.module.parameters()])
                 run.train(1, start=step)
@@ -135,6 +115,16 @@ def read_gathered(run: Run, what: str) -> None:
                 run.backward(run.loss(step) + 0.01 * penalty)
         if what == "penalty":
             run.step()
+
+
+@case("reading parameters between steps:", ["norm", "penalty"], words=GATHER, settings=["moving"])
+def read(run: Run, what: str) -> None:
+    read_values(run, what, gathered=False)
+
+
+@case("reading parameters between steps inside", ["norm", "penalty"])
+def read_gathered(run: Run, what: str) -> None:
+    read_values(run, what, gathered=True)
 
 
 @case("counting parameters", words=("'first.weight'", "ds_numel"))
@@ -223,15 +213,9 @@ ASSIGN: dict[str, Callable[[Any], Any]] = {
 def written(run: Run, way: str, precision: str, gathered: bool) -> None:
     run.start(precision=precision)
     run.train(1)
-    if gathered:
-        with run.gathered(modifier_rank=0):
-            {**WAYS, **ASSIGN}[way](run.module)
-    else:
+    with run.gathered(modifier_rank=0) if gathered else contextlib.nullcontext():
         {**WAYS, **ASSIGN}[way](run.module)
     run.train(2, start=1)
-
-
-WRITTEN = "a parameter changed in place: `mul_` under `no_grad`, `p.data.clamp_`, `nn.init`, `foreach`"
 
 
 @case("a parameter changed in place:", list(WAYS), words=WRITE, settings=["moving"])
@@ -318,9 +302,3 @@ def replaced(run: Run, way: str) -> None:
 @between("`module.load_state_dict(state, assign=True)`", words=("first.weight", "load_"), settings=["moving"])
 def assigned_state(run: Run) -> None:
     run.module.load_state_dict(models.build(models.Mlp, seed=9).state_dict(), assign=True)
-
-
-@pytest.mark.slow
-@over_rows(__name__)
-def test_a_row_is_true(pools: Pools, request: pytest.FixtureRequest, name: str) -> None:
-    assert_row_is_true(pools, __name__, name, everything=request.node.get_closest_marker("slow") is not None)
