@@ -3,12 +3,12 @@
 
 #include <stdint.h>
 
-#define ZL_ABI 3  // raised with every change of this file; the Python side compares it
+#define ZL_ABI 3  // raised with every change of the interface; the Python side compares it
 
 enum zl_dtype { ZL_NONE = 0, ZL_F32 = 1, ZL_BF16 = 2, ZL_F16 = 3 };
 
-// Columns of a row of scalars, by rule. Column 0, `scale`, multiplies the gradient (beside *factor); its sign says
-// whether the loss is minimised. What the others mean stands with each rule in rules.h.
+// Columns of a row of scalars, by rule. Column 0, `scale`, multiplies the gradient (beside *factor) and is negative if
+// the loss is maximised. rules.h describes the other columns, with each rule.
 enum zl_rule { ZL_ADAM = 0, ZL_LION = 1, ZL_ADAGRAD = 2, ZL_SGD = 3, ZL_RULES = 4 };
 enum { ZL_COLUMNS = 8, ZL_TABLE_COLUMNS = 4 };
 
@@ -23,8 +23,8 @@ enum zl_error {
   ZL_BAD_TABLE = 4,
 };
 
-// How a call spreads over threads: `parallel` is GOMP_parallel of the OpenMP runtime that torch uses and `thread_num` its
-// omp_get_thread_num, so that both share one pool. Null: threads of our own, which end with the call.
+// Threads of a call: `parallel` is GOMP_parallel of the OpenMP runtime that torch uses and `thread_num` its
+// omp_get_thread_num, so that torch and this library share one pool. Null: own threads, which end with the call.
 typedef void (*zl_body)(void*);
 typedef struct {
   void (*parallel)(zl_body, void*, unsigned threads, unsigned flags);
@@ -34,10 +34,9 @@ typedef struct {
 
 // Tensors are lists of flat arrays; the i-th of every list has the same length. A segment is
 // (tensor, start, numel, row): elements [start, start + numel) of the tensor-th arrays, updated with rows[row].
-// Segments do not overlap. `factor` multiplies every gradient; a `skip` that is not 0 leaves everything as it is.
-// Both may be null. `outs` are null for ZL_NONE. Otherwise they hold the parameters rounded to `out_dtype` and receive the
-// updated ones; where an element is another one than the parameter rounds to, somebody has written it, and the update
-// starts from it.
+// Segments do not overlap. `factor` multiplies every gradient. If `skip` is not 0, nothing is changed. Both may be null.
+// `outs` are null for ZL_NONE. Otherwise they hold the parameters rounded to `out_dtype` and receive the updated ones. If
+// an element differs from the rounded parameter, the user has written it, and the update starts from that value.
 typedef struct {
   int32_t rule;
   int32_t param_dtype, grad_dtype, state_dtype, out_dtype;
@@ -56,8 +55,8 @@ typedef struct {
   zl_threads threads;
 } zl_update;
 
-// sums[owner] += the sum of the squares of every segment (tensor, start, numel, owner), taken in double in an order that
-// depends on the segment alone. `partial` is room for one double per ZL_NORM_CHUNK elements or part of them, by segment.
+// sums[owner] += the sum of the squares of every segment (tensor, start, numel, owner). It is computed in double, in an
+// order that depends on the segment alone. `partial` is memory for one double per ZL_NORM_CHUNK elements of a segment.
 enum { ZL_NORM_CHUNK = 16384 };
 typedef struct {
   int32_t dtype;

@@ -1,10 +1,12 @@
 // The update rules, once for every processor: V is a vector of floats with the operators + - * /, fma, sqrt and sign_of.
 //
-// All operations round correctly, so the results are the same for every vector width, and wherever an element lies. SGD
-// and Adagrad execute what torch.optim's foreach implementations do on processors with FMA (torch's square root is that
-// of its vector library, which may round otherwise). In the others a constant near one never multiplies a value: the
-// error of 1 - lr x decay in fp32, 3e-8, would act in every step and add up to 3e-5 in a thousand; written as
-// p - (lr x decay) p the error is relative to the small number, and a thousand steps stay within 1e-6 of float64.
+// All operations round correctly, so the results are the same for every vector width and at every place in an array.
+//
+// SGD and Adagrad execute the operations of torch.optim's foreach implementations on processors with FMA. (torch's square
+// root is that of its vector library, which may round differently.) In the other rules no constant near one multiplies a
+// value. In fp32 1 - lr x decay has an error of 3e-8, which would act in every step and add up to 3e-5 in a thousand.
+// Written as p - (lr x decay) p, the error is relative to the small number, and a thousand steps stay within 1e-6 of
+// float64.
 #pragma once
 
 #include "kernels.h"
@@ -19,7 +21,7 @@
 
 namespace zl {
 
-// a + weight (b - a), from the nearer end, as torch.lerp does it.
+// a + weight (b - a), computed from the nearer end, as torch.lerp does it.
 struct Lerp {
   float weight;
   bool far;
@@ -109,7 +111,7 @@ struct Adagrad {
   }
 };
 
-// SGD with momentum, as torch.optim.SGD says it.
+// SGD with momentum, as torch.optim.SGD documents it.
 // scale, l2 = decay or 0, momentum, 1 - dampening, 1 for the first step (the buffer starts as the gradient), 1 for
 // Nesterov, -lr
 struct Sgd {

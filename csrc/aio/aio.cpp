@@ -29,7 +29,7 @@ namespace {
 
 bool again(int error) { return error == EINTR || error == EAGAIN; }
 
-// What a call that moved `result` bytes, or failed with -result, means for a block: true if the block has ended, and then
+// Note that a call has moved `result` bytes of a block, or failed with -result. Returns true if the block has ended; then
 // *error is as in zl_aio_outcome.
 bool advance(Block& block, int64_t result, int32_t* error) {
   *error = 0;
@@ -64,7 +64,7 @@ void work_alone(Queue& queue) {
 }
 
 #if defined(ZL_AIO_HAS_RING)
-// A thread with a ring. It sleeps in the kernel until a block is done or somebody calls wake().
+// A thread with a ring. It sleeps in the kernel until a block is done or another thread calls wake().
 class RingWorker {
  public:
   RingWorker(Queue& queue, const zl_aio_options& options, int depth)
@@ -123,7 +123,7 @@ class RingWorker {
     if (single_) enter(0);
   }
 
-  // The kernel may be short of memory or have too much to tell: then what has ended is taken first.
+  // The kernel may be short of memory, or its completion queue full: then first take completions from it.
   void enter(unsigned completions) {
     const int error = ring_.enter(completions);
     if (error && error != EINTR) usleep(100);
@@ -157,7 +157,7 @@ class RingWorker {
 };
 #endif
 
-// Threads of this library take no signals: they are for the program's own.
+// Block all signals in threads of this library: they belong to the program's own threads.
 class WithoutSignals {
  public:
   WithoutSignals() {

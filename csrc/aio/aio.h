@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#define ZL_AIO_ABI 1  // raised with every change of this file; the Python side compares it
+#define ZL_AIO_ABI 1  // raised with every change of the interface; the Python side compares it
 
 enum zl_aio_backend { ZL_AIO_AUTO = 0, ZL_AIO_IO_URING = 1, ZL_AIO_THREADS = 2 };
 
@@ -26,7 +26,7 @@ typedef struct {
   int32_t backend;
 } zl_aio_options;
 
-// error: 0, errno, or ZL_AIO_END_OF_FILE, of the failure that comes first in the file; then `position` is where it lies.
+// error: 0, errno, or ZL_AIO_END_OF_FILE, of the first failure in file order, whose offset is `position`.
 // done: bytes read or written.
 typedef struct {
   int32_t error;
@@ -60,7 +60,7 @@ int32_t zl_aio_ended(zl_aio* aio, int64_t ticket);
 // All requests end, and the threads with them. Outcomes can be asked for still.
 int32_t zl_aio_stop(zl_aio* aio);
 
-// Stop, and free. Nobody may be in another call. In a fork nothing happens.
+// Stop, and free. No other thread may be in a call. In a fork nothing happens.
 void zl_aio_destroy(zl_aio* aio);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// Requests, and the blocks that they are cut into.
+// Requests, and the blocks into which they are divided.
 #pragma once
 
 #include <chrono>
@@ -17,21 +17,21 @@ struct Request {
   int fd;
   char* memory;
   int64_t bytes, offset;
-  int64_t given = 0;   // bytes that are in blocks or were
-  int64_t in_hand = 0; // blocks
+  int64_t given = 0;   // bytes in blocks so far
+  int64_t in_hand = 0; // blocks that are being worked on
   zl_aio_outcome outcome = {0, 0, 0};
 
   bool ended() const { return given == bytes && in_hand == 0; }
 };
 
-// A piece of a request; `done` bytes of it are.
+// A block of a request, of which `done` bytes have been moved.
 struct Block {
   Request* request = nullptr;
   char* memory = nullptr;
   int64_t offset = 0, bytes = 0, done = 0;
 };
 
-// What submits, what works and what waits meet here.
+// Shared by the threads that submit requests, that work on blocks, and that wait.
 class Queue {
  public:
   explicit Queue(int64_t block_size) : block_size_(block_size) {}
@@ -61,14 +61,14 @@ class Queue {
     return next(block);
   }
 
-  // The next block, which may take a while to come. False: there will be none.
+  // Wait for the next block. False: there will be none.
   bool take_or_sleep(Block& block) {
     std::unique_lock<std::mutex> lock(mutex_);
     work_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
     return next(block);
   }
 
-  // Nobody works on the block any more. error: as in zl_aio_outcome.
+  // The block has ended. error: as in zl_aio_outcome.
   void finish(const Block& block, int32_t error) {
     std::lock_guard<std::mutex> lock(mutex_);
     Request& request = *block.request;
@@ -144,7 +144,7 @@ class Queue {
   std::mutex mutex_;
   std::condition_variable work_, ended_;
   std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
-  std::deque<Request*> waiting_;  // that have bytes in no block yet
+  std::deque<Request*> waiting_;  // requests with bytes that are in no block yet
   int64_t last_ticket_ = 0;
   bool stopping_ = false;
 };

@@ -10,7 +10,7 @@
 
 namespace {
 
-// Elements per thread below which another thread costs more than it brings.
+// Elements per thread: with fewer, another thread costs more time than it saves.
 constexpr int64_t UPDATE_GRAIN = 16384, NORM_GRAIN_CHUNKS = 4;
 
 int best_isa() {
@@ -39,9 +39,9 @@ const zl::Path* find_path(int32_t isa) {
 
 bool is_dtype(int32_t dtype) { return dtype == ZL_F32 || dtype == ZL_BF16 || dtype == ZL_F16; }
 
-// [0, total) in as many parts as there should be threads; bounds are multiples of `align`. The i-th thread takes the i-th
-// part, so that memory stays with the processor that touched it first, and then whatever is left: a team may be smaller
-// than it was asked to be.
+// [0, total) in one part per thread; bounds are multiples of `align`. The i-th thread takes the i-th part, so that memory
+// stays near the processor that touched it first (NUMA). Then threads take parts that are left, because OpenMP may start
+// fewer threads than asked for.
 template <class Range>
 struct Work {
   const Range& range;
@@ -69,7 +69,7 @@ struct Work {
   }
 };
 
-// Runs range(begin, end) over [0, total) on as many threads as are worth while.
+// Run range(begin, end) over [0, total) on as many threads as are worth it.
 template <class Range>
 void spread(const zl_threads& how, int64_t total, int64_t grain, int64_t align, const Range& range) {
   const int64_t useful = total / grain;
@@ -84,14 +84,14 @@ void spread(const zl_threads& how, int64_t total, int64_t grain, int64_t align, 
   try {
     team.reserve((size_t)threads - 1);
     for (int i = 1; i < threads; i++) team.emplace_back([&work, i] { work.take(i); });
-  } catch (const std::exception&) {  // no more threads to be had: those that are there do the rest
+  } catch (const std::exception&) {  // the system starts no more threads: the existing ones do the rest
   }
   work.take(0);
   for (std::thread& thread : team) thread.join();
 }
 
-// Where each segment ends when all are counted through, in units of `unit` elements (rounded up by segment). False if
-// one is not within its tensor, or its last column is not below `limit`.
+// Compute the end of each segment if all are numbered consecutively, in units of `unit` elements (rounded up for each
+// segment). Returns false if a segment is not within its tensor, or its last column is not below `limit`.
 template <class Call>
 bool ends_of(const Call& call, int64_t unit, int64_t limit, std::vector<int64_t>& ends) {
   int64_t end = 0;

@@ -36,8 +36,8 @@ void narrow(const float* from, void* to, int32_t dtype, int64_t at, int64_t n) {
   for (; i < n; i++) half[i] = dtype == ZL_BF16 ? to_bf16(from[i]) : to_f16(from[i]);
 }
 
-// Parameters take the values that somebody has written into what they were rounded to. On a processor it costs next to
-// nothing: the lines of `out` are about to be written, and nearly always equal.
+// Take values that the user has written into the 16-bit copy over into the parameters. On a CPU this costs almost
+// nothing: the cache lines of `out` are about to be written anyway, and nearly always equal.
 void follow(float* p, const void* out, int32_t dtype, int64_t at, int64_t n) {
   alignas(64) uint16_t rounded[BLOCK];
   const uint16_t* now = (const uint16_t*)out + at;
@@ -64,7 +64,7 @@ ZL_INLINE void apply(const Rule& rule, float* p, const float* g, float* s0, floa
   for (; i < n; i++) apply_at<One>(rule, p + i, g + i, s0 ? s0 + i : 0, s1 ? s1 + i : 0);
 }
 
-// A flat array of some dtype, as floats: where it lies if it is one of floats, otherwise by way of a block of our own.
+// A flat array of any dtype, as floats: in place if it has floats, otherwise through a block that is converted.
 struct Stream {
   void* base;
   int32_t dtype;
@@ -144,9 +144,9 @@ void update(const zl_update& call, const int64_t* ends, int64_t begin, int64_t e
   }
 }
 
-// Sixteen sums, of the elements whose place in the chunk is 0 to 15 modulo 16; then pairs, pairs of pairs, and so on: the
-// same additions for every vector width. A square of a float is exact in double, so it does not matter whether it is
-// added by a fused operation.
+// Sixteen sums, one for each index in the chunk modulo 16, are then added in pairs, pairs of pairs, and so on. So the
+// additions are the same for every vector width. The square of a float is exact in double, so a fused multiply-add gives
+// the same result as two operations.
 constexpr int LANES = 16;
 
 double squares(const float* x, int64_t n) {

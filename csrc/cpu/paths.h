@@ -1,11 +1,11 @@
-// What kernels.cpp offers for each instruction set, and what it is given: ranges that no other thread touches.
+// Functions of kernels.cpp for each instruction set. Each is called with a range that no other thread uses.
 #pragma once
 
 #include "../kernels.h"
 
 namespace zl {
 
-// Elements [begin, end) of the concatenated segments; `ends[i]` is where the i-th segment ends in that numbering.
+// Elements [begin, end) of the concatenated segments; `ends[i]` is the end of the i-th segment in that numbering.
 typedef void (*UpdateRange)(const zl_update&, const int64_t* ends, int64_t begin, int64_t end);
 
 // Chunks [begin, end) of the concatenated chunks of all segments, numbered like `partial`.

@@ -1,6 +1,7 @@
 // Vectors of floats: `Wide`, as wide as the instruction set that this file is compiled for, and `One`, a single float with
-// the same operations and the same rounding. Only compiler intrinsics and builtins: a function of the standard library
-// that was compiled here for a newer processor could be the copy that the linker keeps for all.
+// the same operations and the same rounding. It uses only compiler intrinsics and builtins: this file is compiled for
+// several instruction sets, and of an inline function of the standard library the linker keeps one copy for all, which
+// could be the one for a newer processor.
 #pragma once
 
 #include <stdint.h>
@@ -25,7 +26,7 @@ ZL_INLINE float float_of(uint32_t u) {
   return x;
 }
 
-// To the nearest, ties to even; a NaN stays a NaN.
+// Round to nearest, ties to even; a NaN stays a NaN.
 ZL_INLINE uint16_t to_bf16(float x) {
   uint32_t u = bits_of(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;

@@ -1,8 +1,9 @@
-// What kernels.cu calls of CUDA's runtime, on the driver's interface: for a library whose kernels NVRTC has compiled, and
-// everything else a C++ compiler that knows no CUDA. op_builder/nvrtc.py puts the compiled kernels into the library.
+// The functions of CUDA's runtime that kernels.cu calls, implemented on the driver's interface. They are for a library
+// whose kernels were compiled by NVRTC, and the rest by a C++ compiler without CUDA. op_builder/nvrtc.py puts the compiled
+// kernels into the library.
 //
-// The address of a kernel is that of a string, its own name in the image, so the linker finds each kernel that is called
-// here, or fails. Contexts are torch's: the primary ones.
+// The address of a kernel is the address of a string, its name in the image. So the linker fails if a kernel that is
+// called here does not exist. Contexts are torch's: the primary ones.
 #pragma once
 
 #include <dlfcn.h>
@@ -66,7 +67,7 @@ struct Driver {
   }
 };
 
-// What has been loaded, by device: kept until the process ends, as the contexts are.
+// Loaded modules by device, kept until the process ends, like the contexts.
 struct Loaded {
   void* context = nullptr;
   void* module = nullptr;
@@ -90,7 +91,7 @@ inline int& current_device() {
 
 }  // namespace zl
 
-// Makes the primary context of the device current for this thread, and loads the kernels into it the first time.
+// Make the primary context of the device current for this thread, and load the kernels into it the first time.
 inline cudaError_t cudaSetDevice(int ordinal) {
   const zl::Driver& driver = zl::Driver::get();
   if (driver.problem) return driver.problem;

@@ -6,8 +6,8 @@
 // by zl_cuda_*_fill, and `copied`, its copy on the device. With `filled` null a call needs no memory but the tensors:
 // it becomes as many launches as its table has portions, whose arguments a captured graph keeps.
 //
-// Three compilers read it: nvcc, all of it; or NVRTC what is for the device, and with ZL_HOST_ONLY a C++ compiler the rest,
-// see driver.h.
+// Either nvcc compiles all of it; or NVRTC compiles the device code, and a C++ compiler the rest (with ZL_HOST_ONLY, see
+// driver.h).
 #ifdef ZL_HOST_ONLY
 #include "driver.h"
 #endif
@@ -59,7 +59,7 @@ int64_t chunks_of(const zl_norm& call) {
 
 ZL_EXPORT int32_t zl_abi() { return ZL_ABI; }
 
-// Text for a code that an entry point returned, static.
+// Text for a code that an entry point returned; it is static.
 ZL_EXPORT const char* zl_cuda_error_string(int32_t code) {
   switch (code) {
     case ZL_OK: return "no error";
@@ -83,7 +83,7 @@ ZL_EXPORT int32_t zl_cuda_update_fill(const zl_update* call, void* table) {
 ZL_EXPORT int32_t zl_cuda_update(const zl_update* call, const void* filled, const void* copied, int32_t device,
                                  void* stream) {
   if (const int32_t code = check(*call)) return code;
-  // This library's runtime is not torch's: it is told the device that torch has made current.
+  // This library has a CUDA runtime of its own, which does not know the device that torch has made current.
   if (const cudaError_t error = cudaSetDevice(device)) return code_of(error);
   const zl::UpdateKernel kernel = zl::update_kernel_for(*call);
   zl::UpdateArguments a{call->factor,     call->skip,        call->param_dtype,
@@ -93,7 +93,7 @@ ZL_EXPORT int32_t zl_cuda_update(const zl_update* call, const void* filled, cons
   return zl::launch_here(zl::UpdateMaker{*call}, call->segments, a.table, launch_one);
 }
 
-// How many doubles `partial` must have room for: one per chunk, one per piece, and a counter per piece and one more.
+// Number of doubles in `partial`: one per chunk, one per piece, one counter per piece, and one more.
 ZL_EXPORT int64_t zl_cuda_norm_partials(const zl_norm* call) {
   return chunks_of(*call) + call->segments + call->segments / 2 + 1;
 }

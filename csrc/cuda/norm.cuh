@@ -1,7 +1,8 @@
 // Sums of squares of many tensors in one launch, in double.
 //
-// A sum depends on its segment alone: which thread takes which elements follows from their place in the segment, never
-// from an address, and no order of additions from the grid or from which block is the first to finish.
+// A sum depends on its segment alone. The place of an element in its segment, and not its address, decides which thread
+// adds it. The order of additions depends neither on the grid nor on which block finishes first. So all ranks and stages
+// get the same bits.
 #pragma once
 
 #ifndef __CUDACC_RTC__
@@ -20,7 +21,7 @@ struct NormPiece {
   int64_t numel, owner;
 };
 
-// partial: a double per chunk; total: one per piece; arrived: how many chunks of each piece are done, then how many
+// partial: a double per chunk; total: one per piece; arrived: number of finished chunks of each piece, then of finished
 // pieces. The caller sets `arrived` to 0.
 struct NormArguments {
   double* sums;
@@ -39,7 +40,7 @@ void norm_kernel(NormArguments a);  // see driver.h
 
 #else
 
-// Of the values of all threads, in the first one. To be followed by __syncthreads() before the next.
+// Return the sum of all threads' values, in the first thread. Call __syncthreads() before the next sum.
 __device__ __forceinline__ double sum_of_block(double x) {
   __shared__ double of_warp[THREADS / WARP];
 #pragma unroll
@@ -52,7 +53,7 @@ __device__ __forceinline__ double sum_of_block(double x) {
   return sum;
 }
 
-// The elements at `at` and after that 16 bytes hold, one by one, with zeros from n on.
+// Load the elements in the 16 bytes at `at`, with zeros in place of elements from n on.
 template <int D>
 __device__ __forceinline__ uint4 gather(const char* values, int at, int n) {
   uint32_t word[4] = {};
@@ -100,8 +101,8 @@ __device__ __forceinline__ double squares_of_thread(const char* values, int n) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Whether this block is the last of `count` to come here; if so, it sees what the others wrote before. For all threads;
-// what counts as written is what the first thread wrote.
+// Return true if this block is the last of `count` to come here; then it sees what the first threads of the others have
+// written before. Called by all threads.
 __device__ __forceinline__ bool last_to_arrive(unsigned* arrived, unsigned count) {
   __shared__ bool last;
   if (threadIdx.x == 0) {
@@ -113,7 +114,7 @@ __device__ __forceinline__ bool last_to_arrive(unsigned* arrived, unsigned count
   return last;
 }
 
-// Adds the pieces' totals to their owners' sums. Pieces of one owner are neighbours: one thread adds them in order.
+// Add the pieces' totals to their owners' sums. Pieces of one owner are neighbours, and one thread adds them in order.
 __device__ __forceinline__ void add_to_owners(const NormArguments& a) {
   for (int i = (int)threadIdx.x; i < a.table.count; i += THREADS) {
     const int64_t owner = a.table.piece(i).owner;

@@ -1,8 +1,9 @@
-// How a call's segments reach the device.
+// Transfer of a call's segments to the device.
 //
-// A table is a list of pieces, one per segment that is not empty. Their chunks are counted through: piece i has those
-// from ends[i - 1] to ends[i], and every block of a launch takes one. A table of up to HERE_BYTES travels in the
-// launch's arguments; a larger one is laid out by `fill` in memory of the host, and the caller copies it to the device.
+// A table is a list of pieces, one per segment that is not empty. Their chunks are numbered consecutively: piece i has
+// those from ends[i - 1] to ends[i], and every block of a launch processes one chunk. A table of up to HERE_BYTES is
+// passed in the launch's arguments, which needs no copy. A larger one is written by `fill` into host memory, and the
+// caller copies it to the device.
 #pragma once
 
 #include <stddef.h>
@@ -14,7 +15,7 @@ namespace zl {
 
 constexpr int THREADS = 256, WARP = 32;
 constexpr int64_t MOST_BLOCKS = 0x7fffffff;
-constexpr int HERE_BYTES = 4096 - 64;  // of the 4 KB that arguments may have; the rest is for what goes beside
+constexpr int HERE_BYTES = 4096 - 64;  // arguments may have 4 KB; 64 bytes are for the other arguments
 
 template <class Piece>
 struct Table {
@@ -31,8 +32,8 @@ struct Table {
 
 #ifndef ZL_HOST_ONLY
 
-// The piece that a chunk belongs to, the first with ends[i] > chunk. All lanes of a warp look at once, so that a
-// thousand pieces take two rounds. 0 <= chunk < ends[count - 1].
+// Return the piece of a chunk, the first with ends[i] > chunk, for 0 <= chunk < ends[count - 1]. All lanes of a warp
+// search at once, so that a thousand pieces take two rounds.
 __device__ __forceinline__ int find_piece(const int64_t* ends, int count, int64_t chunk) {
   const int lane = (int)(threadIdx.x % WARP);
   int low = 0, span = count;
@@ -68,7 +69,7 @@ const Piece* pieces_in(const void* table, int64_t capacity) {
   return (const Piece*)(ends_in(table) + capacity);
 }
 
-// Whether every segment lies in a tensor of the call, and no launch could need more blocks than there are.
+// True if every segment is inside of its tensor, and no launch needs more blocks than CUDA allows.
 inline bool good_table(const int64_t* table, int64_t segments, int64_t tensors, int64_t chunk) {
   int64_t chunks = 0;
   for (int64_t i = 0; i < segments; i++) {
@@ -79,8 +80,8 @@ inline bool good_table(const int64_t* table, int64_t segments, int64_t tensors, 
   return chunks <= MOST_BLOCKS;
 }
 
-// What lays out and launches tables of one kind. `maker(i, &piece)` describes the i-th segment and returns how many
-// chunks it has, 0 for an empty one.
+// Lays out and launches tables of one kind. `maker(i, &piece)` describes the i-th segment and returns its number of
+// chunks, 0 for an empty one.
 template <class Piece, class Maker>
 void fill(const Maker& maker, int64_t segments, void* memory) {
   Header* header = (Header*)memory;
@@ -97,7 +98,7 @@ void fill(const Maker& maker, int64_t segments, void* memory) {
   }
 }
 
-// Calls launch(blocks) once, for the table whose host copy is `filled` and whose device copy is `copied`.
+// Call launch(blocks) once, for the table whose host copy is `filled` and whose device copy is `copied`.
 template <class Piece, class Launch>
 int32_t launch_far(const void* filled, const void* copied, Table<Piece>& table, const Launch& launch) {
   const Header* header = (const Header*)filled;
@@ -108,7 +109,7 @@ int32_t launch_far(const void* filled, const void* copied, Table<Piece>& table, 
   return launch(ends_in(filled)[header->count - 1]);
 }
 
-// Calls launch(blocks) as often as it takes for all segments to travel in arguments.
+// Call launch(blocks) as often as needed to pass all segments in arguments.
 template <class Piece, class Maker, class Launch>
 int32_t launch_here(const Maker& maker, int64_t segments, Table<Piece>& table, const Launch& launch) {
   table.far_ends = nullptr;

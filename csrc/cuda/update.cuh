@@ -7,10 +7,10 @@
 namespace zl {
 
 constexpr int UPDATE_CHUNK = 4096;  // elements of a block
-constexpr int UPDATE_BLOCKS = 4;    // that a multiprocessor shall have room for: 64 registers a thread
+constexpr int UPDATE_BLOCKS = 4;    // blocks that fit on a multiprocessor: limits a thread to 64 registers
 
-// Elements [begin, end) of arrays whose start was moved down by `begin` elements, so that quads of all of them are
-// aligned alike; where the arrays disagree, `begin` is 0 and `aligned` is 0.
+// Elements [begin, end) of arrays whose start was moved down by `begin` elements, so that groups of four elements are
+// aligned in all arrays. If the arrays are aligned differently, `begin` and `aligned` are 0.
 struct UpdatePiece {
   char* param;
   const char* grad;
@@ -28,7 +28,7 @@ struct UpdateArguments {
   Table<UpdatePiece> table;
 };
 static_assert(sizeof(UpdateArguments) <= 4096, "the arguments of a launch have 4 KB");
-// The compilers of host and device lay it out alike.
+// Only types that the compilers of host and device lay out in the same way.
 static_assert(sizeof(UpdatePiece) == 88 && sizeof(UpdateArguments) == 56 + 42 * 96, "as both compilers see it");
 
 #ifdef ZL_HOST_ONLY
@@ -104,7 +104,7 @@ struct UpdateChunk {
     if (out) store_one(out + at * size_of(out_dtype), out_dtype, p);
   }
 
-  // The parameter, or the value that somebody has written into what it was rounded to.
+  // The parameter, or the value that the user has written into its 16-bit copy.
   static __device__ __forceinline__ float follow(float p, float written, int dtype) {
     const float rounded = widen(narrow(p, dtype), dtype);
     return __float_as_uint(rounded) == __float_as_uint(written) ? p : written;
@@ -118,7 +118,7 @@ struct UpdateChunk {
     s1 = second.v;
   }
 
-  // [head, tail) in whole quads; what lies before and after one by one: everything, if arrays are not aligned alike.
+  // [head, tail) four at a time, the rest one by one; one by one for all if the arrays are aligned differently.
   __device__ __forceinline__ void update(const Rule& rule) const {
     const int head = aligned ? min(high, (low + QUAD - 1) / QUAD * QUAD) : high;
     const int tail = max(head, high / QUAD * QUAD);
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(THREADS, UPDATE_BLOCKS) update_kernel(const __
 
 typedef void (*UpdateKernel)(UpdateArguments);
 
-// fp32 parameters and states have kernels of their own; the others share one that looks at the dtypes as it runs.
+// fp32 parameters and states have kernels of their own; all others share one that switches on the dtypes at run time.
 template <class Rule>
 UpdateKernel update_kernel_for(const zl_update& call) {
   if (call.param_dtype == ZL_F32 && call.state_dtype == ZL_F32) {

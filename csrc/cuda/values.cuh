@@ -1,4 +1,4 @@
-// One float as the rules want it, and four neighbouring elements of an array as they lie in memory.
+// One float with the operations of the rules, and four neighbouring elements of an array in their own dtype.
 #pragma once
 
 #ifndef ZL_HOST_ONLY
@@ -12,13 +12,13 @@ namespace zl {
 
 constexpr __host__ __device__ int size_of(int dtype) { return dtype == ZL_F32 ? 4 : 2; }
 
-// Elements that a thread takes at once: 16 bytes of fp32, 8 of a 16-bit dtype. Neighbouring threads take neighbouring
-// ones, so that a warp reads and writes whole lines of every array, whatever its dtype.
+// Elements that a thread processes at once: 16 bytes of fp32, 8 of a 16-bit dtype. Neighbouring threads process
+// neighbouring elements, so that a warp reads and writes whole cache lines of every array, whatever its dtype.
 constexpr int QUAD = 4;
 
 #ifndef ZL_HOST_ONLY  // from here on code of the device
 
-// Every operation is rounded to the nearest and none is contracted with another, whatever the compiler's flags.
+// Intrinsics: each operation rounds to nearest, and no compiler flag can fuse two of them, which would change bits.
 struct One {
   float v;
   One() = default;
@@ -32,14 +32,14 @@ __device__ __forceinline__ One fma(One a, One b, One c) { return One(__fmaf_rn(a
 __device__ __forceinline__ One sqrt(One a) { return One(__fsqrt_rn(a.v)); }
 __device__ __forceinline__ One sign_of(One a) { return One((float)((a.v > 0.0f) - (a.v < 0.0f))); }
 
-// Tells the compiler that a pointer which it does not know from a kernel's arguments leads to global memory.
+// Tell the compiler that a pointer loaded from a table points to global memory: it then uses faster instructions.
 template <class T>
 __device__ __forceinline__ T* global(T* pointer) {
   __builtin_assume(__isGlobal(pointer));
   return pointer;
 }
 
-// From and to the low 16 bits of a word. To the nearest, ties to even; a NaN stays a NaN.
+// Conversion from and to the low 16 bits of a word. Rounds to nearest, ties to even; a NaN stays a NaN.
 __device__ __forceinline__ float widen(uint32_t half, int dtype) {
   if (dtype == ZL_BF16) return __uint_as_float(half << 16);
   return __half2float(__ushort_as_half((unsigned short)half));
