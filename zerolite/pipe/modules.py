@@ -14,8 +14,10 @@ from zerolite.comm import ranks_of_job
 
 
 class LayerSpec:
-    """A layer that is built where it lives: ``cls(*args, **kwargs)``. cls: a class of modules, or a function that
-    gives one. Raises ValueError if it cannot be called."""
+    """A layer that is built only on its own rank, by ``cls(*args, **kwargs)``.
+
+    ``cls`` is a class of modules, or a function that returns one. Raises ValueError if it cannot be called.
+    """
 
     def __init__(self, cls: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         if not callable(cls):
@@ -36,14 +38,16 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is used in several places, which all give the same ``key``: one module, whose gradients are summed
-    over the stages that have it.
+    """A layer that is used at several places with the same ``key``: one module, whose gradients are summed over its
+    stages.
+
+    Raises ValueError if ``key`` is not a string.
 
     Args:
-        forward_fn: (module, inputs) to outputs, instead of its forward: an embedding as the head.
-        tied_weight_attr: DeepSpeed's; names that the module must have. Here all parameters of the module are shared.
-
-    Raises ValueError if ``key`` is no string.
+        forward_fn: called with (module, inputs) in place of the module's forward, as for an embedding that is used as
+            the head.
+        tied_weight_attr: DeepSpeed's argument; names that the module must have. Here all parameters of the module are
+            shared.
     """
 
     def __init__(
@@ -66,30 +70,30 @@ class TiedLayerSpec(LayerSpec):
 
 
 class _Layers(nn.Module):
-    """Children by their place in the sequence."""
+    """Children, named by their place in the sequence."""
 
 
 class PipelineModule(nn.Module):
-    """Layers one after the other: each is called with what the one before gives, a tensor or a tuple of tensors.
+    """A sequence of layers, each called with the result of the one before: a tensor or a tuple of tensors.
+
+    Parameters are named ``layers.<place>.…`` on every number of stages; those of a tied layer by its first place.
+    Layers of specs are built in ``zerolite.initialize``, which knows the ranks that need them; in a job of one process,
+    at the first use. Until then asking for parameters raises RuntimeError. With one stage it is an ordinary module, and
+    calling it runs all layers. Raises ValueError for arguments that it does not accept.
 
     Args:
         layers: modules, functions, :class:`LayerSpec` and :class:`TiedLayerSpec`.
-        loss_fn: (outputs of the last layer, targets) to a scalar, for ``engine.train_batch``; None where the last layer
-            gives the loss.
-        num_stages: must agree with the config's ``pipeline.stages``, which says it if this is None.
+        loss_fn: called with (outputs of the last layer, targets), returns a scalar, for ``engine.train_batch``; None if
+            the last layer returns the loss.
+        num_stages: must be equal to the config's ``pipeline.stages``; None: the config's.
         partition_method: "parameters", "uniform" or "type:REGEX"; None: the config's.
-        activation_checkpoint_interval: layers whose activations are computed anew in backward, as one; 0: never; None:
-            the config's.
-        checkpointable_layers: names of classes; other layers keep their activations.
-        seed_layers: each layer is built with a seed of its own, ``base_seed`` + its place (default:
-            ``torch.initial_seed()`` of the first rank), so that its values do not depend on the number of stages.
-        seed_fn: called with that seed instead of ``torch.manual_seed``.
-        dynamic_shape: accepted; shapes may change from step to step anyway.
-
-    Parameters are named ``layers.<place>.…`` on every number of stages; those of a tied layer by its first place.
-    Layers of specs are built at ``zerolite.initialize``, when it is known who needs them; in a job of one process, at
-    the first use. Until then asking for parameters raises RuntimeError. With one stage it is a module like any other,
-    and calling it runs all layers. Raises ValueError for arguments that it does not take.
+        activation_checkpoint_interval: number of layers whose activations are recomputed together in backward; 0: none;
+            None: the config's.
+        checkpointable_layers: class names; other layers keep their activations.
+        seed_layers: build each layer with a seed of its own, so that its values do not depend on the number of stages.
+        base_seed: the seed is this number + the layer's place; default: ``torch.initial_seed()`` of the first rank.
+        seed_fn: called with that seed in place of ``torch.manual_seed``.
+        dynamic_shape: accepted; shapes may always change from step to step.
     """
 
     is_pipeline_module = True
@@ -126,7 +130,7 @@ class PipelineModule(nn.Module):
         self.checkpointable_layers = None if checkpointable_layers is None else tuple(checkpointable_layers)
         self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
         self.layers = _Layers()
-        self.functions: dict[int, Callable[[Any], Any]] = {}  # what runs, by place; on this rank
+        self.functions: dict[int, Callable[[Any], Any]] = {}  # layers of this rank, by place
         self._modules_of_key: dict[str, nn.Module] = {}
         self.first_places = _first_places(self.specs)
         if not any(isinstance(layer, LayerSpec) for layer in self.specs):
@@ -163,12 +167,16 @@ class PipelineModule(nn.Module):
 
     @property
     def built(self) -> bool:
-        """True if this rank's layers are there."""
+        """True if this rank's layers have been built."""
         return bool(self.functions)
 
     def build(self, places: Iterable[int], device: torch.device | None = None) -> None:
-        """Build those of the layers at ``places`` that are not there, on ``device`` (default: where their classes put
-        them), and keep no others."""
+        """Build the layers at ``places`` that do not exist yet, and keep no others.
+
+        Args:
+            places: places in the sequence.
+            device: default: where their classes put them.
+        """
         built = self.functions
         self.functions = {place: built[place] if place in built else self._made(place, device) for place in places}
 
@@ -211,7 +219,7 @@ class PipelineModule(nn.Module):
         return module
 
     def _build_if_alone(self) -> None:
-        """Build the single stage of a job of one process."""
+        """Build the single stage in a job of one process."""
         if self.built:
             return
         ranks = ranks_of_job()
@@ -252,8 +260,8 @@ class PipelineModule(nn.Module):
     # ---------------------------------------------------------------- running
 
     def forward(self, *inputs: Any) -> Any:
-        """All layers; several inputs are the first layer's one tuple. Raises RuntimeError on a rank that has some of
-        the layers only."""
+        """Run all layers; several inputs become the first layer's tuple. Raises RuntimeError on a rank that has only
+        some layers."""
         self._build_if_alone()
         if len(self.functions) < len(self.specs):
             raise RuntimeError(
@@ -263,7 +271,7 @@ class PipelineModule(nn.Module):
         return self.run(range(len(self.specs)), inputs[0] if len(inputs) == 1 else inputs)
 
     def run(self, places: Sequence[int], value: object) -> Any:
-        """Run the layers at ``places``, ascending neighbours, on ``value``."""
+        """Run the layers at ``places``, which are consecutive, on ``value``."""
         return run_layers([self.functions[place] for place in places], value, self.interval, self.checkpointable_layers)
 
     @property
@@ -281,8 +289,14 @@ def run_layers(
     interval: int = 0,
     checkpointable: Sequence[str] | None = None,
 ) -> Any:
-    """``layers`` one after the other on ``value``; groups of ``interval`` of them keep their inputs only, and compute
-    the rest anew in backward (0: none does). checkpointable: names of the classes for which that may be done."""
+    """Run ``layers`` one after the other on ``value``.
+
+    Args:
+        layers: the layers.
+        value: input of the first layer.
+        interval: groups of so many layers keep only their inputs, and recompute the rest in backward; 0: none.
+        checkpointable: class names of the layers for which that is allowed.
+    """
     if not interval or not torch.is_grad_enabled():
         for layer in layers:
             value = layer(value)
@@ -297,17 +311,17 @@ def run_layers(
 
 
 def name_of(layer: object) -> str:
-    """The class of a module, or a function's own name."""
+    """Return the class name of a module, or a function's own name."""
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def trained_numel(layer: Any) -> int:
-    """Elements of the trained parameters of ``layer``. A spec is built without memory if its class can be."""
+    """Return the number of trained elements of ``layer``. A spec is built without memory if its class allows it."""
     if isinstance(layer, LayerSpec):
         try:
             with torch.device("meta"):
                 layer = layer.build()
-        except Exception:  # a class that looks at the values it makes
+        except Exception:  # a class that reads its own initial values cannot be built on the meta device
             with torch.random.fork_rng():
                 layer = layer.build()
     if not isinstance(layer, nn.Module):
@@ -316,7 +330,7 @@ def trained_numel(layer: Any) -> int:
 
 
 def _first_places(layers: Sequence[object]) -> list[int]:
-    """Return for each place the first one with the same layer."""
+    """Return for each place the first place of the same layer."""
     seen: dict[Any, int] = {}
     places = []
     for place, layer in enumerate(layers):

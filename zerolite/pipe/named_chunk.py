@@ -351,7 +351,8 @@ class _ShapeRun:
         return made
 
     def _check(self, labels: Labels, what: str) -> None:
-        """``what`` leaves the part under way: it must come from that part's parameters, and what the part received."""
+        """Raise unless ``what``, which leaves the current part, depends only on that part's parameters and received
+        tensors."""
         part = self._part
         for label in sorted(labels):
             if label == _RECEIVED + str(part) or part in self._parts_by_name.get(label, ()):
@@ -387,12 +388,14 @@ class _ShapeRun:
                 raise ValueError(str(refused)) from None
 
     def _prefix(self, root: Call, part: int) -> Prefix:
-        """The outermost calls before ``part`` whose outputs can be told are left out; the others run themselves."""
+        """Choose stand-ins for the outermost calls before ``part`` whose outputs are known; all other modules run
+        themselves."""
         forced: set[str] = set()
         while True:
             stand_ins: dict[str, list[Any]] = {}
             opened: set[str] = set()
             _visit(root, part, forced, stand_ins, opened)
+            # A module that is called twice may be known in one call and not in the other: then it runs itself in both.
             clash = opened & set(stand_ins)
             if not clash:
                 break

@@ -15,10 +15,10 @@ __all__ = ["DeepSpeedOptimizer", "Stage3Optimizer", "ZeROOptimizer"]
 
 
 class DeepSpeedOptimizer:
-    """An engine's optimizer with the members that DeepSpeed's have.
+    """An engine's optimizer with the members of DeepSpeed's optimizers.
 
-    ``param_groups`` are the dicts that the update reads, those of the user's own optimizer too. ``step`` does what
-    ``engine.step()`` does at a boundary.
+    ``param_groups`` are the dicts that the update reads, including those of the user's own optimizer. ``step`` does the
+    same as ``engine.step()`` at a boundary.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -26,7 +26,7 @@ class DeepSpeedOptimizer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that ``initialize`` was given, or made from the config."""
+        """The optimizer that ``initialize`` was given, or that was made from the config."""
         inner: torch.optim.Optimizer = self._engine.optimizer.inner
         return inner
 
@@ -59,8 +59,11 @@ class DeepSpeedOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """This rank's states by parameter, in dicts of their own: Lightning, which puts moved tensors into them when it
-        ends, changes nothing. ``deepspeed.utils.safe_set_full_optimizer_state`` sets a state."""
+        """This rank's states by parameter, in dicts that are copies.
+
+        Lightning puts moved tensors into them at its end, which then changes nothing. Set a state by
+        ``deepspeed.utils.safe_set_full_optimizer_state``.
+        """
         return {parameter: dict(states) for parameter, states in self._engine.optimizer.state.items()}
 
     @property
@@ -80,25 +83,25 @@ class DeepSpeedOptimizer:
         self._engine.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's states, for an engine of the same stage and world size."""
+        """Return this rank's states, for an engine of the same stage and world size."""
         state: dict[str, Any] = self._engine.optimizer.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`. Called on all ranks."""
+        """Load the result of :meth:`state_dict`. Called on all ranks."""
         self._engine.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the module. Called on all ranks, between steps."""
+        """Add parameters of the module to train. Called on all ranks, between steps."""
         self._engine.optimizer.add_param_group(param_group)
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """The same, under the name that DeepSpeed gives it above stage 0."""
+    """The same class under DeepSpeed's name for stages 1 to 3."""
 
 
 class Stage3Optimizer(ZeROOptimizer):
-    """The same at stage 3, with ``parameter_offload``, by which TRL takes hooks away while a model generates."""
+    """The same at stage 3, with ``parameter_offload``, by which TRL removes hooks while a model generates."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -106,10 +109,10 @@ class Stage3Optimizer(ZeROOptimizer):
 
 
 class ParameterOffload:
-    """The module at stage 3 with the members that DeepSpeed's owner of its hooks has.
+    """The module at stage 3, with the members of DeepSpeed's owner of its hooks.
 
-    The hooks stay where a client takes them away: parameters that ``zero.GatheredParameters`` holds are not gathered
-    again, so they do nothing. So there are none to be removed here, and none to be registered again.
+    The lists of hooks are empty, so a client that removes and restores them changes nothing. The real hooks may stay:
+    parameters that ``zero.GatheredParameters`` holds are not gathered again.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -140,7 +143,7 @@ class ModuleAtStage3:
         self._module = module
 
     def ds_external_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The parameters that were registered with the module by ``zero.register_external_parameter``."""
+        """Return the parameters that were registered with the module by ``zero.register_external_parameter``."""
         return ((str(number), p) for number, p in enumerate(external_parameters(self._module)))
 
     def __getattr__(self, name: str) -> Any:

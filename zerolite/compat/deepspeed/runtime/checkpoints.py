@@ -28,8 +28,13 @@ main()
 
 
 def on_rank0(engine: Engine, call: str, work: Callable[[], object]) -> None:
-    """Let rank 0 do ``work``; if it raises, CheckpointError on all ranks. call: of the user, for the message. Called on
-    all ranks."""
+    """Let rank 0 do ``work``. If it raises, all ranks raise CheckpointError. Called on all ranks.
+
+    Args:
+        engine: the engine.
+        call: the user's call, for the message.
+        work: what rank 0 does.
+    """
     error = None
     if engine.rank == 0:
         try:
@@ -56,14 +61,20 @@ def save(
 def load(
     engine: Engine, load_dir: Any, tag: object, flags: tuple[bool, bool, bool, bool]
 ) -> tuple[str | None, dict[str, Any]]:
-    """Load, after rank 0 has imported what DeepSpeed has written. flags: those of ``Engine.load_checkpoint`` up to
-    ``load_module_only``."""
+    """Load, after rank 0 has converted a checkpoint of DeepSpeed.
+
+    Args:
+        engine: the engine.
+        load_dir: directory of the checkpoints.
+        tag: the checkpoint; default: the latest.
+        flags: those of ``Engine.load_checkpoint`` up to ``load_module_only``.
+    """
     directory, name = Path(load_dir), None if tag is None else str(tag)
     imported = False
 
     def convert() -> None:
         nonlocal imported
-        if is_deepspeeds(directory, name):
+        if is_from_deepspeed(directory, name):
             import_deepspeed(directory, directory / IMPORTED, name)
             imported = True
 
@@ -72,15 +83,15 @@ def load(
     try:
         source = directory / IMPORTED if imported else directory
         path, client_state = engine.load_checkpoint(source, name, *flags, missing_ok=True)
-        engine.reduce(0, "max")  # all ranks have read what rank 0 is about to remove
+        engine.reduce(0, "max")  # a barrier: rank 0 removes the files that all ranks read
     finally:
         if imported and engine.rank == 0:
             shutil.rmtree(directory / IMPORTED, ignore_errors=True)
     return None if path is None else str(directory / Path(path).name), client_state
 
 
-def is_deepspeeds(directory: Path, tag: str | None) -> bool:
-    """Return whether the checkpoint that would be loaded was written by DeepSpeed."""
+def is_from_deepspeed(directory: Path, tag: str | None) -> bool:
+    """Return True if the checkpoint that would be loaded was written by DeepSpeed."""
     try:
         path = find_tag(directory, tag)
     except CheckpointError:

@@ -1,8 +1,8 @@
-"""DeepSpeed's config as DeepSpeed reads it, for zerolite's strict loader.
+"""Reader of a config as DeepSpeed reads it, for zerolite's strict loader.
 
-DeepSpeed ignores unknown keys at the top level, gives "auto" its default, and takes deprecated spellings. What changes
-no numbers here is left out with a warning, once, on rank 0. What would change them and is not supported is an error of
-``zerolite.config``.
+DeepSpeed ignores unknown keys at the top level, replaces "auto" by defaults, and accepts deprecated spellings. Keys
+that change no numbers here are removed with a warning, once, on rank 0. A key that would change numbers and is not
+supported is an error of ``zerolite.config``.
 """
 
 from __future__ import annotations
@@ -60,33 +60,36 @@ _ON_THE_HOST = {
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """A config twice: ``raw``, the user's dict itself, which clients read again; and what zerolite is given."""
+    """A config in two forms.
+
+    Attributes:
+        raw: the user's dict itself, which clients read again.
+        zerolite: the config that zerolite gets.
+    """
 
     raw: dict[str, Any]
     zerolite: dict[str, Any]
 
 
 def read_config(source: Any) -> DeepSpeedConfig:
-    """Read a dict (which stays unchanged), a path, JSON text, or JSON text in base64.
-
-    Raises ConfigError for what cannot be read.
-    """
+    """Read a dict (which stays unchanged), a path, JSON text, or JSON text in base64. Raises ConfigError if it is
+    unreadable."""
     if isinstance(source, DeepSpeedConfig):
         return source
     if isinstance(source, str) and not os.path.exists(source):
         source = _decoded(source)
     raw = source if isinstance(source, dict) else read_source(source).values
     values = _without_auto(copy.deepcopy(dict(raw)))
-    _use_todays_names(values)
+    _rename_deprecated(values)
     for key in [key for key in values if key not in _TOP_LEVEL]:
         warn_once(f"config: {key} is no key of the config, and is ignored as DeepSpeed does")
         del values[key]
     for path in _WITHOUT_NUMBERS:
         holder, key = _find(values, path)
         if holder is not None and key in holder:
-            if _asks(holder.pop(key)):
+            if _has_effect(holder.pop(key)):
                 warn_once(f"config: {path} has no effect here; numbers do not depend on it")
-    _settle_numbers(values)
+    _set_defaults(values)
     return DeepSpeedConfig(raw, values)
 
 
@@ -98,7 +101,7 @@ def _decoded(text: str) -> str:
 
 
 def _without_auto(values: dict[str, object]) -> dict[str, object]:
-    """``values`` without the keys that are still "auto": their defaults count."""
+    """Return ``values`` without the keys that are still "auto", so that their defaults are used."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -106,8 +109,8 @@ def _without_auto(values: dict[str, object]) -> dict[str, object]:
     }
 
 
-def _use_todays_names(values: dict[str, object]) -> None:
-    """Take deprecated spellings for the keys that they mean, as DeepSpeed does."""
+def _rename_deprecated(values: dict[str, object]) -> None:
+    """Replace deprecated spellings by the current keys, as DeepSpeed does."""
     for old, block in _ON_THE_HOST.items():
         zero = values.get("zero_optimization")
         if isinstance(zero, dict) and isinstance(zero.get(old), bool):
@@ -126,9 +129,11 @@ def _use_todays_names(values: dict[str, object]) -> None:
 _SUPPORTED = frozenset(supported_keys())
 
 
-def _settle_numbers(values: dict[str, object]) -> None:
-    """Infinity for "never", and defaults that differ: DeepSpeed's Adam decays no weights unless it is told to, and
-    bf16 outputs stay so."""
+def _set_defaults(values: dict[str, object]) -> None:
+    """Set DeepSpeed's defaults where they differ: Adam without weight decay, and bf16 outputs. Refuse infinite numbers.
+
+    Infinity is allowed for ``steps_per_print`` only, where it means "never".
+    """
     for holder, key in _leaves(values):
         if isinstance(holder[key], float) and math.isinf(holder[key]) and key != "steps_per_print":
             raise ValueError(f"config: expected a finite number for {key}, got {holder[key]}; write one")
@@ -151,7 +156,7 @@ def _leaves(values: dict[str, object]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _find(values: dict[str, object], path: str, make: bool = False) -> tuple[dict[str, object] | None, str]:
-    """The dict that holds the last key of ``path`` (None if there is none), and that key."""
+    """Return the dict that holds the last key of ``path`` (None if there is none), and that key."""
     *blocks, key = path.split(".")
     holder: Any = values
     for block in blocks:
@@ -161,14 +166,14 @@ def _find(values: dict[str, object], path: str, make: bool = False) -> tuple[dic
     return holder, key
 
 
-def _asks(value: object) -> bool:
-    """Return whether a value that is left out asks for anything."""
+def _has_effect(value: object) -> bool:
+    """Return True if the value of a removed key switches something on."""
     if isinstance(value, Mapping):
-        return bool(value.get("enabled", any(map(_asks, value.values()))))
+        return bool(value.get("enabled", any(map(_has_effect, value.values()))))
     return value is True or (value is not None and value not in (0, 1, -1))  # 1 and -1: groups of no size
 
 
 def is_stage3(values: Mapping[str, object]) -> bool:
-    """Return whether a cleaned config asks for stage 3."""
+    """Return True if a cleaned config asks for stage 3."""
     zero = values.get("zero_optimization")
     return isinstance(zero, Mapping) and zero.get("stage", 0) == 3

@@ -36,14 +36,14 @@ def _setting(path: str) -> Callable[[DeepSpeedEngine], Any]:
 class DeepSpeedEngine(torch.nn.Module):
     """A module around the user's, whose forward, backward and step are those of a :class:`zerolite.Engine`.
 
+    All other names are looked up in the module.
+
     Attributes:
         module: the user's model.
         config: the dict that ``initialize`` was given.
         zerolite: the engine behind this one, None after :meth:`destroy`.
-        optimizer: a :class:`DeepSpeedOptimizer`. An engine that only evaluates has None, and at stage 3 the owner of
-            the hooks, as in DeepSpeed: TRL looks for it there where a reference model generates.
-
-    Names that this class does not have are looked for in the module.
+        optimizer: a :class:`DeepSpeedOptimizer`. For an engine that only evaluates it is None, or at stage 3 the owner
+            of the hooks, as in DeepSpeed: TRL looks for it there when a reference model generates.
     """
 
     def __init__(self, engine: Engine, config: DeepSpeedConfig) -> None:
@@ -55,7 +55,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.optimizer = make_optimizer(engine)
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
-        self._at_boundary = False  # whether the last step() was due to update
+        self._at_boundary = False  # the last step() was at the boundary of a gradient accumulation
 
     # ---------------------------------------------------------------- the loop
 
@@ -65,8 +65,14 @@ class DeepSpeedEngine(torch.nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **ignored: Any
     ) -> torch.Tensor:
-        """Backward through ``loss``, divided by gradient_accumulation_steps unless ``scale_wrt_gas`` is False. Returns
-        ``loss``. ignored: DeepSpeed's deprecated arguments. Called on all ranks."""
+        """Run backward through ``loss`` and return it. Called on all ranks.
+
+        Args:
+            loss: divided by gradient_accumulation_steps unless ``scale_wrt_gas`` is False.
+            retain_graph: as in ``Tensor.backward``.
+            scale_wrt_gas: see ``loss``.
+            ignored: DeepSpeed's deprecated arguments.
+        """
         unknown = set(ignored) - {"allreduce_gradients", "release_loss"}
         if unknown:
             raise TypeError(f"DeepSpeedEngine.backward got unexpected arguments: {', '.join(sorted(unknown))}")
@@ -74,8 +80,11 @@ class DeepSpeedEngine(torch.nn.Module):
         return result
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """End a micro-batch; at the boundary of a gradient accumulation clip, update and clear gradients, and step the
-        schedule. Called on all ranks."""
+        """End a micro-batch. At the boundary of a gradient accumulation: clip, update, clear gradients and step the
+        schedule.
+
+        Called on all ranks.
+        """
         if lr_kwargs:
             raise ValueError(
                 f"DeepSpeedEngine.step: expected no lr_kwargs, got {lr_kwargs!r}; step the schedule yourself"
@@ -105,14 +114,14 @@ class DeepSpeedEngine(torch.nn.Module):
         return context
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the micro-batch in hand ends its gradient accumulation, until said otherwise."""
+        """Set if the current micro-batch ends its gradient accumulation; it holds until the next call."""
         self.zerolite.set_gradient_accumulation_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return bool(self.zerolite.is_gradient_accumulation_boundary())
 
     def was_step_applied(self) -> bool:
-        """Return whether the last ``step()`` changed weights. Waits for the step."""
+        """Return True if the last ``step()`` changed weights. Waits for the step."""
         return self._at_boundary and isinstance(self.optimizer, DeepSpeedOptimizer) and not self.optimizer.overflow
 
     def get_global_grad_norm(self) -> float | None:
@@ -132,7 +141,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.module.compile(**{**({} if backend is None else {"backend": backend}), **(compile_kwargs or {})})
 
     def destroy(self) -> None:
-        """Let go of the engine, so that its memory is free and another may take the model. May be called twice."""
+        """Drop the engine, so that its memory is freed and another engine may use the model. May be called twice."""
         self.zerolite = None
         self.optimizer = None
         self.training_dataloader = None
@@ -155,8 +164,10 @@ class DeepSpeedEngine(torch.nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that makes the next step the same into ``save_dir/tag``, by default ``global_step<N>``, and
-        ``zero_to_fp32.py`` beside it. See :meth:`zerolite.Engine.save_checkpoint`. Called on all ranks."""
+        """Save everything that makes the next step the same into ``save_dir/tag``, by default ``global_step<N>``.
+
+        ``zero_to_fp32.py`` is written beside it. See :meth:`zerolite.Engine.save_checkpoint`. Called on all ranks.
+        """
         checkpoints.save(self.zerolite, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
@@ -170,8 +181,11 @@ class DeepSpeedEngine(torch.nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from a checkpoint that this class or DeepSpeed has saved, at any stage and number of ranks. Returns
-        its directory and the client state, (None, {}) if there is none. Called on all ranks."""
+        """Load a checkpoint that this class or DeepSpeed has saved, at any stage and number of ranks. Called on all
+        ranks.
+
+        Returns its directory and the client state, or (None, {}) if there is none.
+        """
         if custom_load_fn is not None:
             raise ValueError("DeepSpeedEngine.load_checkpoint: custom_load_fn is not supported; leave it out")
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
@@ -182,7 +196,7 @@ class DeepSpeedEngine(torch.nn.Module):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole model as one file of ``torch.save``, in the compute dtype. Called on all ranks."""
+        """Write the full model as one file of ``torch.save``, in the compute dtype. Called on all ranks."""
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
         def write() -> None:
@@ -213,7 +227,7 @@ class DeepSpeedEngine(torch.nn.Module):
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
 
-    # ---------------------------------------------------------------- what the config and the counters say
+    # ---------------------------------------------------------------- config and counters
 
     @property
     def lr_scheduler(self) -> Any:

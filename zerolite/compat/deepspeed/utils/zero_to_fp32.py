@@ -17,7 +17,7 @@ from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.export import export_checkpoint
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.state import StoredModel
-from zerolite.compat.deepspeed.runtime.checkpoints import is_deepspeeds
+from zerolite.compat.deepspeed.runtime.checkpoints import is_from_deepspeed
 from zerolite.compat.deepspeed_import import import_deepspeed
 
 
@@ -43,7 +43,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 @contextlib.contextmanager
 def _found(directory: Path, tag: str | None) -> Iterator[Path]:
     """Give the directory of a checkpoint of this package; one of DeepSpeed is imported for the time of the block."""
-    if not is_deepspeeds(directory, tag):
+    if not is_from_deepspeed(directory, tag):
         yield find(directory, tag)
         return
     with tempfile.TemporaryDirectory() as folder:
