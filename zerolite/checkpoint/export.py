@@ -159,7 +159,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "zerolite export") -> int:
-    """Run the command; 0, or 1 after a sentence on stderr."""
+    """Run the command. Returns 0, or 1 after a sentence on stderr."""
     options = build_parser(prog).parse_args(argv)
     try:
         exported = export_checkpoint(

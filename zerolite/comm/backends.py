@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 
 def available_backends() -> list[str]:
-    """Names of the backends that torch was built with, such as ["gloo", "nccl"]; empty without torch.distributed."""
+    """Return the names of the backends that torch was built with, such as ["gloo", "nccl"]; [] without
+    torch.distributed."""
     if not dist.is_available():
         return []
     unreal = ("undefined", "fake")  # a placeholder, and a double for tests

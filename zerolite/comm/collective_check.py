@@ -127,8 +127,8 @@ class CollectiveCheck:
         return Mismatch(
             "check_collectives: the ranks are about to launch different collectives in the same place (number "
             f"{number} of the {self._label}): {told}. Do branches that depend on the rank use different modules (at "
-            "stage 3 make one unit of them: zero_optimization.leaf_modules), or do only some ranks make a call that "
-            "all must make?"
+            "stage 3 name the module around them in zero_optimization.leaf_modules), or do only some ranks make a call "
+            "that all must make?"
         )
 
     def _told(self, launched: _Launched) -> str:

@@ -55,7 +55,7 @@ class FlightRecorder:
         self.latest: deque[Raw] = deque(maxlen=KEPT)
 
     def numbered(self) -> list[tuple[int, Entry]]:
-        """The latest entries with their numbers, counted from 1. May be called by another thread."""
+        """Return the latest entries with their numbers, counted from 1. May be called by another thread."""
         for _ in range(8):  # a deque cannot be copied while it grows
             with contextlib.suppress(RuntimeError):
                 count, entries = self.count, [Entry(*raw) for raw in self.latest]

@@ -44,7 +44,7 @@ def content_hash(tensor: torch.Tensor, device: torch.device | None = None) -> to
 
 
 def combined_hash(hashes: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """One hash of several 0-dim int64 ``hashes`` on ``device``, in their order."""
+    """Return one hash of several 0-dim int64 ``hashes`` on ``device``, which depends on their order."""
     if not hashes:
         return torch.zeros((), dtype=torch.int64, device=device)
     return (torch.stack(list(hashes)) * _odd(len(hashes), device)).sum()

@@ -63,7 +63,7 @@ class Recorder:
         return [c for c in self.calls if (op is None or c.op == op) and (tag is None or c.tag == tag)]
 
     def summary(self) -> dict[tuple[str, str], int]:
-        """Number of calls by (op, tag)."""
+        """Return the number of calls by (op, tag)."""
         return dict(Counter((call.op, call.tag) for call in self.calls))
 
 

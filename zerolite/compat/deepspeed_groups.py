@@ -109,7 +109,7 @@ def _states(saved: Any, count: int) -> list[Mapping[str, object]]:
 
 
 def flat_states(group: Group, state: str, of_ranks: Sequence[Any]) -> list[torch.Tensor]:
-    """The state's partitions, which may be longer than the masters' by the padding."""
+    """Return the state's partitions, which may be longer than the masters' by the padding."""
     for rank, (value, master) in enumerate(zip(of_ranks, group.masters, strict=True)):
         fits = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() >= master.numel()
         if not fits or value.dtype != of_ranks[0].dtype:

@@ -78,7 +78,7 @@ def devices(torch: ModuleType | None) -> Section:
 
 
 def cuda_kernels(ops: list[dict[str, object]]) -> str:
-    """Name the compiler whose kernels update on CUDA."""
+    """Return a phrase about the compiler of the kernels that update on CUDA."""
     usable = {op["name"] for op in ops if op["compatible"]}
     if "cuda_kernels" in usable:
         return "compiled by nvcc"
@@ -106,8 +106,10 @@ def processor() -> Section:
 
 
 def instruction_set(features: Sequence[str], ops: list[dict[str, object]]) -> str:
-    """Return the instruction set of the CPU kernels: the library's own answer where there is one, otherwise the widest
-    set of which the processor has all features."""
+    """Return the instruction set of the CPU kernels.
+
+    The library answers if it is built; otherwise it is the widest set of which the processor has all features.
+    """
     names: dict[str, set[str]] = {}
     for source in op_builder.OPS["cpu_kernels"].sources:
         for flag in source.flags:
@@ -119,7 +121,7 @@ def instruction_set(features: Sequence[str], ops: list[dict[str, object]]) -> st
 
 
 def backends(torch: ModuleType | None) -> str:
-    """The backends of torch.distributed, such as "gloo nccl"."""
+    """Return the backends of torch.distributed, such as "gloo nccl"."""
     if not torch:
         return "unknown"
     from zerolite.comm.backends import available_backends

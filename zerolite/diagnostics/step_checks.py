@@ -89,7 +89,7 @@ class StepChecks:
                 continue
             if isinstance(part, ConsistencyCheck):
                 part.note(of_part, numbers)
-            elif groups := part.spoilt(of_part):
+            elif groups := part.nonfinite_groups(of_part):
                 self.blame = _blame(groups, numbers)
 
     def act(self) -> None:

@@ -100,17 +100,20 @@ class UpdatedWeights:
 
     @property
     def size(self) -> int:
-        """Values in the statistics; the same on all ranks, whatever each of them has updated."""
+        """Number of values in the statistics; the same on all ranks, whatever each of them has updated."""
         return 2 * self._count
 
     def write(self, values: torch.Tensor) -> None:
-        """Put this rank's sums into ``values`` [size], zeros."""
+        """Write this rank's sums into ``values``, zeros of shape [size]."""
         for place, sums in enumerate((self._before, self._after)):
             for of_device in sums.values():
                 values[place * self._count : (place + 1) * self._count] += of_device.to(values.device)
 
-    def spoilt(self, values: torch.Tensor) -> list[int]:
-        """The param groups whose weights were finite before the update and are not any more. values: those of
-        :meth:`write`, added over ranks, on the host."""
+    def nonfinite_groups(self, values: torch.Tensor) -> list[int]:
+        """Return the param groups whose weights the update has made non-finite.
+
+        Args:
+            values: those of :meth:`write`, added over ranks, on the host.
+        """
         before, after = torch.isfinite(values).view(2, len(values) // 2)
         return [int(group) for group in torch.nonzero(before & ~after).flatten()]

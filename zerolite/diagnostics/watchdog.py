@@ -169,7 +169,7 @@ class Watchdog:
 
     @property
     def _period(self) -> float | None:
-        """Time between two looks of the thread, in seconds; None: only when it is woken."""
+        """Time between two looks of the thread, in seconds; None if it only waits for a signal."""
         if self._store.alone or not self._timeout_s:
             return None
         return min(_LONGEST_PERIOD_S, self._timeout_s / 10)

@@ -13,7 +13,7 @@ import torch
 
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
 from zerolite.utils.accelerator import host_value
-from zerolite.utils.rounding import follow_
+from zerolite.utils.rounding import sync_master_from_param_
 
 _STRETCH = 1 << 20
 _EXACT = 1 << 15  # elements converted to double at once: 256 KB, which stays in the second-level cache
@@ -35,7 +35,7 @@ def update(call: UpdateCall) -> None:
             param, grad, *states = (_flat(tensors[tensor])[part] for tensors in lists)
             exact = param.float()
             if call.outs:
-                follow_(exact, _flat(call.outs[tensor])[part])
+                sync_master_from_param_(exact, _flat(call.outs[tensor])[part])
             exact_states = [state.float() for state in states]
             scaled = grad.float() * rows[row][0]
             if call.factor is not None:

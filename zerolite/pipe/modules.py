@@ -157,7 +157,7 @@ class PipelineModule(nn.Module):
             )
 
     def fill_in(self, activation_checkpoint_interval: int, partition_method: str) -> None:
-        """Take the config's settings where the constructor was given none."""
+        """Take the config's settings that the constructor was not given."""
         if self.activation_checkpoint_interval is None:
             self.activation_checkpoint_interval = activation_checkpoint_interval
         if self.partition_method is None:

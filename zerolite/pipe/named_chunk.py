@@ -427,4 +427,4 @@ _RECEIVED = "received by part "
 
 
 class _Refused(BaseException):
-    """The model cannot be divided so. No Exception: models may catch those."""
+    """The model cannot be divided there. It is no Exception, because models may catch those."""

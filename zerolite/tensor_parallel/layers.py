@@ -174,9 +174,9 @@ class VocabParallelHead(ColumnParallelLinear):
 class RowParallelLinear(TensorParallelLayer, nn.Linear):
     """``nn.Linear`` of which this rank reads some inputs: columns of the weight, [out_features, in_features / ranks].
 
-    The input is this rank's [..., in_features / ranks], or with input_is_parallel=False all of it. The output, [...,
-    out_features], is the sum over ranks, to which the bias is added once; it is the same on all ranks (with
-    ``sequence``: a part of it along that dimension).
+    The input is this rank's [..., in_features / ranks], or with ``input_is_parallel=False`` the full one. The output,
+    [..., out_features], is the sum over ranks, to which the bias is added once. It is the same on all ranks (with
+    ``sequence``: a shard along that dimension).
     """
 
     transposed = False
@@ -247,7 +247,8 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         shard_embedding(self, comm)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Raise IndexError (on CUDA: a device assertion) for indices outside of the whole vocabulary."""
+        """Look up ``indices``. Raises IndexError (on CUDA: a device assertion) for indices outside of the full
+        vocabulary."""
         local = indices - self.start
         here = (local >= 0) & (local < self.rows)
         elsewhere = (indices >= 0) & (indices < self.vocabulary)

@@ -310,7 +310,7 @@ def _words_of(module: nn.Module) -> dict[str, str]:
 
 
 def _is_head(module: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
-    """Return True for a layer that gives logits over the vocabulary of an embedding."""
+    """Return True for a layer whose outputs are logits over the vocabulary of an embedding."""
     return linear_like(module) and any(
         isinstance(other, nn.Embedding) and linear_shape(module)[1:] == (other.embedding_dim, other.num_embeddings)
         for other in modules.values()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, STATES, listeners, tag_memory
-from zerolite.utils.rounding import follow_
+from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.layout import Fragment
 from zerolite.zero.optim_shards import Hand, OptimParamShard, State
@@ -94,7 +94,7 @@ class TorchUpdate:
             if not here:
                 continue
             if hand.out is not None:
-                follow_(hand.master, hand.out)
+                sync_master_from_param_(hand.master, hand.out)
             self._bind(hand)
             if used is not None and used <= self._doubtful:  # earlier than the others, which scale in place
                 self._show_apart(here, hand.gradient, factor)

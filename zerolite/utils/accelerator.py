@@ -33,19 +33,22 @@ def collector_off() -> Iterator[None]:
 
 
 class Machine:
-    """Resources of this process: its device, host memory and files. A dry run puts a simulated one in place."""
+    """Resources of this process: its device, host memory and files. A dry run replaces it by a simulated one."""
 
-    joins_jobs = True  # whether torch.distributed may be started
+    joins_jobs = True  # torch.distributed may be started
 
     def device(self, local_rank: int) -> torch.device:
-        """``cuda:<local_rank>`` (modulo the visible devices) where CUDA is usable, otherwise ``cpu``."""
+        """Return ``cuda:<local_rank>`` (modulo the visible devices) if CUDA is usable, otherwise ``cpu``."""
         if torch.cuda.is_available():
             return torch.device("cuda", local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
     def host_memory(self, nbytes: int, pin: bool, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Allocate as :func:`zerolite.utils.pinned_memory.host_memory` does. like: if it has no memory, the result has
-        none."""
+        """Allocate as :func:`zerolite.utils.pinned_memory.host_memory` does.
+
+        Args:
+            like: if this tensor has no memory, the result has none.
+        """
         return host_memory(nbytes, pin)
 
     def file(self, make: Callable[[], object]) -> Any:
@@ -53,7 +56,7 @@ class Machine:
         return make()
 
     def read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """A copy on the host, and the event after which it is there, None if it is."""
+        """Return a copy on the host, and the event after which it is complete; None if it is complete."""
         if not tensor.is_cuda:
             return tensor.clone(), None
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -73,7 +76,7 @@ def machine() -> Machine:
 
 @contextlib.contextmanager
 def use_machine(other: Machine) -> Iterator[None]:
-    """Inside, ``other`` is in place."""
+    """Context in which ``other`` is the current machine."""
     _machines.append(other)
     try:
         yield
@@ -82,13 +85,12 @@ def use_machine(other: Machine) -> Iterator[None]:
 
 
 def default_device(local_rank: int) -> torch.device:
-    """``cuda:<local_rank>`` (modulo the visible devices) where CUDA is usable, otherwise ``cpu``."""
+    """Return ``cuda:<local_rank>`` (modulo the visible devices) if CUDA is usable, otherwise ``cpu``."""
     return machine().device(local_rank)
 
 
 def make_current(device: torch.device) -> None:
-    """Let CUDA calls that name no device use ``device``: those of NCCL, of kernels and of the user. The CPU needs no
-    such call."""
+    """Make ``device`` the current one for CUDA calls that name no device: of NCCL, of kernels and of the user."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -105,8 +107,11 @@ def fake_mode() -> FakeTensorMode | None:
 
 
 class FakeMode(FakeTensorMode):
-    """The mode of tensors without memory. Grouped matrix products work in every dtype, as their kernels do: torch's
-    shape function takes bf16 alone, and the experts of transformers' models are such products."""
+    """The mode of tensors without memory.
+
+    It adds grouped matrix products in every dtype, which the experts of transformers' models use. torch's own shape
+    function accepts bf16 alone, though the kernels accept all.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -127,8 +132,14 @@ def _grouped_mm(
     bias: object = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """An empty tensor like the product of ``left``, [rows, k] or [groups, rows, k], and ``right``, [k, columns] or
-    [groups, k, columns]. A matrix is divided into groups at ``offs``: its rows, or its k if both are matrices."""
+    """Return an empty tensor of the shape of the grouped product of ``left`` and ``right``.
+
+    A matrix is divided into groups at ``offs``: its rows, or its k if both are matrices.
+
+    Args:
+        left: [rows, k] or [groups, rows, k].
+        right: [k, columns] or [groups, k, columns].
+    """
     rows, columns = left.shape[-2], right.shape[-1]
     sizes = [rows, columns]
     if left.dim() == 3 and right.dim() == 3:
@@ -139,15 +150,17 @@ def _grouped_mm(
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of the elements of ``tensor``: equal for tensors that begin at the same place of the same
-    memory, also where there is no memory."""
+    """Return the address of the elements of ``tensor``, also for tensors without memory.
+
+    It is equal for tensors that begin at the same place of the same memory.
+    """
     if type(tensor) is FakeTensor:
         return (tensor.untyped_storage()._cdata << 64) + tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr()
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return :func:`address` of each, without a call of Python for each that has memory."""
+    """Return :func:`address` of each tensor, without a Python call for each that has memory."""
     fake = FakeTensor in set(map(type, tensors))
     return [address(tensor) for tensor in tensors] if fake else list(map(torch.Tensor.data_ptr, tensors))
 
@@ -163,7 +176,7 @@ class HostRead:
         self._host, self._event = machine().read(tensor.detach())
 
     def get(self) -> torch.Tensor:
-        """The values, as a CPU tensor."""
+        """Return the values, as a CPU tensor."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -171,7 +184,8 @@ class HostRead:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of ``values``, on the CPU, for which the host does not wait; ``values`` itself if that is the device."""
+    """Copy ``values`` from the CPU to ``device`` without waiting for it. Returns ``values`` itself if the device is the
+    CPU."""
     if device.type == "cuda":
         values = values.pin_memory()  # CUDA's host allocator keeps it until it has been copied
     return values.to(device, non_blocking=True)

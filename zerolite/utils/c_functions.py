@@ -7,6 +7,6 @@ from typing import Any
 
 
 def declare(function: ctypes._NamedFuncPointer, result: type | None, *arguments: Any) -> ctypes._NamedFuncPointer:
-    """Give ``function`` its types. Returns it."""
+    """Set the types of ``function`` and return it."""
     function.restype, function.argtypes = result, list(arguments)
     return function

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 def finalize_before_exit(owner: object, function: Callable[..., object], *arguments: object) -> weakref.finalize:
-    """Call ``function(*arguments)`` when ``owner`` has gone, but not at exit, where it may need what has ended."""
+    """Call ``function(*arguments)`` when ``owner`` is freed, but not at exit, when objects that it needs may be gone
+    already."""
     finalizer = weakref.finalize(owner, function, *arguments)
     finalizer.atexit = False
     return finalizer

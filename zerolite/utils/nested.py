@@ -72,15 +72,19 @@ def find_tensors(value: object, kind: type | tuple[type, ...] = torch.Tensor) ->
 
 
 def find_in_objects(value: object, depth: int = 4) -> list[torch.Tensor]:
-    """Return the tensors in ``value``, also those in sets and in attributes of plain objects, down to ``depth`` levels:
-    objects may refer to each other in a circle."""
+    """Return the tensors in ``value``, including those in sets and in attributes of plain objects, down to ``depth``
+    levels.
+
+    The limit is needed because objects may refer to each other in a circle.
+    """
     found: list[torch.Tensor] = []
     _find(value, torch.Tensor, found, depth)
     return found
 
 
 def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels: int) -> None:
-    """levels: to go, those of objects included; below 0: all of them, without objects."""
+    """Append tensors of class ``kind`` to ``found``. ``levels``: levels to descend, objects included; below 0: all,
+    without objects."""
     if isinstance(value, kind):
         found.append(value)
         return
@@ -98,8 +102,11 @@ def _find(value: object, kind: type | tuple[type, ...], found: list[Any], levels
 
 
 def named_leaves(value: object) -> list[tuple[str, Any]]:
-    """Return everything in ``value`` that is no container with members, as :func:`map_tensors` meets it, each with its
-    place: "0.1" or "1.name" for the second positional argument and a keyword, if ``value`` is (args, kwargs)."""
+    """Return everything in ``value`` that is not a container with members, in the order of :func:`map_tensors`, with
+    its place.
+
+    A place is "0.1" or "1.name" for the second positional argument and a keyword, if ``value`` is (args, kwargs).
+    """
     items = enumerate(value) if isinstance(value, (list, tuple)) else _items(value).items()
     leaves = [(f"{key}.{place}" if place else str(key), leaf) for key, i in items for place, leaf in named_leaves(i)]
     return leaves or [("", value)]
@@ -117,7 +124,7 @@ def written_arguments(function: OpOverload, args: Arguments, kwargs: Keywords) -
 
 
 def _items(value: object) -> Mapping[Any, object]:
-    """The members of a mapping, itself, or of a dataclass; of anything else none."""
+    """Return the members of a mapping (itself) or of a dataclass; an empty mapping for anything else."""
     if isinstance(value, Mapping):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, *_LEAVES)):

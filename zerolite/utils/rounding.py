@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 
 
-def follow_(exact: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Write the values of ``rounded``, of 16 bits, into ``exact``, fp32, wherever those are not what it rounds to: the
-    user has written them. On the CPU nothing is written if there are none; a device is not waited for."""
+def sync_master_from_param_(exact: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Copy values that the user has written into 16-bit parameters into their fp32 masters, in place.
+
+    The user has written an element if it differs from the rounded master. On the CPU nothing is written if there are
+    none; a device is not waited for, so there everything is written.
+
+    Args:
+        exact: fp32 masters.
+        rounded: 16-bit parameters.
+    """
+    # Compared as integers, so that a NaN is equal to itself and -0 differs from 0.
     same = exact.to(rounded.dtype).view(torch.int16) == rounded.view(torch.int16)
     if same.is_cuda or not bool(same.all()):
         torch.where(same, exact, rounded.float(), out=exact)

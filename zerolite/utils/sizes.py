@@ -9,7 +9,7 @@ _PATTERN = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([KMGTP])(I?))?B?",
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of "5GB" or "5G" (10**9 each), "500MB", "2GiB" (2**30 each), or a number. Raises ValueError."""
+    """Return the bytes of "5GB" or "5G" (10**9 each), "500MB", "2GiB" (2**30 each), or a number. Raises ValueError."""
     found = _PATTERN.fullmatch(str(text).strip())
     nbytes = 0
     if found is not None:

@@ -47,7 +47,7 @@ class Skeleton:
         return self.tensors[id(tensor)]
 
     def make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return what stands for a parameter or buffer."""
+        """Return the stand-in for a parameter or buffer."""
         if not isinstance(tensor, nn.Parameter):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
@@ -55,5 +55,5 @@ class Skeleton:
 
 
 def _own(value: object) -> object:
-    """Return an attribute for the copy: what a forward caches stays with it."""
+    """Return an attribute for the copy. Containers are copied, so that entries that a forward adds stay in the copy."""
     return copy.copy(value) if type(value) in (dict, list, set) else value

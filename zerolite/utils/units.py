@@ -8,7 +8,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def with_unit(value: float, unit: str) -> str:
-    """``value`` with a decimal prefix: 25_200_000 and "FLOP" give "25.2 MFLOP"; three digits are kept."""
+    """Return ``value`` with a decimal prefix: 25_200_000 and "FLOP" give "25.2 MFLOP"; three digits are kept."""
     power = 0
     while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
         value, power = value / 1000.0, power + 1
@@ -17,8 +17,10 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of ``rows``, the first of them a heading, in columns two spaces apart; the first ``left`` columns begin at
-    the left, the others end at the right."""
+    """Return the lines of a table with columns two spaces apart. The first of ``rows`` is the heading.
+
+    The first ``left`` columns are left-aligned, the others right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -9,7 +9,7 @@ import torch
 from zerolite.offload.placements import Placement, Placements
 from zerolite.utils.accelerator import address, addresses
 from zerolite.utils.memory_tags import COMPUTE, MASTERS, tag_memory
-from zerolite.utils.rounding import follow_
+from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 
 MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Placement], None]
@@ -212,7 +212,7 @@ class ParameterBuffer:
         masters round to. The kernels do it while they update."""
         if self.separate[bucket]:
             master = self.master[bucket]
-            follow_(master, self.owned[bucket].to(master.device))
+            sync_master_from_param_(master, self.owned[bucket].to(master.device))
 
     @torch.no_grad()
     def refresh_masters(self, indices: Collection[int]) -> None:

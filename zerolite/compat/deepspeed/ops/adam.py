@@ -21,7 +21,7 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return AdamW, or Adam without ``adam_w_mode``. Raises ValueError for what they do not do."""
+    """Return AdamW, or Adam without ``adam_w_mode``. Raises ValueError for options that torch's classes do not have."""
     if not bias_correction:
         raise ValueError("FusedAdam: expected bias_correction=True, which Adam and AdamW always do, got False")
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
@@ -39,8 +39,8 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer that :func:`FusedAdam` makes. Where the update runs follows from ``offload_optimizer`` in the
-    config."""
+    """Make the same optimizer as :func:`FusedAdam`. ``offload_optimizer`` in the config decides where the update
+    runs."""
     if not fp32_optimizer_states:
         raise ValueError("DeepSpeedCPUAdam: expected fp32_optimizer_states=True, got False; see bf16_optimizer_states")
     return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

@@ -209,7 +209,8 @@ class DeepSpeedEngine(torch.nn.Module):
     save_fp16_model = save_16bit_model
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object] | None:
-        """The whole model's state on rank 0's CPU, in the compute dtype; None on other ranks. Called on all ranks."""
+        """Return the full model's state on rank 0's CPU, in the compute dtype; None on other ranks. Called on all
+        ranks."""
         state: dict[str, Any] = self.zerolite.full_state_dict(rank0_only=True)
         if self.zerolite.rank != 0:
             return None
@@ -222,7 +223,7 @@ class DeepSpeedEngine(torch.nn.Module):
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The module's state dict, names without a prefix."""
+        """Return the module's state dict, with names without a prefix."""
         state = self.module.state_dict()
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
@@ -294,7 +295,7 @@ class DeepSpeedEngine(torch.nn.Module):
         return self.zero_optimization_stage() == 3
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the module, for a name that this class does not have."""
+        """Return an attribute of the module, for a name that this class does not have."""
         if name in _ABSENT:
             raise AttributeError(f"zerolite's DeepSpeedEngine has no {name!r}: {_ABSENT[name]}")
         try:

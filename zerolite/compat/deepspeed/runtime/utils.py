@@ -10,5 +10,5 @@ from zerolite.utils.nested import map_tensors
 
 
 def move_to_device(item: object, device: torch.device | str) -> Any:
-    """Return ``item``, nested lists, tuples and dicts of tensors, on ``device``."""
+    """Return ``item`` with its tensors on ``device``; lists, tuples and dicts may be nested."""
     return map_tensors(lambda tensor: tensor.to(device), item)

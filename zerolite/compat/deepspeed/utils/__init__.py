@@ -48,8 +48,11 @@ __all__ = [
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[object]) -> list[torch.nn.Module]:
-    """Mark the modules of these classes (or names of classes), which stage 3 then gathers as one unit with all that
-    they hold. Before ``initialize``. Returns the modules; raises ValueError if there is none."""
+    """Mark the modules of these classes (or names of classes), so that stage 3 gathers each with everything inside as
+    one.
+
+    Call it before ``initialize``. Returns the modules; raises ValueError if there is none.
+    """
     return _mark(model, leaf_module_classes, True)
 
 
@@ -59,7 +62,7 @@ def unset_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[
 
 
 def z3_leaf_module(module: torch.nn.Module) -> bool:
-    """Return whether a module is marked."""
+    """Return True if a module is marked."""
     return getattr(module, "_z3_leaf", False)
 
 

@@ -10,7 +10,7 @@ logger = logging.getLogger("zerolite")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message on these ranks; -1 among them, or None: on all."""
+    """Log a message on these ranks; on all if -1 is among them, or for None."""
     if not ranks or -1 in ranks or int(os.environ.get("RANK", "0")) in ranks:
         logger.log(level, message)
 

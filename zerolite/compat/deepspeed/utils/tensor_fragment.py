@@ -94,7 +94,7 @@ def _part(param: torch.nn.Parameter, whole: torch.Tensor | None) -> torch.Tensor
 
 
 def _whole(param: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """The whole values, from the parts that all ranks pass."""
+    """Return the full values, from the parts that all ranks pass."""
     record = _record(param)
     if value.numel() != record.shard.numel():
         raise ValueError(

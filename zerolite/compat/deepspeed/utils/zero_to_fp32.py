@@ -42,7 +42,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 @contextlib.contextmanager
 def _found(directory: Path, tag: str | None) -> Iterator[Path]:
-    """Give the directory of a checkpoint of this package; one of DeepSpeed is imported for the time of the block."""
+    """Context with the directory of a checkpoint of this package; one of DeepSpeed is converted to a temporary one."""
     if not is_from_deepspeed(directory, tag):
         yield find(directory, tag)
         return
@@ -87,8 +87,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a checkpoint's fp32 weights: one file ``pytorch_model.bin`` in the directory ``output_dir`` (or the file
-    itself, if its name ends in .bin or .pt), or safetensors files of at most ``max_shard_size``."""
+    """Write a checkpoint's fp32 weights.
+
+    It writes one file ``pytorch_model.bin`` in the directory ``output_dir`` (or the file itself, if its name ends in
+    .bin or .pt), or safetensors files of at most ``max_shard_size``.
+    """
     directory, out = Path(checkpoint_dir), Path(output_dir)
     if safe_serialization:
         with _found(directory, tag) as path:

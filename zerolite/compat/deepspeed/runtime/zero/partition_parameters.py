@@ -23,6 +23,8 @@ _orig_torch_arange = torch.arange
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return ``fn``: ``zero.Init`` changes neither dtype nor device of tensors that a constructor makes. transformers
-    replaces this function and puts it back."""
+    """Return ``fn`` unchanged: ``zero.Init`` does not change the dtype or device of tensors that a constructor makes.
+
+    transformers replaces this function and restores it.
+    """
     return fn
