@@ -198,7 +198,7 @@ def test_masters_that_are_set_are_not_hidden_by_shards_read_ahead(tmp_path: Path
         engine = make_engine(on_disk(directory, **more), "PrimeMlp")
         run_steps(engine, 4)
         models.square_loss(engine, models.float_batch(5, 0, engine.rank))
-        assert directory is None or engine.coordinator.group.reader._ahead
+        assert directory is None or engine.coordinator.context.reader._ahead
         for parameter in engine.module.parameters():
             zerolite.set_full_master(parameter, torch.full(tuple(parameter.ds_shape), 0.01))
         with torch.no_grad():

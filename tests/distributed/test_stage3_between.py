@@ -23,7 +23,7 @@ from tests.toolkit import models
 from tests.toolkit.configs import at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, raises, run_steps
-from zerolite.zero.stage3 import between_steps
+from zerolite.zero.stage3 import gathered_operations
 
 Extra = Callable[[], Any]
 
@@ -194,17 +194,17 @@ def test_a_gather_for_each_parameter_and_no_memory_is_left() -> None:
     average = copy.deepcopy(side.module)
     side.train(0)
     storages: list[StorageWeakRef] = []
-    gathered = between_steps._gathered
+    gathered = gathered_operations.gather_copies
 
     def noted(handles: Any) -> Any:
         wholes = gathered(handles)
-        storages.extend(StorageWeakRef(whole.untyped_storage()) for whole in wholes)
+        storages.extend(StorageWeakRef(whole.untyped_storage()) for whole in wholes.values())
         return wholes
 
     def sizes() -> list[int]:
         return [handle.full.untyped_storage().nbytes() for handle in side.engine.coordinator.handles]
 
-    with mock.patch.object(between_steps, "_gathered", noted):
+    with mock.patch.object(gathered_operations, "gather_copies", noted):
         with zerolite.comm.record() as record, torch.no_grad():
             for mine, other in zip(average.parameters(), side.weights(), strict=True):
                 mine.mul_(0.75).add_(other.detach(), alpha=0.25)

@@ -85,7 +85,7 @@ def train(config: dict[str, Any], use: str) -> dict[str, Any]:
     found = {"parameters": snapshot(engine), "gathers": recorder.count("all_gather", "parameters")}
     if coordinator is not None:
         found |= {
-            "units": [unit.name for unit in coordinator.units],
+            "units": [unit.name for unit in coordinator.groups],
             "followed": coordinator.schedule.following,
             "most": most,
         }

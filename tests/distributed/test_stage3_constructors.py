@@ -19,7 +19,7 @@ from tests.toolkit.partitioned import assert_partitioned, values_of, whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises
 from zerolite import zero
-from zerolite.zero.stage3.questions import ATTRIBUTES, METHODS
+from zerolite.zero.stage3.metadata_reads import ATTRIBUTES, METHODS
 
 _nested: Callable[[], Any] = contextlib.nullcontext  # zero.Init while models are built partitioned
 
@@ -211,6 +211,6 @@ def test_asked_parameters_are_not_kept() -> None:
     for _ in range(3):
         engine.backward(engine(torch.ones(2, 8)).sum())
         engine.step()
-        assert engine.coordinator.schedule.units[0] == (), "the root has taken parameters that it only asked"
+        assert engine.coordinator.schedule.groups[0] == (), "the root has taken parameters that it only asked"
     assert engine.module.most <= limit
     assert engine.coordinator.schedule.following

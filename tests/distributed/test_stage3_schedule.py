@@ -48,26 +48,26 @@ class Watch:
     @contextlib.contextmanager
     def launches(self) -> Iterator[None]:
         """Note launches inside."""
-        group = self.coordinator.group
-        original = group.all_gather
+        context = self.coordinator.context
+        original = context.issue_all_gather
 
         def launch(members: Sequence[Any]) -> None:
             original(members)
             self._note("launch", tuple(member.name for member in members))
             self.peaks.append((self._live(), self._needed()))
 
-        group.all_gather = launch
+        context.issue_all_gather = launch
         try:
             yield
         finally:
-            del group.all_gather
+            del context.issue_all_gather
 
     def _live(self) -> int:
         return sum(h.numel for h in self.coordinator.handles if h.status is not ZeroParamStatus.NOT_AVAILABLE)
 
     def _needed(self) -> int:
-        uses = [*self.coordinator._stack, *self.coordinator._backward]
-        wanted = {index for use in uses for index in self.coordinator.schedule.units[use.unit.index]}
+        executions = [*self.coordinator._forward, *self.coordinator._backward]
+        wanted = {index for one in executions for index in self.coordinator.schedule.groups[one.group.index]}
         return sum(self.coordinator.handles[index].numel for index in wanted)
 
 

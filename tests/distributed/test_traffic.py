@@ -44,9 +44,11 @@ def what_moves(engine: Any) -> dict[str, Any]:
     """Padded elements: of each unit's and parameter's gather, of all that stays whole, of every bucket."""
     coordinator = engine.coordinator
     sizes = [handle.full.numel() for handle in coordinator.handles]
-    units = [[sizes[index] for index in unit] for unit in coordinator.schedule.units]
+    units = [[sizes[index] for index in unit] for unit in coordinator.schedule.groups]
     return {
-        "units": {unit.name: (sum(numels), len(numels)) for unit, numels in zip(coordinator.units, units, strict=True)},
+        "units": {
+            unit.name: (sum(numels), len(numels)) for unit, numels in zip(coordinator.groups, units, strict=True)
+        },
         "parameters": {handle.name: size for handle, size in zip(coordinator.handles, sizes, strict=True)},
         "persistent": sum(size for h, size in zip(coordinator.handles, sizes, strict=True) if h.persistent),
         "buckets": [bucket.numel for bucket in engine._reducer.layout.buckets],

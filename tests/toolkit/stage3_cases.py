@@ -107,7 +107,7 @@ class Cases:
             "trained": {slot.name: slot.numel for slot in buffer.layout.slots},
             "masters": sum(master.numel() for master in buffer.master),
             "states": sum(v.numel() for state in moments for v in state.values() if isinstance(v, Tensor) and v.dim()),
-            "units": [] if coordinator is None else [unit.name for unit in coordinator.units],
+            "units": [] if coordinator is None else [unit.name for unit in coordinator.groups],
         }
 
     def compare(
@@ -134,8 +134,8 @@ def left_gathered(engine: Any) -> list[str]:
     for handle in engine.coordinator.handles:
         wanted = ZeroParamStatus.AVAILABLE if handle.persistent else ZeroParamStatus.NOT_AVAILABLE
         memory = 0 if handle.storage is None else handle.storage.nbytes()
-        if handle.status is not wanted or handle.held or (memory and not handle.persistent):
-            wrong.append(f"{handle.name} is {handle.status.name}, held {handle.held} times, {memory} bytes")
+        if handle.status is not wanted or handle.holds or (memory and not handle.persistent):
+            wrong.append(f"{handle.name} is {handle.status.name}, held {handle.holds} times, {memory} bytes")
         elif not handle.persistent and not models.has_no_values(handle.parameter):
             wrong.append(f"{handle.name} has memory or, to torch itself, a shape")
     return wrong

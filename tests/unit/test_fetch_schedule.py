@@ -1,6 +1,6 @@
 """FetchSchedule against a machine that carries out its answers and checks each of them.
 
-Parameters of the worked examples have 10 elements each; an event is written u for ENTER of unit u and ~u for LEAVE.
+Parameters of the worked examples have 10 elements each; an event is written u for ENTER of group u and ~u for LEAVE.
 """
 
 import random
@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, TraceAgreement, plan_step
+from zerolite.zero.stage3.fetch_schedule import Fetch, FetchLimits, FetchSchedule, ScheduleAgreement, plan_step
 
 INFINITE = 10**9
 NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)
@@ -19,22 +19,22 @@ NO_REUSE = FetchLimits(INFINITE, INFINITE, 0)
 class Machine:
     """Carries out what a schedule answers, and asserts that it may be carried out."""
 
-    def __init__(self, schedule, units, numels, persistent, limits):
+    def __init__(self, schedule, groups, numels, persistent, limits):
         self.schedule, self.numels, self.limits = schedule, numels, limits
-        self.units, self.persistent = [list(unit) for unit in units], set(persistent)
+        self.groups, self.persistent = [list(group) for group in groups], set(persistent)
         self.live, self.in_flight, self.held, self.open = set(), set(), [], []
         self.launched = 0  # elements
         self.fetches, self.releases = [], []
         self.touched = False  # from outside: then an ENTER makes room, not before
 
-    def own(self, unit):
-        return {p for p in self.units[unit] if p not in self.persistent}
+    def own(self, group):
+        return {p for p in self.groups[group] if p not in self.persistent}
 
     def size(self, parameters):
         return sum(self.numels[p] for p in parameters)
 
     def needed(self):
-        return set().union(*(self.own(unit) for unit in self.open), self.held)
+        return set().union(*(self.own(group) for group in self.open), self.held)
 
     def start(self, parameters):
         assert parameters
@@ -64,8 +64,8 @@ class Machine:
             if fetch.launch:
                 self.start(fetch.launch)
             if fetch.prefetch:
-                # Overshot by the last unit only; where the unit itself has none, the first one is not ahead.
-                largest = max(self.size(self.own(unit)) for unit in range(len(self.units)))
+                # Overshot by the last group only; where the group itself has none, the first one is not ahead.
+                largest = max(self.size(self.own(group)) for group in range(len(self.groups)))
                 over = largest if self.own(event) else 2 * largest
                 ahead = self.size(self.in_flight - self.own(event))
                 assert ahead < self.limits.prefetch_numel
@@ -81,21 +81,22 @@ class Machine:
             self.drop(self.schedule.leave(~event))
         self.check(entered=event >= 0)
 
-    def close(self, unit):
-        if unit in self.open:
-            del self.open[len(self.open) - 1 - self.open[::-1].index(unit)]
+    def close(self, group):
+        if group in self.open:
+            del self.open[len(self.open) - 1 - self.open[::-1].index(group)]
 
     def hold(self, parameters):
         self.touched = True
-        self.schedule.hold(parameters)
-        self.held += [p for p in parameters if p not in self.persistent]
+        held = [p for p in parameters if p not in self.persistent]
+        self.schedule.hold([p for p in held if p not in self.held])  # holds nest: the outermost counts
+        self.held += held
         self.live |= set(parameters) - self.persistent
         self.in_flight -= set(parameters)
 
     def unhold(self, parameters):
         for p in set(parameters) - self.persistent:
             self.held.remove(p)
-        self.drop(self.schedule.unhold(parameters))
+        self.drop(self.schedule.unhold([p for p in parameters if p not in {*self.held, *self.persistent}]))
         self.check()
 
     def forget(self):
@@ -108,11 +109,11 @@ class Machine:
         self.drop(self.schedule.end_step())
         assert self.live | self.in_flight == set(self.held)
 
-    def step(self, trace, kind="train", adopt=True):
+    def step(self, order, kind="train", adopt=True):
         """A whole step; gives the elements it launched."""
         before = self.launched
         self.schedule.begin_step(kind)
-        for event in trace:
+        for event in order:
             self.event(event)
         self.end()
         if adopt and self.schedule.candidate_hash:
@@ -120,65 +121,65 @@ class Machine:
         return self.launched - before
 
 
-def machine(units, numels, persistent=(), limits=NO_REUSE):
-    return Machine(FetchSchedule(units, numels, persistent, limits), units, numels, persistent, limits)
+def machine(groups, numels, persistent=(), limits=NO_REUSE):
+    return Machine(FetchSchedule(groups, numels, persistent, limits), groups, numels, persistent, limits)
 
 
-def random_trace(rng, units, events=40):
-    """Nested uses; a second use of an open unit may begin only as its innermost one, as recomputation does."""
-    trace, stack = [], []
-    while len(trace) < events:
-        closed = [u for u in range(len(units)) if u not in stack]
+def random_order(rng, groups, events=40):
+    """Nested uses; a second use of an open group may begin only as its innermost one, as recomputation does."""
+    order, stack = [], []
+    while len(order) < events:
+        closed = [u for u in range(len(groups)) if u not in stack]
         again = [u for u in stack if stack.count(u) == 1]
         if stack and (rng.random() < 0.5 or not closed):
-            trace.append(~stack.pop())
+            order.append(~stack.pop())
         elif again and rng.random() < 0.1:
-            unit = rng.choice(again)
-            trace += [unit, ~unit]
+            group = rng.choice(again)
+            order += [group, ~group]
         else:
             stack.append(rng.choice(closed))
-            trace.append(stack[-1])
+            order.append(stack[-1])
     if rng.random() < 0.8:  # otherwise leaves are missing
-        trace += [~unit for unit in reversed(stack)]
-    return trace
+        order += [~group for group in reversed(stack)]
+    return order
 
 
 def random_case(seed):
     rng = random.Random(seed)
     numels = [rng.choice([0, 1, 5, 10, rng.randrange(100)]) for _ in range(rng.randrange(1, 12))]
     ids = range(len(numels))
-    units = [rng.sample(ids, rng.randrange(min(4, len(ids)) + 1)) for _ in range(rng.randrange(1, 8))]
+    groups = [rng.sample(ids, rng.randrange(min(4, len(ids)) + 1)) for _ in range(rng.randrange(1, 8))]
     persistent = [p for p in ids if rng.random() < 0.15]
     limits = FetchLimits(*(rng.choice([0, 20, 100, 300, INFINITE]) for _ in range(3)))
-    return rng, units, numels, persistent, limits
+    return rng, groups, numels, persistent, limits
 
 
 def chain(layers):
-    """Forward and backward through units 1 to `layers`, with a parameter each, inside of unit 0 which has none."""
+    """Forward and backward through groups 1 to `layers`, with a parameter each, inside of group 0 which has none."""
     forward = [event for u in range(1, layers + 1) for event in (u, ~u)]
     backward = [event for u in range(layers, 0, -1) for event in (u, ~u)]
     return [0, *forward, ~0, *backward]
 
 
 def chain_case(layers, limits):
-    units = [[], *([u] for u in range(layers))]
-    return units, [10] * layers, limits
+    groups = [[], *([u] for u in range(layers))]
+    return groups, [10] * layers, limits
 
 
 # ---------------------------------------------------------------------------------------------------------- properties
 
 
 def check_plan(seed):
-    rng, units, numels, persistent, limits = random_case(seed)
-    trace = random_trace(rng, units)
-    one = machine(units, numels, persistent, limits)
-    on_demand = one.step(trace)
+    rng, groups, numels, persistent, limits = random_case(seed)
+    order = random_order(rng, groups)
+    one = machine(groups, numels, persistent, limits)
+    on_demand = one.step(order)
     assert not one.schedule.following
     by_plan = []
     for _ in range(2):
         one.schedule.begin_step("train")
         before = one.launched
-        for event in trace:
+        for event in order:
             one.event(event)
             assert one.schedule.following
         one.end()
@@ -193,12 +194,12 @@ def check_plan(seed):
 
 
 def check_departure(seed):
-    rng, units, numels, persistent, limits = random_case(seed)
-    first = random_trace(rng, units)
-    one = machine(units, numels, persistent, limits)
+    rng, groups, numels, persistent, limits = random_case(seed)
+    first = random_order(rng, groups)
+    one = machine(groups, numels, persistent, limits)
     one.step(first)
     cut = rng.randrange(len(first))
-    second = first[:cut] + random_trace(rng, units)[: rng.randrange(40)]
+    second = first[:cut] + random_order(rng, groups)[: rng.randrange(40)]
     one.step(second)
     assert one.schedule.following == (second == first)
     if second:
@@ -211,13 +212,13 @@ def check_departure(seed):
 
 
 def check_outside(seed):
-    rng, units, numels, persistent, limits = random_case(seed)
-    trace = random_trace(rng, units)
-    one = machine(units, numels, persistent, limits)
+    rng, groups, numels, persistent, limits = random_case(seed)
+    order = random_order(rng, groups)
+    one = machine(groups, numels, persistent, limits)
     holds = []
     for _ in range(6):
         one.schedule.begin_step("train")
-        for event in trace:
+        for event in order:
             chance = rng.random()
             if chance < 0.03:
                 holds.append(rng.sample(range(len(numels)), rng.randrange(min(3, len(numels)) + 1)))
@@ -227,7 +228,7 @@ def check_outside(seed):
             elif chance < 0.09:
                 one.forget()
             elif chance < 0.1 and rng.random() < 0.3:
-                add_parameter(one, rng.randrange(len(units)), rng.randrange(len(numels)))
+                add_parameter(one, rng.randrange(len(groups)), rng.randrange(len(numels)))
             one.event(event)
         one.end()
         if one.schedule.candidate_hash:
@@ -235,17 +236,17 @@ def check_outside(seed):
     while holds:
         one.unhold(holds.pop())
     assert not one.live | one.in_flight
-    one.step(trace)
-    one.step(trace)
+    one.step(order)
+    one.step(order)
     assert one.schedule.following
 
 
-def add_parameter(one, unit, parameter):
+def add_parameter(one, group, parameter):
     one.touched = True
-    one.schedule.add_parameter(unit, parameter)
-    if parameter not in one.persistent and parameter not in one.units[unit]:
-        one.units[unit].append(parameter)
-        if unit in one.open:  # the caller gathers it
+    one.schedule.add_parameter(group, parameter)
+    if parameter not in one.persistent and parameter not in one.groups[group]:
+        one.groups[group].append(parameter)
+        if group in one.open:  # the caller gathers it
             one.in_flight.discard(parameter)
             one.live.add(parameter)
 
@@ -253,7 +254,7 @@ def add_parameter(one, unit, parameter):
 @pytest.mark.fast("*-0")
 @pytest.mark.parametrize("first", range(0, 200, 40))
 @pytest.mark.parametrize("check", [check_plan, check_departure, check_outside])
-def test_random_traces_are_served_on_demand_and_by_plan_and_survive_departures_and_users(check, first):
+def test_random_orders_are_served_on_demand_and_by_plan_and_survive_departures_and_users(check, first):
     for seed in range(first, first + 40):
         check(seed)
 
@@ -262,11 +263,11 @@ def test_random_traces_are_served_on_demand_and_by_plan_and_survive_departures_a
 def test_equal_events_give_equal_answers(seed):
     twins = []
     for _ in range(2):
-        rng, units, numels, persistent, limits = random_case(seed)
-        trace, other = random_trace(rng, units), random_trace(rng, units)
-        one = machine(units, numels, persistent, limits)
+        rng, groups, numels, persistent, limits = random_case(seed)
+        order, other = random_order(rng, groups), random_order(rng, groups)
+        one = machine(groups, numels, persistent, limits)
         hashes = []
-        for step in (trace, trace, trace[:7] + other, other):
+        for step in (order, order, order[:7] + other, other):
             one.step(step, adopt=False)
             hashes.append(one.schedule.candidate_hash)
             one.schedule.adopt()
@@ -286,18 +287,18 @@ def test_candidate_hash_does_not_depend_on_the_process():
     one, other = (
         subprocess.check_output([sys.executable, "-c", code], text=True, env={"PYTHONHASHSEED": seed}) for seed in "12"
     )
-    assert one == other and 0 < int(one) < 1 << 40
+    assert one == other and 0 < int(one) <= 1 << 20
 
 
 # ------------------------------------------------------------------------------------------------------------ planning
 
 
 def test_a_chain_prefetches_one_layer_ahead_and_never_over_the_turn():
-    units, numels, limits = chain_case(3, FetchLimits(1, INFINITE, 0))
-    fetches = plan_step(chain(3), units, numels, limits).fetches
+    groups, numels, limits = chain_case(3, FetchLimits(1, INFINITE, 0))
+    fetches = plan_step(chain(3), groups, numels, limits).fetches
     entered = [fetch for event, fetch in zip(chain(3), fetches, strict=True) if event >= 0]
     assert entered == [
-        Fetch((), (), (0, 1), ()),  # unit 0: without parameters, starts the first layer, and the one ahead with it
+        Fetch((), (), (0, 1), ()),  # group 0: without parameters, starts the first layer, and the one ahead with it
         Fetch((), (), (), (0,)),
         Fetch((), (), (2,), (1,)),
         Fetch((), (), (), (2,)),  # the turn: the next use is of the same layer, which is released before
@@ -310,10 +311,10 @@ def test_a_chain_prefetches_one_layer_ahead_and_never_over_the_turn():
 # --------------------------------------------------------------------------------------------------- the life of a step
 
 
-def test_hash_tells_traces_kinds_and_units_apart():
-    def hash_of(trace, kind="train", units=((0,), (1,))):
-        one = machine(units, [10, 10])
-        one.step(trace, kind=kind, adopt=False)
+def test_hash_tells_orders_kinds_and_groups_apart():
+    def hash_of(order, kind="train", groups=((0,), (1,))):
+        one = machine(groups, [10, 10])
+        one.step(order, kind=kind, adopt=False)
         return one.schedule.candidate_hash
 
     values = [
@@ -321,7 +322,7 @@ def test_hash_tells_traces_kinds_and_units_apart():
         hash_of([1, ~1, 0, ~0]),
         hash_of([0, 1, ~1, ~0]),
         hash_of([0, ~0, 1, ~1], "eval"),
-        hash_of([0, ~0, 1, ~1], units=((0,), (0, 1))),
+        hash_of([0, ~0, 1, ~1], groups=((0,), (0, 1))),
     ]
     assert len(set(values)) == len(values)
     assert hash_of([0, ~0, 1, ~1]) == values[0]
@@ -366,23 +367,22 @@ def test_after_a_step_that_broke_off_the_next_one_follows_the_plan(how):
     assert one.schedule.following
 
 
-def test_a_trace_is_adopted_only_if_it_is_the_one_that_was_compared():
-    """The vote travels with statistics that a call before the update collects; then another trace waits."""
+def test_an_order_is_adopted_only_if_it_is_the_one_that_was_compared():
+    """The hash travels with statistics that a call before the update collects; then another order waits."""
     schedule = mock.Mock(gathers=0, candidate_hash=7)
-    agreement = TraceAgreement(schedule, says=False)
-    agreement.vote()  # of a step before
-    agreement.cast()
-    agreement.vote()  # this step's statistics
+    agreement = ScheduleAgreement(schedule, says=False)
+    agreement.schedule_hash()  # of a step before
+    agreement.begin_update()
+    agreement.schedule_hash()  # this step's statistics
     schedule.candidate_hash = 9
-    agreement.decide()
-    agreement.cast()
+    agreement.begin_update()
     agreement.note(True)
-    agreement.decide()
+    agreement.begin_update()
     assert schedule.adopt.call_count == 0
-    agreement.vote()
-    agreement.cast()
+    agreement.schedule_hash()
+    agreement.begin_update()
     agreement.note(True)
-    agreement.decide()
+    agreement.begin_update()
     assert schedule.adopt.call_count == 1 and schedule.reject.call_count == 0
 
 
@@ -399,7 +399,7 @@ def replay(plan, limit, disk):
     had to be read on demand, after the first ENTER."""
     ahead, in_flight = [], []  # parameters read for gathers to come, in order; gathers that are not waited for
     gathered = on_demand = 0
-    for index, (event, fetch, released) in enumerate(zip(plan.trace, plan.fetches, plan.releases, strict=True)):
+    for index, (event, fetch, released) in enumerate(zip(plan.order, plan.fetches, plan.releases, strict=True)):
         in_flight = [p for p in in_flight if p not in fetch.release]
         for p in [p for launch in (fetch.launch, fetch.prefetch) for p in launch if p in disk]:
             gathered += 1
@@ -418,27 +418,27 @@ def replay(plan, limit, disk):
 
 
 def check_reads(seed):
-    rng, units, numels, persistent, limits = random_case(seed)
-    trace = random_trace(rng, units)
+    rng, groups, numels, persistent, limits = random_case(seed)
+    order = random_order(rng, groups)
     disk = on_disk(rng, numels, persistent)
-    units = [[p for p in unit if p not in persistent] for unit in units]
+    groups = [[p for p in group if p not in persistent] for group in groups]
     for limit in (0, 10, 40, 100, INFINITE):
         few = FetchLimits(limits.prefetch_numel, limits.max_live_numel, limits.max_reuse_distance, limit)
-        plan = plan_step(trace, units, numels, few, disk)
+        plan = plan_step(order, groups, numels, few, disk)
         gathered, on_demand = replay(plan, limit, disk)
         if limit == 0:
             assert not any(fetch.read for fetch in plan.fetches)
         if limit == INFINITE:
             assert on_demand == 0
         if limits.max_reuse_distance == 0:  # gathered as often as without a disk
-            assert gathered == replay(plan_step(trace, units, numels, few), limit, disk)[0]
+            assert gathered == replay(plan_step(order, groups, numels, few), limit, disk)[0]
 
 
 def check_steps(seed):
-    rng, units, numels, persistent, limits = random_case(seed)
-    first, second = random_trace(rng, units), random_trace(rng, units)
+    rng, groups, numels, persistent, limits = random_case(seed)
+    first, second = random_order(rng, groups), random_order(rng, groups)
     limits = FetchLimits(limits.prefetch_numel, limits.max_live_numel, limits.max_reuse_distance, rng.choice([20, 200]))
-    one = machine(units, numels, persistent, limits)
+    one = machine(groups, numels, persistent, limits)
     one.schedule.set_on_disk(on_disk(rng, numels, persistent))
     one.step(first)
     one.step(first)
@@ -455,8 +455,8 @@ def test_reads_from_disk_fit_the_gathers_and_the_limit_and_can_be_carried_out(ch
 
 
 def reads(layers, limits, disk):
-    units, numels, _ = chain_case(layers, limits)
-    fetches = plan_step(chain(layers), units, numels, limits, disk).fetches
+    groups, numels, _ = chain_case(layers, limits)
+    fetches = plan_step(chain(layers), groups, numels, limits, disk).fetches
     return [(fetch.read, fetch.prefetch) for event, fetch in zip(chain(layers), fetches, strict=True) if event >= 0]
 
 

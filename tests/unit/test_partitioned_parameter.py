@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.toolkit.models import has_no_values
 from zerolite.comm import Communicator, NullCommunicator
+from zerolite.zero.stage3.comm_context import CommContext, gather
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
-from zerolite.zero.stage3.param_group import ParamGroup, gather
 from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.partitioned_parameter import (
     PartitionedParameter,
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def cut(value: torch.Tensor, rank: int = 0, world: int = 1) -> tuple[nn.Parameter, PartitionedParameter]:
     parameter = nn.Parameter(value.clone(memory_format=torch.preserve_format))
     comm = Communicator() if world == 1 else NullCommunicator(rank, world)
-    return parameter, partition(parameter, "layer.weight", ParamGroup(comm, CPU))
+    return parameter, partition(parameter, "layer.weight", CommContext(comm, CPU))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 3), (4, 3, 2, 2)])

@@ -1,4 +1,4 @@
-"""Activation checkpointing on top of torch's, with saved inputs that may be kept off the device."""
+"""Activation checkpointing on top of torch's, with saved inputs that may be offloaded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from zerolite.activation_checkpointing.activation_shards import ActivationShards
 from zerolite.activation_checkpointing.copies import Copies, Copy
-from zerolite.activation_checkpointing.cut import ActivationShards
-from zerolite.activation_checkpointing.kept import Keeper, KeptInput
 from zerolite.activation_checkpointing.memory import DeviceMemory, HostBuffers, MemorySource
+from zerolite.activation_checkpointing.saved_inputs import InputSaver, SavedInput
 from zerolite.comm import Communicator
 from zerolite.config import ActivationCheckpointingConfig
 
@@ -43,23 +43,23 @@ class Checkpointing:
         """
         Args:
             device: the one that computes.
-            group: gives the ranks over which inputs are cut, None where there are none.
+            group: gives the ranks over which inputs are sharded, None where there are none.
         """
         self.settings = settings
         self.used = False  # whether a checkpoint was called
         self._device = device
         self._latest: weakref.ref[_Call] | None = None
         keeps = settings.cpu_checkpointing or settings.partition_activations
-        self._keeper = self._make_keeper(group) if keeps else None
+        self._saver = self._make_saver(group) if keeps else None
 
-    def _make_keeper(self, group: Callable[[], Communicator | None]) -> Keeper:
+    def _make_saver(self, group: Callable[[], Communicator | None]) -> InputSaver:
         settings, cuda = self.settings, self._device.type == "cuda"
         copies = Copies(self._device)
         source: MemorySource = DeviceMemory(self._device)
         if settings.cpu_checkpointing:
             source = HostBuffers(cuda, copies.finish)
-        cuts = _Cuts(group if settings.partition_activations else lambda: None)
-        return Keeper(self._device, source, cuts, copies)
+        sharding = _Sharding(group if settings.partition_activations else lambda: None)
+        return InputSaver(self._device, source, sharding, copies)
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, computed again in backward; see :func:`zerolite.checkpointing.checkpoint`."""
@@ -73,7 +73,7 @@ class Checkpointing:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if self._keeper is None or _nesting.depth or torch.compiler.is_compiling():
+        if self._saver is None or _nesting.depth or torch.compiler.is_compiling():
             return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
         call = _Call(self, function, args, kwargs)
         try:
@@ -81,32 +81,32 @@ class Checkpointing:
         finally:
             call.end_forward()
 
-    def keep(self, call: _Call, leaves: list[Any]) -> tuple[dict[int, KeptInput], Copy | None]:
-        """Keep ``leaves``, and return what is kept by position."""
-        if self._keeper is None:
+    def save(self, call: _Call, leaves: list[Any]) -> tuple[dict[int, SavedInput], Copy | None]:
+        """Save ``leaves``, and return the saved inputs by position."""
+        if self._saver is None:
             return {}, None
-        chosen = [index for index, leaf in enumerate(leaves) if self._keeper.takes(leaf)]
+        chosen = [index for index, leaf in enumerate(leaves) if self._saver.takes(leaf)]
         if not chosen:
             return {}, None
         call.before, self._latest = self._latest, weakref.ref(call)
-        kept, copy = self._keeper.keep([leaves[index] for index in chosen])
-        return dict(zip(chosen, kept, strict=True)), copy
+        saved, copy = self._saver.save([leaves[index] for index in chosen])
+        return dict(zip(chosen, saved, strict=True)), copy
 
-    def bring(self, call: _Call) -> dict[int, torch.Tensor]:
-        """Return the inputs that :meth:`keep` has kept, on the device, in backward."""
-        if self._keeper is None or not call.kept:
+    def restore(self, call: _Call) -> dict[int, torch.Tensor]:
+        """Return the inputs that :meth:`save` has saved, on the device, in backward."""
+        if self._saver is None or not call.saved:
             return {}
         before = None if call.before is None else call.before()
-        following = [] if before is None else list(before.kept.values())
-        tensors = self._keeper.bring(list(call.kept.values()), following, call.name)
-        return dict(zip(call.kept, tensors, strict=True))
+        following = [] if before is None else list(before.saved.values())
+        tensors = self._saver.restore(list(call.saved.values()), following, call.name)
+        return dict(zip(call.saved, tensors, strict=True))
 
     def memory(self) -> list[torch.Tensor]:
         """Buffers for inputs that are not in use now."""
-        return [] if self._keeper is None else self._keeper.memory()
+        return [] if self._saver is None else self._saver.memory()
 
 
-class _Cuts:
+class _Sharding:
     """The way that inputs are sharded now: over the ranks of ``group()``."""
 
     def __init__(self, group: Callable[[], Communicator | None]) -> None:
@@ -135,13 +135,13 @@ class _Call:
         self._function = function
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until forward has ended
         leaves, self._structure = _pytree.tree_flatten((args, kwargs), is_leaf=_is_leaf)
-        self.kept, self._copy = owner.keep(self, leaves)
-        self._requires = {index: leaves[index].requires_grad for index in self.kept}
+        self.saved, self._copy = owner.save(self, leaves)
+        self._requires = {index: leaves[index].requires_grad for index in self.saved}
         positional = {id(value) for value in args if isinstance(value, torch.Tensor)}
-        self._others = [i for i, leaf in enumerate(leaves) if id(leaf) in positional and i not in self.kept]
-        elsewhere = {*self.kept, *self._others}
+        self._others = [i for i, leaf in enumerate(leaves) if id(leaf) in positional and i not in self.saved]
+        elsewhere = {*self.saved, *self._others}
         self._constants = [None if i in elsewhere else leaf for i, leaf in enumerate(leaves)]
-        devices = {leaves[index].device: leaves[index] for index in self.kept}
+        devices = {leaves[index].device: leaves[index] for index in self.saved}
         # What torch keeps, with its checks; and something of every device, whose random state it keeps.
         self.passed = [leaves[i] for i in self._others] + [tensor.new_empty(0) for tensor in devices.values()]
 
@@ -156,7 +156,7 @@ class _Call:
     def _again(self, passed: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], dict[str, object]]:
         """The arguments once more, in containers of their own."""
         leaves = list(self._constants)
-        for index, tensor in self._owner.bring(self).items():
+        for index, tensor in self._owner.restore(self).items():
             leaves[index] = tensor.detach().requires_grad_(self._requires[index])
         for index, tensor in zip(self._others, passed, strict=False):
             leaves[index] = tensor
@@ -165,7 +165,7 @@ class _Call:
 
     def end_forward(self) -> None:
         """Let go of the inputs."""
-        for entry in self.kept.values():
+        for entry in self.saved.values():
             entry.unchanged()  # looks while they are there
         if self._copy is not None:
             self._copy.wait()

@@ -37,7 +37,7 @@ def checkpoint(function: Callable[..., object], *args: Any, **kwargs: Any) -> An
     parameters, tensors of less than 4096 bytes, and those with gaps in memory.
 
     Raises ValueError for ``use_reentrant=True``; in backward, RuntimeError if an input was written into meanwhile, or
-    if inputs that were to be cut over ranks were not equal on them.
+    if inputs that were to be sharded over ranks were not equal on them.
     """
     return current().checkpoint(function, args, kwargs)
 
@@ -55,7 +55,7 @@ def configure(
     group: object = None,
 ) -> None:
     """Say where :func:`checkpoint` keeps inputs, for calls outside of engines whose config says it; and, for all, over
-    which ranks inputs are cut.
+    which ranks inputs are sharded.
 
     Args:
         mpu_: DeepSpeed's and Megatron's object with ``get_model_parallel_group()`` or

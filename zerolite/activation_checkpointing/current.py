@@ -46,12 +46,12 @@ def replace_configured(settings: ActivationCheckpointingConfig | None, group: Co
     global _configured, _group
     _group = group
     device = default_device(local_rank())
-    _configured = None if settings is None else Checkpointing(settings, device, group_of_parts)
+    _configured = None if settings is None else Checkpointing(settings, device, sharding_group)
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Inside, calls outside of engines keep inputs in memory of their own, whole and untold: those of a dry run."""
+    """Inside, calls outside of engines save inputs in memory of their own, whole and unnoticed: those of a dry run."""
     global _configured, _group
     before = _configured, _group
     replace_configured(None if _configured is None else _configured.settings, None)
@@ -61,11 +61,11 @@ def apart() -> Iterator[None]:
         _configured, _group = before
 
 
-def group_of_parts() -> Communicator | None:
-    """Over whose ranks inputs are cut."""
+def sharding_group() -> Communicator | None:
+    """Return the ranks over which inputs are sharded."""
     return _group
 
 
 _PLAIN = Checkpointing(
-    ActivationCheckpointingConfig(), torch.device("cpu"), group_of_parts
-)  # keeps nothing, so that the device does not matter
+    ActivationCheckpointingConfig(), torch.device("cpu"), sharding_group
+)  # saves nothing, so that the device does not matter

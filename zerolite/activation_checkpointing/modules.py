@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerolite.activation_checkpointing.checkpoint import Checkpointing
-from zerolite.activation_checkpointing.current import current, group_of_parts, running
+from zerolite.activation_checkpointing.current import current, running, sharding_group
 from zerolite.comm import Communicator
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
 from zerolite.utils.module_hook import ModuleHook, WeakHook
@@ -63,7 +63,7 @@ def attach(
     """
     chosen = list(_chosen(model, settings.modules))
     differs = settings.model_copy(update={"modules": ()}) != type(settings)()
-    attached = Attached(Checkpointing(settings, device, lambda: group_of_parts() or group) if differs else None)
+    attached = Attached(Checkpointing(settings, device, lambda: sharding_group() or group) if differs else None)
     if attached.checkpointing is not None:
         enter = _Enter(attached.checkpointing)
         attached.handles.append(enter.install(model.register_forward_pre_hook, prepend=True))

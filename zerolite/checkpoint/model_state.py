@@ -30,8 +30,8 @@ from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.optim_shards import OptimParamShard
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
-from zerolite.zero.stage3.param_group import refresh
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, whole_numel, whole_shape
+from zerolite.zero.stage3.persistent_parameters import refresh
 
 PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"
 Kinds = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]  # shape and dtype by state and stored name

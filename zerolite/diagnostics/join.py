@@ -233,7 +233,7 @@ class Join:
         coordinator = self._engine.coordinator
         if coordinator is not None:
             coordinator.comm.guard_with(self._guard_gathers)
-            coordinator.group.listen(self)
+            coordinator.context.listen(self)
 
     def _remove(self) -> None:
         self._pipeline.commands.announce_with(None)
@@ -242,7 +242,7 @@ class Join:
         coordinator = self._engine.coordinator
         if coordinator is not None:
             coordinator.comm.guard_with(None)
-            coordinator.group.listen(None)
+            coordinator.context.listen(None)
             coordinator.schedule.resume()
 
     def _note(self, command: Command, *numbers: int) -> None:

@@ -217,7 +217,7 @@ class Names:
         if coordinator is None:
             return [], 0
         _, first, events = coordinator.schedule.events()
-        names = [unit.name or "the model" for unit in coordinator.units]
+        names = [group.name or "the model" for group in coordinator.groups]
         told = [
             # The schedule writes ~index where a module ends.
             (number, f"'{names[event]}' entered" if event >= 0 else f"'{names[~event]}' left")

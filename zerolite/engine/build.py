@@ -48,7 +48,7 @@ from zerolite.engine.arguments import (
 )
 from zerolite.engine.build_stage3 import (
     bucket_numel,
-    follow_units,
+    follow_groups,
     partitioned_buffer,
     sliced_layout,
     start_stage3,
@@ -404,7 +404,7 @@ class Assembly:
         reduction = reduction_options(config, policy, self.precision, comm, accumulation, dtype_of, keep, alone)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
         collector = StatsCollector(comm, self.device)
-        here = self.placements.within_reach(self.placements.optimizer, on_host=False)
+        here = self.placements.is_accessible(self.placements.optimizer, on_host=False)
         offloaded = None if here else OffloadedGradients(self.placements, self.transfers, collector.note)
         self.reducer = GradReducer(
             buffer.layout, trained, comm, reduction, strides, offloaded, self.observers, ShardedGradient.of
@@ -525,7 +525,7 @@ class Assembly:
         for parameter in parameters:
             OWNERS[parameter] = self.reference
         if self.partitioned is not None:
-            follow_units(self.partitioned, self.reducer)
+            follow_groups(self.partitioned, self.reducer)
 
 
 def _warn_of_padding(layout: PartitionLayout) -> None:

@@ -18,10 +18,10 @@ from zerolite.zero.layout import ParameterSpec, PartitionLayout, auto_bucket_num
 from zerolite.zero.observers import Observers
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.launch_plan import LaunchPlan
-from zerolite.zero.stage3.partitioned_model import PartitionedModel, Stage3Options, bucket_groups, units_of_buckets
+from zerolite.zero.stage3.param_group import LeafRule, leaf_rule
+from zerolite.zero.stage3.partitioned_model import PartitionedModel, Stage3Options, bucket_groups, groups_of_buckets
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
 from zerolite.zero.stage3.partitioned_parameter import handle_of, move_shard
-from zerolite.zero.stage3.units import LeafRule, leaf_rule
 from zerolite.zero.step import StepPipeline
 
 
@@ -47,7 +47,7 @@ def partitioned_buffer(
     comm: Communicator,
     placements: Placements,
 ) -> ParameterBuffer:
-    """Stage 3: shards in sliced buckets, one for each unit, where ``placements`` says."""
+    """Stage 3: shards in sliced buckets, one for each parameter group, where ``placements`` says."""
     _check_leaves(partitioned.model, config)
     partitioned.plan(_stage3_options(config))
     layout = sliced_layout(partitioned, trained, specs, config, comm)
@@ -71,10 +71,10 @@ def sliced_layout(
     config: ZeroliteConfig,
     comm: Communicator,
 ) -> PartitionLayout:
-    """A bucket for each unit's share of ``parameters``; small ones have one together."""
+    """A bucket for each parameter group's share of ``parameters``; small ones have one together."""
     together = not config.zero_optimization.offload_param.enabled
     limit = bucket_numel(specs, config, world_size=1)  # does not grow with the ranks: gradients of a bucket are whole
-    groups = bucket_groups(parameters, partitioned.plans, limit, together)
+    groups = bucket_groups(parameters, partitioned.groups, limit, together)
     return PartitionLayout.build_sliced(specs, groups, comm.world_size)
 
 
@@ -131,15 +131,15 @@ def start_stage3(
     coordinator = partitioned.start(StepLinks(observers, pipeline.begin_backward, reducer.on_use_end))
     observers.on_parameters_updated.append(coordinator.on_update)
     observers.on_gradients_dropped.append(coordinator.drop_failed)
-    follow_units(partitioned, reducer)
+    follow_groups(partitioned, reducer)
     pipeline.follow(coordinator)
     return coordinator
 
 
-def follow_units(partitioned: PartitionedModel, reducer: GradReducer) -> None:
-    """Tell the coordinator which parameters are trained, and let buckets be launched at the ends of their units'
-    backward uses, which is learned from here on."""
+def follow_groups(partitioned: PartitionedModel, reducer: GradReducer) -> None:
+    """Tell the coordinator which parameters are trained, and let buckets be launched at the ends of their groups'
+    backwards, which is learned from here on."""
     coordinator = partitioned.coordinator
     coordinator.train(reducer.parameters)
-    units = units_of_buckets(reducer.layout, reducer.parameters, partitioned.plans)
-    reducer.follow(LaunchPlan(units, coordinator.plan_progress))
+    groups = groups_of_buckets(reducer.layout, reducer.parameters, partitioned.groups)
+    reducer.follow(LaunchPlan(groups, coordinator.plan_progress))

@@ -31,18 +31,18 @@ class EvaluationPipeline(StepPipeline):
     def end_backward(self, complete: bool) -> None:
         """Do nothing: no backward has begun."""
 
-    def agree_on_trace(self) -> None:
-        """Let stage 3 follow its recorded trace if all ranks have the same; the host waits for the answer. Called on
+    def agree_on_schedule(self) -> None:
+        """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer. Called on
         all ranks."""
-        trace = self.outcomes.trace
-        assert trace is not None
-        vote = trace.vote()
-        highest, lowest = vote, -vote
+        schedules = self.outcomes.schedules
+        assert schedules is not None
+        own = schedules.schedule_hash()
+        highest, lowest = own, -own
         if self._comm.world_size > 1:
-            highest, lowest = largest([vote, -vote], self._comm, self._device, "stats")
-        trace.cast()
-        trace.note(lowest == -highest)
-        trace.decide()
+            highest, lowest = largest([own, -own], self._comm, self._device, "stats")
+        schedules.begin_update()
+        schedules.note(lowest == -highest)
+        schedules.begin_update()
 
 
 def check_frozen(model: torch.nn.Module) -> None:
@@ -80,7 +80,7 @@ class EvaluationEngine(Engine):
         if self.coordinator is not None and self._join is None:
             self._calls += 1
             if not self._calls & (self._calls - 1):
-                self._pipeline.agree_on_trace()  # type: ignore[attr-defined]
+                self._pipeline.agree_on_schedule()  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)
 
     forward = __call__

@@ -15,7 +15,7 @@ from zerolite.monitor.memory_report import MemoryParts
 from zerolite.utils.memory_tags import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, resize, tag_memory
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 from zerolite.utils.pinned_memory import host_memory
-from zerolite.zero.stage3.param_group import gather
+from zerolite.zero.stage3.comm_context import gather
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import COUNTS, HARMLESS, opened
@@ -95,7 +95,7 @@ class StateOffload:
         self._synchronize()  # before the host's memory goes
         self._out, self._pipeline.away = [], False
         if self._coordinator is not None:
-            self._coordinator.group.listen(None)
+            self._coordinator.context.listen(None)
         for parameter in self._parts.module.parameters():
             _take_back(parameter)
 
@@ -131,7 +131,7 @@ class StateOffload:
             self._whole = [handle for handle in self._coordinator.handles if handle.persistent]
             for handle in self._whole:
                 handle.release()
-            self._coordinator.group.listen(_Refusal(self._pipeline))
+            self._coordinator.context.listen(_Refusal(self._pipeline))
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
         parts = self._parts

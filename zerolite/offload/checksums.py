@@ -10,7 +10,7 @@ from array import array
 Bytes = ctypes.Array[ctypes.c_ubyte]
 
 BLOCK = 4096
-"""Bytes. Whole blocks travel, so every read finds the blocks of every write, however the two are cut."""
+"""Bytes. Whole blocks are written and read, so that every read finds the blocks of every write."""
 
 _UNKNOWN = -1
 

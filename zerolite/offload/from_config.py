@@ -34,7 +34,7 @@ def placements_of(config: ZeroliteConfig, device: torch.device, kind: str, comm:
 
 
 def check_optimizer(placements: Placements, kind: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if ``optimizer`` cannot work where its parameters rest. kind: type of the device."""
+    """Raise ValueError if ``optimizer`` cannot work where its parameters are kept. kind: type of the device."""
     if kind == "cpu":
         where = "on the CPU"
     elif placements.optimizer.place != DEVICE:

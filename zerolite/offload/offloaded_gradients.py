@@ -1,8 +1,8 @@
 """Offloaded gradients: reduced gradients kept on the host or on disk until the step.
 
-They leave bucket by bucket while backward runs, as soon as they are reduced, and what the step must know of them all
-(their squares) is taken before. Sums over several backwards come back for the addition, so that it is done on the
-device with the bits that it has without offload.
+Each bucket's gradient is written back as soon as it is reduced, while backward runs. The step's statistics of it (its
+squares) are taken before, on the device. Sums over several backwards are staged in for the addition, so that it is done
+on the device with the bits that it has without offload.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from zerolite.offload.placements import Placements, Transfer
 from zerolite.offload.transfers import DONE, Transfers
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 
-_ON_THEIR_WAY = 2  # buckets; more would hold memory of the device
+_MOST_WRITES = 2  # buckets under way; more would hold memory of the device
 
 
 class OffloadedGradients:
-    """Offloaded mean gradients of one rank; nothing here is a collective. ``on_leaving(bucket, gradient)`` is called
-    with every mean gradient that leaves the device, while it is still there."""
+    """Offloaded mean gradients of one rank; nothing here is a collective."""
 
     def __init__(
-        self, placements: Placements, transfers: Transfers, on_leaving: Callable[[int, torch.Tensor], None]
+        self, placements: Placements, transfers: Transfers, before_write: Callable[[int, torch.Tensor], None]
     ) -> None:
-        self._placements, self._transfers, self._on_leaving = placements, transfers, on_leaving
+        """before_write: called with a bucket and its mean gradient while that is on the device."""
+        self._placements, self._transfers, self._before_write = placements, transfers, before_write
         self._longest = 0  # bytes of a bucket's gradient
         self._stored: dict[int, torch.Tensor] = {}
-        self._leaving: dict[int, Transfer] = {}
-        self._arrived: Transfer = DONE  # the last that was fetched
+        self._writes: dict[int, Transfer] = {}  # under way
+        self._staged_in: Transfer = DONE  # the latest
         self._lost: dict[int, OSError] = {}  # by bucket: why its gradient is not where it should be
 
     def expect(self, longest: int) -> None:
@@ -38,21 +38,21 @@ class OffloadedGradients:
         self._longest = longest
 
     def is_offloaded(self, bucket: int) -> bool:
-        """True if a bucket's gradient is stored where the device does not reach it."""
-        return not self._placements.within_reach(self._placements.of_optimizer(bucket), on_host=False)
+        """True if a bucket's gradient is stored where the device cannot access it."""
+        return not self._placements.is_accessible(self._placements.of_optimizer(bucket), on_host=False)
 
-    def keep(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
+    def write_back(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
         """Store ``gradient``, which is on the device, of a bucket that :meth:`is_offloaded`; return the stored
         tensor."""
-        self._on_leaving(bucket, gradient)
+        self._before_write(bucket, gradient)
         tag_memory(gradient, BUCKETS)
-        for leaving in self._leaving.values():
+        for write in self._writes.values():
             with contextlib.suppress(OSError):  # the waiting call raises it
-                leaving.advance()
-        while len(self._leaving) >= _ON_THEIR_WAY:
-            self.wait(next(iter(self._leaving)))
+                write.advance()
+        while len(self._writes) >= _MOST_WRITES:
+            self.wait(next(iter(self._writes)))
         stored, placement = self.stored(bucket, gradient.numel(), gradient.dtype), self._placements.of_optimizer(bucket)
-        self._leaving[bucket] = self._transfers.send(gradient, stored, placement, self._longest)
+        self._writes[bucket] = self._transfers.write_back(gradient, stored, placement, self._longest)
         return stored
 
     def stored(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -64,44 +64,44 @@ class OffloadedGradients:
             stored = self._stored[bucket] = self._placements.of_optimizer(bucket).zeros(numel, dtype, GRADIENTS)
         return stored
 
-    def fetch(self, bucket: int, offloaded: torch.Tensor) -> torch.Tensor:
+    def stage_in(self, bucket: int, offloaded: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device of a gradient that is stored."""
         self.wait(bucket)
         gradient = tag_memory(torch.empty_like(offloaded, device=self._placements.device), BUCKETS)
         try:
-            coming = self._transfers.bring(offloaded, self._placements.of_optimizer(bucket), gradient, self._longest)
-            coming.wait()
+            read = self._transfers.stage_in(offloaded, self._placements.of_optimizer(bucket), gradient, self._longest)
+            read.wait()
         except OSError as error:
             self._lost[bucket] = error
             raise
-        # The device waits for it, not the host, which lets the buffers on the way go when the next one comes.
-        self._arrived.finish()
-        self._arrived = coming
+        # The device waits for the copy, and the host does not. Its staging buffer is free when the next one is staged.
+        self._staged_in.finish()
+        self._staged_in = read
         return gradient
 
     def wait(self, bucket: int) -> None:
-        """Afterwards the host may read what :meth:`keep` has given for the bucket. Raises OSError if the disk has
-        failed, every time until :meth:`clear`."""
+        """Wait until the host may read what :meth:`write_back` has returned. Raises OSError if the disk has failed,
+        every time until :meth:`clear`."""
         try:
-            self._leaving.pop(bucket, DONE).finish()
+            self._writes.pop(bucket, DONE).finish()
         except OSError as error:
             self._lost[bucket] = error
         if bucket in self._lost:
             raise self._lost[bucket]
 
     def wait_all(self) -> None:
-        for bucket in (*self._leaving, *self._lost):
+        for bucket in (*self._writes, *self._lost):
             self.wait(bucket)
 
     def clear(self) -> None:
         """No gradient is wanted any more."""
-        for leaving in self._leaving.values():
+        for write in self._writes.values():
             with contextlib.suppress(OSError):
-                leaving.finish()
-        self._leaving.clear()
+                write.finish()
+        self._writes.clear()
         self._lost.clear()
-        self._arrived.finish()
-        self._arrived = DONE
+        self._staged_in.finish()
+        self._staged_in = DONE
 
     def memory(self) -> Iterable[torch.Tensor]:
         """The gradients that are stored off the device."""

@@ -102,9 +102,8 @@ class Placements:
         optimizer: of masters that are separate, states, and gradients that wait for the step.
         parameters: of stage 3's shards.
         ratio: the part of the elements, from 0 to 1, that ``optimizer`` has; the rest stays on the device.
-        sub_group_numel: most elements of a shard that an update off the device, or of what rests elsewhere, has in hand
-            at once.
-        buffer_count: sub-groups that are on their way or in hand at the same time.
+        sub_group_numel: most elements of a shard in one sub-group of an update that runs off the device, or stages.
+        buffer_count: sub-groups that are staged, updated or written back at the same time.
         max_in_host: elements of this rank's shards that stay in the host's memory where ``parameters`` is the disk.
     """
 
@@ -144,8 +143,11 @@ class Placements:
         return self.on_device if bucket in self._resident else self.optimizer
 
     def place_parameters(self, numel: int, stays: bool = False) -> Placement:
-        """The placement of ``numel`` elements of shards, for each caller once. stays: the whole parameters never leave
-        the device. Where ``parameters`` is the disk, those and the first ``max_in_host`` elements rest on the host."""
+        """Return the placement of ``numel`` elements of shards, for each caller once. Where ``parameters`` is the disk,
+        the first ``max_in_host`` elements are kept on the host.
+
+        stays: the whole parameters never leave the device; then their shards are kept on the host, too.
+        """
         placement = self.parameters
         if isinstance(placement, DiskPlacement) and (stays or numel <= self.max_in_host):
             if not stays:
@@ -157,8 +159,9 @@ class Placements:
         """True if the CPU updates a bucket: its states are on host or disk."""
         return self.of_optimizer(bucket).place != DEVICE
 
-    def within_reach(self, placement: Placement, on_host: bool) -> bool:
-        """True if an update on the host, or on the device, reads and writes tensors of ``placement`` where they are."""
+    def is_accessible(self, placement: Placement, on_host: bool) -> bool:
+        """True if an update on the host, or on the device, can read and write tensors of ``placement`` where they are:
+        they need no staging."""
         if placement.place == DISK:
             return False
         return not self.apart or (placement.place == HOST) == on_host

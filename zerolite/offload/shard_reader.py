@@ -1,9 +1,9 @@
 """Prefetch and staging of offloaded shards for all-gathers.
 
 Shards on disk are read into host memory first: ahead of the gather if it is announced in time
-(:meth:`ShardReader.ahead`), otherwise when the gather is launched. From there, and from the host, one copy brings all
-shards that are neighbours in memory to the device. The copy runs beside the work of the device. The collective comes
-after it, so waiting for the collective is waiting for the copy.
+(:meth:`ShardReader.read_ahead`), otherwise when the gather is launched. From the host, one copy brings all shards that
+are neighbours in memory to the device, beside the device's work. The collective comes after it, so waiting for the
+collective is waiting for the copy.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.offload.placements import SPAN_ALIGNMENT, DiskPlacement, Placement, Placements, Transfer
 from zerolite.offload.transfers import Staged, StagingPool, Transfers
+from zerolite.utils.accelerator import undispatched
 from zerolite.utils.memory_tags import DEVICE, DISK, STAGING, tag_memory
-
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-def undispatched() -> contextlib.AbstractContextManager[Any]:
-    """Hide our own operators: selective checkpointing records what runs under its mode."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
 
 
 class OffloadedTensor(Protocol):
     """The part of :class:`zerolite.zero.stage3.partitioned_parameter.PartitionedParameter` that the reader uses."""
 
     shard: torch.Tensor
-    full: torch.Tensor
     placement: Placement
 
 
@@ -84,7 +76,7 @@ def places(span: TensorSpan, tensors: Sequence[torch.Tensor], copied: torch.Tens
 
 
 class _Read(Staged):
-    """A span of a disk in memory of the host, or on its way there."""
+    """A span of a disk that is, or is being, read into memory of the host."""
 
     def __init__(self, pool: StagingPool, buffer: torch.Tensor, transfer: Transfer, users: int) -> None:
         """users: shards that are not done with."""
@@ -108,7 +100,7 @@ class _Place(NamedTuple):
 
 
 class Arrival:
-    """The shards of one gather, on their way. ``shards``: where the collective takes them from, in the order of the
+    """The shards of one gather, being staged in. ``shards``: where the collective takes them from, in the order of the
     members."""
 
     __slots__ = ("_reader", "copies", "reads", "shards")
@@ -124,31 +116,31 @@ class Arrival:
         return self._reader.transfers.arriving() if self.copies else contextlib.nullcontext()
 
     def end(self) -> None:
-        """The collective has been waited for. On CUDA the current stream waits for the copies, not the host."""
+        """The collective has ended. On CUDA the current stream waits for the copies, not the host."""
         for copy in self.copies:
             copy.wait()
-        self._reader.let_go(self.reads, self.copies)
+        self._reader.retire(self.reads, self.copies)
         self.shards, self.copies, self.reads = [], [], []
 
 
 class ShardReader:
-    """See the module. Of one rank for itself: nothing here is a collective. Where the CPU computes, what rests on the
+    """See the module. Each rank reads for itself: nothing here is a collective. Where the CPU computes, a shard on the
     host is there already; a gather takes it from where it is.
     """
 
     def __init__(self, placements: Placements, transfers: Transfers) -> None:
         self._device, self._apart, self.transfers = placements.device, placements.apart, transfers
         self._ahead: dict[int, deque[_Place]] = {}  # by id of the member, in the order of its gathers
-        # Buffers whose way to the device may not have ended; they are used again when that is known.
-        self._leaving: deque[tuple[list[Transfer], list[_Read]]] = deque()
+        # Buffers from which a copy to the device may still be under way.
+        self._retired: deque[tuple[list[Transfer], list[_Read]]] = deque()
         known = weakref.ref(self)
         placements.on_written.append(lambda: _forget(known))
 
     # ---------------------------------------------------------------- from disk
 
-    def ahead(self, members: Iterable[OffloadedTensor]) -> None:
-        """Begin to read those that rest on disk, for a gather of each that comes later: as often as it is said, in the
-        order of the gathers. What is read and never gathered stays in memory until :meth:`forget`."""
+    def read_ahead(self, members: Iterable[OffloadedTensor]) -> None:
+        """Begin to read the shards that are on disk, each for a later gather, in the order of the gathers. A shard that
+        is read and never gathered stays in memory until :meth:`forget`."""
         wanted = [m for m in members if m.placement.place == DISK and m.shard.numel()]
         if wanted:
             with undispatched():
@@ -160,7 +152,7 @@ class ShardReader:
         for span in spans(shards, SPAN_ALIGNMENT):
             offloaded, placement = cover(span, shards), wanted[span.indices[0]].placement
             buffer = self.transfers.pool.take(offloaded.numel(), offloaded.dtype, like=offloaded)
-            transfer = self.transfers.bring(offloaded, placement, buffer)
+            transfer = self.transfers.stage_in(offloaded, placement, buffer)
             read = _Read(self.transfers.pool, buffer, transfer, len(span.indices))
             for index, place in places(span, shards, buffer).items():
                 member = wanted[index]
@@ -175,20 +167,20 @@ class ShardReader:
                 for place in found:
                     place.read.release()
 
-    def written(self, member: OffloadedTensor) -> None:
-        """Drop what was read ahead of a shard that has changed where it is stored. Raises OSError if the disk fails."""
+    def on_written(self, member: OffloadedTensor) -> None:
+        """Drop what was read ahead: a shard has been written where it is stored. Raises OSError if the disk fails."""
         self.forget()
         if isinstance(member.placement, DiskPlacement):
             member.placement.file.forget_cached()
 
     def is_ahead(self, member: OffloadedTensor) -> bool:
-        """True if the shard has been read for its next gather, or is on its way."""
+        """True if the shard has been read for its next gather, or is being read."""
         return id(member) in self._ahead
 
     def _collect_buffers(self) -> None:
-        """Use again what the gathers before the last have been copied from: by now those copies have ended."""
-        while len(self._leaving) > 1:
-            copies, reads = self._leaving.popleft()
+        """Release the buffers of all gathers but the last: by now the copies from them have ended."""
+        while len(self._retired) > 1:
+            copies, reads = self._retired.popleft()
             for copy in copies:
                 copy.finish()
             for read in reads:
@@ -196,13 +188,16 @@ class ShardReader:
 
     # ---------------------------------------------------------------- to a gather
 
-    def bring(self, members: Sequence[OffloadedTensor], alone: bool) -> Arrival:
-        """Start to bring the shards of ``members`` to where a gather takes them from: onto the device, or into memory
-        where that is the CPU. alone: on one rank they go into ``full`` at once. Raises OSError if the disk fails."""
+    def stage_in(self, members: Sequence[OffloadedTensor], fulls: Sequence[torch.Tensor] | None = None) -> Arrival:
+        """Start to stage in the shards of ``members`` for a gather: onto the device, or into memory where that is the
+        CPU. Raises OSError if the disk fails.
+
+        fulls: whole values; given where there is one rank alone, whose shards go there at once.
+        """
         arrival = Arrival(self, [member.shard for member in members])
         shards, copies = arrival.shards, arrival.copies
         try:
-            self.ahead([member for member in members if not self.is_ahead(member)])
+            self.read_ahead([member for member in members if not self.is_ahead(member)])
             for index, member in enumerate(members):
                 if self.is_ahead(member):
                     place = self._ahead[id(member)].popleft()
@@ -212,11 +207,11 @@ class ShardReader:
                     shards[index] = place.shard
             for read in arrival.reads:
                 read.wait()
-            if alone:
-                for index, member in enumerate(members):
+            if fulls is not None:
+                for index, full in enumerate(fulls):
                     if shards[index].numel():
-                        copies.append(self.transfers.copy(shards[index], member.full))
-                    shards[index] = member.full
+                        copies.append(self.transfers.copy(shards[index], full))
+                    shards[index] = full
             elif self._apart:
                 self._to_device(shards, members, copies)
         except BaseException:  # nothing may be copied into memory that is freed now
@@ -242,7 +237,7 @@ class ShardReader:
             for index, place in places(span, sources, target).items():
                 shards[away[index]] = place
 
-    def write(self, shards: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    def write_back(self, shards: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         """Copy ``parts``, on the device, into ``shards``, on the host or there too; the host waits for its own."""
         if all(shard.device == part.device for shard, part in zip(shards, parts, strict=True)):
             torch._foreach_copy_(list(shards), list(parts))
@@ -250,10 +245,10 @@ class ShardReader:
         for copy in [self.transfers.copy(part, shard) for shard, part in zip(shards, parts, strict=True)]:
             copy.wait()
 
-    def let_go(self, reads: list[_Read], copies: list[Transfer]) -> None:
+    def retire(self, reads: list[_Read], copies: list[Transfer]) -> None:
         """A gather has ended; on CUDA its copies may be under way still."""
         if self._apart and reads:
-            self._leaving.append((copies, reads))
+            self._retired.append((copies, reads))
         else:
             for read in reads:
                 read.release()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerolite")
 
 ALIGNMENT = 4096
-"""Bytes: what travels past the page cache begins at a multiple in memory and in the file, and is a multiple long."""
+"""Bytes. Direct I/O begins at multiples, in memory and in the file, and is a multiple long."""
 _GRAIN = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
@@ -123,7 +123,7 @@ class SwapFile:
         Args:
             offloaded: a view that begins at a multiple of 4096 bytes.
             into: of as many bytes, in memory that begins at a multiple of 4096 and goes on to the next one after the
-                end: whole blocks travel.
+                end: whole blocks are read.
 
         Raises ValueError if they are not so. The transfer raises OSError.
         """

@@ -79,8 +79,11 @@ class _TwoHops(Transfer):
 
 
 class StagingPool:
-    """Buffers on the host through which things pass, to be used again. What is made stays, so a caller that takes
-    some of different lengths says how long the longest is: all of them are, and fit the next time."""
+    """Staging buffers on the host, which are used again.
+
+    Buffers are never freed. A caller that takes some of different lengths says how long the longest is: then all are so
+    long, and each fits the next time.
+    """
 
     def __init__(self, pin: bool) -> None:
         self._pin = pin
@@ -92,7 +95,7 @@ class StagingPool:
 
         Args:
             longest: in bytes.
-            like: in a dry run, a tensor of it: what is made is of it too, whatever modes are active.
+            like: in a dry run, one of its tensors: the buffer is of the dry run too, whatever modes are active.
         """
         nbytes = whole_blocks(max(numel * dtype.itemsize, longest))
         fitting = [memory for memory in self._free if nbytes <= memory.numel() <= max(_LARGER * nbytes, _SMALL)]
@@ -123,8 +126,10 @@ class StagingPool:
 
 
 class Staged(Transfer):
-    """Transfers through a staging buffer, which goes back to its pool when they have ended: one step of the pipeline
-    behind updates, gathers and gradients (stage in, use, write back)."""
+    """Transfers through a staging buffer, which goes back to its pool when they have ended.
+
+    One step of the pipeline behind updates, gathers and gradients: stage in, use, write back.
+    """
 
     def __init__(self, pool: StagingPool, buffer: torch.Tensor | None, *under_way: Transfer) -> None:
         """buffer: None where they need none."""
@@ -166,10 +171,10 @@ class Transfers:
         self._to_device = torch.cuda.Stream(placements.device) if cuda else None
         self._to_host = torch.cuda.Stream(placements.device) if cuda else None
 
-    def bring(self, offloaded: torch.Tensor, placement: Placement, into: torch.Tensor, longest: int = 0) -> Transfer:
+    def stage_in(self, offloaded: torch.Tensor, placement: Placement, into: torch.Tensor, longest: int = 0) -> Transfer:
         """Copy ``offloaded``, a range of a flat tensor of ``placement``, to ``into``, of the same length and dtype, on
         the device or of :attr:`pool`. From disk the range begins at a multiple of placements.SPAN_ALIGNMENT elements.
-        longest: of what the caller brings, in bytes."""
+        longest: of all that the caller stages, in bytes."""
         if not isinstance(placement, DiskPlacement):
             return self.copy(offloaded, into)
         if self._direct(into):
@@ -178,9 +183,11 @@ class Transfers:
         read = placement.file.read(offloaded, through)
         return _TwoHops(read, lambda: Staged(self.pool, through, self.copy(through, into)))
 
-    def send(self, source: torch.Tensor, offloaded: torch.Tensor, placement: Placement, longest: int = 0) -> Transfer:
-        """Copy ``source`` to ``offloaded``: the reverse of :meth:`bring`. longest: of what the caller sends, in
-        bytes."""
+    def write_back(
+        self, source: torch.Tensor, offloaded: torch.Tensor, placement: Placement, longest: int = 0
+    ) -> Transfer:
+        """Copy ``source`` to ``offloaded``: the reverse of :meth:`stage_in`. longest: of all that the caller
+        writes, in bytes."""
         if not isinstance(placement, DiskPlacement):
             return self.copy(source, offloaded)
         file = placement.file
@@ -198,7 +205,8 @@ class Transfers:
         return _StreamCopy(target, source, self._to_device if target.is_cuda else self._to_host)
 
     def arriving(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, the current stream is that of the copies to the device: what is launched there comes after them."""
+        """Context in which the current stream is that of the copies to the device: work launched in it runs after
+        them."""
         return contextlib.nullcontext() if self._to_device is None else torch.cuda.stream(self._to_device)
 
     def _direct(self, tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from zerolite.engine.arguments import param_groups_of
 from zerolite.engine.build import Arguments
 from zerolite.utils.accelerator import default_device
 from zerolite.utils.skeleton import Skeleton
-from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -26,7 +26,7 @@ class DrySkeleton(Skeleton):
 
     def __init__(self, model: torch.nn.Module) -> None:
         device = default_device(0)
-        self._group = ParamGroup(create_communicator(device), device)
+        self._context = CommContext(create_communicator(device), device)
         super().__init__(model)
         for module in self.model.modules():  # the engine puts hooks on tensors that come from parameters
             for name, value in list(vars(module).items()):
@@ -42,7 +42,7 @@ class DrySkeleton(Skeleton):
             values = torch.empty_strided(handle.shape, handle.strides, dtype=tensor.dtype, device=self.device)
             made = torch.nn.Parameter(values, tensor.requires_grad)
             del values
-            partition(made, name, self._group)
+            partition(made, name, self._context)
         if hasattr(tensor, "use_muon"):
             vars(made)["use_muon"] = tensor.use_muon
         return made

@@ -83,13 +83,13 @@ class _SubGroup(Staged):
         self._copies: list[tuple[torch.Tensor, _Part]] = []
         self._position = 0  # in the buffer
         try:
-            self.hands = [w.hand({name: self._within_reach(part) for name, part in w.parts.items()}) for w in wanted]
+            self.hands = [w.hand({name: self._stage_in(part) for name, part in w.parts.items()}) for w in wanted]
         except BaseException:
             with contextlib.suppress(OSError):
                 self.finish()
             raise
 
-    def _within_reach(self, part: _Part) -> torch.Tensor:
+    def _stage_in(self, part: _Part) -> torch.Tensor:
         """Return the stored tensor, or a copy that is complete when :meth:`wait` returns."""
         offloaded = part.offloaded
         if not part.brought:
@@ -101,14 +101,14 @@ class _SubGroup(Staged):
             here = self._buffer.narrow(0, self._position, size).view(offloaded.dtype)
             self._position += part.nbytes
         self._copies.append((here, part))
-        self.add(self._transfers.bring(offloaded, part.placement, here, self._longest))
+        self.add(self._transfers.stage_in(offloaded, part.placement, here, self._longest))
         return here
 
     def write_back(self) -> None:
         """After the update: send what it has written to where it rests. The device sees it there."""
         for here, part in self._copies:
             if part.written:
-                sent = self._transfers.send(here, part.offloaded, part.placement, self._longest)
+                sent = self._transfers.write_back(here, part.offloaded, part.placement, self._longest)
                 self.add(sent)
                 if part.offloaded.device.type != "cpu":
                     sent.wait()
@@ -184,7 +184,7 @@ class StagedSpans:
         on_host = placements.updates_on_host(bucket)
 
         def part(flat: torch.Tensor, placement: Placement, written: bool = True) -> _Part:
-            brought = not placements.within_reach(placement, on_host)
+            brought = not placements.is_accessible(placement, on_host)
             return _Part(flat[span.low : span.high], placement, brought, written)
 
         of_optimizer = placements.of_optimizer(bucket)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerolite.utils.pinned_memory import host_memory
 
@@ -30,6 +31,14 @@ def collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def undispatched() -> contextlib.AbstractContextManager[Any]:
+    """Hide operators of the engine from dispatch modes: selective checkpointing records all that run under its mode."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
 
 
 class Machine:

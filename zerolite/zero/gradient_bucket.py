@@ -322,14 +322,15 @@ class GradientBucket:
 
     def store(self, mean: torch.Tensor) -> None:
         """The mean gradient is ``mean``, on the device, from now on."""
-        self.reduced = (
-            tag_memory(mean, GRADIENTS) if self._offloaded is None else self._offloaded.keep(self.bucket.index, mean)
-        )
+        if self._offloaded is None:
+            self.reduced = tag_memory(mean, GRADIENTS)
+        else:
+            self.reduced = self._offloaded.write_back(self.bucket.index, mean)
 
     def fetch(self) -> torch.Tensor:
         """Return the mean gradient on the device."""
         assert self.reduced is not None
-        return self.reduced if self._offloaded is None else self._offloaded.fetch(self.bucket.index, self.reduced)
+        return self.reduced if self._offloaded is None else self._offloaded.stage_in(self.bucket.index, self.reduced)
 
     def mean(self) -> torch.Tensor:
         """Return the mean gradient where it rests, when it has arrived there."""

@@ -16,7 +16,7 @@ from zerolite.zero.grad_stats import GradStats, StatsVector
 from zerolite.zero.layout import Slot
 from zerolite.zero.observers import Observers
 from zerolite.zero.optim_shards import UpdateMethod
-from zerolite.zero.stage3.fetch_schedule import TraceAgreement
+from zerolite.zero.stage3.fetch_schedule import ScheduleAgreement
 
 logger = logging.getLogger("zerolite")
 
@@ -195,16 +195,16 @@ class Outcomes:
         self.counters = StepCounters()
         self.check_finite = check_finite
         self.checks: UpdateChecks | None = None
-        self.trace: TraceAgreement | None = None  # at stage 3
+        self.schedules: ScheduleAgreement | None = None  # at stage 3
         self._method, self._buffer, self._scaler, self._unused = method, buffer, scaler, unused
         self._observers, self._limit, self._says = observers, max_skipped_in_a_row, says
         self._unread: _Unread | None = None
         self._failure: Exception | None = None  # found while an outcome was read; raised by the next update
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
 
-    def use(self, checks: UpdateChecks | None = None, trace: TraceAgreement | None = None) -> None:
-        """Check more than gradients, or compare the ranks' traces of stage 3, from now on."""
-        self.checks, self.trace = checks or self.checks, trace or self.trace
+    def use(self, checks: UpdateChecks | None = None, schedules: ScheduleAgreement | None = None) -> None:
+        """Check more than gradients, or compare the ranks' schedules of stage 3, from now on."""
+        self.checks, self.schedules = checks or self.checks, schedules or self.schedules
 
     @property
     def global_steps(self) -> int:
@@ -274,8 +274,8 @@ class Outcomes:
 
     def end_step(self, outcome: GradStats, divisor: float) -> None:
         """A step has been taken, or skipped. Raises FloatingPointError, on all ranks, if too many have been skipped."""
-        if self.trace is not None:
-            self.trace.note(outcome.agreed)
+        if self.schedules is not None:
+            self.schedules.note(outcome.agreed)
         skipped = not self.applies(outcome)
         norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
         said = ""

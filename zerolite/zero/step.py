@@ -26,7 +26,7 @@ from zerolite.zero.observers import REDUCE_WAIT, STEP, Observers
 from zerolite.zero.outcomes import Outcomes, UnusedParameters, mean_weight
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
-from zerolite.zero.stage3.fetch_schedule import TraceAgreement
+from zerolite.zero.stage3.fetch_schedule import ScheduleAgreement
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step_update import StagedUpdate, StepUpdate
 from zerolite.zero.written_values import WrittenValues
@@ -133,7 +133,7 @@ class StepPipeline:
     def follow(self, sharded: PartitionedParameterCoordinator) -> None:
         """The model is at stage 3. Before the first step."""
         self.written.use(sharded)
-        self.outcomes.use(trace=TraceAgreement(sharded.schedule, self._comm.main))
+        self.outcomes.use(schedules=ScheduleAgreement(sharded.schedule, self._comm.main))
 
     def spread(self, across: Across, sums: SharedSums) -> None:
         """The model has parts on other ranks. Before the first step."""
@@ -294,12 +294,13 @@ class StepPipeline:
             return self._stats
         with self.commands(Command.STATS):
             self.finish_reductions()
-            noted, part, trace = self._collector.noted, self._reducer.owned_part, self.outcomes.trace
+            noted, part = self._collector.noted, self._reducer.owned_part
+            schedules = self.outcomes.schedules
             self._stats = stats = self._collector.collect(
                 [None if bucket in noted else part(bucket) for bucket in range(len(self._buffer.layout.buckets))],
                 self._reducer.used,
                 self._reducer.probes,
-                0 if trace is None else trace.vote(),
+                0 if schedules is None else schedules.schedule_hash(),
                 self._accumulation.weighted,
                 self._accumulation.weight,
                 self._reducer.losses,
@@ -350,22 +351,20 @@ class StepPipeline:
                 ended(self.outcomes.global_steps)
 
     def _update(self, publish: bool) -> None:
-        checks, trace = self.outcomes.checks, self.outcomes.trace
+        checks, schedules = self.outcomes.checks, self.outcomes.schedules
         self.outcomes.settle()
         self.outcomes.raise_failure()
-        if trace is not None:
-            trace.decide()
         self.written.take()
         if checks is not None:
             # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
-            gathers = trace.schedule.gathers if trace is not None and self._across is None else 0
+            gathers = schedules.schedule.gathers if schedules is not None and self._across is None else 0
             divisor = self.gradient_scale.own_divisor()
             checks.before_update(self.outcomes.counters.global_steps, divisor, self._max_norm, gathers)
         if self.changes.exposed:
             self.changes.refresh()
         stats = self._collected()
-        if trace is not None:
-            trace.cast()
+        if schedules is not None:
+            schedules.begin_update()
         given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
         self._updated = True
         self.changes.clear()  # from here on nothing corrects the statistics

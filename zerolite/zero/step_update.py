@@ -96,7 +96,7 @@ class StepUpdate:
         for bucket in reversed(self._order):
             on_host = placements.updates_on_host(bucket)
             reached = all(
-                placements.within_reach(placement, on_host)
+                placements.is_accessible(placement, on_host)
                 for placement in (
                     buffer.placement_of_master(bucket),
                     buffer.placement_of_compute(bucket),

@@ -1,4 +1,4 @@
-"""Plan of a stage 3 step: from the trace of events to an answer for each. Standard library only.
+"""Plan of a stage 3 step: from its execution order to an answer for each event. Standard library only.
 
 The words are those of fetch_schedule.py.
 """
@@ -11,8 +11,14 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """Limits in elements: in flight ahead of their use, live or in flight at a time, and between two uses of what is
-    kept for reuse; of this rank's shards, on their way from disk or in the host's memory for their gather."""
+    """Limits in elements.
+
+    Attributes:
+        prefetch_numel: in flight ahead of their execution.
+        max_live_numel: live or in flight at a time.
+        max_reuse_distance: gathered between two executions of a parameter that is kept for the second.
+        read_numel: of this rank's shards, on their way from disk or in the host's memory for their gather.
+    """
 
     prefetch_numel: int
     max_live_numel: int
@@ -32,18 +38,18 @@ class Fetch(NamedTuple):
 
 _NONE: Mapping[int, int] = MappingProxyType({})
 _NOTHING = Fetch((), (), (), ())
-END = 1 << 62  # no unit has this id, so it matches no event
+END = 1 << 62  # no group has this id, so it matches no event
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """A trace with one answer per event. ENTER of unit u is written u, LEAVE of it ~u.
+    """An execution order with one answer per event. ENTER of group g is written g, LEAVE of it ~g.
 
-    `events` is the trace and an end mark; `fetches[i]` answers event i if it is an ENTER, `releases[i]` if it is a
+    `events` is the order and an end mark; `fetches[i]` answers event i if it is an ENTER, `releases[i]` if it is a
     LEAVE, and `final` is what the end of the step releases.
     """
 
-    trace: tuple[int, ...]
+    order: tuple[int, ...]
     events: tuple[int, ...]
     fetches: tuple[Fetch, ...]
     releases: tuple[tuple[int, ...], ...]
@@ -56,44 +62,44 @@ NO_PLAN = FetchPlan((), (END,), (), (), ())
 
 
 class Residency:
-    """State of the schedule as events change it: parameters that are live, in flight, needed by open uses, or held."""
+    """State of the schedule as events change it: which parameters are live, in flight, needed, or held."""
 
-    def __init__(self, units: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
-        self.units, self.numels, self.max_live_numel = units, numels, max_live_numel
+    def __init__(self, groups: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
+        self.groups, self.numels, self.max_live_numel = groups, numels, max_live_numel
         self.live: set[int] = set()
         self.in_flight: set[int] = set()
         self.total = 0  # elements live and in flight
-        self.open: list[int] = []  # units, outermost first
-        self.needs = [0] * len(numels)  # open uses of each parameter
-        self.held: dict[int, int] = {}  # how many times
-        self.due: dict[int, int] = {}  # index of the ENTER that a parameter without an open use is kept for, if known
+        self.open: list[int] = []  # groups, outermost first
+        self.needs = [0] * len(numels)  # open executions that need each parameter
+        self.held: set[int] = set()
+        self.due: dict[int, int] = {}  # of what no execution needs now: index of the ENTER that it is kept for
 
     def size(self, parameters: Iterable[int]) -> int:
         return sum(self.numels[p] for p in parameters)
 
-    def enter(self, unit: int) -> Fetch:
-        """Begins a use; the answer without prefetches."""
-        wait = tuple(p for p in self.units[unit] if p not in self.live)
+    def enter(self, group: int) -> Fetch:
+        """Begins an execution; the answer without prefetches."""
+        wait = tuple(p for p in self.groups[group] if p not in self.live)
         launch = tuple(p for p in wait if p not in self.in_flight)
-        self.begin_use(unit)
+        self.begin_execution(group)
         release = self._make_room(self.size(launch))
         self.start(launch)
         self.settle(wait)
         return Fetch(release, launch, (), wait)
 
-    def begin_use(self, unit: int) -> None:
-        self.open.append(unit)
-        for p in self.units[unit]:
+    def begin_execution(self, group: int) -> None:
+        self.open.append(group)
+        for p in self.groups[group]:
             self.needs[p] += 1
 
-    def end_use(self, unit: int) -> tuple[int, ...]:
-        """Ends the latest open use of `unit`, if there is one; gives the parameters that no open use needs any more."""
-        if unit not in self.open:
+    def end_execution(self, group: int) -> tuple[int, ...]:
+        """Ends the latest open execution of `group`, if it has one; gives the parameters that none needs any more."""
+        if group not in self.open:
             return ()
-        del self.open[len(self.open) - 1 - self.open[::-1].index(unit)]
-        for p in self.units[unit]:
+        del self.open[len(self.open) - 1 - self.open[::-1].index(group)]
+        for p in self.groups[group]:
             self.needs[p] -= 1
-        return tuple(p for p in self.units[unit] if not self.needs[p])
+        return tuple(p for p in self.groups[group] if not self.needs[p])
 
     def start(self, parameters: Sequence[int]) -> None:
         self.in_flight.update(parameters)
@@ -118,7 +124,7 @@ class Residency:
         return released
 
     def _make_room(self, size: int) -> tuple[int, ...]:
-        """Releases what no open use needs, the farthest next use first, until `size` more elements fit."""
+        """Releases what no open execution needs, the farthest next use first, until `size` more elements fit."""
         released: list[int] = []
         if self.total + size > self.max_live_numel:
             idle = [p for p in self.live | self.in_flight if not self.needs[p] and p not in self.held]
@@ -129,15 +135,19 @@ class Residency:
         return tuple(released)
 
     def end_all(self) -> tuple[int, ...]:
-        """Ends all uses and releases everything that is not held."""
+        """Ends all executions and releases everything that is not held."""
         self.open.clear()
         self.needs = [0] * len(self.numels)
         return self.release(sorted(self.live | self.in_flight))
 
 
 class _Arrival(NamedTuple):
-    """Arrival of a parameter at a use: `closed` is the LEAVE that ended its last use (-1: none; the index of this use
-    itself: it is inside an open one), `kept` whether it may be kept since then."""
+    """One parameter of a group that is entered.
+
+    Attributes:
+        closed: index of the LEAVE that ended the execution before; -1: none; the index of this ENTER: it is inside one.
+        kept: True if it may be kept since then.
+    """
 
     parameter: int
     closed: int
@@ -145,25 +155,25 @@ class _Arrival(NamedTuple):
 
 
 class _LookAhead:
-    """Facts that follow from a trace alone: `arrivals[i]` for the parameters of ENTER i, and `next_use[leave,
+    """Facts that follow from an order alone: `arrivals[i]` for the parameters of ENTER i, and `next_use[leave,
     parameter]` for those to keep."""
 
     def __init__(
-        self, trace: Sequence[int], units: Sequence[Sequence[int]], numels: Sequence[int], max_reuse_distance: int
+        self, order: Sequence[int], groups: Sequence[Sequence[int]], numels: Sequence[int], max_reuse_distance: int
     ) -> None:
         self.arrivals: list[tuple[_Arrival, ...]] = []
         self.next_use: dict[tuple[int, int], int] = {}
-        sizes = [sum(numels[p] for p in unit) for unit in units]
-        entered = 0  # elements of all units entered so far
+        sizes = [sum(numels[p] for p in group) for group in groups]
+        entered = 0  # elements of all groups entered so far
         entered_at: list[int] = []
-        open_uses = [0] * len(units)
+        open_executions = [0] * len(groups)
         needs = [0] * len(numels)
         closed_at: dict[int, int] = {}
-        for index, event in enumerate(trace):
+        for index, event in enumerate(order):
             entered_at.append(entered)
             arrivals = []
             if event >= 0:
-                for p in units[event]:
+                for p in groups[event]:
                     closed = index if needs[p] else closed_at.get(p, -1)
                     kept = bool(needs[p])
                     if not kept and closed >= 0 and max_reuse_distance:
@@ -172,40 +182,40 @@ class _LookAhead:
                             self.next_use[closed, p] = index
                     arrivals.append(_Arrival(p, closed, kept))
                     needs[p] += 1
-                open_uses[event] += 1
+                open_executions[event] += 1
                 entered += sizes[event]
-            elif open_uses[~event]:
-                open_uses[~event] -= 1
-                for p in units[~event]:
+            elif open_executions[~event]:
+                open_executions[~event] -= 1
+                for p in groups[~event]:
                     needs[p] -= 1
                     closed_at[p] = index
             self.arrivals.append(tuple(arrivals))
 
 
 class _Planner:
-    """Walks a trace with a state and what follows from it."""
+    """Walks an order with a state and what follows from it."""
 
     def __init__(
         self,
-        trace: Sequence[int],
-        units: Sequence[Sequence[int]],
+        order: Sequence[int],
+        groups: Sequence[Sequence[int]],
         numels: Sequence[int],
         limits: FetchLimits,
         on_disk: Mapping[int, int],
     ) -> None:
-        self.trace, self.limits, self.on_disk = trace, limits, on_disk
-        self.look_ahead = _LookAhead(trace, units, numels, limits.max_reuse_distance)
-        self.state = Residency(units, numels, limits.max_live_numel)
+        self.order, self.limits, self.on_disk = order, limits, on_disk
+        self.look_ahead = _LookAhead(order, groups, numels, limits.max_reuse_distance)
+        self.state = Residency(groups, numels, limits.max_live_numel)
         self.frontier = 0  # every ENTER before this index is provided for
 
-    def enter(self, index: int, unit: int) -> Fetch:
-        needs_nothing = not self.state.units[unit]
-        return self.state.enter(unit)._replace(prefetch=self._prefetch(index, needs_nothing))
+    def enter(self, index: int, group: int) -> Fetch:
+        needs_nothing = not self.state.groups[group]
+        return self.state.enter(group)._replace(prefetch=self._prefetch(index, needs_nothing))
 
-    def leave(self, index: int, unit: int) -> tuple[int, ...]:
+    def leave(self, index: int, group: int) -> tuple[int, ...]:
         state = self.state
         released: list[int] = []
-        for p in state.end_use(unit):
+        for p in state.end_execution(group):
             next_use = self.look_ahead.next_use.get((index, p))
             if next_use is not None and state.total - state.size(state.in_flight) <= self.limits.max_live_numel:
                 state.due[p] = next_use
@@ -214,14 +224,14 @@ class _Planner:
         return tuple(released)
 
     def _prefetch(self, now: int, needs_nothing: bool) -> tuple[int, ...]:
-        """Starts the units of the ENTERs after `now`, in order, up to the first that must wait, in one launch.
-        needs_nothing: the unit that is entered has no parameters, so the first of the others is needed at once, and
+        """Starts the groups of the ENTERs after `now`, in order, up to the first that must wait, in one launch.
+        needs_nothing: the group that is entered has no parameters, so the first of the others is needed at once, and
         does not count as ahead."""
         state = self.state
         started: list[int] = []
         ahead = state.size(state.in_flight)
         self.frontier = max(self.frontier, now + 1)
-        while self.frontier < len(self.trace) and ahead < self.limits.prefetch_numel:
+        while self.frontier < len(self.order) and ahead < self.limits.prefetch_numel:
             missing = self._missing(self.frontier, now)
             if missing is None:
                 break
@@ -244,11 +254,11 @@ class _Planner:
         in_flight = sum(self.on_disk.get(p, 0) for p in self.state.in_flight) if size else 0
         return not size or (now > 0 and in_flight + size <= self.limits.read_numel // 2)
 
-    def _missing(self, use: int, now: int) -> tuple[int, ...] | None:
-        """Return the parameters to gather for a later use; None where it is too early for it, because a parameter will
-        be released between `now` and that use."""
+    def _missing(self, enter: int, now: int) -> tuple[int, ...] | None:
+        """Return the parameters to gather for a later ENTER; None where it is too early for it, because a parameter
+        will be released between `now` and then."""
         missing = []
-        for p, closed, kept in self.look_ahead.arrivals[use]:
+        for p, closed, kept in self.look_ahead.arrivals[enter]:
             present = p in self.state.live or p in self.state.in_flight
             if closed > now and not (present and kept):
                 return None
@@ -258,27 +268,27 @@ class _Planner:
 
 
 def plan_step(
-    trace: Sequence[int],
-    units: Sequence[Sequence[int]],
+    order: Sequence[int],
+    groups: Sequence[Sequence[int]],
     numels: Sequence[int],
     limits: FetchLimits,
     on_disk: Mapping[int, int] = _NONE,
 ) -> FetchPlan:
-    """Plans a step. `trace` holds u for ENTER u and ~u for LEAVE u; `units` lists each unit's parameters without the
+    """Plans a step. `order` holds g for ENTER g and ~g for LEAVE g; `groups` lists each group's parameters without the
     persistent ones, each once; `numels` is indexed by parameter id. `on_disk`: of the parameters whose shards have to
     be read from disk for a gather, the elements of this rank's shard."""
-    planner = _Planner(trace, units, numels, limits, on_disk)
+    planner = _Planner(order, groups, numels, limits, on_disk)
     fetches, releases = [], []
-    for index, event in enumerate(trace):
+    for index, event in enumerate(order):
         fetches.append(planner.enter(index, event) if event >= 0 else _NOTHING)
         releases.append(planner.leave(index, ~event) if event < 0 else ())
     if on_disk and limits.read_numel:
-        fetches = _plan_reads(trace, fetches, releases, limits.read_numel, on_disk)
-    return FetchPlan(tuple(trace), (*trace, END), tuple(fetches), tuple(releases), planner.state.end_all())
+        fetches = _plan_reads(order, fetches, releases, limits.read_numel, on_disk)
+    return FetchPlan(tuple(order), (*order, END), tuple(fetches), tuple(releases), planner.state.end_all())
 
 
 def _plan_reads(
-    trace: Sequence[int],
+    order: Sequence[int],
     fetches: Sequence[Fetch],
     releases: Sequence[tuple[int, ...]],
     limit: int,
@@ -295,7 +305,7 @@ def _plan_reads(
     in_hand = launched = read = 0  # elements; gathers launched, and read for, so far
     in_flight: set[int] = set()
     planned = []
-    for index, (event, fetch) in enumerate(zip(trace, fetches, strict=True)):
+    for index, (event, fetch) in enumerate(zip(order, fetches, strict=True)):
         while launched < len(gathers) and gathers[launched][0] == index:
             in_flight.update(gathers[launched][1])
             if read == launched:  # these have not been read before

@@ -1,8 +1,8 @@
 """Schedule of gathers, prefetches and releases at stage 3, from ids and element counts. Standard library only.
 
-A *unit* is a module (or a subtree) with its parameters; a *use* is one execution of one unit, forward or backward; a
-*trace* is the events of a step in order: ENTER unit, LEAVE unit. The first step of a kind ("train", "eval", ...) is
-served on demand and recorded. Once all ranks are known to have the same trace it becomes a plan: one answer per event,
+A *group* is the parameters of a module or a subtree; an *execution* is one forward or backward of a group. The
+*execution order* is the events of a step: ENTER group, LEAVE group. The first step of a kind ("train", "eval", ...) is
+served on demand and recorded. Once all ranks are known to have the same order it becomes a plan: one answer per event,
 computed beforehand, so that following it is a comparison and a look-up. A step that departs from its plan goes on on
 demand and is recorded anew.
 
@@ -11,7 +11,7 @@ Sizes are in elements. Persistent parameters are always there: they are neither 
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPlan, Residency, plan_step
@@ -19,35 +19,36 @@ from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPl
 logger = logging.getLogger("zerolite")
 
 _LONGEST = 1 << 20  # events that are recorded: forwards that no backward follows never end their step
+_HASHES = (1 << 20) - 3  # a prime: hashes travel in floating point numbers
 
 
 class FetchSchedule:
     """Schedule that answers the events of a step; see the module.
 
     Args:
-        units: the parameter ids of each unit, by unit id; a parameter may belong to several.
+        groups: the parameter ids of each group, by group id; a parameter may belong to several.
         numels: elements of each parameter, by parameter id.
         persistent: ids of the parameters that always stay whole.
 
     Raises ValueError for an id without an entry in `numels`.
 
     Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order. Every
-    rank calls, in this order: begin_step, then enter and leave for each use, then end_step; afterwards, where
+    rank calls, in this order: begin_step, then enter and leave for each execution, then end_step; afterwards, where
     `candidate_hash` is not 0, the ranks compare it and all of them call adopt, or all of them reject. Events outside of
     a step are served on demand and not recorded.
     """
 
     def __init__(
-        self, units: Sequence[Sequence[int]], numels: Sequence[int], persistent: Collection[int], limits: FetchLimits
+        self, groups: Sequence[Sequence[int]], numels: Sequence[int], persistent: Collection[int], limits: FetchLimits
     ) -> None:
         self._numels = tuple(numels)
         self._persistent = frozenset(persistent)
         self._limits = limits
         self._on_disk: dict[int, int] = {}
-        for unit, parameters in enumerate(units):
+        for group, parameters in enumerate(groups):
             for p in parameters:
-                self._check(p, f"unit {unit}")
-        self.units = [tuple(dict.fromkeys(p for p in unit if p not in self._persistent)) for unit in units]
+                self._check(p, f"group {group}")
+        self.groups = [tuple(dict.fromkeys(p for p in group if p not in self._persistent)) for group in groups]
         self._plans: dict[str, FetchPlan] = {}
         self._candidates: dict[str, tuple[int, ...]] = {}
         self._serial = 0  # plans adopted so far
@@ -57,13 +58,11 @@ class FetchSchedule:
         self._position = 0
         self.following = False  # the events of this step agree with its plan; between steps, all of the last one did
         # The state on demand; empty while a plan is followed.
-        self._state = Residency(self.units, self._numels, limits.max_live_numel)
-        # The events of this step, on demand.
-        self._kind: str | None = None  # None: outside of a step
-        self._recording = False
-        self._trace: list[int] = []
-        self._count = 0
-        self._last: int | None = None
+        self._state = Residency(self.groups, self._numels, limits.max_live_numel)
+        self._kind: str | None = None  # of this step; None: outside of a step
+        self._recording = False  # the order of this step may become a plan
+        self._order: list[int] = []  # events of this step, while no plan is followed
+        self._dropped = 0  # events before those, of a step that is too long
         self.steps = 0  # begun so far
         self.gathers = 0  # a hash of all gathers so far
 
@@ -79,33 +78,32 @@ class FetchSchedule:
                 f"{place}: expected parameter ids from 0 to {last}, one per entry of numels; got {parameter}."
             )
 
-    def enter(self, unit: int) -> Fetch:
-        """A use of `unit` begins: what to release, launch, prefetch and wait for, in this order."""
+    def enter(self, group: int) -> Fetch:
+        """An execution of `group` begins: what to release, launch, prefetch and wait for, in this order."""
         plan, position = self._plan, self._position
-        if plan.events[position] == unit:
+        if plan.events[position] == group:
             self._position = position + 1
             return plan.fetches[position]
         self._depart()
-        self._note(unit)
-        return self._state.enter(unit)
+        self._note(group)
+        return self._state.enter(group)
 
-    def leave(self, unit: int) -> tuple[int, ...]:
-        """The latest open use of `unit` ends: what to release. Without an open use of it nothing happens."""
+    def leave(self, group: int) -> tuple[int, ...]:
+        """The latest open execution of `group` ends: what to release. Nothing if it has none."""
         plan, position = self._plan, self._position
-        if plan.events[position] == ~unit:
+        if plan.events[position] == ~group:
             self._position = position + 1
             return plan.releases[position]
         self._depart()
-        self._note(~unit)
-        return self._state.release(self._state.end_use(unit))
+        self._note(~group)
+        return self._state.release(self._state.end_execution(group))
 
     def _note(self, event: int) -> None:
-        self._count += 1
-        self._last = event
-        if self._recording:
-            self._trace.append(event)
-            if self._count > _LONGEST:
-                self._recording, self._trace = False, []
+        if len(self._order) == _LONGEST:
+            self._recording = False
+            self._dropped += _LONGEST
+            self._order.clear()
+        self._order.append(event)
 
     def note_gather(self, first: int, count: int) -> None:
         """``count`` parameters are gathered in one launch, the first of them ``first``. Called by all ranks for every
@@ -113,7 +111,7 @@ class FetchSchedule:
         self.gathers = hash((self.gathers, first, count))  # of integers: the same in every process
 
     def begin_step(self, kind: str) -> None:
-        """Begin a step, before its first event. Every kind of step has a trace and a plan of its own.
+        """Begin a step, before its first event. Every kind of step has an order and a plan of its own.
 
         A step that begins with something live (held, or left by a step that was not ended) is served on demand.
         """
@@ -125,7 +123,7 @@ class FetchSchedule:
         self._follow()
 
     def end_step(self) -> tuple[int, ...]:
-        """The step is over, open uses too: what to release, everything that is neither persistent nor held."""
+        """The step is over, open executions too: what to release, everything that is neither persistent nor held."""
         plan = self._plan
         if self.plan_progress[1]:
             if self._kind is not None:
@@ -134,32 +132,32 @@ class FetchSchedule:
             self._reset(None)
             return plan.final
         self._depart()
-        trace = tuple(self._trace)
-        if self._kind is not None and self._recording and trace:
+        order = tuple(self._order)
+        if self._kind is not None and self._recording and order:
             known = self._plans.get(self._kind)
-            if known is None or known.trace != trace:
-                self._candidates[self._kind] = trace
+            if known is None or known.order != order:
+                self._candidates[self._kind] = order
         self._reset(None)
         return self._state.end_all()
 
     def forget(self) -> tuple[int, ...]:
-        """Values changed, or an exception ended the step: closes all uses and gives what to release, everything that is
-        neither persistent nor held. What follows in this step is served on demand, and its trace is not adopted."""
+        """Values changed, or an exception ended the step: ends all executions and gives what to release, everything
+        that is neither persistent nor held. What follows in this step is served on demand and not adopted."""
         self._depart()
         if self._kind is not None:
             self.following = False
-        self._recording, self._trace = False, []
+        self._recording = False
         return self._state.end_all()
 
     def _reset(self, kind: str | None) -> None:
-        self._kind, self._trace, self._count, self._last, self._recording = kind, [], 0, None, False
+        self._kind, self._order, self._dropped, self._recording = kind, [], 0, False
 
     def _follow(self) -> None:
         """Start on this kind's plan if nothing has happened in the step and nothing is live, or record the step."""
         state = self._state
-        if self._kind is None or self._count or self._plan is not NO_PLAN:
+        if self._kind is None or self._order or self._plan is not NO_PLAN:
             return
-        # What runs inside the user's gather context may run on one rank alone, so it is no trace for all.
+        # What runs inside the user's gather context may run on one rank alone, so it is no order for all.
         self._recording = not (self.on_demand_only or self._paused or state.open or state.held)
         if self._recording and not state.live and not state.in_flight and self._kind in self._plans:
             self._plan, self._position = self._plans[self._kind], 0
@@ -173,98 +171,91 @@ class FetchSchedule:
         self._state = self._replay(plan, position)
         self._plan, self._position = NO_PLAN, 0
         self.following = False
-        self._trace = list(plan.trace[:position])
-        self._count = position
-        self._last = self._trace[-1] if self._trace else None
+        self._order = list(plan.order[:position])
 
     def _replay(self, plan: FetchPlan, position: int) -> Residency:
         """The state before event `position` of a plan."""
-        state = Residency(self.units, self._numels, self._limits.max_live_numel)
-        for event, fetch, releases in zip(plan.trace[:position], plan.fetches, plan.releases, strict=False):
+        state = Residency(self.groups, self._numels, self._limits.max_live_numel)
+        for event, fetch, releases in zip(plan.order[:position], plan.fetches, plan.releases, strict=False):
             state.release(fetch.release)
             for launch in (fetch.launch, fetch.prefetch):
                 state.start(launch)
             state.settle(fetch.wait)
             if event >= 0:
-                state.begin_use(event)
+                state.begin_execution(event)
             else:
-                state.end_use(~event)
+                state.end_execution(~event)
             state.release(releases)
         return state
 
-    def hold(self, parameters: Iterable[int]) -> None:
-        """Pins parameters that the caller has gathered, or found gathered: they are live from now on, and nothing
-        releases them before `unhold`. Holds are counted. Departs from the plan."""
-        held = [p for p in parameters if p not in self._persistent]
-        for p in held:
+    def hold(self, parameters: Sequence[int]) -> None:
+        """Keep parameters that the caller has gathered, or found gathered, and that are not held yet: nothing releases
+        them before `unhold`. Departs from the plan."""
+        for p in parameters:
             self._check(p, "hold")
-        if held:
+        if parameters:
             self._depart()
-        for p in held:
-            self._state.held[p] = self._state.held.get(p, 0) + 1
+        for p in parameters:
+            self._state.held.add(p)
             self._state.make_live(p)
 
-    def unhold(self, parameters: Iterable[int]) -> tuple[int, ...]:
-        """Ends a hold: what to release, the parameters that no other hold and no open use needs.
+    def unhold(self, parameters: Sequence[int]) -> tuple[int, ...]:
+        """End a hold: what to release, the parameters that no open execution needs.
 
         Raises ValueError for a parameter that is not held.
         """
-        state, ended = self._state, []
+        state = self._state
         for p in parameters:
-            if p in self._persistent:
-                continue
             if p not in state.held:
                 raise ValueError(f"unhold: expected a parameter that is held, got {p}; call hold before unhold.")
-            state.held[p] -= 1
-            if not state.held[p]:
-                del state.held[p]
-                ended.append(p)
-        released = state.release([p for p in ended if not state.needs[p]])
+            state.held.discard(p)
+        released = state.release([p for p in parameters if not state.needs[p]])
         self._follow()
         return released
 
-    def add_parameter(self, unit: int, parameter: int) -> None:
-        """An external parameter of `unit` was found. Drops all plans and candidates; records the rest of the step.
+    def add_parameter(self, group: int, parameter: int) -> None:
+        """An external parameter of `group` was found. Drops all plans and candidates; records the rest of the step.
 
-        If a use of the unit is open, the caller gathers the parameter: it is live, and released when that use ends.
+        If an execution of the group is open, the caller gathers the parameter: it is live, and released when that ends.
         """
-        self._check(parameter, f"unit {unit}")
-        if parameter in self._persistent or parameter in self.units[unit]:
+        self._check(parameter, f"group {group}")
+        if parameter in self._persistent or parameter in self.groups[group]:
             return
         self._depart()
         self._plans.clear()
         self._candidates.clear()
-        self.units[unit] = (*self.units[unit], parameter)
-        uses = self._state.open.count(unit)
-        if uses:
-            self._state.needs[parameter] += uses
+        self.groups[group] = (*self.groups[group], parameter)
+        open_executions = self._state.open.count(group)
+        if open_executions:
+            self._state.needs[parameter] += open_executions
             self._state.make_live(parameter)
 
     @property
     def plan_progress(self) -> tuple[int, bool]:
         """The serial number of the plan that this step has followed so far, the same on all ranks, 0 if none; and
         whether the step has reached its end."""
-        return self._plan.serial, self._plan is not NO_PLAN and self._position == len(self._plan.trace)
+        return self._plan.serial, self._plan is not NO_PLAN and self._position == len(self._plan.order)
 
     @property
-    def held(self) -> Mapping[int, int]:
-        """Number of holds of each parameter that is held."""
+    def held(self) -> Collection[int]:
+        """The parameters that are held."""
         return self._state.held
 
     @property
     def candidate_hash(self) -> int:
-        """40 bits over the traces that wait for adoption and the units they speak of; 0 if no trace waits."""
+        """20 bits over the orders that wait for adoption and the groups they speak of; 0 if none waits."""
         if not self._candidates:
             return 0
-        text = repr((self._waiting(), self.units))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") or 1
+        text = repr((self._waiting(), self.groups))
+        digest = hashlib.blake2b(text.encode(), digest_size=5).digest()
+        return int.from_bytes(digest, "big") % _HASHES + 1
 
     def adopt(self) -> None:
-        """All ranks have the same `candidate_hash`: their traces become plans, from the next step of their kind on.
+        """All ranks have the same `candidate_hash`: their orders become plans, from the next step of their kind on.
         Called by all ranks."""
-        for kind, trace in self._waiting():
+        for kind, order in self._waiting():
             self._serial += 1
-            plan = plan_step(trace, self.units, self._numels, self._limits, self._on_disk)
+            plan = plan_step(order, self.groups, self._numels, self._limits, self._on_disk)
             self._plans[kind] = replace(plan, serial=self._serial)
             del self._candidates[kind]
 
@@ -274,11 +265,11 @@ class FetchSchedule:
         return [item for item in found if item[0] == "train"] or found
 
     def reject(self) -> None:
-        """The ranks' traces differ: from now on everything is served on demand. Called by all ranks."""
+        """The ranks' orders differ: from now on everything is served on demand. Called by all ranks."""
         self._depart()
         self._plans.clear()
         self._candidates.clear()
-        self._recording, self._trace = False, []
+        self._recording = False
         self.on_demand_only = True
 
     def pause(self) -> None:
@@ -286,7 +277,7 @@ class FetchSchedule:
         Called by all ranks, some of which have no steps from here on."""
         self._depart()
         self._candidates.clear()
-        self._recording, self._trace = False, []
+        self._recording = False
         self.following, self._paused = False, True
 
     def resume(self) -> None:
@@ -295,74 +286,45 @@ class FetchSchedule:
 
     def events(self) -> tuple[str, int, tuple[int, ...]]:
         """For messages: the kind of the step, the number from 1 of the first event given, and the events of the step
-        from there: a unit that is entered, or ~unit when it is left. The latest alone where no trace is kept. May be
-        called by another thread."""
-        plan, position, trace, count, last = self._plan, self._position, tuple(self._trace), self._count, self._last
+        from there: a group that is entered, or ~group when it is left. May be called by another thread."""
+        plan, position, order, dropped = self._plan, self._position, tuple(self._order), self._dropped
         if plan is not NO_PLAN:
-            return self._kind or "", 1, plan.trace[:position]
-        if len(trace) == count:
-            return self._kind or "", 1, trace
-        return self._kind or "", count, () if last is None else (last,)
-
-    def where(self) -> str:
-        """Describe the position of this rank, for messages: the event, counted from 1, and the open uses, outermost
-        first."""
-        count, last, open_uses = self._count, self._last, self._state.open
-        if self._plan is not NO_PLAN:
-            count = self._position
-            last = self._plan.trace[count - 1] if count else None
-            open_uses = self._replay(self._plan, count).open
-        step = "outside of a step" if self._kind is None else f"of step kind {self._kind!r}"
-        event = f"before the first event {step}"
-        if last is not None:
-            use = f"unit {last} entered" if last >= 0 else f"unit {~last} left"
-            event = f"event {count} {step}: {use}"
-        return f"{event}; open uses: {', '.join(map(str, open_uses)) or 'none'}"
+            return self._kind or "", 1, plan.order[:position]
+        return self._kind or "", dropped + 1, order
 
 
-class TraceAgreement:
-    """Every rank's vote is a number for the trace that it has recorded. Votes travel in a step's statistics, and the
-    next update, which all ranks call, lets the schedule follow the trace or drop it: when the host reads statistics is
-    each rank's own affair.
+class ScheduleAgreement:
+    """Comparison of the ranks' recorded execution orders, so that all ranks adopt the same plan in the same update.
 
-    Whether the votes agreed is the same on all ranks, and while they agree the votes are, so all adopt the same traces.
+    A hash of the order travels in a step's statistics. When the host reads statistics is each rank's own affair; the
+    next update, which all ranks call, acts on what they have said. If the hashes matched, all ranks know it.
     """
 
     def __init__(self, schedule: FetchSchedule, says: bool) -> None:
         """says: this rank logs."""
         self.schedule, self._says = schedule, says
-        self._sent = 0
-        self._last = 0
-        self._agreed = True
+        self._collected = 0  # hash in the statistics that were collected last
+        self._compared = 0  # hash in the statistics of the update before
+        self._match = True
 
-    def vote(self) -> int:
-        """Return this rank's vote, which travels in the statistics that are being collected."""
-        self._sent = self._of_candidate()
-        return self._sent
+    def schedule_hash(self) -> int:
+        """Return the hash that travels in the statistics that are being collected: from 1 to 2^20, 0 for none."""
+        self._collected = self.schedule.candidate_hash
+        return self._collected
 
-    def _of_candidate(self) -> int:
-        """A number from 1 to 2^20 for a trace that waits to be compared; 0 if there is none."""
-        waiting = self.schedule.candidate_hash
-        return waiting % 1_048_573 + 1 if waiting else 0
+    def note(self, schedules_match: bool) -> None:
+        """The statistics of the last update have been read."""
+        self._match = schedules_match
 
-    def cast(self) -> None:
-        """An update begins that uses the statistics with the last :meth:`vote`. Only this counts: clipping may have
-        collected them before the vote of the step before was decided on."""
-        self._last = self._sent
-
-    def note(self, agreed: bool) -> None:
-        """The statistics have been read. agreed: all ranks gave the same vote."""
-        self._agreed = agreed
-
-    def decide(self) -> None:
-        """Follow the trace of the last vote, or drop it. Called on all ranks, in the same place of every step."""
-        agreed, self._agreed = self._agreed, True
-        vote, self._last = self._last, 0
-        if agreed and not vote:
-            return
-        if not agreed:
-            self.schedule.reject()
-            if self._says:
+    def begin_update(self) -> None:
+        """Adopt the order that the update before has compared, or drop it. Called on all ranks, at the same place of
+        every update, when its statistics are collected."""
+        match, self._match = self._match, True
+        # Only an update's statistics count: clipping collects some before the hashes of the step before have been read.
+        compared, self._compared = self._compared, self._collected
+        if not match:
+            if self._says and not self.schedule.on_demand_only:
                 logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
-        elif self._of_candidate() == vote:
+            self.schedule.reject()
+        elif compared and self.schedule.candidate_hash == compared:
             self.schedule.adopt()

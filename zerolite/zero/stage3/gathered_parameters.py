@@ -10,9 +10,10 @@ import torch
 
 from zerolite.comm.initial_sync import content_hash
 from zerolite.utils.accelerator import address, host_values
-from zerolite.zero.stage3.param_group import by_group, refresh
+from zerolite.zero.stage3.comm_context import by_context
 from zerolite.zero.stage3.partition_parameters import broadcast_flat, commit_all, register_external_parameter
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
+from zerolite.zero.stage3.persistent_parameters import refresh
 
 _contexts: list[GatheredParameters] = []  # entered, the innermost last
 
@@ -69,9 +70,9 @@ class GatheredParameters:
             commit_all()
             lasting = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
             with contextlib.ExitStack() as undo:
-                for group, of_group in by_group(self._handles):
-                    group.hold(of_group)
-                    undo.callback(group.unhold, of_group)
+                for context, members in by_context(self._handles):
+                    context.hold(members)
+                    undo.callback(context.unhold, members)
                 for handle in self._handles:
                     handle.bring_home()
                     handle.expose()  # the block may keep aliases of the values
@@ -98,8 +99,8 @@ class GatheredParameters:
                 else:
                     guilty = self._changed()
             finally:
-                for group, of_group in by_group(self._handles):
-                    group.unhold(of_group)
+                for context, members in by_context(self._handles):
+                    context.unhold(members)
                 saved, self._saved = self._saved, {}
                 self._digests = {}
             if guilty:
@@ -132,7 +133,7 @@ class GatheredParameters:
             return None
         comm = self._handles[0].comm
         fits = [handle.parameter.data.shape == handle.shape for handle in self._handles]
-        bad = torch.tensor([not fit for fit in fits], dtype=torch.int64, device=self._handles[0].group.device)
+        bad = torch.tensor([not fit for fit in fits], dtype=torch.int64, device=self._handles[0].context.device)
         comm.broadcast(bad, "parameters", source)
         wrong = [handle for handle, flag in zip(self._handles, host_values(bad), strict=True) if flag]
         if wrong:
@@ -157,7 +158,7 @@ class GatheredParameters:
         """The parameters that some rank has changed; they are taken back."""
         if not self._digests:
             return []
-        device = self._handles[0].group.device
+        device = self._handles[0].context.device
         flags = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
         for position, handle in enumerate(self._handles):
             if id(handle) not in self._digests:

@@ -23,7 +23,7 @@ from zerolite.offload.placements import HostPlacement, Placement, Placements
 from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import default_device
-from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0, unseen
 from zerolite.zero.stage3.partitioned_model import partition_model
 from zerolite.zero.stage3.partitioned_parameter import handle_of
@@ -39,12 +39,12 @@ class Init:
     Args:
         module: an existing model, partitioned at once; no context needed.
         config_dict_or_path: the training config, checked now; below stage 3 nothing is partitioned (with stage "auto"
-            it is, until the engine has chosen). With zero_optimization.offload_param parts rest on the host or on disk
-            as soon as they are cut, so that a model may be larger than what the device has, or the host;
-            ``zerolite.initialize`` gives them their place again.
-        remote_device: where parts rest, instead: "none" or this process's device for the device, "cpu" for the host,
-            "nvme" for the disk that the config names; None: as the config says.
-        dtype: of the parts; by default the parameters' own, so that the master weights are exact.
+            it is, until the engine has chosen). With zero_optimization.offload_param shards are on the host or on disk
+            from the beginning, so that a model may be larger than the device's memory, or the host's;
+            ``zerolite.initialize`` places them anew.
+        remote_device: placement of the shards, instead: "none" or this process's device for the device, "cpu" for the
+            host, "nvme" for the disk that the config names; None: as the config says.
+        dtype: of the shards; by default the parameters' own, so that the master weights are exact.
         enabled: False for a context that does nothing.
 
     Rank 0's values are everyone's. Initialisation code of the model itself (``apply``, loops over parameters) finds
@@ -86,9 +86,9 @@ class Init:
         init_distributed()
         device = default_device(local_rank())
         # Until an engine takes the parameters over.
-        self._group = _group(remote_device, config, device, create_communicator(device))
+        self._context = _context(remote_device, config, device, create_communicator(device))
         if module is not None:
-            partition_model(module, self._group, dtype)
+            partition_model(module, self._context, dtype)
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -131,7 +131,7 @@ class Init:
             self._partition(child.modules())
             for inside, parameter in child.named_parameters():
                 handle = handle_of(parameter)
-                if handle is not None and handle.group.coordinator is None:
+                if handle is not None and handle.context.coordinator is None:
                     handle.rename(f"{name}.{inside}")
 
     def _partition_finished(self) -> None:
@@ -150,16 +150,16 @@ class Init:
                 if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
                     continue
                 if not parameter.is_meta:
-                    take_rank0(parameter, self._group)
-                    partition(parameter, name, self._group, self._dtype)
+                    take_rank0(parameter, self._context)
+                    partition(parameter, name, self._context, self._dtype)
             self._built.pop(id(module), None)
 
 
-def _group(
+def _context(
     remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, comm: Communicator
-) -> ParamGroup:
-    """The group of the parameters, which says where parts rest until an engine takes them over. Raises ValueError for
-    ``remote_device``, OSError for a disk that cannot be used."""
+) -> CommContext:
+    """Return the context of the parameters until an engine takes them over. Raises ValueError for ``remote_device``,
+    OSError for a disk that cannot be used."""
     chosen: str = "none" if config is None else config.zero_optimization.offload_param.device
     if remote_device not in (None, chosen):
         if remote_device == "cpu":
@@ -177,16 +177,16 @@ def _group(
                 f"{remote_device!r}"
             )
     if chosen == "none":
-        return ParamGroup(comm, device)
+        return CommContext(comm, device)
     host = HostPlacement(pin=False)  # the engine gives them other memory
     placements = Placements(device, Placement(device), host, apart=device.type != "cpu")
     if chosen == "nvme" and config is not None:
         placements = placements_of(_only_parameters(config), device, device.type, comm)
-    return ParamGroup(comm, device, ShardReader(placements, Transfers(placements)), placements.place_parameters)
+    return CommContext(comm, device, ShardReader(placements, Transfers(placements)), placements.place_parameters)
 
 
 def _only_parameters(config: ZeroliteConfig) -> ZeroliteConfig:
-    """``config`` without an optimizer that rests elsewhere."""
+    """Return ``config`` without an offloaded optimizer."""
     zero = config.zero_optimization
     return config.model_copy(
         update={"zero_optimization": zero.model_copy(update={"offload_optimizer": OffloadOptimizerConfig()})}

@@ -1,360 +1,244 @@
-"""Parameter group: partitioned parameters that one communicator gathers, those of an engine or of one ``zero.Init``."""
+"""Parameter groups of stage 3: parameters that are gathered, released and reduced as one (FSDP2: ``FSDPParamGroup``).
+
+A group has the parameters of one module, or of a whole subtree: a repeated block, a subtree that is too small to be
+worth several collectives, a compiled one, or one that the user names (:func:`plan_param_groups`).
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from zerolite.comm import Communicator, Pending
-from zerolite.offload.placements import Placement
-from zerolite.offload.shard_reader import Arrival, ShardReader, undispatched
-from zerolite.utils.accelerator import addresses
-from zerolite.utils.memory_tags import BUCKETS, DEVICE, GATHERED, PERSISTENT, listeners, resize, tag_memory
-from zerolite.zero.buffer import take_values
-from zerolite.zero.stage3.partitioned_parameter import (
-    AVAILABLE,
-    NOT_AVAILABLE,
-    PartitionedParameter,
-    arrive,
-    wait_for,
-)
-from zerolite.zero.stage3.released_parameter import open_all
+from zerolite.utils.module_hook import is_compiled
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, whole_numel
 
-if TYPE_CHECKING:
-    from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-
-class AllGather:
-    """One all-gather of several parameters, pending until one of them is needed."""
-
-    __slots__ = ("_arrival", "_pending", "members")
-
-    def __init__(
-        self, members: Sequence[PartitionedParameter], pending: Pending | None, arrival: Arrival | None
-    ) -> None:
-        self.members = members
-        self._pending = pending
-        self._arrival = arrival  # of the shards that have rested elsewhere
-
-    def wait(self) -> None:
-        """Wait for it: its parameters may be read from now on. On CUDA the stream waits, not the host."""
-        try:
-            if self._pending is not None:
-                with undispatched():
-                    self._pending.wait()
-                    if self._arrival is not None:
-                        self._arrival.end()
-        except BaseException:
-            for member in self.members:
-                member.drop()
-            raise
-        arrive(self.members)
-
-
-class GatherListener(Protocol):
-    """Listener that is called before this rank launches gathers, on all ranks in the same order."""
-
-    def before_launch(self, indices: Sequence[int]) -> None:
-        """These parameters are about to be gathered, in one launch."""
-
-    def before_external(self, unit: int, index: int) -> None:
-        """Note that ``unit`` gathers, from now on, a parameter that it turns out to use."""
+LARGEST_SHARE = 4
+"""A block has at most one fourth of the model: two or three groups are whole at a time, and that must stay a part."""
 
 
 class ParamGroup:
-    """See the module.
+    """Parameters of a module, or of a subtree, that are gathered as one. Graphs keep it, so it knows modules weakly.
 
     Attributes:
-        comm: of the gathers.
-        device: where whole values are.
-        reader: brings shards to the device; None where all rest there.
-        updates: how many the engine has made.
-        listener: told of gathers, and of parameters that a unit turns out to use: engine.join() wants to know.
-        allocations: how often a parameter has got other memory for its whole values.
-        kept: parameters that a user has made whole, until the engine releases them.
+        index: number of the group in its model; 0 is the root's.
+        name: qualified name of the module.
+        parameters: those that are released, each once.
+        is_embedding: True if the module is an embedding and nothing else, whose backward needs no values of the weight.
+        open_executions: executions under way that need the values; the coordinator counts them.
+        called_inside: a module of the subtree that has been called without the group's own.
     """
+
+    __slots__ = (
+        "_inside",
+        "_module",
+        "called_inside",
+        "index",
+        "is_embedding",
+        "name",
+        "open_executions",
+        "parameters",
+    )
 
     def __init__(
         self,
-        comm: Communicator,
-        device: torch.device,
-        reader: ShardReader | None = None,
-        home: Callable[[int], Placement] | None = None,
+        index: int,
+        name: str,
+        module: torch.nn.Module,
+        parameters: Sequence[PartitionedParameter],
+        inside: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """home: where a shard of so many elements is to rest; None: on ``device``."""
-        self.comm = comm
-        self.device = device
-        self.reader = reader
-        self.updates = 0
-        self.allocations = 0
-        self.listener: GatherListener | None = None
-        self._home = home
-        self._coordinator: Callable[[], PartitionedParameterCoordinator | None] = _no_engine
-        self._copies: ParamGroup | None = None
-        self._held: Counter[PartitionedParameter] = Counter()  # as long as no engine has the parameters
-        self.kept: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
-
-    def placement_of(self, numel: int) -> Placement:
-        """Return the placement of a shard of ``numel`` elements."""
-        return Placement(self.device) if self._home is None else self._home(numel)
-
-    # ---------------------------------------------------------------- the engine that has it
+        """inside: modules of the subtree, which are gathered with ``module``."""
+        self.index = index
+        self.name = name
+        self.parameters = list(parameters)
+        self._module = weakref.ref(module)
+        self._inside = [weakref.ref(member) for member in inside]
+        self.is_embedding = _is_embedding(module, parameters)
+        self.open_executions = 0
+        self.called_inside: torch.nn.Module | None = None
 
     @property
-    def coordinator(self) -> PartitionedParameterCoordinator | None:
-        """The coordinator that gathers these parameters, as long as its engine exists."""
-        return self._coordinator()
+    def module(self) -> torch.nn.Module:
+        """The module whose forward is an execution of the group."""
+        module = self._module()
+        assert module is not None, "a model outlives its engine"
+        return module
 
-    def serve(self, coordinator: PartitionedParameterCoordinator) -> None:
-        """Be gathered by ``coordinator`` from now on."""
-        self._coordinator = weakref.ref(coordinator)
+    @property
+    def inside(self) -> list[torch.nn.Module]:
+        """The modules of the subtree without the group's own."""
+        return [module for ref in self._inside if (module := ref()) is not None]
 
-    def without_engine(self) -> ParamGroup:
-        """The group for copies of these parameters, which no engine has."""
-        if self._coordinator is _no_engine:
-            return self
-        if self._copies is None:
-            self._copies = ParamGroup(self.comm, self.device, self.reader)
-        return self._copies
+    def call_inside(self, module: torch.nn.Module | None) -> None:
+        """``module`` of the subtree is called without the group's own; None: it has returned."""
+        self.called_inside = module
 
-    def read_with(self, reader: ShardReader | None) -> None:
-        """Let ``reader`` bring the shards from now on."""
-        self.reader = reader
+    def need_values(self) -> None:
+        """The backward needs values from now on, of another parameter than the embedding's."""
+        self.is_embedding = False
 
-    def listen(self, listener: GatherListener | None) -> None:
-        """Tell ``listener`` of gathers from now on, instead of the one before; None: no listener."""
-        self.listener = listener
+    def reset(self) -> None:
+        """No execution is under way any more."""
+        self.open_executions, self.called_inside = 0, None
 
-    def on_update(self) -> None:
-        """The engine has given shards new values."""
-        self.updates += 1
 
-    def note_memory(self) -> None:
-        """A parameter has got other memory for its whole values."""
-        self.allocations += 1
+def _is_embedding(module: torch.nn.Module, parameters: Sequence[PartitionedParameter]) -> bool:
+    """True for an embedding. Subclasses, methods put on the module and hooks may compute more with its weight."""
+    if type(module) is not torch.nn.Embedding or "forward" in vars(module):
+        return False
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return not hooked and list(parameters) == [handle_of(module._parameters["weight"])]
 
-    def note_kept(self, parameter: PartitionedParameter) -> None:
-        """A user has made ``parameter`` whole, for as long as the engine does not release it."""
-        if not parameter.persistent:
-            self.kept.add(parameter)
 
-    def keeps_some(self) -> bool:
-        """True if a parameter that a user has made whole is whole still."""
-        self.kept = weakref.WeakSet(parameter for parameter in self.kept if parameter.status is AVAILABLE)
-        return bool(self.kept)
+def groups_of_parameters(groups: Sequence[ParamGroup]) -> dict[PartitionedParameter, list[int]]:
+    """Return the groups of each parameter, the first one first: tied weights have several."""
+    found: dict[PartitionedParameter, list[int]] = {}
+    for group in groups:
+        for parameter in group.parameters:
+            found.setdefault(parameter, []).append(group.index)
+    return found
 
-    # ---------------------------------------------------------------- gathers
 
-    def all_gather(self, members: Sequence[PartitionedParameter]) -> None:
-        """Start to gather ``members``, which are not available, in one launch. Called on all ranks, in the same
-        order."""
-        coordinator, reader = self._coordinator(), self.reader
-        if coordinator is not None:
-            coordinator.schedule.note_gather(members[0].index + 1, len(members))
-        if self.listener is not None:
-            self.listener.before_launch([member.index for member in members])
-        pending = arrival = None
-        try:
-            moved = [member for member in members if member.storage is not None]
-            if moved:
-                for member in moved:
-                    resize(member.storage, member.nbytes)  # type: ignore[arg-type]
-                if listeners:
-                    for member in moved:
-                        tag_memory(member.full, PERSISTENT if member.persistent else GATHERED)
-                with undispatched():
-                    fulls, shards = [member.full for member in moved], [member.shard for member in moved]
-                    key = members[0].index + 1
-                    if reader is None:
-                        pending = self.comm.gather_shards(fulls, shards, "parameters", key)
-                    else:
-                        arrival = reader.bring(moved, alone=self.comm.world_size == 1)
-                        with arrival.behind_copies():
-                            pending = self.comm.gather_shards(fulls, arrival.shards, "parameters", key, shards)
-        except BaseException:
-            if arrival is not None:
-                arrival.end()  # nothing may be copied into memory that is freed now
-            for member in members:
-                member.drop()
-            raise
-        wait_for(members, AllGather(members, pending, arrival))
+LeafRule = Callable[[str, torch.nn.Module], bool]
 
-    def gather(self, members: Sequence[PartitionedParameter]) -> None:
-        """Make ``members`` whole, in one launch, and wait for it. Called on all ranks, in the same order."""
-        missing = dict.fromkeys(member for member in members if member.status is NOT_AVAILABLE)
-        if missing:
-            self.all_gather(list(missing))
-        for member in members:
-            if member.pending is not None:
-                member.pending.wait()
 
-    # ---------------------------------------------------------------- gather contexts
+def leaf_rule(
+    patterns: Sequence[str], classes: Sequence[str] = (), names: Sequence[str] = (), suffixes: Sequence[str] = ()
+) -> LeafRule:
+    """Rule that tells from a module's name in the model and its class if it is gathered as one with all that is in
+    it."""
 
-    def hold(self, members: Sequence[PartitionedParameter]) -> None:
-        """Gather ``members`` and keep them until :meth:`unhold`; calls nest. Called on all ranks."""
-        coordinator = self._coordinator()
-        if coordinator is not None:
-            coordinator.hold([member.index for member in members])
-        else:
-            self.gather(members)
-            self._held.update(members)
-        open_all([member.parameter for member in members])
+    def is_leaf(name: str, module: torch.nn.Module) -> bool:
+        cls = type(module)
+        own = {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
+        if own & set(classes) or name in names or any(name.endswith(suffix) for suffix in suffixes):
+            return True
+        return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, *own))
 
-    def unhold(self, members: Sequence[PartitionedParameter]) -> None:
-        """End one :meth:`hold`. Called on all ranks."""
-        coordinator = self._coordinator()
-        if coordinator is not None:
-            coordinator.unhold([member.index for member in members])
+    return is_leaf
+
+
+def plan_param_groups(
+    model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int = 0
+) -> list[ParamGroup]:
+    """Return the parameter groups of ``model``, the root first.
+
+    These are one group with all that is in them:
+
+    - a subtree for which ``is_leaf`` says so, and a compiled one;
+    - a subtree with at most ``granularity`` elements that can be released;
+    - a repeated block: a child of a ModuleList or Sequential that has another one of its class. It must fit twice into
+      ``max_live`` elements (0: no blocks), because the next block is gathered while this one computes, and have at
+      most a fourth of the model. What is in a larger block is judged alike, as if it were a block. A module that holds
+      a list of repeated modules (experts) need fit only once: ranks may send their tokens to different ones, and must
+      gather the same all the same.
+
+    Subtrees of the first kind inside a block are groups of their own.
+    """
+    return _Planner(model, is_leaf, granularity, max_live).groups
+
+
+class _Planner:
+    def __init__(self, model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int) -> None:
+        self._is_leaf, self._granularity, self._max_live = is_leaf, granularity, max_live
+        self._largest = _numel(model) // LARGEST_SHARE
+        self._seen: set[int] = set()  # modules that have a group, or were descended into
+        self._model = model
+        self.groups: list[ParamGroup] = []
+        self._walk("", model, in_block=False)
+
+    def _walk(self, name: str, module: torch.nn.Module, in_block: bool) -> None:
+        if id(module) in self._seen:
             return
-        self._held.subtract(members)
-        self._held = +self._held  # without those that nothing holds any more
-        for member in members:
-            if member not in self._held:
-                member.release()
+        size = _numel(module)
+        small = size <= self._granularity and _has_forward(module)
+        if size and (small or self._is_asked_for(name, module)):
+            self._add(name, module, list(module.modules()))
+        elif size and in_block and _has_forward(module) and self._fits(module, size):
+            apart = {
+                f"{name}.{inside}": child
+                for inside, child in module.named_modules()
+                if inside and self._is_asked_for(f"{name}.{inside}", child)
+            }
+            self._add(name, module, list(_subtree(module, {id(child) for child in apart.values()})))
+            for child_name, child in apart.items():
+                self._walk(child_name, child, in_block=False)
+        else:
+            self._add(name, module, [module])
+            repeated = _repeated(module)
+            for child_name, child in module.named_children():
+                of_block = in_block or type(child) in repeated
+                self._walk(f"{name}.{child_name}" if name else child_name, child, of_block)
 
-    def times_held(self, member: PartitionedParameter) -> int:
-        """The number of open holds of a parameter."""
-        coordinator = self._coordinator()
-        return self._held[member] if coordinator is None else coordinator.schedule.held.get(member.index, 0)
+    def _is_asked_for(self, name: str, module: torch.nn.Module) -> bool:
+        return self._is_leaf(name, module) or is_compiled(module)
 
+    def _fits(self, module: torch.nn.Module, size: int) -> bool:
+        has_list = any(_repeated(child) for child in module.children())
+        return size <= min(self._largest, self._max_live if has_list else self._max_live // 2)
 
-def _no_engine() -> None:
-    """Parameters that no engine has."""
-
-
-def by_group(members: Iterable[PartitionedParameter]) -> list[tuple[ParamGroup, list[PartitionedParameter]]]:
-    """Return ``members`` by their group, each in the order of ``members``."""
-    found: dict[ParamGroup, list[PartitionedParameter]] = {}
-    for member in members:
-        found.setdefault(member.group, []).append(member)
-    return list(found.items())
-
-
-def gather(members: Iterable[PartitionedParameter]) -> None:
-    """Make ``members`` whole, in one launch for each group, and wait for it. Called on all ranks, in the same order."""
-    for group, of_group in by_group(members):
-        group.gather(of_group)
-
-
-# -------------------------------------------------------------------- new values into what is whole
-
-
-class _Row(NamedTuple):
-    """Shards that follow each other in memory: as one tensor, their lengths, and where the whole values are; of one
-    shard alone these are the parameter's own memory."""
-
-    shard: torch.Tensor
-    parts: list[int]
-    wholes: list[torch.Tensor]
-
-
-class Refresh:
-    """Gathers new values into parameters of one group that are available, in one launch: into the same memory. Shards
-    that lie side by side travel as one tensor. Valid as long as shards and whole values stay where they are."""
-
-    def __init__(self, group: ParamGroup, members: Sequence[PartitionedParameter]) -> None:
-        self._group = group
-        self._away = [m for m in members if m.storage is not None and m.placement.place != DEVICE]
-        near = [m for m in members if m.storage is not None and m.placement.place == DEVICE]
-        self._count, self._key = len(near), near[0].index + 1 if near else 0
-        self._rows = [self._row(members) for members in _rows(near)]
-
-    def _row(self, members: Sequence[PartitionedParameter]) -> _Row:
-        parts = [member.shard.numel() for member in members]
-        shard = members[0].shard.as_strided((sum(parts),), (1,))
-        if len(members) == 1:
-            return _Row(shard, parts, [members[0].full])
-        world = self._group.comm.world_size
-        return _Row(shard, parts, [m.full.view(world, part) for m, part in zip(members, parts, strict=True)])
-
-    def run(self) -> None:
-        """Do it. Called on all ranks, in the same order."""
-        if self._away:
-            for member in self._away:
-                member.expire()
-            self._group.gather(self._away)
-        if self._rows:
-            coordinator = self._group.coordinator
-            if coordinator is not None:
-                coordinator.schedule.note_gather(self._key, self._count)
-            with undispatched():
-                self._gather_rows(self._group.comm)
-
-    def _gather_rows(self, comm: Communicator) -> None:
-        """Gather each row as one tensor, and copy it into the whole values of its members; a row of one, straight
-        there."""
-        world, fulls = comm.world_size, []
-        for shard, _, wholes in self._rows:
-            together = len(wholes) > 1
-            fulls.append(tag_memory(shard.new_empty(world * shard.numel()), BUCKETS) if together else wholes[0])
-        comm.gather_shards(fulls, [row.shard for row in self._rows], "parameters", self._key).wait()
-        for full, (_, parts, wholes) in zip(fulls, self._rows, strict=True):
-            if len(wholes) > 1:
-                torch.split_with_sizes_copy(full.view(world, -1), parts, dim=1, out=wholes)
+    def _add(self, name: str, module: torch.nn.Module, subtree: list[torch.nn.Module]) -> None:
+        """A group of the parameters of ``subtree``, whose root is ``module``; only the model's may have none."""
+        found: dict[int, PartitionedParameter] = {}
+        for member in subtree:
+            for parameter in (*member.parameters(recurse=False), *external_parameters(member)):
+                handle = handle_of(parameter)
+                if handle is not None and not handle.persistent:
+                    found[id(parameter)] = handle
+        inside = [member for member in subtree[1:] if id(member) not in self._seen]
+        self._seen.update(map(id, subtree))
+        if found or module is self._model:
+            self.groups.append(ParamGroup(len(self.groups), name, module, list(found.values()), inside))
 
 
-class WholeParameters:
-    """Parameters of one group that are never released. What each step does with them is planned once, for the memory
-    that shards and whole values have now, and again when one of them has got other memory."""
+def _subtree(module: torch.nn.Module, without: set[int]) -> Iterator[torch.nn.Module]:
+    """``module`` and all modules in it, each once, but those in ``without`` (ids) and what is in them alone."""
+    found: dict[int, torch.nn.Module] = {}
 
-    def __init__(self, group: ParamGroup, members: Sequence[PartitionedParameter]) -> None:
-        self._group = group
-        self._members = members
-        self._plan()
+    def walk(module: torch.nn.Module) -> None:
+        if id(module) not in found and id(module) not in without:
+            found[id(module)] = module
+            for child in module.children():
+                walk(child)
 
-    def _plan(self) -> None:
-        self._allocations = self._group.allocations
-        self._parameters = [member.parameter for member in self._members]
-        self._views = [member.view for member in self._members]
-        apart = [member for member in self._members if member.storage is not None]
-        self._parts = [member.own_part() for member in apart]
-        self._shards = [member.shard[: len(part)] for member, part in zip(apart, self._parts, strict=True)]
-        self._refresh = Refresh(self._group, self._members)
-
-    def take_writes(self) -> None:
-        """Copy the user's writes into whole values, which are alike on all ranks, into the shards."""
-        if self._allocations != self._group.allocations:
-            self._plan()
-        found, homes = addresses(self._parameters), addresses(self._views)
-        if found != homes:
-            for member, place, home in zip(self._members, found, homes, strict=True):
-                if place != home:
-                    take_values(member.name, member.parameter, member.view)
-        reader = self._group.reader
-        if self._shards and reader is None:
-            torch._foreach_copy_(self._shards, self._parts)
-        elif self._shards and reader is not None:
-            reader.write(self._shards, self._parts)
-
-    def refresh(self) -> None:
-        """Gather the values of an update. Called on all ranks, in the same order."""
-        if self._allocations != self._group.allocations:
-            self._plan()
-        self._refresh.run()
+    walk(module)
+    return iter(found.values())
 
 
-def refresh(members: Sequence[PartitionedParameter]) -> None:
-    """Gather new values into parameters that are available. Called on all ranks, in the same order."""
-    for group, of_group in by_group(members):
-        Refresh(group, of_group).run()
+def _repeated(module: torch.nn.Module) -> set[type]:
+    """The classes of which a list has several children that own parameters."""
+    if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+        return set()
+    counts = Counter(type(child) for child in module.children() if _numel(child))
+    return {cls for cls, count in counts.items() if count > 1}
 
 
-def _rows(members: Sequence[PartitionedParameter]) -> list[list[PartitionedParameter]]:
-    """Return ``members`` in runs whose shards follow each other in one memory. Runs are in the order of ``members``,
-    which is the same on all ranks; addresses are not."""
-    rows: list[list[PartitionedParameter]] = []
-    latest: dict[Any, tuple[list[PartitionedParameter], int]] = {}  # by memory: its last run, and where that ends
-    for member in members:
-        shard = member.shard
-        memory, start = (shard.untyped_storage()._cdata, shard.dtype), int(shard.storage_offset())
-        row, end = latest.get(memory, ([], -1))
-        if start != end:
-            row = []
-            rows.append(row)
-        row.append(member)
-        latest[memory] = (row, start + shard.numel())
-    return rows
+def _numel(module: torch.nn.Module) -> int:
+    """Elements that can be released."""
+    return sum(whole_numel(parameter) for parameter in module.parameters() if is_released(parameter))
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    """True if the module can be called, so that its hooks run: containers cannot."""
+    return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
+
+
+def is_released(parameter: torch.nn.Parameter) -> bool:
+    """True if a parameter is partitioned and does not stay whole."""
+    handle = handle_of(parameter)
+    return handle is not None and not handle.persistent
+
+
+def owns_released(module: torch.nn.Module) -> bool:
+    """True if a module itself has a parameter that is released."""
+    return any(parameter is not None and is_released(parameter) for parameter in module._parameters.values())
+
+
+def external_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters registered by ``register_external_parameter``."""
+    found: list[torch.nn.Parameter] = module.__dict__.get("_zero_external_parameters", [])
+    return found

@@ -1,4 +1,4 @@
-"""Partitioning of parameters, and what the code that initialises a model may do with partitioned ones."""
+"""Partitioning of parameters, and access to them for the code that initialises a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.offload.placements import Placement
 from zerolite.zero.buffer import dense_strides, flattened
-from zerolite.zero.stage3.param_group import ParamGroup, gather
+from zerolite.zero.stage3.comm_context import CommContext, gather
+from zerolite.zero.stage3.param_group import external_parameters
 from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
@@ -24,14 +25,13 @@ from zerolite.zero.stage3.partitioned_parameter import (
     users_attributes,
 )
 from zerolite.zero.stage3.released_parameter import NEEDS_NO_VALUES, SHAPES
-from zerolite.zero.stage3.units import external_parameters
 
-_off: Callable[[], Any] = torch._C.DisableTorchFunction  # no mode sees the torch functions that run inside
+_off: Callable[[], Any] = torch._C.DisableTorchFunction  # function modes do not see what runs inside
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def unseen(function: _Function) -> _Function:
-    """Run ``function`` without gradients, and so that no function mode sees what it calls.
+    """Run ``function`` without gradients, and hidden from function modes.
 
     The order matters: entering and leaving ``no_grad`` is itself a torch function that a mode would see.
     """
@@ -48,16 +48,20 @@ def unseen(function: _Function) -> _Function:
 def partition(
     parameter: torch.nn.Parameter,
     name: str,
-    group: ParamGroup,
+    context: CommContext,
     dtype: torch.dtype | None = None,
     placement: Placement | None = None,
 ) -> PartitionedParameter:
-    """Cut a plain parameter, equal on all ranks, into parts, in ``dtype`` if it is floating. Its identity, attributes
-    and strides stay. placement: where the part rests; None: as the group says. Called on all ranks, in the same
-    order."""
+    """Partition a plain parameter, which is equal on all ranks. Its identity, attributes and strides stay. Called on
+    all ranks, in the same order.
+
+    Args:
+        dtype: of the shard, if the parameter is floating; None: its own.
+        placement: of the shard; None: as the context says.
+    """
     if dtype is not None and parameter.is_floating_point():
         parameter.data = parameter.data.to(dtype)
-    handle = PartitionedParameter(parameter, name, group, placement)
+    handle = PartitionedParameter(parameter, name, context, placement)
     parameter.__deepcopy__ = functools.partial(_deepcopy, handle)  # type: ignore[method-assign]
     return handle
 
@@ -70,11 +74,13 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
     with _off():
         commit_all()
         parameter = handle.parameter
-        values = torch.empty_strided(handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.group.device)
+        values = torch.empty_strided(
+            handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.context.device
+        )
         copied = torch.nn.Parameter(values, parameter.requires_grad)
         del values
         vars(copied).update(users_attributes(parameter))
-        partition(copied, handle.name, handle.group.without_engine(), placement=handle.placement).shard.copy_(
+        partition(copied, handle.name, handle.context.without_engine(), placement=handle.placement).shard.copy_(
             handle.shard
         )
     memo[id(parameter)] = copied
@@ -82,13 +88,13 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
 
 
 @unseen
-def take_rank0(parameter: torch.nn.Parameter, group: ParamGroup) -> None:
-    """Rank 0's values into a plain parameter, in place where it lies on the group's device. Called on all ranks."""
+def take_rank0(parameter: torch.nn.Parameter, context: CommContext) -> None:
+    """Copy rank 0's values into a plain parameter. Called on all ranks."""
     data = parameter.data
-    if data.device == group.device and data.stride() == dense_strides(data):
-        broadcast_flat(flattened(data), group.comm, "initial_sync", 0)
+    if data.device == context.device and data.stride() == dense_strides(data):
+        broadcast_flat(flattened(data), context.comm, "initial_sync", 0)
     else:
-        broadcast_into(data, group.comm, group.device, "initial_sync")
+        broadcast_into(data, context.comm, context.device, "initial_sync")
 
 
 def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int) -> None:
@@ -104,15 +110,19 @@ _modes: list[GatherOnUse] = []  # entered, the innermost last
 
 
 class GatherOnUse(TorchFunctionMode):
-    """Inside, a partitioned parameter that belongs to no engine is whole for the torch function that touches it, and
-    until one touches another. Then rank 0's values are everyone's, and it is partitioned again; in its new dtype,
-    shape and strides if ``.data`` was set to something else.
+    """Function mode of ``zero.Init``: gathers parameters that belong to no engine for the code that initialises them.
 
-    ``dtype``: of the parts; None: what a parameter has. ``before_creation``: called before a function that takes no
-    tensor. Torch functions that touch values must be called on all ranks, in the same order.
+    A parameter is whole for the torch function that touches it, and until a function touches another one. Then all
+    ranks take rank 0's values, and it is partitioned again; in its new dtype, shape and strides if ``.data`` was set.
+    Torch functions that touch values must be called on all ranks, in the same order.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, before_creation: Callable[[], None] | None = None) -> None:
+        """
+        Args:
+            dtype: of the shards; None: the parameter's own.
+            before_creation: called before a function that takes no tensor.
+        """
         super().__init__()
         self._dtype = dtype
         self._before_creation = before_creation
@@ -156,7 +166,7 @@ class GatherOnUse(TorchFunctionMode):
             handle = self._sharing(value)
         if handle is None or handle.status is not NOT_AVAILABLE or handle.ref() is None:
             return None
-        return handle if handle.group.coordinator is None else None
+        return handle if handle.context.coordinator is None else None
 
     def _sharing(self, tensor: torch.Tensor) -> PartitionedParameter | None:
         """The partitioned parameter whose memory ``tensor`` shares; None if there is none."""
@@ -197,8 +207,8 @@ class GatherOnUse(TorchFunctionMode):
 
     @unseen
     def commit(self, but: Iterable[int] = ()) -> None:
-        """Partition again what was gathered, except for these handles' ids. Called on all ranks, at the same place of
-        the model's construction."""
+        """Partition the gathered parameters again, except for those whose handles' ids are in ``but``. Called on all
+        ranks, at the same place of the model's construction."""
         kept = {key: self._open[key] for key in but if key in self._open}
         done = [both for key, both in self._open.items() if key not in kept]
         self._open = kept
@@ -215,8 +225,8 @@ class GatherOnUse(TorchFunctionMode):
                     )
                 handle.make_whole()
                 parameter.data = data
-                take_rank0(parameter, handle.group)
-                partition(parameter, handle.name, handle.group, self._dtype, handle.placement)
+                take_rank0(parameter, handle.context)
+                partition(parameter, handle.name, handle.context, self._dtype, handle.placement)
                 continue
             handle.bring_home()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "initial_sync", 0)
@@ -225,7 +235,7 @@ class GatherOnUse(TorchFunctionMode):
 
 
 def commit_all() -> None:
-    """Partition again what initialisation code has touched, so that ranks agree on it. Called on all ranks."""
+    """Partition the parameters again that initialisation code has touched. Called on all ranks."""
     for mode in _modes:
         mode.commit()
 
@@ -245,8 +255,8 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
     if all(parameter is not other for other in known):
         known.append(parameter)
     handle = handle_of(parameter)
-    if handle is not None and handle.group.coordinator is not None:
-        handle.group.coordinator.add_external(module, handle)
+    if handle is not None and handle.context.coordinator is not None:
+        handle.context.coordinator.add_external(module, handle)
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

@@ -1,4 +1,4 @@
-"""Stage 3 model: partitioned parameters, their units, hooks and coordinator in one object."""
+"""Stage 3 model: partitioned parameters, parameter groups, hooks and coordinator in one object."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.memory_tags import COMPUTE, DEVICE
 from zerolite.zero.layout import PartitionLayout
+from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters, check_left
 from zerolite.zero.stage3.module_hooks import attach
-from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.param_group import LeafRule, ParamGroup, groups_of_parameters, plan_param_groups
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, whole_numel
-from zerolite.zero.stage3.units import LeafRule, UnitPlan, is_released, plan_units, units_of_parameters
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Stage3Options:
 
     Attributes:
         persistence: parameters of at most so many stay whole, up to model_persistence in all (None: no limit).
-        granularity: subtrees of at most so many are one unit.
-        is_leaf: of a name and its module: it is one unit.
-        blocks: repeated blocks are one unit each.
+        granularity: subtrees of at most so many are one parameter group.
+        is_leaf: tells from a module and its name if it is one parameter group.
+        blocks: repeated blocks are one parameter group each.
     """
 
     persistence: int
@@ -45,8 +45,8 @@ class Stage3Options:
 
 
 class PartitionedModel:
-    """A model at stage 3, in the order in which it is built: partitioned, then planned, then started. All of it is
-    called on all ranks in the same order."""
+    """A model at stage 3. It is built in this order: partitioned, planned, placed, started. Methods are called on all
+    ranks, in the same order."""
 
     def __init__(
         self,
@@ -57,39 +57,40 @@ class PartitionedModel:
         placements: Placements,
         transfers: Transfers,
     ) -> None:
-        """Partition what is not partitioned yet; ``gathers`` is the communicator of the gathers. Shards rest on the
-        device, or on the host where they are not to stay there, until they are given a place; some of them have been
-        given one by ``zero.Init``."""
+        """Partition what is not partitioned yet; ``zero.Init`` may have partitioned some.
+
+        gathers: communicator of the gathers.
+        """
         check_left(model.parameters())
         self.model = model
-        self._away = placements.parameters.place != DEVICE
+        self._offloads = placements.parameters.place != DEVICE
         reader = ShardReader(placements, transfers)
-        group = ParamGroup(comm, device)
-        if self._away:  # on the way to their placement: the device has no room to spare
+        context = CommContext(comm, device)
+        if self._offloads:  # on the way to their placement: the device has no room to spare
             on_host = HostPlacement(pin=False)
-            group = ParamGroup(comm, device, reader, lambda _: on_host)
-        partition_model(model, group)
-        self.group = ParamGroup(gathers, device, reader)
+            context = CommContext(comm, device, reader, lambda _: on_host)
+        partition_model(model, context)
+        self.context = CommContext(gathers, device, reader)
         self.parameters = list(model.parameters())
         self.handles: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter in self.parameters:
             handle = handle_of(parameter)
             assert handle is not None, "partition_model has partitioned it"
-            handle.join(self.group, len(self.handles), names[id(parameter)])
+            handle.join(self.context, len(self.handles), names[id(parameter)])
             self.handles.append(handle)
 
-    def plan(self, options: Stage3Options) -> list[UnitPlan]:
-        """Choose what stays whole and what is gathered together."""
+    def plan(self, options: Stage3Options) -> list[ParamGroup]:
+        """Choose the parameters that stay whole, and the parameter groups."""
         left = options.model_persistence
         for handle in self.handles:
             if handle.numel <= options.persistence and (left is None or handle.numel <= left):
                 handle.stay_whole()
                 left = None if left is None else left - handle.numel
         max_live = options.limits.max_live_numel if options.blocks else 0
-        self.plans = plan_units(self.model, options.is_leaf, options.granularity, max_live)
+        self.groups = plan_param_groups(self.model, options.is_leaf, options.granularity, max_live)
         self._limits = options.limits
-        return self.plans
+        return self.groups
 
     @torch.no_grad()
     def place_frozen(
@@ -100,29 +101,29 @@ class PartitionedModel:
         limit: int,
     ) -> None:
         """Bring the shards of parameters that are not in ``trained`` (ids) to their placement, in their dtype: those of
-        a unit next to each other, and those that stay whole in groups of at most ``limit`` elements of the whole."""
+        a parameter group next to each other, and those that stay whole by at most ``limit`` elements of the whole."""
         frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
         handles = {id(p): h for p, h in zip(self.parameters, self.handles, strict=True)}
-        for group in bucket_groups(frozen, self.plans, limit):
+        for bucket in bucket_groups(frozen, self.groups, limit):
             by_dtype: dict[torch.dtype, list[PartitionedParameter]] = {}
-            for index in group:
+            for index in bucket:
                 by_dtype.setdefault(compute_dtype(frozen[index]), []).append(handles[id(frozen[index])])
             for dtype, members in by_dtype.items():
                 _place_together(members, dtype, placements)
 
     def start(self, links: StepLinks) -> PartitionedParameterCoordinator:
-        """Gather what stays whole, install the hooks. Shards are where they belong by now."""
-        if not self._away and all(handle.placement.place == DEVICE for handle in self.handles):
-            self.group.read_with(None)
-        self.group.gather([handle for handle in self.handles if handle.persistent])
-        self.coordinator = PartitionedParameterCoordinator(self.group, self.handles, self.plans, self._limits, links)
-        self.hooks: list[Any] = attach(self.model, self.plans, self.coordinator)
+        """Gather the parameters that stay whole and install the hooks. All shards have their placement by now."""
+        if not self._offloads and all(handle.placement.place == DEVICE for handle in self.handles):
+            self.context.read_with(None)
+        self.context.gather([handle for handle in self.handles if handle.persistent])
+        self.coordinator = PartitionedParameterCoordinator(self.context, self.handles, self.groups, self._limits, links)
+        self.hooks: list[Any] = attach(self.model, self.groups, self.coordinator)
         return self.coordinator
 
 
 def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype, placements: Placements) -> None:
-    """One piece of memory for the shards of ``members``. On the device they have memory of their own, and keep it if
-    it is of ``dtype``."""
+    """Move the shards of ``members`` into one flat tensor of their placement, so that one copy stages all of them in.
+    On the device each has memory of its own, and keeps it if it is of ``dtype``."""
     numel = sum(member.shard.numel() for member in members)
     placement = placements.place_parameters(numel, stays=all(member.persistent for member in members))
     if placement.place == DEVICE:
@@ -138,37 +139,37 @@ def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype,
 
 
 def bucket_groups(
-    trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan], limit: int, together: bool = False
+    trained: Sequence[torch.nn.Parameter], groups: Sequence[ParamGroup], limit: int, together: bool = False
 ) -> list[list[int]]:
-    """Return indices into ``trained`` by what is reduced together: units that follow each other, and parameters that
-    stay whole, in groups of at most ``limit`` elements (or one unit, or one parameter).
+    """Return indices into ``trained`` by what is reduced together: parameter groups that follow each other, and
+    parameters that stay whole, of at most ``limit`` elements in all (or one group, or one parameter).
 
-    together: the first group of those that stay whole joins the first group of units, because the gradients of both are
+    together: the first of those that stay whole join the first parameter groups, because the gradients of both are
     complete at the end of a backward only. Their shards are then placed alike. Parameters without elements always join.
     """
-    units_of = units_of_parameters(plans)
-    of_unit: dict[int, list[int]] = {}
+    groups_of = groups_of_parameters(groups)
+    by_group: dict[int, list[int]] = {}
     whole: list[list[int]] = []
     empty: list[int] = []
     numels = [whole_numel(parameter) for parameter in trained]
     for index, parameter in enumerate(trained):
-        having = units_of.get(id(parameter))
-        if having:
-            of_unit.setdefault(having[0], []).append(index)
+        handle = handle_of(parameter)
+        if handle is not None and handle in groups_of:
+            by_group.setdefault(groups_of[handle][0], []).append(index)
         elif numels[index]:
             whole.append([index])
         else:
             empty.append(index)
-    units, staying = _joined(list(of_unit.values()), numels, limit), _joined(whole, numels, limit)
-    if together and units and staying:
-        units[0] += staying.pop(0)
-    groups = units + staying or [[]]
-    groups[0] += empty
-    return sorted(sorted(group) for group in groups if group)
+    released, staying = _joined(list(by_group.values()), numels, limit), _joined(whole, numels, limit)
+    if together and released and staying:
+        released[0] += staying.pop(0)
+    buckets = released + staying or [[]]
+    buckets[0] += empty
+    return sorted(sorted(bucket) for bucket in buckets if bucket)
 
 
 def _joined(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> list[list[int]]:
-    """``runs`` of indices, neighbours joined as long as they have at most ``limit`` elements together."""
+    """Return ``runs`` of indices with neighbours joined, as long as they have at most ``limit`` elements together."""
     groups: list[list[int]] = []
     size = limit
     for run in runs:
@@ -181,21 +182,23 @@ def _joined(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> lis
     return groups
 
 
-def units_of_buckets(
-    layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], plans: Sequence[UnitPlan]
+def groups_of_buckets(
+    layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], groups: Sequence[ParamGroup]
 ) -> list[set[int]]:
-    """Return the units of each bucket made from :func:`bucket_groups`. A parameter that stays whole has the units of
-    the modules that own it, or the root: a step may use it that the steps before have not."""
-    units_of = units_of_parameters(plans)
-    for index, plan in enumerate(plans):
-        for module in (plan.module, *plan.inside):
+    """Return the parameter groups of each bucket made from :func:`bucket_groups`. A parameter that stays whole has the
+    groups of the modules that own it, or the root's: a step may use it that the steps before have not."""
+    groups_of = groups_of_parameters(groups)
+    for group in groups:
+        for module in (group.module, *group.inside):
             for parameter in module.parameters(recurse=False):
-                if not is_released(parameter):
-                    units_of.setdefault(id(parameter), []).append(index)
-    return [
-        {unit for slot in bucket.slots for unit in units_of.get(id(trained[slot.index]), [0])}
-        for bucket in layout.buckets
-    ]
+                handle = handle_of(parameter)
+                if handle is not None and handle.persistent:
+                    groups_of.setdefault(handle, []).append(group.index)
+    found = []
+    for bucket in layout.buckets:
+        handles = (handle_of(trained[slot.index]) for slot in bucket.slots)
+        found.append({group for handle in handles if handle is not None for group in groups_of.get(handle, [0])})
+    return found
 
 
 def make_whole(model: torch.nn.Module) -> None:
@@ -211,22 +214,22 @@ def make_whole(model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def partition_model(model: torch.nn.Module, group: ParamGroup, dtype: torch.dtype | None = None) -> None:
-    """Partition every plain parameter of ``model``; rank 0's values are everyone's. Modules on the meta device are
+def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.dtype | None = None) -> None:
+    """Partition every plain parameter of ``model``; all ranks take rank 0's values. Modules on the meta device are
     materialised one by one, children first. Called on all ranks, with equal models."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
-    different = differing(plain, group.comm, group.device)
+    different = differing(plain, context.comm, context.device)
     for parameter, differs in zip(plain, different, strict=True):
         if differs:
-            take_rank0(parameter, group)
-        partition(parameter, names[id(parameter)], group, dtype)
+            take_rank0(parameter, context)
+        partition(parameter, names[id(parameter)], context, dtype)
     for name, module in _children_first(model):
-        _materialise(name, module, names, group, dtype)
+        _materialise(name, module, names, context, dtype)
 
 
 def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Every module once, after those inside it: a module may set what its children have set before."""
+    """Return every module once, after those inside it: a module may set again what its children have set."""
     found: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
 
@@ -243,7 +246,7 @@ def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]
 
 
 def _materialise(
-    name: str, module: torch.nn.Module, names: dict[int, str], group: ParamGroup, dtype: torch.dtype | None
+    name: str, module: torch.nn.Module, names: dict[int, str], context: CommContext, dtype: torch.dtype | None
 ) -> None:
     """Give a module's own meta parameters and buffers memory and values, then partition them. Own parameters that
     have values (tied ones, from their first owner) keep them."""
@@ -260,17 +263,17 @@ def _materialise(
     for parameter in meta:
         # The same Parameter object, wherever it is used. torch.utils.swap_tensors would swap attributes too, and
         # refuse where a weak reference exists (recurrent layers keep some).
-        fresh = torch.nn.Parameter(torch.empty_like(parameter, device=group.device), parameter.requires_grad)
+        fresh = torch.nn.Parameter(torch.empty_like(parameter, device=context.device), parameter.requires_grad)
         torch._C._swap_tensor_impl(parameter, fresh)
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device=group.device)
+            module._buffers[key] = torch.empty_like(buffer, device=context.device)
     kept = GatheredParameters([p for p in own if handle_of(p) is not None])
     with GatherOnUse(dtype=dtype), kept:
         reset()
         kept.drop_changes()
     for buffer in module.buffers(recurse=False):
-        broadcast_into(buffer, group.comm, group.device, "initial_sync")
+        broadcast_into(buffer, context.comm, context.device, "initial_sync")
     for parameter in meta:
-        take_rank0(parameter, group)
-        partition(parameter, names[id(parameter)], group, dtype)
+        take_rank0(parameter, context)
+        partition(parameter, names[id(parameter)], context, dtype)

@@ -1,9 +1,9 @@
 """Parameter coordinator: executes the `FetchSchedule` with gathers, waits and releases.
 
-Modules' hooks report the uses of *units* (a module, or a subtree gathered as one). A forward use lasts from the
-module's pre-forward hook to its forward hook. A backward use begins when a gradient reaches one of the outputs; it
-ends when a use begins that is not inside it, because autograd runs nodes in reverse order of their creation: by then
-everything that the unit did in its forward has been undone. Gradient hooks could not tell (frozen weights have none).
+Modules' hooks report the executions of parameter groups. A forward execution lasts from the pre-forward hook to the
+forward hook. A backward execution begins when a gradient reaches one of the outputs. It ends when an execution begins
+that is not inside it: autograd runs nodes in reverse order of their creation, so by then everything that the group did
+in its forward has been undone. Gradient hooks could not tell, because frozen weights have none.
 
 All ranks call everything here in the same order, by running the same model.
 """
@@ -20,25 +20,29 @@ from typing import NamedTuple
 import torch
 
 from zerolite.comm.flight_recorder import Mismatch
-from zerolite.offload.shard_reader import ShardReader
 from zerolite.utils.memory_tags import DISK
 from zerolite.utils.nested import find_in_objects
 from zerolite.zero.observers import GATHER, Observers
+from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import Fetch, FetchLimits
 from zerolite.zero.stage3.fetch_schedule import FetchSchedule
-from zerolite.zero.stage3.module_hooks import Unit, Use
-from zerolite.zero.stage3.param_group import ParamGroup, WholeParameters, refresh
+from zerolite.zero.stage3.module_hooks import ModuleExecution
+from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
-from zerolite.zero.stage3.released_parameter import close_all, open_all
-from zerolite.zero.stage3.units import UnitPlan
+from zerolite.zero.stage3.persistent_parameters import WholeParameters, refresh
+from zerolite.zero.stage3.released_parameter import mark_released, mark_whole
 
 _current_graph_task = torch._C._current_graph_task_id
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
 
 class StepLinks(NamedTuple):
-    """Callbacks of the coordinator. begin_backward: when a backward has begun. on_use_end(unit): when a unit's backward
-    has ended, on all ranks in the same order."""
+    """Callbacks of the coordinator.
+
+    Attributes:
+        begin_backward: called when a backward has begun.
+        on_use_end: called with a group's index when its backward has ended, on all ranks in the same order.
+    """
 
     observers: Observers
     begin_backward: Callable[[], None]
@@ -46,150 +50,147 @@ class StepLinks(NamedTuple):
 
 
 class PartitionedParameterCoordinator:
-    """See the module. ``handles[i]`` is parameter ``i`` of the schedule; ``units[u]`` lists unit ``u``'s parameters.
+    """See the module. ``handles[i]`` is parameter ``i`` of the schedule, ``groups[g]`` its group ``g``.
 
-    Gathers follow the uses of units, so a rank whose data lead it through other units, forward or backward, would
-    gather other parameters than the rest. A model's ranks must run the same units; what some of them may skip belongs
-    in one unit (``leaf_modules``). Everything else here follows from the sequence of uses alone.
+    Gathers follow the executions of groups. A rank whose data lead it through other groups, forward or backward, would
+    gather other parameters than the rest. A model's ranks must run the same groups; what some of them may skip belongs
+    in one group (``leaf_modules``). Everything else here follows from the sequence of executions alone.
     """
 
     def __init__(
         self,
-        group: ParamGroup,
+        context: CommContext,
         handles: Sequence[PartitionedParameter],
-        plans: Sequence[UnitPlan],
+        groups: Sequence[ParamGroup],
         limits: FetchLimits,
         links: StepLinks,
     ) -> None:
-        """group: that of ``handles``."""
+        """context: that of ``handles``."""
         self._links, self._observers = links, links.observers
-        self.group, self.comm = group, group.comm
+        self.context, self.comm = context, context.comm
         self.handles = list(handles)
-        self.units = [Unit(index, plan.name, plan.is_table) for index, plan in enumerate(plans)]
-        index_of = {id(handle.ref()): handle.index for handle in self.handles}
-        units = [[index_of[id(parameter)] for parameter in plan.parameters] for plan in plans]
-        persistent = [index for index, handle in enumerate(self.handles) if handle.persistent]
-        self.schedule = FetchSchedule(units, [handle.numel for handle in self.handles], persistent, limits)
-        self._stack: list[Use] = []  # forward uses under way
-        self._backward: list[Use] = []  # backward uses under way
-        self._recomputed: list[Use] = []  # forward uses that ended inside a backward and are still needed
-        self._staying: set[int] = set()  # parameters of units that have ended and keep some for the backward
-        self._closed: list[PartitionedParameter] = []  # gathered for a backward that has not begun
-        self._tasks: list[int] = []  # backwards under way, the outermost first
+        self.groups = list(groups)
+        indices = [[handle.index for handle in group.parameters] for group in groups]
+        persistent = [handle.index for handle in handles if handle.persistent]
+        self.schedule = FetchSchedule(indices, [handle.numel for handle in handles], persistent, limits)
+        self._group_of = {id(module): group for group in groups for module in (group.module, *group.inside)}
+        self._forward: list[ModuleExecution] = []  # forwards under way, the outermost first
+        self._backward: list[ModuleExecution] = []  # backwards under way
+        self._recomputed: list[ModuleExecution] = []  # forwards that ended inside a backward and are still needed
+        self._clock = 0
+        self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
+        self._staying: set[int] = set()  # parameters of groups that have ended and keep some for the backward
+        self._closed: list[PartitionedParameter] = []  # gathered for a backward that has not begun
         self._shown: list[PartitionedParameter] = []  # not here, and with their shapes
-        self._strays: list[int] = []  # gathered for a use that no hook will end; held to the end of the step
-        self._read_ahead: ShardReader | None = None  # that has read shards ahead in this step
-        self._clock = 0
+        self._strays: list[PartitionedParameter] = []  # held to the end of the step: no hook tells the end of their use
         self._trained: set[int] = set()
-        self._whole = WholeParameters(group, ())  # of those
-        self._used_outside = False  # since the last update, in a graph: gradients may come after a unit's backward
+        self._whole = WholeParameters(context, ())  # of those
+        self._used_outside = False  # since the last update, in a graph: gradients may come after a group's backward
         self.thread = threading.get_ident()  # of the last forward
-        self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its use
-        self._unit_of: dict[int, int] = {}  # id of a module -> the unit that it is, or is part of
+        self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its execution
         self.itself = weakref.ref(self)
-        group.serve(self)
-
-    def assign(self, module: torch.nn.Module, unit: Unit) -> None:
-        """``module`` is the unit, or part of it."""
-        self._unit_of[id(module)] = unit.index
+        context.serve(self)
 
     def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
-        """Gather a parameter with ``module``'s unit (the root where it has none) from its next use on. Called on all
-        ranks."""
-        if handle.group is not self.group or handle.persistent:
+        """Gather a parameter with ``module``'s group (the root's where it has none) from its next execution on. Called
+        on all ranks."""
+        if handle.context is not self.context or handle.persistent:
             return
-        unit = self.units[self._unit_of.get(id(module), 0)]
-        if any(use.unit is unit for use in (*self._stack, *self._backward)):
-            self.group.gather([handle])
-        self._add_parameter(unit, handle.index)
+        group = self._group_of.get(id(module), self.groups[0])
+        if any(execution.group is group for execution in (*self._forward, *self._backward)):
+            self.context.gather([handle])
+        self._add_parameter(group, handle.index)
 
-    def _add_parameter(self, unit: Unit, index: int) -> None:
-        if index not in self.schedule.units[unit.index]:
-            if self.group.listener is not None:
-                self.group.listener.before_external(unit.index, index)
-            self.schedule.add_parameter(unit.index, index)
-            if unit.is_table:  # its values are needed from now on, in a backward that is under way too
-                unit.need_values()
-                for _ in [use for use in self._backward if use.unit is unit]:
-                    unit.uses += 1
-                    self._execute(self.schedule.enter(unit.index))
+    def _add_parameter(self, group: ParamGroup, index: int) -> None:
+        if index not in self.schedule.groups[group.index]:
+            if self.context.listener is not None:
+                self.context.listener.before_external(group.index, index)
+            self.schedule.add_parameter(group.index, index)
+            if group.is_embedding:  # its values are needed from now on, in a backward that is under way too
+                group.need_values()
+                for _ in [execution for execution in self._backward if execution.group is group]:
+                    group.open_executions += 1
+                    self._execute(self.schedule.enter(group.index))
 
     def train(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """These are the parameters to which each update gives new values, from where their shards are by now."""
-        of_group = (handle for p in parameters if (handle := handle_of(p)) is not None)
-        self._trained = {handle.index for handle in of_group}
+        self._trained = {handle.index for p in parameters if (handle := handle_of(p)) is not None}
         trained_whole = [h for h in self.handles if h.persistent and h.index in self._trained]
-        self._whole = WholeParameters(self.group, trained_whole)
+        self._whole = WholeParameters(self.context, trained_whole)
         self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.placement.place == DISK})
 
     # ---------------------------------------------------------------- forward
 
-    def enter_forward(self, unit: Unit) -> None:
-        """Begin a use of ``unit``: before its forward, recomputations in backward included, or before the forward of
-        a module inside it that is called without the unit."""
+    def enter_forward(self, group: ParamGroup) -> None:
+        """Begin an execution of ``group``: before its forward, recomputations in backward included, or before the
+        forward of a module inside it that is called without the group's own."""
         if _transform_level() is not None:
             raise RuntimeError(
-                f"module '{unit.name}' is called inside a transform of torch.func (grad, vmap, …), where "
+                f"module '{group.name}' is called inside a transform of torch.func (grad, vmap, …), where "
                 "stage 3 cannot gather its parameters; call a whole copy of the model: copy.deepcopy(engine.module)"
             )
-        if not self._stack:
+        if not self._forward:
             self._begin_outermost()
         self._clock += 1
-        self._stack.append(Use(self.itself, unit, self._clock))
-        unit.uses += 1
-        self._execute(self.schedule.enter(unit.index))
+        self._forward.append(ModuleExecution(self.itself, group, self._clock))
+        group.open_executions += 1
+        self._execute(self.schedule.enter(group.index))
 
-    def leave_forward(self, unit: Unit, module: torch.nn.Module, outputs: object) -> None:
-        """End a use, after the forward of the unit's module; ``outputs`` is None if it raised."""
-        stack = self._stack
-        if not stack or stack[-1].unit is not unit:
-            if not any(use.unit is unit for use in stack):
+    def leave_forward(self, group: ParamGroup, module: torch.nn.Module, outputs: object) -> None:
+        """End an execution, after the forward of the group's module; ``outputs`` is None if it raised."""
+        forward = self._forward
+        if not forward or forward[-1].group is not group:
+            if not any(execution.group is group for execution in forward):
                 return  # swept meanwhile
-            while stack[-1].unit is not unit:
-                self._end(stack.pop())
-        use = stack.pop()
+            while forward[-1].group is not group:  # an exception has skipped their hooks
+                self._end(forward.pop())
+        execution = forward.pop()
         watched = False
         if torch.is_grad_enabled():
-            watched = self._watch(use, module, outputs)
+            watched = self._watch(execution, module, outputs)
         else:
             for tensor in find_in_objects(outputs):
-                self._check_escape(unit, tensor)
-        if self._tasks and any(self.handles[i].frozen for i in self.schedule.units[unit.index]):
+                self._check_escape(group, tensor)
+        if self._tasks and any(self.handles[i].frozen for i in self.schedule.groups[group.index]):
             # A recomputation. What torch.utils.checkpoint compares afterwards is the frozen parameter itself.
             self._clock += 1
-            use.close(self._clock)
-            self._recomputed.append(use)
+            execution.close(self._clock)
+            self._recomputed.append(execution)
         else:
-            self._end(use)
-        if not stack and not self._tasks:
+            self._end(execution)
+        if not forward and not self._tasks:
             if not watched:
                 self._end_step()
             elif self._staying:
                 self._close_available()
 
-    def _end(self, use: Use) -> None:
-        """End a forward use that is not under way in a backward."""
+    def _end(self, execution: ModuleExecution) -> None:
+        """End a forward that no backward has repeated."""
         self._clock += 1
-        use.close(self._clock)
-        index = use.unit.index
+        execution.close(self._clock)
+        index = execution.group.index
         released = self.schedule.leave(index)
         if released:
-            self._release(released)
-        if len(released) < len(self.schedule.units[index]):
-            self._staying.update(self.schedule.units[index])
+            self.release(released)
+        if len(released) < len(self.schedule.groups[index]):
+            self._staying.update(self.schedule.groups[index])
 
     def _close_available(self) -> None:
-        """Between forward and backward, what stays gathered for the backward is closed as the rest is: the user
-        may take its values, whose memory is about to be released."""
-        staying = [self.handles[index] for index in self._staying - self.schedule.held.keys()]
-        self._closed = [handle for handle in staying if handle.status is AVAILABLE]
-        close_all([handle.ref() for handle in self._closed])
+        """Between forward and backward, mark what stays gathered for the backward as released. A user who takes its
+        values then gets a copy, because their memory is about to be released."""
+        staying = [self.handles[index] for index in self._staying]
+        self._closed = [handle for handle in staying if handle.status is AVAILABLE and not handle.holds]
+        for handle in self._closed:
+            if (parameter := handle.ref()) is not None:
+                mark_released(parameter)
 
-    def _open_again(self) -> None:
+    def _reopen(self) -> None:
         closed, self._closed = self._closed, []
-        open_all([handle.ref() for handle in closed if handle.status is AVAILABLE])
+        for handle in closed:
+            if handle.status is AVAILABLE and (parameter := handle.ref()) is not None:
+                mark_whole(parameter)
 
     def _begin_outermost(self) -> None:
         if self._tasks:
@@ -197,7 +198,7 @@ class PartitionedParameterCoordinator:
                 return  # a recomputation inside backward
             self.sweep()  # that backward ended with an exception
         if self._closed:
-            self._open_again()
+            self._reopen()
         self._used_outside = False
         self.thread = threading.get_ident()
         if not self._step_open:
@@ -210,8 +211,7 @@ class PartitionedParameterCoordinator:
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Context of the engine's call of the model, with the user's hooks on it."""
-        if self._stack or self._tasks:
-            self.drop_failed()
+        self.drop_failed()
         self.calls += 1
         try:
             yield
@@ -222,78 +222,80 @@ class PartitionedParameterCoordinator:
 
     def drop_failed(self) -> None:
         """End what an exception has left open, outside of any forward and backward. Called where a new one begins."""
-        if (self._stack or self._tasks) and _current_graph_task() == -1:
+        if (self._forward or self._tasks) and _current_graph_task() == -1:
             self.sweep()
 
-    def _watch(self, use: Use, module: torch.nn.Module, outputs: object) -> bool:
+    def _watch(self, execution: ModuleExecution, module: torch.nn.Module, outputs: object) -> bool:
         """Hook every tensor through which a backward may come: outputs, and what the module keeps as an attribute.
         True if there is one."""
         watched = False
         for value in module.__dict__.values():
             if type(value) is torch.Tensor and value.grad_fn is not None:
-                use.hook(value)
+                execution.hook(value)
         if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
-            use.hook(outputs)
+            execution.hook(outputs)
             return True
         for tensor in find_in_objects(outputs):
-            self._check_escape(use.unit, tensor)
+            self._check_escape(execution.group, tensor)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
-                use.hook(base)  # a caller may change the view in place; then gradients come this way
+                execution.hook(base)  # a caller may change the view in place; then gradients come this way
             if tensor.grad_fn is not None:
                 watched = True
-                use.hook(tensor)
+                execution.hook(tensor)
         return watched
 
-    def _check_escape(self, unit: Unit, tensor: torch.Tensor) -> None:
-        """A parameter, or an alias of one, that ``unit`` returns stays gathered with the unit that called it."""
+    def _check_escape(self, group: ParamGroup, tensor: torch.Tensor) -> None:
+        """A parameter, or an alias of one, that ``group``'s module returns stays gathered with its caller's group."""
         handle = handle_of(tensor) or handle_of(tensor._base)
-        if handle is None and tensor.grad_fn is None and self._stack:
+        if handle is None and tensor.grad_fn is None and self._forward:
             storage = tensor.untyped_storage()._cdata
-            live = (self.handles[i] for i in self.schedule.units[unit.index])
+            live = (self.handles[i] for i in self.schedule.groups[group.index])
             handle = next((h for h in live if h.full.untyped_storage()._cdata == storage), None)
-        if handle is None or handle.persistent or handle.group is not self.group:
+        if handle is None or handle.persistent or handle.context is not self.context:
             return
-        if not self._stack or handle.index not in self.schedule.units[self._stack[-1].unit.index]:
-            self._attach(handle.index)
+        if not self._forward or handle.index not in self.schedule.groups[self._forward[-1].group.index]:
+            self._attach(handle)
 
     # ---------------------------------------------------------------- backward
 
-    def on_output_gradient(self, use: Use, task: int) -> None:
-        """A gradient of a backward has reached an output of ``use``, the first one."""
+    def on_output_gradient(self, execution: ModuleExecution, task: int) -> None:
+        """A gradient of a backward has reached an output of ``execution``, the first one."""
         if task not in self._tasks:
             self._begin_task(task)
         if torch.is_grad_enabled():
             self._second_order = True
-        open_uses = self._backward
-        position = len(open_uses)
+        backward = self._backward
+        position = len(backward)
         while position:
-            last = open_uses[position - 1]
-            if last.task != task or last.contains(use):
+            last = backward[position - 1]
+            if last.task != task or last.contains(execution):
                 break
             position -= 1
-            if not use.contains(last):  # else: both return the same tensor, whose hooks run from the inside out
-                del open_uses[position]
-                self._end_backward_use(last)
-        open_uses.insert(position, use)
-        if use.unit.is_table:
-            for index in self.schedule.units[use.unit.index]:
+            if not execution.contains(last):  # else: both return the same tensor, whose hooks run from the inside out
+                del backward[position]
+                self._end_backward(last)
+        backward.insert(position, execution)
+        group = execution.group
+        if group.is_embedding:
+            for index in self.schedule.groups[group.index]:
                 self.show_shape(self.handles[index])
         else:
-            use.unit.uses += 1
-            self._execute(self.schedule.enter(use.unit.index))
+            group.open_executions += 1
+            self._execute(self.schedule.enter(group.index))
 
-    def _end_backward_use(self, use: Use) -> None:
+    def _end_backward(self, execution: ModuleExecution) -> None:
+        group = execution.group
         if self._recomputed:
-            self._close_recomputed(use.unit)
-        if not use.unit.is_table:
-            use.unit.uses -= 1
+            self._close_recomputed(group)
+        if not group.is_embedding:
+            group.open_executions -= 1
             if not self._second_order:
-                self._release(self.schedule.leave(use.unit.index))
-        self._links.on_use_end(use.unit.index)
+                self.release(self.schedule.leave(group.index))
+        self._links.on_use_end(group.index)
 
     def note_use_outside(self) -> None:
-        """A parameter is used in a graph, without any unit: gradients may come after a unit's backward."""
+        """A parameter is used in a graph outside of all groups: gradients may come after a group's backward."""
         self._used_outside = True
 
     def show_shape(self, handle: PartitionedParameter) -> None:
@@ -301,25 +303,25 @@ class PartitionedParameterCoordinator:
         handle.show_shape()
         self._shown.append(handle)
 
-    def _close_recomputed(self, unit: Unit | None) -> None:
-        """End the recomputed forward uses of ``unit`` (None: all)."""
+    def _close_recomputed(self, group: ParamGroup | None) -> None:
+        """End the recomputed forwards of ``group`` (None: all)."""
         recomputed, self._recomputed = self._recomputed, []
-        for use in recomputed:
-            if unit is None or use.unit is unit:
-                self._release(self.schedule.leave(use.unit.index))
+        for execution in recomputed:
+            if group is None or execution.group is group:
+                self.release(self.schedule.leave(execution.group.index))
             else:
-                self._recomputed.append(use)
+                self._recomputed.append(execution)
 
     def _begin_task(self, task: int) -> None:
         """A backward begins, perhaps inside another (reentrant checkpointing)."""
         if self._closed:
-            self._open_again()
+            self._reopen()
         if not self._tasks and not self._step_open:
             self._step_open = True
             self.schedule.begin_step("backward")
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_task, task))
-        if not self._stack:  # torch.autograd.grad inside a forward is no backward of the engine's
+        if not self._forward:  # torch.autograd.grad inside a forward is no backward of the engine's
             self._links.begin_backward()
 
     def _end_task(self, task: int) -> None:
@@ -327,21 +329,21 @@ class PartitionedParameterCoordinator:
             return  # swept
         del self._tasks[self._tasks.index(task) :]
         while self._backward and self._backward[-1].task == task:
-            self._end_backward_use(self._backward.pop())
+            self._end_backward(self._backward.pop())
         if self._tasks:
             return
         while self._backward:
-            self._end_backward_use(self._backward.pop())
+            self._end_backward(self._backward.pop())
         if self._recomputed:
             self._close_recomputed(None)
-        if not self._stack and not self._second_order:
+        if not self._forward and not self._second_order:
             self._end_step()
 
     # ---------------------------------------------------------------- steps of the schedule
 
     def _end_step(self) -> None:
         self._step_open = False
-        self._release(self.schedule.end_step())
+        self.release(self.schedule.end_step())
         self._end_others()
 
     def _end_others(self) -> None:
@@ -353,36 +355,35 @@ class PartitionedParameterCoordinator:
                 handle.drop()
         if self._strays:
             self._let_strays_go()
-        if self._read_ahead is not None:
-            self._read_ahead.forget()
-            self._read_ahead = None
+        if self.context.reader is not None:
+            self.context.reader.forget()  # what was read ahead for gathers that have not come
 
     def sweep(self) -> None:
         """End everything under way and release all that is not held: after an exception, and when values have
         changed. Called on all ranks."""
         self._step_open = self._second_order = False
-        for use in (*self._stack, *self._backward):
-            use.unit.reset()
-        self._stack.clear()
+        for execution in (*self._forward, *self._backward):
+            execution.group.reset()
+        self._forward.clear()
         self._backward.clear()
         self._recomputed.clear()
         self._tasks.clear()
-        self._release(self.schedule.forget())
+        self.release(self.schedule.forget())
         self._end_others()
 
     def _let_strays_go(self) -> None:
         strays, self._strays = self._strays, []
-        self.unhold(strays)
+        self.context.unhold(strays)
 
     def on_update(self) -> None:
         """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
         stay. Called on all ranks, by the parameter gatherer."""
-        self.group.on_update()
+        self.context.on_update()
         self._used_outside = False
         if self._step_open or self._strays:
             self.sweep()
         with self._observers.phase(GATHER):
-            if self.schedule.held or (self.group.kept and self.group.keeps_some()):
+            if self.schedule.held or self.context.gathered_by_user:
                 refresh([h for h in self.handles if h.status is AVAILABLE and h.index in self._trained])
             else:
                 self._whole.refresh()
@@ -394,82 +395,71 @@ class PartitionedParameterCoordinator:
     def collect_frozen_writes(self) -> None:
         """The same for frozen ones, whose shards are read only when they are to be trained or to leave the device."""
         frozen = [h for h in self.handles if h.persistent and h.index not in self._trained]
-        WholeParameters(self.group, frozen).take_writes()
+        WholeParameters(self.context, frozen).take_writes()
 
     def plan_progress(self) -> tuple[int, bool]:
-        """The number of the plan that uses follow and gradients come by, and whether it is done; (0, False) if none."""
+        """The number of the plan that executions follow and gradients come by, and whether it is done; (0, False) if
+        none."""
         return (0, False) if self._used_outside else self.schedule.plan_progress
 
     # ---------------------------------------------------------------- uses that no hook sees
 
     def on_read(self, handle: PartitionedParameter) -> None:
         """A parameter that is not available was read from its module, inside some forward or backward: gather it, for
-        the unit under way from now on. All ranks read alike, whatever each of them then does with the parameter."""
+        the group under way from now on. All ranks read alike, whatever each of them then does with the parameter."""
         task = _current_graph_task()
         if task != -1 and not self._tasks:  # a user's hook, before any output's
             self._begin_task(task)
-        if handle.group is not self.group:
-            handle.group.gather([handle])
-            return
-        self._attach(handle.index)
+        if handle.context is self.context:
+            self._attach(handle)
+        else:
+            handle.context.gather([handle])
 
     @property
     def busy(self) -> bool:
         """True while a forward or backward is under way."""
-        return bool(self._stack or self._tasks or self.calls) or _current_graph_task() != -1
+        return bool(self._forward or self._tasks or self.calls) or _current_graph_task() != -1
 
-    def _attach(self, index: int) -> None:
-        if self._stack and not self._tasks:
-            self._add_parameter(self._stack[-1].unit, index)
-        self.gather_stray([index])
-
-    def gather_stray(self, indices: Iterable[int]) -> None:
-        """Gather parameters for a use whose end no hook reports; they stay until the step of the schedule ends."""
-        new = [index for index in indices if index not in self._strays]
-        self.hold(new)
-        self._strays += new
-
-    def hold(self, indices: Sequence[int]) -> None:
-        """Gather these parameters and keep them until :meth:`unhold`; calls nest. Called on all ranks."""
-        with self._observers.phase(GATHER):
-            self.group.gather([self.handles[index] for index in indices])
-        self.schedule.hold(indices)
-
-    def unhold(self, indices: Sequence[int]) -> None:
-        """End one :meth:`hold`. Called on all ranks."""
-        self._release(self.schedule.unhold(indices))
+    def _attach(self, handle: PartitionedParameter) -> None:
+        """Gather a parameter for a use whose end no hook reports, until the step of the schedule ends; with the group
+        under way from now on."""
+        if self._forward and not self._tasks:
+            self._add_parameter(self._forward[-1].group, handle.index)
+        if handle not in self._strays:
+            with self._observers.phase(GATHER):
+                self.context.hold([handle])
+            self._strays.append(handle)
 
     def follow_gather(self, indices: Sequence[int]) -> None:
         """Take part in a gather for the other ranks."""
-        self.group.all_gather([self.handles[index] for index in indices])
-        for index in indices:
-            handle = self.handles[index]
-            if not handle.persistent and index not in self.schedule.held:
-                handle.release()
-            elif handle.pending is not None:
-                handle.pending.wait()
+        members = [self.handles[index] for index in indices]
+        self.context.issue_all_gather(members)
+        for member in members:
+            if not member.persistent and not member.holds:
+                member.release()
+            elif member.pending is not None:
+                member.pending.wait()
 
     # ---------------------------------------------------------------- doing it
 
     def _execute(self, fetch: Fetch) -> None:
-        release, starting, prefetch, needed, read = fetch
-        watched = self._observers.on_phase_begin if starting or prefetch or needed else ()
+        release, launch, prefetch, needed, read = fetch
+        watched = self._observers.on_phase_begin if launch or prefetch or needed else ()
         try:
             for notify in watched:
                 notify(GATHER)
             if release:
-                self._release(release)
-            if starting:
-                self._launch(starting)
+                self.release(release)
+            if launch:
+                self._issue_all_gather(launch)
             if prefetch:
-                self._launch(prefetch)
-            if read and self.group.reader is not None:
-                self._read_ahead = self.group.reader
-                self._read_ahead.ahead([self.handles[index] for index in read])
+                self._issue_all_gather(prefetch)
+            if read and self.context.reader is not None:
+                self.context.reader.read_ahead([self.handles[index] for index in read])
             for index in needed:
-                started = self.handles[index].pending
-                if started is not None:
-                    started.wait()
+                pending = self.handles[index].pending
+                if pending is not None:
+                    pending.wait()
         except RuntimeError as error:
             if type(error) not in (RuntimeError, Mismatch):
                 raise  # out of memory, for one, is caught by its type
@@ -479,21 +469,23 @@ class PartitionedParameterCoordinator:
                 for notify in self._observers.on_phase_end:
                     notify(GATHER)
 
-    def _launch(self, indices: Iterable[int]) -> None:
+    def _issue_all_gather(self, indices: Iterable[int]) -> None:
         handles = self.handles
         missing = [handles[index] for index in indices if handles[index].status is NOT_AVAILABLE]
         if missing:
-            self.group.all_gather(missing)
+            self.context.issue_all_gather(missing)
 
-    def _release(self, indices: Iterable[int]) -> None:
+    def release(self, indices: Iterable[int]) -> None:
+        """Release the parameters that the schedule says."""
         for index in indices:
             self.handles[index].release()
 
     def where(self) -> str:
-        """Describe for people at which use of which module this rank is."""
-        forward = [use.unit.name or "the model" for use in self._stack]
-        backward = [use.unit.name or "the model" for use in self._backward]
+        """Describe for people at which execution of which module this rank is."""
+        kind, first, events = self.schedule.events()
+        forward = [execution.group.name or "the model" for execution in self._forward]
+        backward = [execution.group.name or "the model" for execution in self._backward]
         return (
-            f"{self.schedule.where()} (forward of {', '.join(forward) or 'nothing'}; backward of "
-            f"{', '.join(backward) or 'nothing'})"
+            f"event {first + len(events) - 1} of step kind {kind!r} (forward of {', '.join(forward) or 'nothing'}; "
+            f"backward of {', '.join(backward) or 'nothing'})"
         )

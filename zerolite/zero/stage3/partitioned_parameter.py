@@ -1,13 +1,21 @@
 """One partitioned parameter: shard, gather, release.
 
-A parameter's whole values live in one tensor, ``full``, that stays and whose *storage* is resized: to its length when
-the parameter is gathered, to nothing when it is released (where a user may have taken aliases, those keep the old
-memory and there is a new ``full``). Autograd may hold views of a weight (``x @
-w.t()``); they keep the storage, not the parameter's ``data``, so only this frees the memory and brings it back under
-them. ``param.data`` is a view of ``full`` while the parameter is available and an empty tensor of shape [0] otherwise.
+::
 
-The shard may rest elsewhere than on the device that computes (see placements.py); ``full`` is always there. What
-gathers is the parameter's group (see param_group.py). Fields are written here alone.
+    full     one flat tensor with the values of all ranks; its storage has memory only while the parameter is whole
+    view     ``full`` in the parameter's shape and strides
+    shard    this rank's part, which always has its values; on the device, the host or a disk
+
+    NOT_AVAILABLE ── issue_all_gather ──▶ INFLIGHT ── AllGather.wait ──▶ AVAILABLE
+          ▲            storage gets memory                p.data = view      │
+          └── release: p.data = empty(0), storage is resized to nothing ─────┘
+
+The storage of ``full`` is resized, and ``full`` never replaced, because autograd saves *views* of a weight (of
+``x @ w.t()``, for one). They hold the storage, not the parameter. Replacing ``param.data`` would neither free their
+memory nor bring the values back under them for the backward. The exception are aliases that a user may have taken:
+they keep the old memory, and the parameter gets a new ``full``.
+
+A record's fields are written here alone. Its gathers are launched by its :class:`CommContext`.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +34,10 @@ from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.layout import part_numel
-from zerolite.zero.stage3.released_parameter import close, open_again
+from zerolite.zero.stage3.released_parameter import mark_released, mark_whole
 
 if TYPE_CHECKING:
-    from zerolite.zero.stage3.param_group import AllGather, ParamGroup
+    from zerolite.zero.stage3.comm_context import AllGather, CommContext
 
 _ids = itertools.count()
 
@@ -46,21 +54,34 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
 
 
 class PartitionedParameter:
-    """Record behind the ``ds_*`` attributes of a partitioned parameter, to which it has a weak reference. Knows the
-    parameter weakly."""
+    """Record behind the ``ds_*`` attributes of a partitioned parameter, which it references weakly.
+
+    Attributes:
+        context: communicator, device and shard reader; that of ``zero.Init`` until an engine takes the parameter over.
+        index: number of the parameter in its engine.
+        pending: the all-gather that brings the values, while they are in flight.
+        storage: of ``full``; None where ``full`` is the shard itself (one rank, not offloaded).
+        holds: number of open gather contexts (:class:`zero.GatheredParameters` is one): not released before they end.
+        persistent: True for a parameter that is never released.
+        exposed: True if a user may hold aliases of the whole values.
+        writes: number of times that the user has written new values.
+        replaced: ``age`` at each ``p.data = values``.
+    """
 
     __slots__ = (
         "__weakref__",
+        "context",
         "empty",
         "exposed",
         "full",
-        "group",
+        "holds",
         "index",
         "name",
         "nbytes",
         "numel",
         "pending",
         "persistent",
+        "placement",
         "ref",
         "replaced",
         "shape",
@@ -68,117 +89,48 @@ class PartitionedParameter:
         "status",
         "storage",
         "strides",
-        "placement",
         "view",
         "writes",
     )
 
     def __init__(
-        self, parameter: torch.nn.Parameter, name: str, group: ParamGroup, placement: Placement | None = None
+        self, parameter: torch.nn.Parameter, name: str, context: CommContext, placement: Placement | None = None
     ) -> None:
-        """Cut ``parameter``, whose values are the same on all ranks; keeps its dtype. placement: where the part rests;
-        None: as the group says."""
+        """Keep this rank's part of ``parameter``, whose values are the same on all ranks, and release the rest.
+
+        placement: where the part is kept; None: as the context says.
+        """
         self.ref = weakref.ref(parameter)
         self.name = name
-        self.group = group
-        self.index = -1  # in an engine's group
+        self.context = context
+        self.index = -1
         self.shape = parameter.shape
         self.numel = parameter.numel()
         self.strides = dense_strides(parameter.data)
         self.pending: AllGather | None = None
-        self.exposed = False  # a user may hold aliases of the whole values
-        self.persistent = False  # never released
-        self.writes = 0  # how often the user has written new values
-        self.replaced: list[tuple[int, int]] = []  # its age at each ``p.data = values``
-        comm, device = group.comm, group.device
-        part = part_numel(self.numel, comm.world_size)
-        placement = placement or group.placement_of(part)
+        self.exposed = False
+        self.persistent = False
+        self.holds = 0
+        self.writes = 0
+        self.replaced: list[tuple[int, int]] = []
+        comm, part = context.comm, part_numel(self.numel, context.comm.world_size)
+        placement = placement or context.placement_of(part)
         values = flattened(parameter.data)
         shard = placement.zeros(part, parameter.dtype, COMPUTE)
         mine = values[comm.rank * part : (comm.rank + 1) * part]
         shard[: mine.numel()].copy_(mine)
-        self.status = AVAILABLE
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=device)
-        del values, mine
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=context.device)
+        del values, mine  # before there is other memory
         self._adopt(parameter, shard, placement)
-        self._expose(parameter)
-        self._set_status(parameter, NOT_AVAILABLE)
-
-    # ---------------------------------------------------------------- memory
-
-    def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor, placement: Placement) -> None:
-        """``shard`` [part_numel(numel, world_size)] of ``placement`` is this rank's part from now on; its dtype is the
-        parameter's."""
-        if self.group.reader is not None:
-            self.group.reader.forget()
-        self.shard = tag_memory(shard, COMPUTE, placement.place)
-        self.placement = placement
-        self.empty = torch.empty(0, dtype=shard.dtype, device=self.group.device)
-        self._allocate()
-        open_again(parameter)
-        parameter.data = self.empty
-        close(parameter)
-        parameter.ds_tensor = shard  # type: ignore[attr-defined]
-
-    @torch.inference_mode(False)  # what a use inside of one leaves is for uses outside, too
-    def _allocate(self) -> None:
-        """A new ``full``, without memory yet; on one rank it is the shard, if that is on the device."""
-        self.exposed = False
-        self.group.note_memory()
-        self.storage: torch.UntypedStorage | None = None
-        if self.comm.world_size == 1 and self.placement.place == DEVICE:
-            self.full = self.shard
-        else:
-            shard = self.shard
-            self.full = torch.empty(shard.numel() * self.comm.world_size, dtype=shard.dtype, device=self.group.device)
-            self.storage = self.full.untyped_storage()
-        self.nbytes = self.full.numel() * self.full.element_size()
-        self.view = self.full.as_strided(self.shape, self.strides)
-        if self.storage is not None:
-            resize(self.storage, 0)
-
-    def move(self, place: torch.Tensor, placement: Placement) -> None:
-        """Copy the shard, rounded to ``place``'s dtype, into ``place``, of ``placement``, which is the shard from now
-        on."""
-        parameter = self.parameter
-        whole = self.status is AVAILABLE
-        self.release()
-        place.copy_(self.shard)
-        self.writes += 1  # holders of the old memory must look again
-        self._adopt(parameter, place, placement)
-        self._set_status(parameter, NOT_AVAILABLE)
-        if whole:
-            self.group.gather([self])
-
-    def join(self, group: ParamGroup, index: int, name: str) -> None:
-        """Become parameter ``index`` of ``group``, released."""
-        self.release()
-        self.group, self.index, self.name, self.persistent = group, index, name, False
-
-    def rename(self, name: str) -> None:
-        """Be called ``name`` in messages."""
-        self.name = name
-
-    def stay_whole(self) -> None:
-        """Keep the parameter whole from now on."""
-        self.persistent = True
-
-    def _expose(self, parameter: torch.nn.Parameter) -> None:
-        named: dict[str, Any] = {
-            "ds_id": next(_ids),
-            "ds_shape": self.shape,
-            "ds_numel": self.numel,
-            "partition": self.partition,
-            "all_gather": self.all_gather,
-            "partition_numel": self.partition_numel,
-            "_zero_handle": self,
-        }
-        for name, value in named.items():
-            setattr(parameter, name, value)
-
-    def _set_status(self, parameter: torch.nn.Parameter, status: ZeroParamStatus) -> None:
-        self.status = status
-        parameter.ds_status = status  # type: ignore[attr-defined]
+        vars(parameter).update(
+            ds_id=next(_ids),
+            ds_shape=self.shape,
+            ds_numel=self.numel,
+            partition=self.partition,
+            all_gather=self.all_gather,
+            partition_numel=self.partition_numel,
+            _zero_handle=self,
+        )
 
     def __reduce__(self) -> Any:
         raise RuntimeError(
@@ -186,15 +138,90 @@ class PartitionedParameter:
             "or a whole copy: copy.deepcopy(engine.module)"
         )
 
+    # ---------------------------------------------------------------- memory
+
+    def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor, placement: Placement) -> None:
+        """``shard`` [part_numel(numel, world_size)] of ``placement`` is this rank's part from now on; its dtype is the
+        parameter's, which is released."""
+        if self.context.reader is not None:
+            self.context.reader.forget()
+        self.shard = tag_memory(shard, COMPUTE, placement.place)
+        self.placement = placement
+        self.empty = torch.empty(0, dtype=shard.dtype, device=self.context.device)
+        self._allocate()
+        mark_whole(parameter)
+        parameter.data = self.empty
+        mark_released(parameter)
+        vars(parameter).update(ds_tensor=shard, ds_status=NOT_AVAILABLE)
+        self.status = NOT_AVAILABLE
+
+    @torch.inference_mode(False)  # the tensors outlive the user's inference mode, and are used outside of it
+    def _allocate(self) -> None:
+        """Make a ``full`` without memory; on one rank it is the shard, if that is on the device."""
+        self.exposed = False
+        self.context.on_allocation()
+        self.storage: torch.UntypedStorage | None = None
+        shard, world_size = self.shard, self.context.comm.world_size
+        if world_size == 1 and self.placement.place == DEVICE:
+            self.full = shard
+        else:
+            self.full = torch.empty(shard.numel() * world_size, dtype=shard.dtype, device=self.context.device)
+            self.storage = self.full.untyped_storage()
+        self.nbytes = self.full.numel() * self.full.element_size()
+        self.view = self.full.as_strided(self.shape, self.strides)
+        if self.storage is not None:
+            resize(self.storage, 0)
+
+    def move(self, target: torch.Tensor, placement: Placement) -> None:
+        """Copy the shard, rounded to ``target``'s dtype, into ``target``, of ``placement``, which is the shard from now
+        on."""
+        whole = self.status is AVAILABLE
+        self.release()
+        target.copy_(self.shard)
+        self.writes += 1  # holders of the old memory must look again
+        self._adopt(self.parameter, target, placement)
+        if whole:
+            self.context.gather([self])
+
+    def expose(self) -> None:
+        """Let aliases of the whole values, which a user may take from now on, keep their memory after a release."""
+        self.exposed = True
+
+    def bring_home(self) -> None:
+        """Copy the values of ``p.data = values`` into the parameter's own memory, and point it there. Nothing if no
+        user has put other memory of the same shape in its place."""
+        data, view = self.parameter.data, self.view
+        if address(data) == address(view) and data.stride() == view.stride() and data.dtype == view.dtype:
+            return
+        if data.untyped_storage()._cdata == view.untyped_storage()._cdata:
+            data = data.clone()
+        view.copy_(data)
+        self.point_home()
+
+    def point_home(self) -> None:
+        """Give the parameter, which is available, its own memory back, whatever ``p.data = values`` has put there."""
+        self.parameter.data = self.view
+
+    # ---------------------------------------------------------------- who has it
+
+    def join(self, context: CommContext, index: int, name: str) -> None:
+        """Become parameter ``index`` of an engine, released."""
+        self.release()
+        self.context, self.index, self.name = context, index, name
+        self.persistent, self.holds = False, 0
+
+    def rename(self, name: str) -> None:
+        """Be called ``name`` in messages."""
+        self.name = name
+
+    def stay_whole(self) -> None:
+        """Never release the parameter from now on."""
+        self.persistent = True
+
     @property
     def comm(self) -> Communicator:
         """Communicator of the gathers."""
-        return self.group.comm
-
-    @property
-    def held(self) -> int:
-        """The number of open gather contexts, zero.GatheredParameters for one."""
-        return self.group.times_held(self)
+        return self.context.comm
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -207,6 +234,18 @@ class PartitionedParameter:
         parameter = self.ref()
         return parameter is not None and not parameter.requires_grad
 
+    # ---------------------------------------------------------------- values
+
+    @property
+    def is_here(self) -> bool:
+        """True if ``full`` has the values."""
+        return self.status is AVAILABLE or self.storage is None
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Number of changes of the values, by updates and by writes; the same on all ranks."""
+        return self.context.updates, self.writes
+
     def own_part(self, full: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of ``full`` (None: the parameter's own, which is valid while it is available), without
         padding."""
@@ -214,51 +253,26 @@ class PartitionedParameter:
         start = min(self.comm.rank * part, self.numel)
         return (self.full if full is None else full)[start : min(start + part, self.numel)]
 
-    @property
-    def age(self) -> tuple[int, int]:
-        """Number of times that the values have changed, by updates and by writes; the same on all ranks."""
-        return self.group.updates, self.writes
+    def write(self, full: torch.Tensor | None = None) -> None:
+        """Take into this rank's part what has been changed, alike on all ranks, in ``full`` (None: the parameter's
+        own). The next update takes it into the masters where they do not round to it."""
+        self.writes += 1
+        if full is not None and full is not self.full and self.is_here:
+            self.full.copy_(full)
+        if self.storage is not None:
+            part = self.own_part(full)
+            self.shard[: part.numel()].copy_(part)
+            if self.context.reader is not None:
+                self.context.reader.on_written(self)
 
-    @property
-    def is_here(self) -> bool:
-        """``full`` has the values."""
-        return self.status is AVAILABLE or self.storage is None
-
-    def take_memory(self) -> Callable[[], None]:
-        """Gather into other memory, until what this returns is called."""
-        full, storage, view = self.full, self.storage, self.view
-        self._allocate()
-
-        def give_back() -> None:
-            self.full, self.storage, self.view = full, storage, view
-
-        return give_back
+    def note_write(self) -> None:
+        """The shard, and the whole values where they are here, have been given other values."""
+        self.writes += 1
 
     def replace(self, full: torch.Tensor) -> None:
-        """Take the whole values of ``p.data = values``, alike on all ranks. What has been taken from the parameter
-        before keeps the old ones."""
+        """Take the whole values of ``p.data = values``, alike on all ranks. Aliases taken before keep the old ones."""
         self.replaced.append(self.age)
         self.write(full)
-
-    def expose(self) -> None:
-        """From now on a user may hold aliases of the whole values: they keep their memory when these are released."""
-        self.exposed = True
-
-    def bring_home(self) -> None:
-        """``p.data = values`` has put other memory of the same shape in the parameter's place: copy them where they
-        belong. Nothing if that has not happened."""
-        data, view = self.parameter.data, self.view
-        if address(data) == address(view) and data.stride() == view.stride() and data.dtype == view.dtype:
-            return
-        if data.untyped_storage()._cdata == view.untyped_storage()._cdata:
-            data = data.clone()
-        view.copy_(data)
-        self.point_home()
-
-    def point_home(self) -> None:
-        """Give the parameter, which is available, its own memory back, whatever ``p.data = values`` has put there."""
-        parameter = self.parameter
-        parameter.data = self.view
 
     # ---------------------------------------------------------------- what users call
 
@@ -267,13 +281,12 @@ class PartitionedParameter:
         in the same order."""
         self.exposed = True
         with torch._C.DisableTorchFunction():  # inside zero.Init its function mode would see a parameter in use
-            self.group.gather([self])
-        self.group.note_kept(self)
+            self.context.gather_for_user(self)
 
     def partition(self) -> None:
         """Drop the whole values, unless they are to stay (small parameters, open gather contexts). Changes to them are
         lost: see ``zero.GatheredParameters`` for how to make some."""
-        if not self.persistent and not self.held:
+        if not self.persistent and not self.holds:
             with torch._C.DisableTorchFunction():
                 self.release()
 
@@ -288,7 +301,7 @@ class PartitionedParameter:
         if known is not None:
             return known
         whole = self.status is AVAILABLE
-        self.group.gather([self])
+        self.context.gather([self])
         values = torch.empty_strided(self.shape, self.strides, dtype=self.full.dtype, device=self.full.device)
         values.copy_(parameter.data)  # which is other memory after ``p.data = values``
         if not whole:
@@ -301,32 +314,26 @@ class PartitionedParameter:
     def make_whole(self) -> None:
         """Turn the parameter back into an ordinary one. Called on all ranks, in the same order."""
         parameter = self.parameter
-        self.group.gather([self])
+        self.context.gather([self])
         parameter.data = self.view
         for name in vars(parameter).keys() - users_attributes(parameter).keys():
             delattr(parameter, name)
 
-    def note_write(self) -> None:
-        """The shard has other values, and the whole ones too where they are here."""
-        self.writes += 1
+    # ---------------------------------------------------------------- states
 
-    def write(self, full: torch.Tensor | None = None) -> None:
-        """The whole values have been changed, alike on all ranks, in ``full`` (None: the parameter's own): this rank's
-        part follows. Masters follow that where it is not what they round to, in the next update."""
-        self.writes += 1
-        if full is not None and full is not self.full and self.is_here:
-            self.full.copy_(full)
-        if self.storage is not None:
-            part = self.own_part(full)
-            self.shard[: part.numel()].copy_(part)
-            if self.group.reader is not None:
-                self.group.reader.written(self)
+    def hold(self) -> bool:
+        """Begin a gather context; contexts nest. True if this is the outermost."""
+        if self.persistent:
+            return False
+        self.holds += 1
+        return self.holds == 1
 
-    # ---------------------------------------------------------------- where the whole values are
-
-    def expire(self) -> None:
-        """The whole values are outdated: they are to be gathered again, into the same memory."""
-        self.status = NOT_AVAILABLE
+    def unhold(self) -> bool:
+        """End a gather context. True if this was the outermost."""
+        if self.persistent or not self.holds:
+            return False
+        self.holds -= 1
+        return not self.holds
 
     def release(self) -> None:
         """Drop the whole values, or end the gather that brings them. Nothing if they are not there."""
@@ -335,50 +342,57 @@ class PartitionedParameter:
         if self.status is AVAILABLE:
             self.drop()
 
-    def show_shape(self) -> None:
-        """Give a parameter that is not available its shape, without memory: autograd compares the gradient's with it.
-        Ends with :meth:`drop`, or when the parameter is gathered."""
-        parameter = self.ref()
-        if self.status is not AVAILABLE and parameter is not None:
-            open_again(parameter)
-            parameter.data = self.empty.new_empty(()).expand(self.shape)
-            close(parameter)
+    def expire(self) -> None:
+        """Mark whole values as outdated: they are to be gathered again, into the memory that they have."""
+        assert self.status is AVAILABLE, self.name
+        self.status = NOT_AVAILABLE
 
     def drop(self) -> None:
-        """The whole values are gone, whatever there was."""
+        """Go to NOT_AVAILABLE from any state, after a gather that has failed too."""
         self.pending = None
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
-            if type(parameter) is not torch.nn.Parameter:
-                open_again(parameter)  # a gather that has failed
+            if type(parameter) is not torch.nn.Parameter:  # it was never open, or is of a user's class
+                mark_whole(parameter)
             parameter.data = self.empty
             parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
-            close(parameter)
+            mark_released(parameter)
         if self.storage is None:
             return
-        if self.exposed:  # views that the user has taken from the parameter keep the old memory
+        if self.exposed:  # aliases that the user has taken keep the old memory
             self._allocate()
         else:
             resize(self.storage, 0)
 
+    def show_shape(self) -> None:
+        """Give a parameter that is not available its shape, without memory, until :meth:`drop` or a gather: autograd
+        compares the shape of a gradient with it."""
+        parameter = self.ref()
+        if self.status is not AVAILABLE and parameter is not None:
+            mark_whole(parameter)
+            parameter.data = self.empty.new_empty(()).expand(self.shape)
+            mark_released(parameter)
+
 
 def wait_for(members: Sequence[PartitionedParameter], gather: AllGather) -> None:
-    """The whole values of ``members`` are on their way."""
+    """Go from NOT_AVAILABLE to INFLIGHT: ``gather`` brings the whole values."""
     for member in members:
+        assert member.status is NOT_AVAILABLE, member.name
         member.pending = gather
         member.status = INFLIGHT
         member.ref().ds_status = INFLIGHT  # type: ignore[union-attr]
 
 
 def arrive(members: Sequence[PartitionedParameter]) -> None:
-    """The whole values of ``members`` are here, and may be read."""
+    """Go from INFLIGHT to AVAILABLE: the whole values may be read."""
     for member in members:
+        assert member.status is INFLIGHT, member.name
         member.pending = None
         member.status = AVAILABLE
         parameter = member.ref()
         if parameter is not None:
-            open_again(parameter)
+            mark_whole(parameter)
             parameter.data = member.view
             parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
 
@@ -396,11 +410,11 @@ def handle_of(tensor: object) -> PartitionedParameter | None:
     return getattr(tensor, "_zero_handle", None)
 
 
-def move_shard(parameter: torch.nn.Parameter, place: torch.Tensor, placement: Placement) -> None:
-    """Bring a partitioned parameter's shard to ``place``, of ``placement``, in its dtype."""
+def move_shard(parameter: torch.nn.Parameter, target: torch.Tensor, placement: Placement) -> None:
+    """Bring a partitioned parameter's shard to ``target``, of ``placement``, in its dtype."""
     handle = handle_of(parameter)
     assert handle is not None
-    handle.move(place, placement)
+    handle.move(target, placement)
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:

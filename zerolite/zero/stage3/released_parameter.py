@@ -1,11 +1,14 @@
-"""Class of a partitioned parameter while it is released."""
+"""Class of a partitioned parameter while it is released, and of one whose updated values are on their way.
+
+Both tell by function of torch if it needs values: ``p.shape`` and ``p.grad`` do not, ``p.norm()`` does.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +20,11 @@ Tensor = torch.Tensor
 
 
 class ReleasedParameter(torch.nn.Parameter):
-    """Class of a released parameter (the object stays the same).
+    """Class of a released parameter; the object stays the same.
 
-    It has dtype, device and layout, and tells the shape of the whole. Its memory is that of an empty tensor, so torch
-    would read nothing and lose what is written, without a word: whatever needs values gathers them for the operation
-    (see between_steps.py), or is refused where that cannot be done.
+    It has dtype, device and layout, and tells the shape of the whole. Its memory is that of an empty tensor: torch
+    would read nothing and lose what is written, without an error. So an operation that needs values gathers them (see
+    gathered_operations.py), or is refused where that cannot be done.
     """
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -64,9 +67,9 @@ class ReleasedParameter(torch.nn.Parameter):
             raise no_values("?", f"and {function} does not show them")
         if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
             raise no_values(_name(released[0]), "and torch.nn.Parameter(p) would be a second parameter in its memory")
-        from zerolite.zero.stage3.between_steps import use_whole  # which works on parameters of this class
+        from zerolite.zero.stage3.gathered_operations import run_gathered  # which works on parameters of this class
 
-        return use_whole(function, args, kwargs)
+        return run_gathered(function, args, kwargs)
 
 
 def no_values(name: str, why: str) -> RuntimeError:
@@ -80,9 +83,8 @@ def no_values(name: str, why: str) -> RuntimeError:
 
 
 class ArrivingParameter(torch.nn.Parameter):
-    """The class of a whole parameter whose updated values are being gathered: whatever needs them waits first, and
-    finds an ordinary parameter. For each parameter gatherer a subclass whose ``wait_for`` waits for parameters of its
-    own."""
+    """Class of a whole parameter whose updated values are being gathered (stages 1 and 2). An operation that needs them
+    waits, and finds an ordinary parameter. Each parameter gatherer has a subclass that waits for its own parameters."""
 
     wait_for: Callable[[Sequence[torch.Tensor]], None]
 
@@ -140,9 +142,9 @@ SHAPES = frozenset(
         *(Tensor.is_contiguous, Tensor.__len__, torch.numel, Tensor.is_same_size, Tensor.dim_order),
     ]
 )
-# What makes a tensor in the shape of its first argument, here that of the whole parameter.
+# They make a tensor in the shape of their first argument, here that of the whole parameter.
 LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
-# What tells nothing of the values, and what autograd and optimizers ask of any parameter.
+# They tell nothing of the values; autograd and optimizers ask them of any parameter.
 HARMLESS = frozenset(
     [
         *_getters("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad"),
@@ -204,8 +206,9 @@ def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
             parameter.data = empty
 
 
-def close(parameter: torch.Tensor) -> None:
-    """From here on ``parameter`` is released. One whose class decides by itself what functions do stays what it is."""
+def mark_released(parameter: torch.Tensor) -> None:
+    """Give ``parameter``, which is released, the class that gathers for operations. A parameter of a user's class with
+    a ``__torch_function__`` of its own keeps it."""
     own = type(parameter)
     if own is torch.nn.Parameter:
         parameter.__class__ = ReleasedParameter
@@ -214,31 +217,13 @@ def close(parameter: torch.Tensor) -> None:
             parameter.__class__ = _released(own)
 
 
-def open_again(parameter: torch.Tensor) -> None:
-    """Undo :func:`close`."""
+def mark_whole(parameter: torch.Tensor) -> None:
+    """Undo :func:`mark_released`."""
     own = type(parameter)
     if own is ReleasedParameter:
         parameter.__class__ = torch.nn.Parameter
     elif issubclass(own, ReleasedParameter):
         parameter.__class__ = own.__mro__[2]
-
-
-def close_all(parameters: Iterable[Any]) -> None:
-    """Call :func:`close` on each: once a step on many, so that nothing is called for the common class."""
-    for parameter in parameters:
-        if type(parameter) is torch.nn.Parameter:
-            parameter.__class__ = ReleasedParameter
-        else:
-            close(parameter)
-
-
-def open_all(parameters: Iterable[Any]) -> None:
-    """Undo :func:`close_all`."""
-    for parameter in parameters:
-        if type(parameter) is ReleasedParameter:
-            parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
-        else:
-            open_again(parameter)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerolite.engine.engine import Engine
-from zerolite.zero.stage3.units import external_parameters
+from zerolite.zero.stage3.param_group import external_parameters
 
 __all__ = ["DeepSpeedOptimizer", "Stage3Optimizer", "ZeROOptimizer"]
 

@@ -101,7 +101,7 @@ def _whole(param: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
             f"parameter '{record.name}': expected this rank's part, {record.shard.numel()} elements, got "
             f"{value.numel()}; use the function whose name has 'full' for 'local' to pass the whole"
         )
-    whole = torch.empty(value.numel() * record.comm.world_size, dtype=value.dtype, device=record.group.device)
+    whole = torch.empty(value.numel() * record.comm.world_size, dtype=value.dtype, device=record.context.device)
     record.comm.part(whole).copy_(value.detach().flatten())
     record.comm.all_gather(whole, tag="access").wait()
     return whole[: record.numel].view(record.shape)

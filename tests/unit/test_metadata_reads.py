@@ -1,4 +1,4 @@
-"""Reads of an attribute that only ask it a question, told by their source."""
+"""Reads of an attribute that use its metadata alone, told by their source."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zerolite.zero.stage3.questions import asks_only
+from zerolite.zero.stage3.metadata_reads import reads_metadata
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not say where in a line it is")
 
@@ -19,7 +19,7 @@ class Module:
         self.found: list[bool] = []
 
     def __getattr__(self, name: str) -> Any:
-        self.found.append(asks_only(sys._getframe(1)))
+        self.found.append(reads_metadata(sys._getframe(1)))
         return 1.0
 
 

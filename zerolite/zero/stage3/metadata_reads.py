@@ -1,7 +1,7 @@
-"""Recognition of parameter reads that need no values, from the source line. Standard library only.
+"""Recognition of attribute reads that need no values of a parameter, from their source. Standard library only.
 
-``if self.wo.weight.dtype != x.dtype`` reads a parameter and needs none of its values. Whether a use follows could be
-seen at run time, too, but perhaps differently on each rank, and all ranks must gather the same. The source is the same.
+``if self.wo.weight.dtype != x.dtype`` reads a parameter and needs its metadata alone. At run time a use of the values
+could be seen too, but perhaps on some ranks only, and all ranks must gather the same. The source is the same on all.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ _FUNCTIONS = frozenset("hasattr id isinstance".split())
 _Position = tuple[int, int, int, int]  # first and last line, from 1; first and last column, in bytes
 
 
-def asks_only(frame: FrameType) -> bool:
-    """True if the attribute that ``frame`` is reading is only asked for its dtype, shape or the like, in the same
-    expression. False where that cannot be told: without the source, and in Python 3.10."""
-    return _asks_only(frame.f_code, frame.f_lasti)
+def reads_metadata(frame: FrameType) -> bool:
+    """True if the attribute that ``frame`` is reading is used for its dtype, shape or the like alone, in the
+    same expression. False where that cannot be told: without the source, and in Python 3.10."""
+    return _reads_metadata(frame.f_code, frame.f_lasti)
 
 
 @functools.lru_cache(maxsize=4096)
-def _asks_only(code: CodeType, instruction: int) -> bool:
+def _reads_metadata(code: CodeType, instruction: int) -> bool:
     if not hasattr(code, "co_positions"):
         return False
     line, last_line, column, last_column = list(code.co_positions())[instruction // 2]
-    return (line, last_line, column, last_column) in _questions(code.co_filename)
+    return (line, last_line, column, last_column) in _metadata_reads(code.co_filename)
 
 
 @functools.lru_cache(maxsize=64)
-def _questions(filename: str) -> frozenset[_Position]:
-    """Find the places where a file's source asks an attribute a question: ``a.b`` in ``a.b.dtype`` and
-    ``isinstance(a.b, c)``."""
+def _metadata_reads(filename: str) -> frozenset[_Position]:
+    """Return the places of such reads in a file: ``a.b`` in ``a.b.dtype`` and in ``isinstance(a.b, c)``."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
         return frozenset()
     found = set()
     for node in ast.walk(tree):
-        for read in _asked_in(node):
+        for read in _read_in(node):
             if isinstance(read, ast.Attribute):
                 found.add((read.lineno, read.end_lineno or 0, read.col_offset, read.end_col_offset or 0))
     return frozenset(found)
 
 
-def _asked_in(node: ast.AST) -> list[ast.expr]:
-    """The expressions to which ``node`` itself puts a question."""
+def _read_in(node: ast.AST) -> list[ast.expr]:
+    """Return the expressions of which ``node`` itself uses the metadata alone."""
     if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
         return [node.value]
     if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):

@@ -1,4 +1,4 @@
-"""Units of stage 3: repeated blocks, small subtrees, modules that the user names."""
+"""Parameter groups of stage 3: repeated blocks, small subtrees, modules that the user names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from zerolite.comm import NullCommunicator
-from zerolite.zero.stage3.param_group import ParamGroup
+from zerolite.zero.stage3.comm_context import CommContext
+from zerolite.zero.stage3.param_group import ParamGroup, leaf_rule, plan_param_groups
 from zerolite.zero.stage3.partition_parameters import partition
-from zerolite.zero.stage3.units import UnitPlan, leaf_rule, plan_units
 
 INFINITE = 1 << 40
 nothing = leaf_rule(())
@@ -58,30 +58,31 @@ class Stack(nn.Module):
         self.head = nn.Linear(4, 7, bias=False)
 
 
-def units(model: nn.Module, max_live: int = INFINITE, leaves: list[str] | None = None) -> list[UnitPlan]:
+def groups_of(model: nn.Module, max_live: int = INFINITE, leaves: list[str] | None = None) -> list[ParamGroup]:
     comm = NullCommunicator(0, 2)
     for name, parameter in model.named_parameters():
-        partition(parameter, name, ParamGroup(comm, torch.device("cpu")))
-    plans = plan_units(model, leaf_rule(leaves) if leaves else nothing, 0, max_live)
-    # Every parameter has a unit, and no module is in two.
-    assert {id(p) for plan in plans for p in plan.parameters} == {id(p) for p in model.parameters()}
-    modules = [id(module) for plan in plans for module in (plan.module, *plan.inside)]
+        partition(parameter, name, CommContext(comm, torch.device("cpu")))
+    groups = plan_param_groups(model, leaf_rule(leaves) if leaves else nothing, 0, max_live)
+    # Every parameter has a group, and no module is in two.
+    assert {id(p.ref()) for group in groups for p in group.parameters} == {id(p) for p in model.parameters()}
+    modules = [id(module) for group in groups for module in (group.module, *group.inside)]
     assert len(modules) == len(set(modules))
-    return plans
+    return groups
 
 
-def names(plans: list[UnitPlan]) -> list[str]:
-    return [plan.name for plan in plans if plan.parameters]
+def names(groups: list[ParamGroup]) -> list[str]:
+    return [group.name for group in groups if group.parameters]
 
 
 BLOCKS = [f"blocks.{index}" for index in range(6)]
 
 
-def test_a_repeated_block_is_one_unit() -> None:
-    plans = units(Stack())
-    assert names(plans) == ["embed", *BLOCKS, "head"]
-    assert [type(module) for module in plans[2].inside] == [nn.Linear, Feed, nn.Linear, nn.Linear]
-    assert names(units(nn.Sequential(*(Block() for _ in range(5))))) == ["0", "1", "2", "3", "4"]
+def test_a_repeated_block_is_one_group() -> None:
+    model = Stack()
+    groups = groups_of(model)
+    assert names(groups) == ["embed", *BLOCKS, "head"]
+    assert [type(module) for module in groups[2].inside] == [nn.Linear, Feed, nn.Linear, nn.Linear]
+    assert names(groups_of(nn.Sequential(*(Block() for _ in range(5))))) == ["0", "1", "2", "3", "4"]
 
 
 class Tied(nn.Module):
@@ -94,36 +95,37 @@ class Tied(nn.Module):
 
 
 def test_only_an_embedding_by_itself_needs_no_values_in_backward() -> None:
-    assert [plan.is_table for plan in units(Stack())] == [False, True, *[False] * 7]
-    assert not any(plan.is_table for plan in units(Tied(), leaves=["Tied"]))
+    assert [group.is_embedding for group in groups_of(Stack())] == [False, True, *[False] * 7]
+    assert not any(group.is_embedding for group in groups_of(Tied(), leaves=["Tied"]))
     hooked = Stack()
     hooked.embed.register_forward_hook(lambda module, args, output: output * module.weight.sum())
-    assert not any(plan.is_table for plan in units(hooked))
+    assert not any(group.is_embedding for group in groups_of(hooked))
 
 
 def test_two_blocks_fit_into_the_limit_and_a_larger_one_is_divided() -> None:
-    assert names(units(Stack(), max_live=160))[1] == "blocks.0"
-    assert names(units(Stack(), max_live=159))[1:3] == ["blocks.0.mix", "blocks.0.feed"]
-    assert names(units(Stack(), max_live=127))[1:4] == ["blocks.0.mix", "blocks.0.feed.up", "blocks.0.feed.down"]
+    assert names(groups_of(Stack(), max_live=160))[1] == "blocks.0"
+    assert names(groups_of(Stack(), max_live=159))[1:3] == ["blocks.0.mix", "blocks.0.feed"]
+    assert names(groups_of(Stack(), max_live=127))[1:4] == ["blocks.0.mix", "blocks.0.feed.up", "blocks.0.feed.down"]
 
 
 def test_experts_stay_together_as_long_as_they_fit_once() -> None:
-    assert names(units(Stack(make=Experts), max_live=208)) == ["embed", *BLOCKS, "head"]
-    divided = names(units(Stack(make=Experts), max_live=207))
+    assert names(groups_of(Stack(make=Experts), max_live=208)) == ["embed", *BLOCKS, "head"]
+    divided = names(groups_of(Stack(make=Experts), max_live=207))
     assert divided[1:5] == ["blocks.0.mix", *(f"blocks.0.experts.{index}" for index in range(3))]
 
 
-def test_what_is_asked_for_inside_a_block_is_a_unit_of_its_own() -> None:
-    plans = units(Stack(), leaves=["Feed"])
-    assert names(plans)[1:3] == ["blocks.0", "blocks.0.feed"]
-    assert [type(module) for module in plans[2].inside] == [nn.Linear]
+def test_what_is_asked_for_inside_a_block_is_a_group_of_its_own() -> None:
+    model = Stack()
+    groups = groups_of(model, leaves=["Feed"])
+    assert names(groups)[1:3] == ["blocks.0", "blocks.0.feed"]
+    assert [type(module) for module in groups[2].inside] == [nn.Linear]
 
 
 def test_tied_weights_belong_to_both_and_a_shared_module_to_the_first() -> None:
     model = Stack()
     model.blocks[3].mix = model.blocks[1].mix
     model.head.weight = model.embed.weight
-    plans = {plan.name: plan for plan in units(model)}
-    assert any(p is model.blocks[1].mix.weight for p in plans["blocks.3"].parameters)
-    assert model.blocks[1].mix not in plans["blocks.3"].inside
-    assert plans["embed"].parameters == plans["head"].parameters
+    groups = {group.name: group for group in groups_of(model)}
+    assert any(p.ref() is model.blocks[1].mix.weight for p in groups["blocks.3"].parameters)
+    assert model.blocks[1].mix not in groups["blocks.3"].inside
+    assert groups["embed"].parameters == groups["head"].parameters

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zerolite.activation_checkpointing.activation_shards import ActivationShards, checksum
 from zerolite.activation_checkpointing.copies import Copies, Copy, Pair
-from zerolite.activation_checkpointing.cut import ActivationShards, checksum
 from zerolite.activation_checkpointing.memory import BorrowedMemory, MemorySource
 from zerolite.utils.memory_tags import HOST
 from zerolite.zero.buffer import dense_strides
@@ -22,23 +22,26 @@ _ALIGNMENT = 512  # bytes; where inputs begin in a region
 _ALLOCATORS = 64  # bytes: tensors that begin at multiples get the same arithmetic wherever they are
 
 
-class KeptInput:
-    """An input that a checkpoint needs again. It rests in memory of :mod:`memory`, whole or this rank's part; or, if
-    several checkpoints share it, where it is, because it is there only once anyway."""
+class SavedInput:
+    """An input that a checkpoint needs again.
+
+    It is saved in memory of :mod:`memory`, whole or as this rank's part. One that several checkpoints share stays where
+    it is, because it is there only once anyway.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.numel() * tensor.element_size()
         self.resident: torch.Tensor | None = None
         self.offloaded: torch.Tensor | None = None  # uint8
-        self.checksum: torch.Tensor | None = None  # of one that is cut
+        self.checksum: torch.Tensor | None = None  # of one that is sharded
         self.region: BorrowedMemory | None = None
         self._version = tensor._version
         self._source: weakref.ref[torch.Tensor] = weakref.ref(tensor)
         self._changed = False
 
     def stay(self, tensor: torch.Tensor) -> None:
-        """``tensor`` itself is kept from now on."""
+        """Keep ``tensor`` itself from now on."""
         self.resident, self.region, self.offloaded = tensor, None, None
 
     def unchanged(self) -> bool:
@@ -55,34 +58,34 @@ class KeptInput:
 class _Ahead:
     """Inputs of one checkpoint on their way to the device, before it needs them."""
 
-    def __init__(self, kept: Sequence[KeptInput], arrived: dict[KeptInput, torch.Tensor], copy: Copy) -> None:
-        self.kept = list(kept)
+    def __init__(self, saved: Sequence[SavedInput], arrived: dict[SavedInput, torch.Tensor], copy: Copy) -> None:
+        self.saved = list(saved)
         self.arrived = arrived
         self.copy = copy
 
 
-class Keeper:
-    """Keeper of checkpoints' inputs: on the host (``source``'s place), sharded (``cut``), or both."""
+class InputSaver:
+    """Save checkpoints' inputs in forward, where ``source`` is or sharded, and restore them in backward."""
 
     def __init__(
         self,
         device: torch.device,
         source: MemorySource,
-        cut: Callable[[], ActivationShards | None],
+        sharding: Callable[[], ActivationShards | None],
         copies: Copies,
     ) -> None:
-        """cut: asked at each checkpoint."""
+        """sharding: asked at each checkpoint; None: inputs are saved whole."""
         self._device = device
         self._source = source
-        self._cut = cut
+        self._sharding = sharding
         self._copies = copies
-        self._known = WeakTensorKeyDictionary()  # inputs that are there -> weak references to what is kept of them
+        self._known = WeakTensorKeyDictionary()  # inputs that are there -> weak references to their saved inputs
         self._ahead: _Ahead | None = None
 
     # ---------------------------------------------------------------- forward
 
     def takes(self, value: Any) -> bool:
-        """True if ``value`` is kept here. Not: parameters and other leaves, which are there all the time; what is
+        """True if ``value`` is saved here. Not: parameters and other leaves, which are there all the time; what is
         elsewhere, small, or not dense."""
         return (
             type(value) in (torch.Tensor, FakeTensor)
@@ -91,38 +94,38 @@ class Keeper:
             and value.device == self._device
             and value.layout is torch.strided
             and value.numel() * value.element_size() >= SMALLEST
-            and (self._source.place == HOST or self._cut() is not None)
+            and (self._source.place == HOST or self._sharding() is not None)
             and not (value.is_inference() or value.is_conj() or value.is_neg())
             and value.storage_offset() * value.element_size() % _ALLOCATORS == 0
             and dense_strides(value) == value.stride()
         )
 
     @torch.no_grad()
-    def keep(self, tensors: Sequence[torch.Tensor]) -> tuple[list[KeptInput], Copy]:
-        """Keep the tensors: return what is kept of each, in order, and the copy that must be waited for before they may
-        be changed or freed."""
+    def save(self, tensors: Sequence[torch.Tensor]) -> tuple[list[SavedInput], Copy]:
+        """Save the tensors. Returns the saved input of each, in order, and the copy that must be waited for before they
+        may be changed or freed."""
         self._forget_ahead()
-        cut = self._cut()
-        kept: list[KeptInput] = []
-        new: list[tuple[KeptInput, torch.Tensor]] = []
+        shards = self._sharding()
+        saved: list[SavedInput] = []
+        new: list[tuple[SavedInput, torch.Tensor]] = []
         for tensor in tensors:
             entry = self._look_up(tensor)
             if entry is None:
-                entry = KeptInput(tensor)
+                entry = SavedInput(tensor)
                 self._known[tensor] = weakref.ref(entry)
                 new.append((entry, tensor))
             elif all(entry is not other for other, _ in new):
                 entry.stay(tensor)
-            kept.append(entry)
-        return kept, self._put_away(new, cut)
+            saved.append(entry)
+        return saved, self._store(new, shards)
 
-    def _look_up(self, tensor: torch.Tensor) -> KeptInput | None:
+    def _look_up(self, tensor: torch.Tensor) -> SavedInput | None:
         known = self._known.get(tensor)
-        entry: KeptInput | None = None if known is None else known()
+        entry: SavedInput | None = None if known is None else known()
         return entry if entry is not None and entry.unchanged() else None
 
-    def _put_away(self, new: Sequence[tuple[KeptInput, torch.Tensor]], cut: ActivationShards | None) -> Copy:
-        lengths = [entry.nbytes if cut is None else cut.part_nbytes(entry.nbytes) for entry, _ in new]
+    def _store(self, new: Sequence[tuple[SavedInput, torch.Tensor]], shards: ActivationShards | None) -> Copy:
+        lengths = [entry.nbytes if shards is None else shards.part_nbytes(entry.nbytes) for entry, _ in new]
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
@@ -134,9 +137,9 @@ class Keeper:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
             entry.region, entry.offloaded = region, region.memory.narrow(0, start, length)
             part = flat.view(torch.uint8)
-            if cut is not None:
+            if shards is not None:
                 entry.checksum = checksum(flat)
-                part, _ = cut.part(part)
+                part, _ = shards.part(part)
             pairs.append((part, entry.offloaded[: part.numel()]))
         if self._source.place == HOST:
             return self._copies.launch(pairs)
@@ -147,8 +150,8 @@ class Keeper:
     # ---------------------------------------------------------------- backward
 
     @torch.no_grad()
-    def bring(self, kept: Sequence[KeptInput], before: Sequence[KeptInput], what: str) -> list[torch.Tensor]:
-        """The tensors of ``kept`` on the device, without gradients.
+    def restore(self, saved: Sequence[SavedInput], before: Sequence[SavedInput], what: str) -> list[torch.Tensor]:
+        """Return the tensors of ``saved`` on the device, without gradients.
 
         Args:
             before: what is needed next, whose way begins now.
@@ -156,11 +159,11 @@ class Keeper:
 
         Raises RuntimeError if one has been written into, and as :meth:`ActivationShards.gather` does.
         """
-        if not all(entry.unchanged() for entry in kept):
+        if not all(entry.unchanged() for entry in saved):
             raise RuntimeError(_written_into(what))
-        entries = list(dict.fromkeys(entry for entry in kept if entry.resident is None))
+        entries = list(dict.fromkeys(entry for entry in saved if entry.resident is None))
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.kept != entries:
+        if ahead is None or ahead.saved != entries:
             if ahead is not None:
                 ahead.copy.wait()
             ahead = self._fetch(entries)
@@ -170,10 +173,10 @@ class Keeper:
             self._ahead = self._fetch(following)
         wholes = self._gather(entries, ahead.arrived, what)
         found = {entry: entry.from_bytes(wholes[entry]) for entry in entries}
-        return [entry.resident if entry.resident is not None else found[entry] for entry in kept]
+        return [entry.resident if entry.resident is not None else found[entry] for entry in saved]
 
-    def _fetch(self, entries: Sequence[KeptInput]) -> _Ahead:
-        arrived: dict[KeptInput, torch.Tensor] = {}
+    def _fetch(self, entries: Sequence[SavedInput]) -> _Ahead:
+        arrived: dict[SavedInput, torch.Tensor] = {}
         pairs: list[Pair] = []
         for entry in entries:
             assert entry.offloaded is not None
@@ -186,14 +189,14 @@ class Keeper:
         return _Ahead(entries, arrived, copy)
 
     def _gather(
-        self, entries: Sequence[KeptInput], arrived: dict[KeptInput, torch.Tensor], what: str
-    ) -> dict[KeptInput, torch.Tensor]:
+        self, entries: Sequence[SavedInput], arrived: dict[SavedInput, torch.Tensor], what: str
+    ) -> dict[SavedInput, torch.Tensor]:
         parted = [entry for entry in entries if entry.checksum is not None]
-        cut = self._cut()
-        if not parted or cut is None:
+        shards = self._sharding()
+        if not parted or shards is None:
             return arrived
         sums = [entry.checksum for entry in parted if entry.checksum is not None]
-        wholes = cut.gather([arrived[entry] for entry in parted], sums, what)
+        wholes = shards.gather([arrived[entry] for entry in parted], sums, what)
         return {**arrived, **dict(zip(parted, wholes, strict=True))}
 
     def _forget_ahead(self) -> None:

@@ -1,0 +1,387 @@
+"""Operations on released parameters outside of forward and backward: ``p.norm()``, averages, ``model.state_dict()``.
+
+::
+
+    p.data  ── the parameters among the arguments are gathered, into memory of their own
+            ── the function runs on ordinary parameters, which are released again
+            ── what it returns in that memory is a WholeValues, which keeps the memory alive
+
+A :class:`WholeValues` that is written to passes the change on to this rank's shard. One that is read after an update is
+gathered again. Autograd saves where its tensors come from, and gathers them again in the backward.
+
+Changes are made alike on all ranks, so a write needs no collective.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from zerolite.utils.accelerator import address
+from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors
+from zerolite.utils.user_line import warn_of_collective
+from zerolite.zero.stage3.comm_context import gather_copies
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, PartitionedParameter
+from zerolite.zero.stage3.released_parameter import (
+    LIKE,
+    NEEDS_NO_VALUES,
+    SHAPES,
+    ReleasedParameter,
+    mark_released,
+    mark_whole,
+    no_values,
+    opened,
+)
+
+_T = torch.Tensor
+# Functions of Python that look at the class.
+_OF_PLAIN_TENSORS = frozenset([_T.__repr__, _T.__format__, _T.numpy, _T.__array__, _T.tolist])
+_transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
+
+
+class _Gathered:
+    """Whole values of a parameter, gathered at one moment, in memory that several tensors may share.
+
+    Attributes:
+        full: the memory, flat.
+        age: of the parameter, when these values were its own.
+        replacements: number of ``p.data = values`` before that. Each puts other values in the place of these, which
+            then stay what they are and do not belong to the parameter any more.
+    """
+
+    __slots__ = ("age", "full", "handle", "replacements")
+
+    def __init__(self, handle: PartitionedParameter, full: torch.Tensor) -> None:
+        self.handle, self.full, self.age, self.replacements = handle, full, handle.age, len(handle.replaced)
+
+    @property
+    def tied(self) -> bool:
+        """True if the values belong to the parameter: changes go both ways."""
+        return self.replacements == len(self.handle.replaced)
+
+    @property
+    def stale(self) -> bool:
+        """The parameter has changed since, or may have, because it is held gathered. Raises RuntimeError where
+        that was before its values were replaced."""
+        if self.tied:
+            return self.age != self.handle.age or self.handle.holds > 0
+        if self.age != self.handle.replaced[self.replacements]:
+            raise RuntimeError(
+                f"values that were taken from parameter '{self.handle.name}' before an update were not looked at "
+                "between that and p.data = values, which has replaced them: they are gone; clone what is to be kept"
+            )
+        return False
+
+    def write(self) -> None:
+        """They have been changed."""
+        if self.tied:
+            self.handle.write(self.full)
+            self.age = self.handle.age
+
+
+def _gathered_in(tensor: torch.Tensor, by_storage: Mapping[int, _Gathered]) -> _Gathered | None:
+    """Return the whole values whose memory ``tensor`` shares."""
+    return by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+
+
+class WholeValues(torch.Tensor):
+    """A tensor that shares memory with gathered values of a parameter. See the module."""
+
+    gathered: _Gathered
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        """Run what :func:`run_gathered` has let through. Calls from C++ come here without it."""
+        if any(kind is not WholeValues for kind in types):
+            return NotImplemented  # another class, p.grad's for one, has no memory to be read
+        if function.namespace == "c10d":
+            name = find_tensors((args, kwargs), WholeValues)[0].gathered.handle.name
+            raise no_values(name, "and torch.distributed writes where no one sees it: send a clone")
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
+        return run_gathered(function, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickle an ordinary tensor."""
+        run_gathered(_T.detach, (self,), {})
+        with opened():
+            return self.detach().__reduce_ex__(protocol)
+
+    def __copy__(self) -> Any:
+        return run_gathered(_T.detach, (self,), {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return an ordinary tensor with memory of its own."""
+        copied = memo[id(self)] = run_gathered(_T.clone, (self,), {}).detach()
+        return copied.requires_grad_(self.requires_grad)
+
+
+class _SavedView:
+    """A view of gathered values that autograd has saved: gathered again when its backward wants it."""
+
+    __slots__ = ("age", "handle", "shape", "start", "strides")
+
+    def __init__(self, gathered: _Gathered, tensor: torch.Tensor) -> None:
+        self.handle, self.age = gathered.handle, gathered.handle.age
+        self.shape, self.strides = tensor.shape, tensor.stride()
+        self.start = tensor.storage_offset() - gathered.full.storage_offset()
+
+    def unpack(self) -> torch.Tensor:
+        """Return the values. Called on all ranks, in the order of their backwards, which is the same."""
+        if self.handle.age != self.age:
+            raise RuntimeError(
+                f"parameter '{self.handle.name}' has changed since it was used in the forward whose backward this is; "
+                "call backward before the step, or use a clone of it"
+            )
+        with opened(), torch.no_grad():
+            return gather_copies([self.handle])[self.handle].as_strided(self.shape, self.strides, self.start)
+
+
+def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Call ``function``, with released parameters and :class:`WholeValues` among its arguments. Called on all ranks,
+    in the same order, where one of them is not here or stale. Raises RuntimeError inside a forward or backward, on
+    another thread than the engine's, and for what hands out memory."""
+    if function is _T.__iter__:
+        return iter(run_gathered(_T.unbind, args, kwargs))
+    aliases = find_tensors((args, kwargs), WholeValues)
+    with opened():
+        like = function in LIKE and isinstance(next(iter(args), None), WholeValues)
+        if like or function in NEEDS_NO_VALUES or function in SHAPES:
+            return function(*args, **kwargs)
+        released = find_tensors((args, kwargs), ReleasedParameter)
+        used = list(dict.fromkeys(vars(parameter)["_zero_handle"] for parameter in released))
+        shared = list({id(alias.gathered): alias.gathered for alias in aliases}.values())
+        stale = [gathered for gathered in shared if gathered.stale]
+        if stale and function in (_T.__repr__, _T.__format__):  # a debugger calls it on one rank
+            return f"tensor(of parameter '{stale[0].handle.name}', which has changed since)"
+        missing = list(dict.fromkeys([*used, *(gathered.handle for gathered in stale)]))
+        _check(function, missing or [gathered.handle for gathered in shared], bool(missing))
+        fulls = gather_copies(missing)
+        _warn(missing)
+        with torch.no_grad():
+            current = _unite(fulls, aliases)
+        return _call(function, args, kwargs, {handle: current[handle] for handle in used}, aliases)
+
+
+def _unite(
+    fulls: Mapping[PartitionedParameter, torch.Tensor], aliases: Sequence[WholeValues]
+) -> dict[PartitionedParameter, _Gathered]:
+    """Let all aliases of a parameter share one memory, with the values of today: a change of one changes all."""
+    current = {handle: _Gathered(handle, full) for handle, full in fulls.items()}
+    for alias in aliases:
+        own = alias.gathered
+        if not own.tied:
+            continue
+        first = current.setdefault(own.handle, own)
+        if first is own:
+            continue
+        if own.stale:
+            own.full.copy_(first.full)
+            own.age = first.age
+        if alias.grad_fn is None and alias.dtype == first.full.dtype:
+            start = alias.storage_offset() - own.full.storage_offset() + first.full.storage_offset()
+            alias.data = first.full.as_strided(alias.shape, alias.stride(), start).as_subclass(WholeValues)
+            alias.gathered = first
+    return current
+
+
+def _call(
+    function: Function,
+    args: Arguments,
+    kwargs: Keywords,
+    used: dict[PartitionedParameter, _Gathered],
+    aliases: Sequence[WholeValues],
+) -> Any:
+    """Call ``function``, while the parameters in ``used`` have their values."""
+    parameters = {handle: handle.parameter for handle in used}
+    for handle, parameter in parameters.items():
+        mark_whole(parameter)
+        parameter.data = used[handle].full.as_strided(handle.shape, handle.strides)
+    in_place = _changed_by_name(function, args)
+    versions = {id(tensor): _version(tensor, in_place) for tensor in (*parameters.values(), *aliases)}
+    all_gathered = [*used.values(), *(alias.gathered for alias in aliases)]
+    by_storage = {gathered.full.untyped_storage()._cdata: gathered for gathered in all_gathered}
+    if function in _OF_PLAIN_TENSORS:
+        args = [arg.detach() if isinstance(arg, WholeValues) else arg for arg in args]
+    try:
+        if torch.is_grad_enabled():
+            nodes = [_expect_gradient(handle) for handle in used]  # which live as long as a graph has them
+            with _saving(by_storage):
+                result = function(*args, **kwargs)
+            del nodes
+        else:
+            result = function(*args, **kwargs)
+        return _marked(result, by_storage)
+    finally:
+        by_storage.clear()  # autograd keeps the function that has packed what it saves, and this with it
+        with torch.no_grad():
+            _settle(used, parameters, aliases, versions, in_place)
+
+
+def _settle(
+    used: dict[PartitionedParameter, _Gathered],
+    parameters: dict[PartitionedParameter, torch.nn.Parameter],
+    aliases: Sequence[WholeValues],
+    versions: dict[int, float],
+    in_place: set[int],
+) -> None:
+    """Release the parameters again, and take what the function has changed into their shards."""
+    written: dict[int, _Gathered] = {}
+    replaced: list[tuple[PartitionedParameter, torch.Tensor]] = []
+    for handle, parameter in parameters.items():
+        data, gathered = parameter.data, used[handle]
+        differs = _version(parameter, in_place) != versions[id(parameter)]
+        parameter.data = handle.view if handle.status is AVAILABLE else handle.empty
+        mark_released(parameter)
+        if address(data) != address(gathered.full) or (data.shape, data.stride()) != (handle.shape, handle.strides):
+            replaced.append((handle, data))
+        elif differs:
+            written[id(gathered)] = gathered
+    for handle, data in replaced:
+        _replace(handle, data)
+    for alias in aliases:
+        if _version(alias, in_place) != versions[id(alias)]:
+            written[id(alias.gathered)] = alias.gathered
+    for gathered in written.values():
+        gathered.write()
+
+
+def _replace(handle: PartitionedParameter, data: torch.Tensor) -> None:
+    """Take the values of ``p.data = data``. What has been taken from the parameter before keeps the old ones."""
+    view = handle.view
+    if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+        raise RuntimeError(
+            f"parameter '{handle.name}': expected .data of shape {tuple(view.shape)}, {view.dtype} on {view.device}, "
+            f"got {tuple(data.shape)}, {data.dtype} on {data.device}. Casts and moves of a module are for before "
+            "zerolite.initialize"
+        )
+    full = data.new_zeros(handle.full.numel())
+    full.as_strided(handle.shape, handle.strides).copy_(data)
+    handle.replace(full)
+
+
+def _changed_by_name(function: Function, args: Arguments) -> set[int]:
+    """Return the ids of arguments that a function changes according to its name: with ``p.grad`` among its arguments it
+    runs where torch does not count changes."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return {id(tensor) for tensor in find_tensors(args[:1])} if in_place else set()
+
+
+def _version(tensor: torch.Tensor, in_place: set[int]) -> float:
+    """Return the number of changes in place so far; NaN, which equals nothing, where they are not counted."""
+    return math.nan if id(tensor) in in_place or tensor.is_inference() else tensor._version
+
+
+def _saving(by_storage: Mapping[int, _Gathered]) -> Any:
+    """Context in which autograd saves where its tensors come from, and not their memory."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedView:
+        gathered = _gathered_in(tensor, by_storage)
+        if gathered is None or not gathered.tied or tensor.dtype != gathered.full.dtype:
+            return tensor
+        return _SavedView(gathered, tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.unpack() if isinstance(saved, _SavedView) else saved
+
+
+_SHOWS = "zerolite shows the shape"
+
+
+def _expect_gradient(handle: PartitionedParameter) -> Any:
+    """Let a gradient come to the parameter while it is released again. Returns the node that accumulates it.
+
+    The node is made now, while the parameter has its values: an AccumulateGrad node remembers the shape that it was
+    made with, and one made in the shape [0] would refuse every gradient.
+    """
+    parameter = handle.parameter
+    if not parameter.requires_grad:
+        return None
+    coordinator = handle.context.coordinator
+    if coordinator is not None:
+        coordinator.note_use_outside()
+    accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    if _SHOWS not in accumulator.metadata:
+        accumulator.metadata[_SHOWS] = True
+
+        def show(gradients: object) -> None:
+            coordinator = handle.context.coordinator
+            if coordinator is None:
+                handle.show_shape()
+            else:
+                coordinator.show_shape(handle)
+
+        accumulator.register_prehook(show)
+    return accumulator
+
+
+def _marked(result: Any, by_storage: Mapping[int, _Gathered]) -> object:
+    """Return ``result`` with a :class:`WholeValues` for each tensor in gathered memory. An array there is read-only."""
+
+    def mark(value: torch.Tensor) -> torch.Tensor:
+        gathered = _gathered_in(value, by_storage) if type(value) is torch.Tensor else None
+        if gathered is None:
+            return value
+        alias: Any = value.as_subclass(WholeValues)
+        alias.gathered = gathered
+        return alias
+
+    if not isinstance(result, torch.Tensor) and hasattr(result, "__array_interface__"):
+        result.flags.writeable = False
+    return map_tensors(mark, result)
+
+
+# -------------------------------------------------------------------- where it is refused
+
+# What hands out memory: it ends with the operation, and what is written there would be lost.
+_MEMORY = frozenset(
+    [
+        *(_T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_, _T.set_, _T.resize_, _T.as_subclass),
+        *(_T.__dlpack__, _T.__dlpack_device__, _T.is_shared, _T.pin_memory),
+    ]
+)
+
+
+def _check(function: Function, handles: Sequence[PartitionedParameter], gathers: bool) -> None:
+    first = handles[0]
+    if function in _MEMORY:
+        raise no_values(first.name, f"Tensor.{function.__name__} hands out memory that it does not have")
+    if not gathers:
+        return
+    if _transform_level() is not None:
+        raise no_values(
+            first.name,
+            "stage 3 cannot gather inside a transform of torch.func (grad, vmap, …): use copy.deepcopy(model)",
+        )
+    for handle in handles:
+        coordinator = handle.context.coordinator
+        if coordinator is not None and coordinator.busy and handle.status is not AVAILABLE:
+            raise no_values(handle.name, "and a forward or backward is under way")
+        if coordinator is not None and threading.get_ident() != coordinator.thread:
+            raise no_values(handle.name, "and this thread is not the one that trains")
+
+
+def _warn(handles: Sequence[PartitionedParameter]) -> None:
+    """After the gather: an error in the place of the warning is of one rank alone."""
+    if handles and handles[0].comm.world_size > 1 and handles[0].comm.main:
+        warn_of_collective(
+            f"this line uses the values of parameter '{handles[0].name}', of which each rank owns a part: they are "
+            "gathered for it, a collective that all ranks must call. Inside "
+            "zerolite.zero.GatheredParameters(parameters) parameters are gathered together and once"
+        )

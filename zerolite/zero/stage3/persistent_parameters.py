@@ -1,0 +1,124 @@
+"""Parameters that stay whole for a while: users write into them, and updates give them new values where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zerolite.utils.accelerator import addresses, undispatched
+from zerolite.utils.memory_tags import BUCKETS, DEVICE, tag_memory
+from zerolite.zero.buffer import take_values
+from zerolite.zero.stage3.comm_context import CommContext, by_context
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
+
+
+class _Row(NamedTuple):
+    """Shards that lie side by side in memory.
+
+    Attributes:
+        shard: all of them as one tensor.
+        parts: their lengths.
+        wholes: memory of their whole values; of a row with one shard the parameter's ``full`` itself.
+    """
+
+    shard: torch.Tensor
+    parts: list[int]
+    wholes: list[torch.Tensor]
+
+
+class WholeParameters:
+    """Parameters of one context that are whole. A step's work on them is planned once for the memory that shards and
+    whole values have now, and again when a parameter has got other memory."""
+
+    def __init__(self, context: CommContext, members: Sequence[PartitionedParameter]) -> None:
+        self._context = context
+        self._members = members
+        self._plan()
+
+    def _plan(self) -> None:
+        self._allocations = self._context.allocations
+        self._parameters = [member.parameter for member in self._members]
+        self._views = [member.view for member in self._members]
+        apart = [member for member in self._members if member.storage is not None]
+        self._parts = [member.own_part() for member in apart]
+        self._shards = [member.shard[: len(part)] for member, part in zip(apart, self._parts, strict=True)]
+        self._offloaded = [member for member in apart if member.placement.place != DEVICE]
+        on_device = [member for member in apart if member.placement.place == DEVICE]
+        self._count, self._key = len(on_device), on_device[0].index + 1 if on_device else 0
+        self._rows = [self._row(members) for members in _neighbours(on_device)]
+
+    def _row(self, members: Sequence[PartitionedParameter]) -> _Row:
+        parts = [member.shard.numel() for member in members]
+        shard = members[0].shard.as_strided((sum(parts),), (1,))
+        if len(members) == 1:
+            return _Row(shard, parts, [members[0].full])
+        world = self._context.comm.world_size
+        return _Row(shard, parts, [m.full.view(world, part) for m, part in zip(members, parts, strict=True)])
+
+    def take_writes(self) -> None:
+        """Copy the user's writes into whole values, which are alike on all ranks, into the shards."""
+        if self._allocations != self._context.allocations:
+            self._plan()
+        found, expected = addresses(self._parameters), addresses(self._views)
+        if found != expected:  # p.data = values has put other memory there
+            for member, at, own in zip(self._members, found, expected, strict=True):
+                if at != own:
+                    take_values(member.name, member.parameter, member.view)
+        reader = self._context.reader
+        if self._shards and reader is None:
+            torch._foreach_copy_(self._shards, self._parts)
+        elif self._shards and reader is not None:
+            reader.write_back(self._shards, self._parts)
+
+    def refresh(self) -> None:
+        """Gather the values of an update into the memory that the parameters have, in one launch. Shards that lie side
+        by side travel as one tensor. Called on all ranks, in the same order."""
+        if self._allocations != self._context.allocations:
+            self._plan()
+        if self._offloaded:
+            for member in self._offloaded:
+                member.expire()
+            self._context.gather(self._offloaded)
+        if self._rows:
+            coordinator = self._context.coordinator
+            if coordinator is not None:
+                coordinator.schedule.note_gather(self._key, self._count)
+            with undispatched():
+                self._gather_rows()
+
+    def _gather_rows(self) -> None:
+        """Gather each row as one tensor and copy it into the whole values of its members; a row of one directly."""
+        comm, fulls = self._context.comm, []
+        for shard, _, wholes in self._rows:
+            together = len(wholes) > 1
+            full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS) if together else wholes[0]
+            fulls.append(full)
+        comm.gather_shards(fulls, [row.shard for row in self._rows], "parameters", self._key).wait()
+        for full, (_, parts, wholes) in zip(fulls, self._rows, strict=True):
+            if len(wholes) > 1:
+                torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=wholes)
+
+
+def refresh(members: Sequence[PartitionedParameter]) -> None:
+    """Gather new values into parameters that are available. Called on all ranks, in the same order."""
+    for context, of_context in by_context(members):
+        WholeParameters(context, of_context).refresh()
+
+
+def _neighbours(members: Sequence[PartitionedParameter]) -> list[list[PartitionedParameter]]:
+    """Return ``members`` in runs whose shards lie side by side. Runs are in the order of ``members``, which is the same
+    on all ranks; addresses are not."""
+    runs: list[list[PartitionedParameter]] = []
+    latest: dict[Any, tuple[list[PartitionedParameter], int]] = {}  # by memory: its last run, and where that ends
+    for member in members:
+        shard = member.shard
+        memory, start = (shard.untyped_storage()._cdata, shard.dtype), int(shard.storage_offset())
+        run, end = latest.get(memory, ([], -1))
+        if start != end:
+            run = []
+            runs.append(run)
+        run.append(member)
+        latest[memory] = (run, start + shard.numel())
+    return runs
