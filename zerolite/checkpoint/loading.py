@@ -269,8 +269,12 @@ class Loader:
     def _read(self, plan: _Plan, ranks: RaiseTogether) -> None:
         """Read parameters, buffers and states. Called on all ranks."""
         components, reader = self._components, plan.reader
+        # The outcome of the last step may still be on the device: read it now, or it would change the loaded counters
+        # later.
         components.pipeline.outcomes.settle()
         components.pipeline.zero_grad()
+        # Parameters that the checkpoint lacks keep their values. The all-gather below takes all values from the
+        # masters, so values that the user has written into parameters must be in the masters first.
         components.pipeline.written.take_all()
         targets = list(components.model.targets(plan.match.names))
         targets += self._buffer_targets(plan)
@@ -291,6 +295,7 @@ class Loader:
                     "part of it: load another one"
                 ) from error
 
+        # Two phases: if memory for the states runs out on one rank, all ranks raise before any rank has read tensors.
         ranks.run(lambda: reader.trust(make_room))
         ranks.run(fetch)
         components.model.after_loading(plan.match.names)

@@ -199,6 +199,7 @@ class ModelState:
                 elif with_scalars and self._writes_scalars(param_shard):
                     scalars.setdefault(kind, {})[name] = _number(value)
         if not self.buffer.shard:
+            # Stage 0: every rank has all masters and states, so they are divided evenly like other full tensors.
             sharded, everywhere = everywhere, sharded
         for name, parameter in () if exclude_frozen else self._frozen():
             handle = handle_of(parameter)
@@ -207,6 +208,7 @@ class ModelState:
             if handle is None:
                 everywhere.append(whole(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
             elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
+                # The user may have written into a gathered parameter; its shard does not have that value yet.
                 sharded.append(replace(part, values=handle.own_part()) if handle.status is AVAILABLE else part)
         shards = [shard for part in sharded for shard in part.shards()]
         for part in split_evenly(everywhere, self.comm.rank, self.comm.world_size):

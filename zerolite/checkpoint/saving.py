@@ -95,6 +95,7 @@ class Saver:
         """
         self.wait_for_all()
         ranks = self._components.barrier(_CALL)
+        # Parameters that the user has just unfrozen need masters and states, which are part of the checkpoint.
         self._components.register_unfrozen_params()
         own: list[UserState] = []
 
@@ -103,6 +104,7 @@ class Saver:
                 if request.tag is not None:
                     check_tag(request.tag)
                 own.append(user())
+                # Encode it once here, so that a value that cannot be saved is an error before anything is written.
                 json_codec.encode(own[0].client_state, "client_state", [])
             return self._offer(request)
 

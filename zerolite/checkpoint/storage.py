@@ -192,6 +192,7 @@ class _CheckpointWriter(StorageWriter):
     def close(self) -> None:
         """Unlock the directory, and remove a checkpoint that was not committed."""
         with self._open:
+            # Set from the begin of the save until the commit: then the save has failed.
             if self._written_in is not None:
                 with contextlib.suppress(OSError):  # the next save removes it
                     filesystem.remove(self._written_in)

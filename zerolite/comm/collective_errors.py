@@ -56,6 +56,7 @@ class RaiseTogether:
 
     def exchange(self, error: BaseException | None, value: object = None) -> list[Any]:
         """Return every rank's ``value``, in rank order, if no rank has an ``error``."""
+        # The failing rank takes part too: without it the others would wait in this exchange.
         rows = self.host.gather([self._told(error), value])
         if error is not None:
             raise error

@@ -270,6 +270,7 @@ def _start_from_environment(backend: str, rank: int | None, world_size: int | No
 def _start(backend: str, init_method: str, rank: int, world_size: int, timeout: timedelta) -> None:
     store = open_store(init_method, rank, world_size, timeout)
     first_barrier(store, rank, world_size, timeout.total_seconds())
+    # Gloo reads its interface from the environment when the group is made.
     _keep_gloo_here(urlparse(init_method).hostname, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

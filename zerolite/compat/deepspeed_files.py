@@ -139,6 +139,7 @@ def read_files(path: Path, verify: bool) -> Files:
     _check_ranks(path, "optim_states", set(optimizer), world_size)
     states = tuple(_load(optimizer[rank], verify) for rank in range(world_size))
     stage = _stage(states, head)
+    # Below stage 3 one file of model states has the whole model.
     if stage < 3 and None in model:
         return Files(path, stage, (head,), states)
     _check_ranks(path, "model_states", {rank for rank in model if rank is not None}, world_size)

@@ -181,6 +181,8 @@ class NamedChunk(Chunk):
         """Begin the part: return its first module's arguments with the received tensors in them."""
         assert self._plan is not None and self._leave_prefix is not None
         received = self._received
+        # A reentrant checkpoint runs its forward under no_grad, so the received tensors would get no gradients to send
+        # back.
         if any(tensor.requires_grad for tensor in received) and not torch.is_grad_enabled():
             raise RuntimeError(
                 f"pipeline.split: '{self._splitting.names[self.index - 1]}' begins a part inside of a reentrant "

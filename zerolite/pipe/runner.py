@@ -191,6 +191,7 @@ class StepBarrier:
         pipe, *others = self._maxima
         # A maximum of x and -x gives the largest and the smallest: they are equal if all stages have the same number.
         worst, best, *extremes = pipe.of([status, -status, shapes, -shapes, content, -content])
+        # Shapes and contents must agree only within one pipeline; the status is exchanged with all ranks.
         found = [worst, best, int(extremes[0] != -extremes[1] or extremes[2] != -extremes[3])]
         for maximum in others:
             found = maximum.of(found)

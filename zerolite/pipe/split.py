@@ -63,6 +63,7 @@ def split_by_names(
         if part not in mine and path not in elsewhere:  # it may run here too, but another stage saves its buffers
             module._non_persistent_buffers_set.update(module._buffers)
     if parts > 1:
+        # A direct call of the model would compute with only this rank's part of the parameters.
         model.register_forward_pre_hook(splitting.check_running)
     chunks: list[Chunk] = []
     for part in own:

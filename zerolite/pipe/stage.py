@@ -205,6 +205,7 @@ class ChunkStage(PipelineStage):
         spec = self._outgoing()
         if spec is None:
             return []
+        # After a failure there are no outputs: zeros are sent, so that the next part need not wait for ever.
         outputs = self._micro_batches[fwd_chunk_id].outputs or self._zeros(spec.tensors)
         if not self.has_backward:
             del self._micro_batches[fwd_chunk_id]

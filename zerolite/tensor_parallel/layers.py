@@ -203,6 +203,7 @@ class RowParallelLinear(TensorParallelLayer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.region is not None:
+            # The region ends before this layer computes: the sum over ranks is the same on all of them, as outside.
             self.region.leave()
         if not self.input_is_parallel:
             x = functions.scatter(seen_input(x), self.comm)

@@ -95,6 +95,7 @@ class _State:
         return self.full
 
     def like(self, local: Tensor) -> VocabParallelLogits:
+        # A view shares memory with these logits: a write into one of them would have to reach the other.
         shares = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
         self.aliased = self.aliased or shares
         return _wrap(_State(local, self.comm, self.vocabulary, shares))

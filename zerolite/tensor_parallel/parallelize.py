@@ -100,6 +100,7 @@ def _parallelize(
         stage or layers or any(isinstance(module, TensorParallelLayer) for module in modules.values())
     ):
         logger.warning("tensor_parallel: the plan leaves all layers whole, so every rank computes the same")
+    # Everything above only looks at the model and may raise; from here on the model is changed, on all ranks alike.
     _synchronize(model, comm, device)
     for layer in layers:
         _shard_layer(layer, comm)
