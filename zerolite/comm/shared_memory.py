@@ -20,7 +20,7 @@ from zerolite.utils.memory_tags import BUCKETS, tag_memory
 _SMALL = 4096  # sums of fewer elements use a lane of their own, so that they need not wait for large tensors
 
 
-class _Launch(NamedTuple):
+class _Announcement(NamedTuple):
     """Operation that a rank is about to run, as far as it must be the same on all ranks.
 
     Attributes:
@@ -101,7 +101,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
     def _exchange(
         self,
         lane: _Lane,
-        launch: _Launch,
+        launch: _Announcement,
         tensors: Sequence[torch.Tensor],
         copy_in: Callable[[torch.Tensor], object],
         finish: Callable[[list[torch.Tensor]], torch.Tensor],
@@ -149,17 +149,17 @@ class SharedMemoryCommunicator(GlooCommunicator):
         lane.last = Pending((fence,), tensors, conclude)
         return lane.last
 
-    def _ticket(self, launch: _Launch) -> list[int]:
+    def _ticket(self, launch: _Announcement) -> list[int]:
         self._launched += 1
         return launch.ticket(self.transport.serial, self._launched)
 
-    def _compare_now(self, launch: _Launch, ticket: list[int]) -> None:
+    def _compare_now(self, launch: _Announcement, ticket: list[int]) -> None:
         """Wait until all ranks are about to launch a collective. Raises RuntimeError if they differ."""
         fence, highest = self.transport.highest(ticket)
         wait_for((fence,), (launch.op, launch.tag, launch.nbytes, torch.uint8, 0))
         self._compare(highest(), ticket, launch)
 
-    def _compare(self, highest: list[int], ticket: list[int], launch: _Launch) -> None:
+    def _compare(self, highest: list[int], ticket: list[int], launch: _Announcement) -> None:
         """Raise on every rank unless all tickets are equal, so that their maximum over ranks is this rank's own."""
         if highest == ticket:
             return
@@ -189,7 +189,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
             mean_in_order([region.view(flat.dtype) for region in regions], divisor, flat)
             return tensor
 
-        pending = self._exchange_whole(_Launch("all_reduce", tag, _bytes(tensor)), flat, finish)
+        pending = self._exchange_whole(_Announcement("all_reduce", tag, _bytes(tensor)), flat, finish)
         return pending or super()._all_reduce(tensor, tag, divisor)
 
     def _all_reduce_max(self, tensor: torch.Tensor) -> Pending:
@@ -200,18 +200,18 @@ class SharedMemoryCommunicator(GlooCommunicator):
                 torch.maximum(flat, region.view(flat.dtype), out=flat)
             return tensor
 
-        pending = self._exchange_whole(_Launch("all_reduce_max", "", _bytes(tensor)), flat, finish)
+        pending = self._exchange_whole(_Announcement("all_reduce_max", "", _bytes(tensor)), flat, finish)
         return pending or super()._all_reduce_max(tensor)
 
     def _exchange_whole(
-        self, launch: _Launch, flat: torch.Tensor, finish: Callable[[list[torch.Tensor]], torch.Tensor]
+        self, launch: _Announcement, flat: torch.Tensor, finish: Callable[[list[torch.Tensor]], torch.Tensor]
     ) -> Pending | None:
         """Exchange all of ``flat`` [n] from every rank to every rank."""
         lane = self._small if flat.numel() < _SMALL else self._large
         return self._exchange(lane, launch, (flat,), lambda region: region.view(flat.dtype).copy_(flat), finish)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
-        launch = _Launch("broadcast", "", _bytes(tensor), source)
+        launch = _Announcement("broadcast", "", _bytes(tensor), source)
         self._compare_now(launch, self._ticket(launch))
         return super()._broadcast(tensor, source)
 
@@ -229,7 +229,9 @@ class SharedMemoryCommunicator(GlooCommunicator):
             exact = full.dtype if full.dtype not in HALF or dtype in HALF else torch.float32
             return tag_memory(mean_in_order(parts, divisor, empty(parts[0].numel(), exact, full)).to(dtype), BUCKETS)
 
-        pending = self._exchange(self._large, _Launch("reduce_scatter", tag, _bytes(full)), (full,), copy_in, finish)
+        pending = self._exchange(
+            self._large, _Announcement("reduce_scatter", tag, _bytes(full)), (full,), copy_in, finish
+        )
         return pending or super()._reduce_scatter(full, tag, divisor, dtype)
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
@@ -241,7 +243,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
                 self.part(full, peer).copy_(self.part(regions[peer].view(full.dtype), peer))
             return full
 
-        pending = self._exchange(self._large, _Launch("all_gather", tag, _bytes(full)), (full,), copy_in, finish)
+        pending = self._exchange(self._large, _Announcement("all_gather", tag, _bytes(full)), (full,), copy_in, finish)
         return pending or super()._all_gather(full, tag)
 
     def _gather_shards(
@@ -259,7 +261,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
                     full.narrow(0, peer * numel, numel).copy_(sent)
             return NOTHING
 
-        launch = _Launch("all_gather", tag, total, hash((key, *starts)))
+        launch = _Announcement("all_gather", tag, total, hash((key, *starts)))
         pending = self._exchange(
             self._large, launch, (*fulls, *shards), lambda region: pack(region, shards, starts), finish
         )

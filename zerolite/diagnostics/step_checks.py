@@ -16,7 +16,7 @@ from zerolite.utils.accelerator import HostRead
 _ONLY_KERNELS = ("bias_correction", "fp32_optimizer_states")  # keys of param groups that torch's defaults lack
 
 
-class _Written(NamedTuple):
+class _CheckValues(NamedTuple):
     """Values of one check in the statistics.
 
     Attributes:
@@ -62,7 +62,7 @@ class StepChecks:
     def size(self) -> int:
         return sum(part.size for part in self._parts)
 
-    def write(self, values: torch.Tensor) -> list[_Written]:
+    def write(self, values: torch.Tensor) -> list[_CheckValues]:
         """Write this rank's values into ``values``, which are then added over all ranks.
 
         The returned list belongs to these values: the next statistics may begin before these have been read.
@@ -71,10 +71,10 @@ class StepChecks:
         for part in self._parts:
             of_part, values = values[: part.size], values[part.size :]
             part.write(of_part)
-            written.append(_Written(len(of_part), part.numbers))
+            written.append(_CheckValues(len(of_part), part.numbers))
         return written
 
-    def note(self, extra: tuple[list[_Written], torch.Tensor] | None) -> None:
+    def note(self, extra: tuple[list[_CheckValues], torch.Tensor] | None) -> None:
         """Read the outcome of one step's statistics.
 
         Args:

@@ -14,7 +14,7 @@ import torch
 from zerolite.precision.dtype_errors import explain
 
 
-class _Hook:
+class _ExceptHook:
     """Replacement of ``sys.excepthook``, which then calls the hook that was there before."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class _Hook:
         self._before(kind, error, trace)
 
 
-_hook = _Hook()
+_hook = _ExceptHook()
 
 
 def watch(model: torch.nn.Module, compute: torch.dtype | None, rank: int) -> None:

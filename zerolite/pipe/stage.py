@@ -96,7 +96,7 @@ class _Boundary:
         return None if self.dead else self.known[key]
 
 
-class _Enter(torch.autograd.Function):
+class _WritableInput(torch.autograd.Function):
     """Identity whose result may be written in place.
 
     The received tensor is a leaf that collects the gradient to be sent back, and autograd refuses in-place writes to
@@ -304,7 +304,7 @@ class ChunkStage(PipelineStage):
             if self.has_backward:
                 for tensor, described in zip(received, spec.tensors, strict=True):
                     tensor.requires_grad_(described.requires_grad)
-        entered = tuple(_Enter.apply(t) if t.requires_grad else t for t in received)
+        entered = tuple(_WritableInput.apply(t) if t.requires_grad else t for t in received)
         outputs = step.forward(self.chunk, entered, single, index)
         if self.is_last:
             loss = step.loss(outputs, index)

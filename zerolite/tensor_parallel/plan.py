@@ -71,7 +71,7 @@ class NoPlan(TensorPlanError):
 
 @dataclass(frozen=True)
 class Style:
-    """How a layer is sharded.
+    """Sharding style of a layer.
 
     Attributes:
         kind: "column", "row", "vocab", "whole", or "partial" (whole, but each rank sees only a part of its gradient).
