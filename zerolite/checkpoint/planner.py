@@ -86,7 +86,7 @@ class ShardSavePlanner(SavePlanner):
             if not covers(boxes, tensor.size):
                 raise CheckpointError(
                     f"the ranks' parts of '{key}' do not make up its shape {tuple(tensor.size)}; nothing was saved. "
-                    "This is an error of zerolite's: please report it"
+                    "This is a bug in zerolite: please report it"
                 )
         return [replace(plan, planner_data=None) for plan in all_plans], Metadata(tensors, planner_data=scalars)
 

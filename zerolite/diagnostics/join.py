@@ -164,9 +164,9 @@ class Join:
     def _refusal(self) -> str:
         ranks = ", ".join(map(str, self._finished))
         return (
-            f"engine.join: rank {ranks} has finished its batches, and a call that all ranks must make came on those "
-            "that go on (zerolite.get_full_..., unfreezing, gather_for_metrics and the like). Call it after "
-            "the join block"
+            f"engine.join: rank {ranks} has finished its batches, but the other ranks called an operation that needs "
+            "every rank (zerolite.get_full_..., unfreezing, gather_for_metrics and the like). Call it after the join "
+            "block"
         )
 
     # ---------------------------------------------------------------- serving
@@ -197,9 +197,9 @@ class Join:
                 if not self._warned:
                     self._warned = True
                     logger.warning(
-                        "engine.join: param group %d has %s=%s on the ranks that go on and %s on rank %d, which has "
-                        "finished and takes theirs. A schedule that you step yourself is behind on this rank: give it "
-                        "to zerolite.initialize, which steps it on all ranks",
+                        "engine.join: param group %d has %s=%s on the ranks with batches and %s on rank %d, which has "
+                        "finished and takes their value. A schedule that you step yourself is behind on this rank: "
+                        "give it to zerolite.initialize, which steps it on all ranks",
                         index,
                         key,
                         value,

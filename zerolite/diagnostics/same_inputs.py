@@ -35,6 +35,6 @@ class SameInputs:
             if any(row != rows[0] for row in rows):
                 raise RuntimeError(
                     f"engine(...): expected inputs of the same shapes on {name_ranks(self._comm.members())}, "
-                    f"which share layers, got different ones, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"
+                    f"which share layers, got different shapes, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"
                 )
         self._pipeline.note_inputs(tensors)

@@ -159,8 +159,8 @@ def _unpaired(columns: Sequence[Layer], rows: Sequence[Layer], name: str) -> str
     where = f"in '{name}'" if name else "in the model"
     if columns:
         return (
-            f"expected a row {where} for the column {_names(columns)}, of whose output each rank has a part, got none; "
-            'add the layer that reads it as "row", or say {"style": "column", "gather_output": true}'
+            f"expected a row {where} for the column {_names(columns)}, because each rank has a part of its output, got "
+            'none; add the layer that reads it as "row", or write {"style": "column", "gather_output": true}'
         )
     return (
         f"expected a column {where} for the row {_names(rows)}, of whose input each rank reads a part, got none; add "
@@ -268,8 +268,8 @@ def _share(where: str, name: str, value: int, size: int) -> int:
     """Return a rank's share of a number. Raises TensorPlanError if ranks cannot have equal shares."""
     if value % size:
         raise TensorPlanError(
-            f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, of which each rank has "
-            f"its share, got {value}; choose a size that divides {value}",
+            f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, because each rank has an "
+            f"equal share, got {value}; choose a size that divides {value}",
             whole=where,
         )
     return value // size

@@ -203,8 +203,8 @@ def _divided(
     for where, name, value in once.values():
         if value % size:
             raise TensorPlanError(
-                f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, of which each rank "
-                f"has its share, got {value}; choose a size that divides {value}"
+                f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, because each rank "
+                f"has an equal share, got {value}; choose a size that divides {value}"
             )
     return [(where, name, value // size) for where, name, value in once.values()]
 
