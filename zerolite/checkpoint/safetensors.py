@@ -104,6 +104,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(b"")
+    # torch offers the memory of a tensor as a buffer only through numpy, which is not a dependency.
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")

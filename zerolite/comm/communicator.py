@@ -240,6 +240,7 @@ class Communicator:
             return self._gather_shards(fulls, shards, tag, key)
         if recorder.active:
             recorder.note_gather(fulls, shards, tag, self.dimension, self.world_size, key)
+        # As in _launch, but written out: stage 3 calls this for every layer, twice in a step, and a call costs time.
         entry: Raw = ("all_gather", tag, shards if lasting is None else lasting, None, key)
         flight_recorder = self.flight_recorder
         flight_recorder.count += 1

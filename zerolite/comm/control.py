@@ -86,6 +86,7 @@ class HostMaximum:
         recorder.note("all_reduce", known, TAG, self._comm.dimension, self._comm.world_size)
         if self._group is None:
             return list(numbers)
+        # After round k every rank knows the maximum of the 2^(k+1) ranks up to itself.
         for to, source in self._rounds:
             heard = torch.empty_like(known)
             works = dist.irecv(heard, source, self._group), dist.isend(known, to, self._group)

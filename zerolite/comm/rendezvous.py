@@ -37,6 +37,7 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta)
     else:
         store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
+    # The store may outlive this process group (a restart, or a second init_distributed): old keys must not be read.
     _starts[init_method] = start = _starts.get(init_method, 0) + 1
     job, restart = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     return dist.PrefixStore(f"zerolite/{job}/{restart}/{start}", store)

@@ -261,6 +261,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
                     full.narrow(0, peer * numel, numel).copy_(sent)
             return NOTHING
 
+        # The hash of integers is the same in every process; only strings are salted.
         launch = _Announcement("all_gather", tag, total, hash((key, *starts)))
         pending = self._exchange(
             self._large, launch, (*fulls, *shards), lambda region: pack(region, shards, starts), finish

@@ -71,6 +71,7 @@ class SharedStore:
 
     def claim(self, key: str, value: str) -> str:
         """Set ``key`` unless another rank has. Return its value: the ``value`` of the rank that came first."""
+        # An empty expected value means that the key is set only if it is missing.
         return self._ask(lambda store: store.compare_set(key, "", value)).decode()
 
     def exited(self) -> list[int]:

@@ -77,6 +77,7 @@ class StoreBarrier:
             failure: "" if all ranks are here, else a sentence about the missing ones.
             missing: the missing ranks.
         """
+        # Sets a missing key only: all later ranks read the first outcome.
         self._store.compare_set("outcome", "", json.dumps([failure, list(missing)]))
 
     def wait(self, timeout_s: float, too_late: Callable[[list[int]], str]) -> bool:

@@ -173,6 +173,7 @@ def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: i
                 name: dist.new_subgroups_by_enumeration(of.tolist(), timeout, group_desc=SECOND_GROUP)[0]
                 for name, of in members.items()
             }
+        # Users and torch's own libraries find the groups through the mesh.
         mesh = DeviceMesh.from_group([made[name] for name in DIMENSIONS], device.type, ranks, mesh_dim_names=DIMENSIONS)
         known[key] = mesh, {name: group if members[name].shape[1] > 1 else None for name, group in made.items()}
     return known[key]

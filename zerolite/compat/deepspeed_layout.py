@@ -45,6 +45,7 @@ def equal_partitions(
         CheckpointError: the numbers do not fit together.
     """
     needed, present, world_size = sum(numels.values()) + sum(gaps), sum(lengths), len(lengths)
+    # DeepSpeed pads the flat buffer of a group to a multiple of 2 * world_size (for NCCL), so more may be present.
     if not needed <= present < needed + max(1, 2 * world_size):
         raise CheckpointError(
             f"{where}: the parameters have {needed} elements together, but the partitions of {world_size} ranks "

@@ -83,6 +83,7 @@ def sampled_hash(tensor: torch.Tensor) -> int:
     if tensor.device.type != "cpu" or is_fake(tensor) or not tensor.numel():
         return 0
     flat = tensor.detach().reshape(-1)
+    # A sample is enough to notice another batch, and costs no pass over the data.
     flat = flat[:: max(1, flat.numel() // SAMPLES)].contiguous()
     return zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
 

@@ -313,6 +313,7 @@ class ChunkStage(PipelineStage):
         known = self._after.known.get(step.key)
         made = BoundarySpec(single, tuple(map(TensorSpec.of, tensors)))
         if known is None:
+            # Sent to the next part by _announce(), which also runs if this forward fails.
             self._fresh = made
         elif not same_specs(tensors, known.tensors):
             raise RuntimeError(

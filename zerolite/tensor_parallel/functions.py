@@ -90,6 +90,7 @@ _ATTRIBUTE = "_zerolite_entered"
 
 
 def _remembered(x: Tensor, comm: Communicator, what: object, make: Callable[[], Tensor]) -> Tensor:
+    # Inference tensors have no version counter, and cannot be saved for backward anyway.
     version = None if x.is_inference() else x._version
     # The version changes when ``x`` is written in place: then the remembered tensor is not valid any more.
     state = (id(comm), what, version, torch.is_grad_enabled(), x.requires_grad)
