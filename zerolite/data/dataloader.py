@@ -20,13 +20,12 @@ ROUTES = ("train", "eval", "predict")
 
 
 class RepeatingLoader:
-    """Iterates over a loader for ever: when it is exhausted, it begins a new pass. `iter()` continues, it does not
-    begin anew.
+    """Endless iterator over a loader: it begins a new pass whenever one has ended. `iter()` continues the pass.
 
-    Each pass is shuffled anew: where `loader.sampler` has an epoch that the pass before left as it was (torch's
-    DistributedSampler), it is advanced by one.
+    Each pass is shuffled anew. If `loader.sampler` has an epoch (torch's DistributedSampler) and the pass has not
+    changed it, this class advances it by one.
 
-    Raises ValueError when a pass yields nothing, since the next one would not either.
+    Raises ValueError when a whole pass yields nothing, because the next one would not either.
     """
 
     def __init__(self, loader: Iterable[object]) -> None:
@@ -38,7 +37,7 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        for _ in range(2):  # of a pass that is continued there may be nothing left
+        for _ in range(2):  # a pass that a checkpoint continues may have no batch left: then the next one begins
             if self._batches is None:
                 self._epoch = self._sampler_epoch()
                 self._batches = iter(self.loader)
@@ -63,7 +62,7 @@ class RepeatingLoader:
 
 
 class Loaders:
-    """Maker of the loaders of one engine, which knows the batch in hand."""
+    """Factory of an engine's loaders. It knows which batch the loop is using, and saves the loaders' positions."""
 
     def __init__(
         self, rank: int, world_size: int, device_type: str, micro_batch_size: int | None, drop_last: bool
@@ -74,10 +73,11 @@ class Loaders:
         self._device_type = device_type
         self._micro_batch_size = micro_batch_size
         self._drop_last = drop_last
-        self._running: list[LoaderPass] = []
-        self._made: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()  # by number
+        self._running: list[LoaderPass] = []  # passes under way, the one begun last at the end
+        # By number, in the order in which they were made. Weak, because a loader that the user drops needs no position.
+        self._made: weakref.WeakValueDictionary[int, TrackedLoader] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._waiting: list[DataPosition] = []  # of loaders that have not been made yet
+        self._waiting: list[DataPosition] = []  # loaded positions of loaders that have not been made yet
 
     def make(
         self,
@@ -105,7 +105,8 @@ class Loaders:
         return loader if isinstance(dataset, IterableDataset) else self.prepare(loader)
 
     def prepare(self, loader: Any) -> TrackedLoader:
-        """`loader`, its batches known. Raises ValueError where that cannot be: see :func:`share_of`."""
+        """Return `loader` as one whose batches are known. Raises ValueError if they cannot be: see
+        :func:`share_of`."""
         if isinstance(loader, TrackedLoader):
             return loader
         share = share_of(loader, self._rank, self._world_size)
@@ -119,8 +120,11 @@ class Loaders:
         return tracked
 
     def rows(self, loader: object = None) -> Rows | None:
-        """The rows of the batch in hand: of the pass begun last and not ended; None outside of any. With `loader`: of
-        all batches of the pass over it that was begun last. Raises ValueError for a loader that this did not make."""
+        """Return the rows of the current batch, or None outside of a pass.
+
+        If several passes are under way, the batch is that of the pass begun last. With `loader`, return the rows of all
+        batches of the latest pass over it. Raises ValueError for a loader that this factory did not make.
+        """
         if loader is None:
             return self._running[-1].rows if self._running else None
         if not isinstance(loader, TrackedLoader) or loader._running is not self._running:
@@ -131,17 +135,20 @@ class Loaders:
         return loader.last_share.whole()
 
     def state_dict(self) -> list[dict[str, int | str | None]]:
-        """The positions of the loaders that exist, in the order in which they were made, in plain data: the same on all
-        ranks that have taken equally many batches. Of passes over one loader at the same time: that begun last."""
+        """Return the positions of the existing loaders as plain data, in the order in which the loaders were made.
+
+        They are equal on all ranks that have taken equally many batches. If several passes over one loader are under
+        way, its position is that of the pass begun last.
+        """
         return [asdict(loader.position()) for loader in self._made.values()]
 
     def load_state_dict(self, state: list[dict[str, int | str | None]]) -> None:
-        """The next batch of each loader is the one after those that the ranks together had been given when `state` was
-        saved, also where the number of ranks or the batch size is another one. A pass under way goes on from there.
+        """Continue each loader behind the batches that all ranks together had been given when `state` was saved.
 
-        Loaders are told apart by their order: the positions of those that are not made yet wait for them. Warns where a
-        pass cannot be continued; it begins anew. Raises ValueError, and changes nothing, where :meth:`check_state_dict`
-        does.
+        The number of ranks and the batch size may differ from then. A pass under way continues from that position, too.
+        Loaders are identified by the order in which they are made: positions of loaders that do not exist yet are kept
+        for them. If a pass cannot be continued, it begins anew, with a warning. Raises ValueError, and changes nothing,
+        if :meth:`check_state_dict` does.
         """
         positions = self.check_state_dict(state)
         loaders = list(self._made.values())
@@ -161,8 +168,8 @@ class Loaders:
             )
 
     def check_state_dict(self, state: list[dict[str, int | str | None]]) -> list[DataPosition]:
-        """Read the positions in `state`. Raises ValueError where a loader has not as many samples as that of which it
-        was saved."""
+        """Return the positions in `state`. Raises ValueError if a loader has another number of samples than when
+        `state` was saved."""
         positions = [position_from(entry) for entry in state]
         for number, (loader, position) in enumerate(zip(self._made.values(), positions, strict=False)):
             if position.samples != loader.share.total:
@@ -185,18 +192,18 @@ def build_dataloader(
     drop_last: bool = False,
     shuffle: bool = True,
 ) -> DataLoader[Any]:
-    """A loader of batches of `micro_batch_size` samples for this rank.
+    """Return a loader of batches of `micro_batch_size` samples for this rank.
 
     Args:
-        dataset: with `__len__` and `__getitem__`: split over the ranks; with `shuffle` in an order drawn from `seed`,
-            another one in each pass. An IterableDataset: batched as it comes; it splits itself over ranks (and
-            workers), since no other code can. A DataLoader: refused, since it has batches already.
-        collate_fn: a list of samples to a batch; default: torch's.
+        dataset: one with `__len__` and `__getitem__` is split over the ranks; `shuffle` draws its order from `seed`,
+            anew in each pass. An IterableDataset is batched as it comes: it must split itself over ranks (and
+            workers), because no other code can. A DataLoader is refused, because it has batches already.
+        collate_fn: makes a batch of a list of samples; default: torch's.
         device_type: "cuda" pins the host memory of batches.
         num_workers: processes that load; 0 loads in this one.
-        drop_last: False: every sample comes in each pass; the first ones are repeated at its end where the ranks'
-            shares would differ, and the last batch may be smaller, on all ranks alike. True: all batches are full and
-            no sample is repeated; what is left over is left out.
+        drop_last: False: each pass has every sample. If the ranks' shares would differ, the first samples are repeated
+            at the end. The last batch may be smaller, on all ranks alike. True: all batches are full, no sample is
+            repeated, and the remainder is left out.
 
     Raises:
         ValueError: for a missing or wrong size.

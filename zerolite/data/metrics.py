@@ -1,8 +1,8 @@
 """Metrics over all ranks: values reduced to one, or concatenated for the whole data set.
 
-Every call is two small all-gathers. The first one says what each rank brings: if ranks differ, or one of them has
-nothing that can be sent, all of them raise with the same sentence and none is left waiting. The second one carries the
-values, as bytes, so that dtypes do not matter.
+Every call is two small all-gathers. The first one describes what each rank brings. If the descriptions differ, or a rank
+has a value that cannot be sent, all ranks raise the same sentence, and none waits for the second. The second one carries
+the values as bytes, so that one collective serves all dtypes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from zerolite.data.dataloader import Loaders, Rows
 from zerolite.utils.accelerator import HostRead
 
 OPS = ("mean", "sum", "max", "min")
-_LINE = 16  # bytes to which values that travel together are aligned
-_SHOWN = 4  # ranks and lines that an error quotes
+_LINE = 16  # bytes to which values in one message are aligned
+_SHOWN = 4  # ranks and lines that an error quotes at most
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class _Leaf:
 
     path: str
     kind: str  # what must be the same on all ranks
-    sent: torch.Tensor | None  # [rows, ...]; rows may differ over ranks, the rest may not. None for None
-    finish: Callable[[list[torch.Tensor]], Any]  # from every rank's `sent` to the result
+    sent: torch.Tensor | None  # [rows, ...]; ranks may have different rows, the other sizes are equal. None for None
+    finish: Callable[[list[torch.Tensor]], Any]  # makes the result from every rank's `sent`
 
 
 class _Unfit(ValueError):
@@ -85,7 +85,8 @@ def gather(
 
 @torch.no_grad()
 def be_absent(comm: Communicator, device: torch.device) -> None:
-    """Take part in a call of the other ranks, with nothing to add: their result is over those that do."""
+    """Take part in the collectives of :func:`reduce` or :func:`gather` without a value of this rank's: the result is
+    over the other ranks. Called inside ``engine.join()`` by ranks that have run out of batches."""
     nbytes, present = _agree([], "", 0, comm, device, absent=True)
     if present:
         _all_gather(torch.zeros(nbytes, dtype=torch.uint8, device=device), comm)
@@ -160,7 +161,7 @@ def _int64(path: str, number: Any) -> int:
 
 
 def _reduce_tensors(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    """Combine in rank order, so that all ranks get the same bits. Floats in float64, integers in int64."""
+    """Combine in rank order, so that all ranks get the same bits: floats in float64, integers in int64."""
     dtype = parts[0].dtype
     inexact = dtype.is_floating_point or dtype.is_complex
     if inexact or op == "mean":
@@ -185,7 +186,7 @@ _BOOL, _INT, _FLOAT = range(3)
 
 
 def _encode(path: str, number: Any) -> tuple[int, int]:
-    """A number's type and its 64 bits."""
+    """Return a number's type and its 64 bits. As integers, so that int64 values keep all their digits."""
     if isinstance(number, bool):
         return _BOOL, int(number)
     if isinstance(number, numbers.Integral):
@@ -203,13 +204,13 @@ def _decode(parts: list[torch.Tensor]) -> list[object]:
 
 
 def _reduce_numbers(values: list[Any], op: str) -> object:
-    """One float among them makes the result a float."""
+    """Reduce numbers of Python. The result is a float if one of them is."""
     if op in ("mean", "sum"):
         total = sum(values)
         return total / len(values) if op == "mean" else total
     if any(isinstance(value, float) for value in values):
         values = [float(value) for value in values]
-        if any(math.isnan(value) for value in values):
+        if any(math.isnan(value) for value in values):  # max() and min() would depend on the order
             return math.nan
     elif any(type(value) is int for value in values):
         values = [int(value) for value in values]
@@ -222,7 +223,12 @@ def _reduce_numbers(values: list[Any], op: str) -> object:
 def _together(
     call: str, value: object, leaf: Callable[[str, object], _Leaf], comm: Communicator, device: torch.device
 ) -> object:
-    """``value`` with each item replaced by what ``leaf`` makes of it over all ranks; None stays."""
+    """Return ``value`` with each item replaced by its result over all ranks; None stays None.
+
+    Args:
+        call: name and arguments of the user's call, which must be equal on all ranks.
+        leaf: describes one item, given its path.
+    """
     items, structure = tree_flatten_with_path(value)
     leaves: list[_Leaf] = []
     problem = ""
@@ -232,8 +238,9 @@ def _together(
             leaves.append(_Leaf(path, "None", None, lambda parts: None) if item is None else leaf(path, item))
     except _Unfit as error:
         problem = str(error)
-    except Exception as error:  # the other ranks are about to wait for this one: they must hear of it
+    except Exception as error:  # the other ranks are about to wait for this one, so they must be told
         problem = f"{type(error).__name__}: {error}"
+    # By path, because dicts with the same keys may have them in another order on another rank.
     order = sorted(range(len(leaves)), key=lambda index: leaves[index].path)
     lines = [call, *(f"{leaves[index].path}: {leaves[index].kind}" for index in order)]
     sent = [tensor for index in order if (tensor := leaves[index].sent) is not None]
@@ -251,15 +258,22 @@ _FINE, _PROBLEM, _ABSENT = range(3)
 def _agree(
     lines: list[str], problem: str, nbytes: int, comm: Communicator, device: torch.device, absent: bool = False
 ) -> tuple[int, list[int]]:
-    """The largest ``nbytes`` of all ranks and which of them take part, if those all say the same ``lines``.
+    """Compare this call over the ranks. Return the largest ``nbytes`` of all ranks, and the ranks that take part.
 
-    Otherwise raises on all of them, ValueError where one has a ``problem``, RuntimeError where lines differ; an absent
-    rank gets ``(0, [])``.
+    Args:
+        lines: description of this rank's values, which must be equal on all ranks that take part.
+        problem: sentence about a value of this rank that cannot be sent, or "".
+        nbytes: length of this rank's packed values.
+        absent: this rank takes no part; it gets ``(0, [])`` where the others raise.
+
+    Raises:
+        ValueError: on all ranks that take part, if one of them has a problem.
+        RuntimeError: on all ranks that take part, if their lines differ.
     """
     text = problem or "\n".join(lines)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     kind = _ABSENT if absent else _PROBLEM if problem else _FINE
-    # A problem is told with what every call exchanges, so that it costs no collective while there is none.
+    # Only a hash of the text is exchanged. The texts themselves follow if there is something to report.
     header = torch.tensor([digest, nbytes, kind], dtype=torch.int64, device=device)
     headers = HostRead(_all_gather(header, comm)).get().tolist()
     present = [rank for rank, other in enumerate(headers) if other[2] != _ABSENT]
@@ -297,7 +311,8 @@ def _some(parts: list[str], separator: str) -> str:
 def _exchange(
     sent: Sequence[torch.Tensor], nbytes: int, present: Sequence[int], comm: Communicator, device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """Gather, for each tensor, that of every rank that is ``present``. ``nbytes``: of the longest rank."""
+    """Return, for each tensor of ``sent``, the tensors of all ranks in ``present``. All ranks send ``nbytes`` bytes, the
+    length of the longest rank."""
     packed = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     counts = torch.tensor([tensor.shape[0] for tensor in sent], dtype=torch.int64, device=device)
     start = 0
@@ -331,7 +346,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _all_gather(tensor: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    """[world_size, numel] of every rank's ``tensor`` [numel]."""
+    """Gather every rank's ``tensor`` [numel] into one of shape [world_size, numel]."""
     full = torch.empty(comm.world_size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     comm.gather_shards([full], [tensor], tag="metrics").wait()
     return full.view(comm.world_size, tensor.numel())

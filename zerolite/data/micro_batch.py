@@ -15,7 +15,13 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """args, kwargs: of the model. target: of the loss function; None without one."""
+    """One micro-batch.
+
+    Attributes:
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+        target: second argument of the loss function; None without one.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -23,9 +29,12 @@ class MicroBatch:
 
     @classmethod
     def of(cls, batch: Any, loss_fn: LossFunction | None, device: torch.device) -> MicroBatch:
-        """``batch``, its tensors on ``device``. With a loss function it is a pair of inputs and targets; without, the
-        model's arguments. Either way a mapping is keywords, a tuple or list positions, anything else one argument.
-        Raises ValueError for what is no such pair."""
+        """Bring ``batch`` to ``device`` and divide it into the model's arguments and the target.
+
+        With a loss function, ``batch`` is a pair (inputs, targets); without, it is the model's arguments. A mapping
+        becomes keyword arguments, a tuple or list positional ones, and any other value a single argument. Raises
+        ValueError if there is a loss function and ``batch`` is no pair.
+        """
         batch = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
         target = None
         if loss_fn is not None:
@@ -41,8 +50,11 @@ class MicroBatch:
         return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, target)
 
     def loss(self, outputs: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-        """The loss: of ``loss_fn``, or what the model has returned: a scalar, a tuple with one scalar in it or that
-        begins with one, or an object or mapping with a ``loss``. Raises ValueError for anything else."""
+        """Return the loss: that of ``loss_fn``, or the one that the model has returned.
+
+        A model may return a scalar, a tuple that contains exactly one scalar or begins with one, or an object or
+        mapping with a ``loss``. Raises ValueError for any other output.
+        """
         if loss_fn is not None:
             return _scalar(loss_fn(outputs, self.target), "the loss_fn")
         if isinstance(outputs, Mapping) and "loss" in outputs:

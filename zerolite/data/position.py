@@ -1,9 +1,9 @@
 """Position within an epoch of a loader: the part that a checkpoint stores, and the remaining samples.
 
-The order of a pass does not depend on the number of ranks: a DistributedSampler shuffles with seed + epoch, makes the
-result as long as the ranks need it, and gives rank r every world_size-th index from r on. Ranks that take batches in
-step have therefore been given the first samples of that order, so a number says which ones, and what is left can be
-split over any other number of ranks.
+The order of a pass does not depend on the number of ranks: a DistributedSampler shuffles with seed + epoch, pads the
+result to a multiple of the ranks, and gives rank r every world_size-th index from r on. So ranks that take equally many
+batches have together been given the first samples of that order. One number describes them, and the remaining samples
+can be split over any other number of ranks.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ class DataPosition:
     """Position of the passes over a loader, in plain data.
 
     Attributes:
-        samples: of a whole pass.
-        order: how they are ordered, see :attr:`SampleOrder.name`.
-        epoch: that of the pass; None where the sampler has none.
-        consumed: samples of the pass that all ranks together were given; 0: it has not begun.
-        drawn_from: the random state (hexadecimal) that the order of a pass under way was drawn from.
-        generator: the state of the sampler's own generator.
-
-    The last two are None for samplers that do not use them.
+        samples: samples of a whole pass.
+        order: name of their order, see :attr:`SampleOrder.name`.
+        epoch: the epoch of the pass; None if the sampler has none.
+        consumed: samples of the pass that all ranks together have been given; 0 before it begins.
+        drawn_from: random state (hexadecimal) from which the order of a pass under way was drawn; None for samplers
+            that draw nothing.
+        generator: state of the sampler's own generator; None for samplers that have none.
     """
 
     samples: int
@@ -70,7 +69,7 @@ _OPTIONAL = ("epoch", "drawn_from", "generator")
 
 
 def position_from(entry: Any) -> DataPosition:
-    """The DataPosition of which `entry` is the ``asdict``. Raises ValueError for anything else."""
+    """Return the DataPosition whose ``asdict`` is `entry`. Raises ValueError for any other value."""
     fits = isinstance(entry, dict) and entry.keys() == _TYPES.keys()
     for name, kind in _TYPES.items() if fits else ():
         fits = fits and (type(entry[name]) is kind or (name in _OPTIONAL and entry[name] is None))
@@ -86,8 +85,8 @@ class SampleOrder:
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
-        self.draws = type(sampler) in _DRAWING  # from a random generator, anew in each pass
-        self._drawn_from: torch.Tensor | None = None  # by the pass begun last
+        self.draws = type(sampler) in _DRAWING  # its order comes from a random generator, anew in each pass
+        self._drawn_from: torch.Tensor | None = None  # state of the generator before the latest pass
 
     def __iter__(self) -> Iterator[int]:
         if self.draws:
@@ -99,8 +98,8 @@ class SampleOrder:
 
     @property
     def name(self) -> str:
-        """Samplers of which it is the same have the same order, for equally many samples and in the same epoch, or
-        drawn from the same state."""
+        """Name of the order. Samplers with equal names give equally many samples in the same order, if their epochs
+        are equal or they draw from the same random state."""
         if isinstance(self.sampler, DistributedSampler):
             return f"shuffled with seed {self.sampler.seed}" if self.sampler.shuffle else "in sequence"
         return "in sequence" if type(self.sampler) is SequentialSampler else f"drawn by {type(self.sampler).__name__}"
@@ -134,7 +133,7 @@ class SampleOrder:
         return replace(self.next_pass(samples), epoch=epoch, consumed=consumed, drawn_from=drawn_from)
 
     def obstacle(self, position: DataPosition) -> str | None:
-        """Why the pass at `position` cannot be continued; None if it can."""
+        """Return why the pass at `position` cannot be continued, or None if it can."""
         if position.order != self.name:
             return f"its samples were {position.order} and are now {self.name}"
         if isinstance(self.sampler, DistributedSampler) or type(self.sampler) is SequentialSampler:
@@ -146,7 +145,7 @@ class SampleOrder:
         return None
 
     def restore(self, position: DataPosition) -> None:
-        """The next pass is in the epoch of `position`, drawn from its generator."""
+        """Give the sampler the epoch and the generator's state of `position`, for its next pass."""
         if position.epoch is not None and isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(position.epoch)
         own = self._own_generator
@@ -154,8 +153,11 @@ class SampleOrder:
             own.set_state(_from_text(position.generator))
 
     def begin_again(self, position: DataPosition) -> list[int]:
-        """The indices of the pass at `position`, those of all ranks, without repetitions. The sampler is then as
-        the pass leaves it; nothing is drawn from torch's default generator."""
+        """Return the indices of the pass at `position`: those of all ranks, without repetitions.
+
+        The sampler is left as the interrupted pass would leave it. Nothing is drawn from torch's default generator,
+        because the interrupted pass has drawn from it already.
+        """
         if isinstance(self.sampler, DistributedSampler):
             whole: DistributedSampler[Any] = DistributedSampler(
                 self.sampler.dataset, 1, 0, self.sampler.shuffle, self.sampler.seed
@@ -165,7 +167,8 @@ class SampleOrder:
             return list(whole)
         if position.drawn_from is None:
             return list(self)
-        # RandomSampler draws from its own generator at the end of a pass too: leave that as the pass will leave it.
+        # A RandomSampler with a generator of its own draws from it at the end of a pass, too. So that generator keeps
+        # the state that drawing the indices again gives it; only torch's default generator is put back.
         with kept_random_state(torch.default_generator):
             self._generator.set_state(_from_text(position.drawn_from))
             return list(self)
@@ -181,13 +184,17 @@ class SampleOrder:
 
 
 def rest_numel(samples: int, world_size: int, drop_last: bool) -> int:
-    """Indices for each rank where `samples` are left. `drop_last`: leave out what does not reach all ranks."""
+    """Return the indices of each rank for `samples` remaining samples. drop_last: leave out samples that would not give
+    every rank one more."""
     return samples // world_size if drop_last else -(-samples // world_size)
 
 
 def rest_of_pass(indices: Sequence[int], start: int, rank: int, world_size: int, drop_last: bool) -> list[int]:
-    """This rank's part of ``indices[start:]``, equally long on all ranks. What is missing at the end is repeated from
-    the beginning of `indices`, as a DistributedSampler does, so that nothing changes where the ranks are as before."""
+    """Return this rank's part of ``indices[start:]``, equally long on all ranks.
+
+    Missing indices at the end are repeated from the beginning of `indices`, as a DistributedSampler does. So a pass that
+    continues with the same number of ranks has the same indices as without the interruption.
+    """
     total = rest_numel(len(indices) - start, world_size, drop_last) * world_size
     rest = list(indices[start : start + total])
     rest += itertools.islice(itertools.cycle(indices), total - len(rest))
@@ -195,17 +202,18 @@ def rest_of_pass(indices: Sequence[int], start: int, rank: int, world_size: int,
 
 
 def with_indices(loader: DataLoader[object], indices: Iterable[int]) -> DataLoader[Any]:
-    """A copy of `loader`, which has a BatchSampler, that loads these samples."""
+    """Return a copy of `loader` that loads the samples `indices`. `loader` has a BatchSampler."""
     batches: Any = loader.batch_sampler
     other = copy.copy(loader)
-    # DataLoader refuses to set the first one; the second one are persistent workers, busy with the other's indices.
+    # A DataLoader refuses to set `batch_sampler`, so write past its check. `_iterator` keeps persistent workers, which
+    # are busy with the indices of the original: the copy starts its own.
     vars(other).update(batch_sampler=BatchSampler(indices, batches.batch_size, batches.drop_last), _iterator=None)
     return other
 
 
 @contextlib.contextmanager
 def kept_random_state(*generators: torch.Generator | None) -> Iterator[None]:
-    """Afterwards the generators are as they were before."""
+    """Context that puts the generators' states back at its end."""
     states = [(generator, generator.get_state()) for generator in generators if generator is not None]
     try:
         yield
@@ -215,7 +223,7 @@ def kept_random_state(*generators: torch.Generator | None) -> Iterator[None]:
 
 
 def _to_text(state: torch.Tensor) -> str:
-    """A generator's state, uint8, in hexadecimal."""
+    """Return a generator's state (uint8) in hexadecimal."""
     return bytes(state.tolist()).hex()
 
 
@@ -224,7 +232,7 @@ def _from_text(text: str) -> torch.Tensor:
 
 
 def _fits(text: str, generator: torch.Generator) -> bool:
-    """True if the text is the state of such a generator."""
+    """True if `text` is the state of a generator of this kind."""
     try:
         torch.Generator(generator.device).set_state(_from_text(text))
     except (ValueError, RuntimeError):

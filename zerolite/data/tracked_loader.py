@@ -24,9 +24,12 @@ from zerolite.data.position import (
 class Rows:
     """Mapping from the rows of a batch to samples, on all ranks together.
 
-    Row j of rank r is sample j * world_size + r of those that the ranks hold together. `per_rank`: rows on every rank.
-    `samples`: how many of the per_rank * world_size are different; the rest, at the end, are repetitions that make the
-    ranks even.
+    Row j of rank r is sample j * world_size + r of those that the ranks hold together.
+
+    Attributes:
+        per_rank: rows on every rank.
+        samples: different samples among the per_rank * world_size rows. The rows behind them are repetitions, which
+            give all ranks equally many.
     """
 
     per_rank: int
@@ -35,8 +38,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Share:
-    """Split of a pass: `numel` indices for each of `world_size` ranks, in batches of `batch_size`, which cover `total`
-    samples. `drop_last`: without a last batch that is smaller."""
+    """Split of a pass over the ranks.
+
+    Attributes:
+        numel: indices of each rank.
+        total: samples that all ranks together cover.
+        world_size: ranks that share the pass.
+        batch_size: samples in a batch of one rank.
+        drop_last: leave out a last batch that is smaller.
+    """
 
     numel: int
     total: int
@@ -50,16 +60,16 @@ class Share:
         return self.numel // self.batch_size if self.drop_last else -(-self.numel // self.batch_size)
 
     def after(self, start: int, drop_last: bool) -> Share:
-        """Return the split of what is left behind the first `start` samples; `drop_last`: the sampler's."""
+        """Return the split of the samples behind the first `start`. drop_last: the sampler's option."""
         left = self.total - start
         return replace(self, numel=rest_numel(left, self.world_size, drop_last), total=left)
 
     def batch(self, number: int) -> Rows:
-        """The rows of batch `number`, from 0."""
+        """Return the rows of batch `number`, counted from 0."""
         return self._rows(number * self.batch_size, min((number + 1) * self.batch_size, self.numel))
 
     def whole(self) -> Rows:
-        """The rows of all batches of a pass."""
+        """Return the rows of all batches of a pass."""
         return self._rows(0, self.numel - self.numel % self.batch_size if self.drop_last else self.numel)
 
     def _rows(self, start: int, end: int) -> Rows:
@@ -70,8 +80,8 @@ class Share:
 def share_of(loader: object, rank: int, world_size: int) -> Share:
     """Return the split of a pass of `loader` over the ranks.
 
-    Raises ValueError for a loader of which that is not known: anything but a DataLoader that makes its batches with
-    torch's BatchSampler from a DistributedSampler for this rank (on one process, from any sampler with a length).
+    The split is known only of a DataLoader that makes its batches with torch's BatchSampler from a DistributedSampler
+    for this rank (on one process: from any sampler with a length). Raises ValueError for every other loader.
     """
     remedy = "Give it such a sampler, pass its dataset to engine.deepspeed_io, or iterate over it as it is."
     batches: Any = getattr(loader, "batch_sampler", None)
@@ -107,42 +117,43 @@ _END: Any = object()
 
 
 class LoaderPass:
-    """A pass under way, or what is left of one."""
+    """A pass over a loader, or the remainder of a pass that a checkpoint continues."""
 
-    rows: Rows | None = None  # of the batch that it yielded last
-    ended = False  # a batch was asked for and there was none
+    rows: Rows | None = None  # of the latest batch
+    ended = False  # True once the loop has asked for a batch and there was none
 
     def begin(self, share: Share, start: int, epoch: int | None) -> None:
-        """It is behind the first `start` samples; what follows is split as `share` says."""
+        """Begin behind the first `start` samples. share: how the samples behind them are split."""
         self.share = share
         self.start = start
         self.epoch = epoch
         self.yielded = 0
 
     def count(self) -> None:
-        """One more batch."""
+        """Count a batch that is about to be yielded."""
         self.rows = self.share.batch(self.yielded)
         self.yielded += 1
 
     @property
     def consumed(self) -> int:
-        """Samples that all ranks together were given."""
+        """Samples that all ranks together have been given in this pass."""
         given = self.yielded * self.share.batch_size * self.share.world_size
         return self.start + min(given, self.share.total)
 
 
 class TrackedLoader:
-    """A DataLoader whose batch in hand and position are known to :class:`Loaders`. Everything else is the DataLoader's:
-    `dataset`, `sampler`, `batch_size`, …"""
+    """A DataLoader whose current batch and position are known to :class:`Loaders`. All other attributes are those of
+    the DataLoader: `dataset`, `sampler`, `batch_size`, ..."""
 
     def __init__(self, loader: DataLoader[object], share: Share, rank: int, running: list[LoaderPass]) -> None:
-        self.share = share  # of a whole pass
+        self.share = share  # the split of a whole pass
         self._rank = rank
         self._running = running
         self._order = SampleOrder(loader.batch_sampler.sampler)  # type: ignore[union-attr]
+        # A random order comes from our own sampler, which remembers the generator's state that it was drawn from.
         self.loader = with_indices(loader, self._order) if self._order.draws else loader
         self._last: LoaderPass | None = None  # the pass begun last
-        self._restored: DataPosition | None = None  # of the next batch, until that is fetched
+        self._restored: DataPosition | None = None  # a loaded position, until its batch is fetched
 
     def __iter__(self) -> Iterator[Any]:
         current = LoaderPass()
@@ -152,15 +163,17 @@ class TrackedLoader:
             while (batch := next(batches, _END)) is not _END:
                 current.count()
                 yield batch
-                if self._restored is not None:
+                if self._restored is not None:  # a checkpoint was loaded inside the loop: continue from its position
                     batches = self._begin(current)
             current.ended = True
         finally:
             self._running.remove(current)
 
     def __len__(self) -> int:
-        """Batches of the pass under way, otherwise of the next one: where a checkpoint's pass is continued, those that
-        are left of it. `len(self.loader)`: of a whole pass."""
+        """Return the number of batches of the pass under way, or else of the next one.
+
+        For a pass that a checkpoint continues these are the remaining ones. `len(self.loader)` is that of a whole pass.
+        """
         start = self._start_of_next()
         if start:
             return self.share.after(start, self._order.drop_last).batches
@@ -185,8 +198,11 @@ class TrackedLoader:
         return None if self._last is None else self._last.epoch
 
     def position(self) -> DataPosition:
-        """Return the position of the next batch. A pass that was left before its end is under way until the next one
-        begins; but one in sequence has ended, since such passes all begin at the first sample."""
+        """Return the position of the next batch.
+
+        A shuffled pass that the loop left before its end counts as under way until the next one begins, so that a
+        checkpoint continues it. A pass in sequence counts as ended, because the next one begins at the first sample.
+        """
         next_pass = self._order.next_pass(self.share.total)
         last = self._last
         if self._restored is not None:
@@ -199,8 +215,10 @@ class TrackedLoader:
         return self._order.in_pass(self.share.total, last.epoch, last.consumed)
 
     def restore(self, position: DataPosition) -> str | None:
-        """The next batch, of a pass under way too, is the one at `position`. Returns why it is the first one of a pass
-        instead, None if it is not."""
+        """Continue at `position`, also in a pass under way.
+
+        Returns None, or a sentence that says why the pass begins at its first sample instead.
+        """
         obstacle = self._order.obstacle(position) if position.consumed else None
         self._order.restore(position)
         self._restored = replace(
@@ -212,7 +230,8 @@ class TrackedLoader:
         return obstacle
 
     def _start_of_next(self) -> int:
-        """Samples that the next batch is behind of, if it was restored. In another epoch it is the first one."""
+        """Return how many samples of the pass come before the next batch: 0 unless a position was loaded. A position of
+        another epoch than the sampler's does not count: the user has chosen the epoch with ``set_epoch``."""
         restored = self._restored
         return restored.consumed if restored is not None and restored.epoch == self._order.epoch else 0
 
@@ -226,6 +245,7 @@ class TrackedLoader:
         current.begin(self.share.after(start, self._order.drop_last), start, epoch)
         indices = self._order.begin_again(restored)
         rest = rest_of_pass(indices, start, self._rank, self.share.world_size, self._order.drop_last)
-        # The pass drew its workers' seed when it began.
+        # torch draws a seed for the workers at each iter(). The interrupted pass has drawn its own already, so a second
+        # draw would change the random numbers that the user's code gets after it.
         with kept_random_state(torch.default_generator, self.loader.generator):
             return iter(with_indices(self.loader, rest))
