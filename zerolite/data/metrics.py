@@ -1,8 +1,8 @@
 """Metrics over all ranks: values reduced to one, or concatenated for the whole data set.
 
-Every call is two small all-gathers. The first one describes what each rank brings. If the descriptions differ, or a rank
-has a value that cannot be sent, all ranks raise the same sentence, and none waits for the second. The second one carries
-the values as bytes, so that one collective serves all dtypes.
+Every call is two small all-gathers. The first one describes what each rank brings. If the descriptions differ, or a
+rank has a value that cannot be sent, all ranks raise the same sentence, and none waits for the second. The second one
+carries the values as bytes, so that one collective serves all dtypes.
 """
 
 from __future__ import annotations
@@ -311,8 +311,8 @@ def _some(parts: list[str], separator: str) -> str:
 def _exchange(
     sent: Sequence[torch.Tensor], nbytes: int, present: Sequence[int], comm: Communicator, device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """Return, for each tensor of ``sent``, the tensors of all ranks in ``present``. All ranks send ``nbytes`` bytes, the
-    length of the longest rank."""
+    """Return, for each tensor of ``sent``, the tensors of all ranks in ``present``. All ranks send ``nbytes`` bytes,
+    the length of the longest rank."""
     packed = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     counts = torch.tensor([tensor.shape[0] for tensor in sent], dtype=torch.int64, device=device)
     start = 0

@@ -192,8 +192,8 @@ def rest_numel(samples: int, world_size: int, drop_last: bool) -> int:
 def rest_of_pass(indices: Sequence[int], start: int, rank: int, world_size: int, drop_last: bool) -> list[int]:
     """Return this rank's part of ``indices[start:]``, equally long on all ranks.
 
-    Missing indices at the end are repeated from the beginning of `indices`, as a DistributedSampler does. So a pass that
-    continues with the same number of ranks has the same indices as without the interruption.
+    Missing indices at the end are repeated from the beginning of `indices`, as a DistributedSampler does. So a pass
+    that continues with the same number of ranks has the same indices as without the interruption.
     """
     total = rest_numel(len(indices) - start, world_size, drop_last) * world_size
     rest = list(indices[start : start + total])
