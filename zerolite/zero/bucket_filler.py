@@ -16,7 +16,10 @@ _RUN = 1 << 16  # elements of a run, which stay in a CPU's cache while they are 
 
 
 class Held:
-    """Gradients of one bucket that hooks hold without counting each, from the moment it is opened until it is closed.
+    """Gradients of one bucket that have come and are not moved yet.
+
+    While it is open, the hooks of its parameters put gradients here and do nothing else. A model has thousands of small
+    parameters, and counting each gradient would cost more than moving it. :meth:`end` counts them all at once.
 
     Attributes:
         held: gradients by index of the parameter. Those behind the first ``counted`` are counted when it is closed.
@@ -35,9 +38,9 @@ class Held:
         """Let ``p.grad`` show these."""
         self.shown = shown
 
-    def exchange(self, held: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Hold these gradients from now on, and return those that were held."""
-        self.held, held = held, self.held
+    def take_all(self) -> dict[int, torch.Tensor]:
+        """Return the gradients that are held, and hold none."""
+        held, self.held = self.held, {}
         return held
 
     def begin(self) -> None:

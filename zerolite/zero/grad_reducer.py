@@ -155,9 +155,12 @@ class GradReducer:
         self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.settled)
         self.order.begin_backward()
         self.arrivals.begin_backward()
+        several = self.current.unreduced > 1
         for bucket in self._buckets:
-            bucket.open()
+            bucket.open(several)
         if end_with_backward:
+            # This is a hook in the user's backward. Autograd calls its callbacks when all gradients are there; a hook
+            # of the last gradient cannot know that it is the last.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     @torch.no_grad()
@@ -176,17 +179,19 @@ class GradReducer:
             with self.commands(Command.BACKWARD_END):
                 self.arrivals.end_backward(complete)
                 if complete or not self.shown.all_none(self.parameters):  # or the user has dropped what it has shown
-                    self.show_held()
+                    self.arrivals.show(self._announced, several=self.current.accumulated > 1)
                 if self.current.reducing:  # decided before it began, from counters that all ranks count alike
-                    self._launch_until(len(self._buckets))
-                    self._agree_on_late()
+                    self._launch_all()
+                    if self.order.learning or self._late_possible or self._unexpected is not None:
+                        self._agree_on_late()
                     self.current.on_all_reduced()
         finally:
             for notify in self._observers.on_backward_end:
                 notify()
 
     def show_held(self) -> None:
-        """After a backward, or one that has raised: let ``p.grad`` show the gradients of the accumulation."""
+        """After a backward that has raised: let ``p.grad`` show the gradients of the accumulation."""
+        self.arrivals.close_all()
         self.arrivals.show(self._announced, several=self.current.accumulated > 1)
 
     # ---------------------------------------------------------------- events inside it
@@ -198,10 +203,10 @@ class GradReducer:
             if self.current.learning:
                 self._plan.on_gradient(bucket.bucket.index)
         elif bucket.missing <= 0:
-            self.order.complete(bucket.bucket.index)
+            if self.order.learning:
+                self.order.complete(bucket.bucket.index)
             if self.current.reducing and self._options.overlap and (self.arrivals.learned or self._new_buckets):
-                while self.order.next < len(self._buckets) and self._next().missing <= 0:
-                    self._launch_until(self.order.next + 1)
+                self._launch_all(only_complete=True)
 
     @torch.no_grad()
     def on_use_end(self, unit: int) -> None:
@@ -248,8 +253,6 @@ class GradReducer:
         unexpected, self._unexpected = self._unexpected, None
         if unexpected is not None and not possible:
             raise unexpected
-        if not possible and not self.order.learning:
-            return
         found = [int(bucket.state is BucketState.LATE) for bucket in self._buckets]
         if self._plan is not None:
             found += self._plan.arrivals
@@ -279,17 +282,18 @@ class GradReducer:
 
     # ---------------------------------------------------------------- reduction
 
-    def _next(self) -> GradientBucket:
-        return self._buckets[self.order.buckets[self.order.next]]
-
     @torch.no_grad()
-    def _launch_until(self, end: int) -> None:
-        """Launch the buckets whose place in the order is below ``end``, unless they have been."""
-        while self.order.next < end:
-            bucket = self._next()
+    def _launch_all(self, only_complete: bool = False) -> None:
+        """Launch the buckets that have not been, in their order. only_complete: up to the first that still waits for
+        gradients: buckets behind it wait with it, because all ranks launch in one order."""
+        order = self.order
+        while order.next < len(self._buckets):
+            bucket = self._buckets[order.buckets[order.next]]
+            if only_complete and bucket.missing > 0:
+                return
             if bucket.state is BucketState.OPEN:
                 self._launch(bucket)
-            self.order.next += 1
+            order.next += 1
 
     def _launch(self, bucket: GradientBucket) -> None:
         """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
@@ -306,16 +310,7 @@ class GradReducer:
         most = len(self._buckets) if unbound else 1 if bucket.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
             self._in_flight.pop(0).receive()
-        local = bucket.convert(local)
-        if options.predivide != 1.0:
-            local.div_(options.predivide)
-        divisor = self._comm.world_size * options.arrival_factor / options.predivide
-        number = bucket.bucket.index + 1
-        if options.shard and options.use_reduce_scatter:
-            pending = self._comm.reduce_scatter(local, "gradients", divisor, bucket.mean_dtype, number)
-        else:
-            pending = self._comm.all_reduce(local, "gradients", divisor, number)
-        bucket.launch(pending, local)
+        bucket.launch(local)
         self._in_flight.append(bucket)
         if not options.overlap:
             self._wait_for_all()
@@ -334,10 +329,12 @@ class GradReducer:
         # Both follow from the backwards of the accumulation, which all ranks have begun alike, and not from the
         # gradients that came in them: a backward without any still opens, and reduces, every bucket.
         if self.current.unreduced or any(bucket.reduced is None for bucket in self._buckets):
+            several = self.current.unreduced > 1
             for bucket in self._buckets:
-                bucket.open()
-            self._launch_until(len(self._buckets))
-            if self._plan is None:  # another rank may have reduced in its backward
+                bucket.open(several)
+            self._launch_all()
+            # Another rank may have reduced in its backward, and asks.
+            if self._plan is None and (self.order.learning or self._new_buckets):
                 self._agree_on_late()
             self.current.on_all_reduced()
         self._wait_for_all()

@@ -239,7 +239,7 @@ class GradientArrivals:
             self._close(bucket, hooked)
         if bucket.state is not BucketState.OPEN:
             self._reducer.on_late_gradient(bucket, slot)
-        if slot.index in bucket.held:  # what is held is moved, all of it
+        if slot.index in bucket.held.held:  # what is held is moved, all of it
             self.close(bucket)
         at_once = self._options.copy_on_arrival and not backward.follows_units
         if not torch.is_grad_enabled():
@@ -255,14 +255,13 @@ class GradientArrivals:
         backward = self._backward
         if backward.void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
-        fresh = self.shown.renewed()  # what the user has kept of a step is not shown again
         follows = backward.follows_units and not backward.learning  # no gradient launches anything
         for bucket in self._buckets:
-            for run in bucket.runs if bucket.may_hold(follows) else ():
-                if run.shown is None or fresh:
+            for run in bucket.runs_to_open(follows):
+                if run.shown is None:
                     run.show(self.shown.made(run.indices))
                 if run.shown is not None and self._hook_sums.users.isdisjoint(run.indices):
-                    bucket.open_run(run)
+                    run.begin()
                     self._some_open = True
 
     def _complete_run(self, run: Held) -> None:
@@ -275,10 +274,9 @@ class GradientArrivals:
 
     def close_all(self) -> None:
         """:meth:`close` for all buckets: afterwards ``used`` and ``shown`` are complete."""
-        if self._some_open:
-            self._some_open = False
-            for bucket in self._buckets:
-                self.close(bucket)
+        self._some_open = False
+        for bucket in self._buckets:
+            self.close(bucket)
 
     def close(self, bucket: GradientBucket) -> None:
         """Count what hooks hold of a bucket, and let every further gradient be counted when it comes."""
@@ -305,7 +303,8 @@ class GradientArrivals:
     def end_backward(self, complete: bool) -> None:
         """complete: it has not been cut short."""
         self._seen_gradient = False
-        self.close_all()
+        if self._some_open:
+            self.close_all()
         if not complete:
             return
         self.learned = True
@@ -325,7 +324,6 @@ class GradientArrivals:
             several: also those of earlier backwards, which this one has hidden.
             all_ranks_know: it was not ``torch.autograd.grad``.
         """
-        self.close_all()
         if self._hook_sums.users:
             self._hook_sums.hide(self.parameters)
         if len(self.used) < len(self.parameters) and (all_ranks_know or (self.used and self._world_size > 1)):
@@ -346,7 +344,10 @@ class GradientArrivals:
 
     def clear(self) -> None:
         """The accumulation's gradients were consumed or are not wanted."""
-        self.shown.retire(self.parameters)
+        if self.shown.retire(self.parameters):
+            for bucket in self._buckets:
+                for run in bucket.runs:
+                    run.show(None)  # asked for anew
         if self._hook_sums.users:
             self._hook_sums.clear()
         self.used.clear()

@@ -34,14 +34,15 @@ class GradientBucket:
     Attributes:
         local: this rank's sum that no reduction has seen yet, the full bucket; None before a gradient is moved.
         written: indices of the parameters that ``local`` holds something of.
-        held: gradients by index of the parameter that have come and are not moved yet.
-        runs: gradients that hooks have taken without counting each: of neighbouring small slots, which are moved
-            together, in a flat bucket; of all slots in a sliced one.
+        held: gradients that have come and are not moved yet, but those of runs.
+        runs: where hooks may put gradients without counting each: of neighbouring small slots, which are moved
+            together, in a flat bucket; ``held`` itself in a sliced one.
         missing: contributions that the backward under way still waits for.
         expected: contributions that come in every backward.
         pending: the reduction under way.
         reduced: mean over ranks, where it rests: the full bucket at stage 0, this rank's part above.
         is_offloaded: it does not rest on the device.
+        travels_in_place: it is reduced in the memory in which gradients rest whole.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class GradientBucket:
         self._filled = len(filled)
         self._runs = [] if bucket.rows else runs_of(bucket, strides)
         self._run_of = {index: run for run in self._runs for index in run.indices}
-        self.runs: Sequence[Held] = [Held(filled)] if bucket.rows and filled else self._runs
+        self.held = Held(filled or bucket.slots)
+        self.runs: Sequence[Held] = [self.held] if bucket.rows and filled else self._runs
         # Ranges of no parameter, which are zeros; those in a run are written with it.
         ends, begins = [0, *(run.high for run in self._runs)], [run.low for run in self._runs]
         self._gaps = [gap for gap in bucket.gaps if gap[0] >= ends[bisect.bisect(begins, gap[0])]]
-        self.held: dict[int, torch.Tensor] = {}
         self.local: torch.Tensor | None = None
         self.written: set[int] = set()
         self._staged = False  # `local` is the communicator's memory
@@ -81,6 +82,7 @@ class GradientBucket:
         self.expected = self._filled
         self.missing = 0
         self.state = BucketState.OPEN
+        self._sent_dtype, self.travels_in_place = self._dtypes.sent[False], self._dtypes.in_place[False]
         self.pending: Pending | None = None
         self._sent: torch.Tensor | None = None  # what `pending` reduces
         self.reduced: torch.Tensor | None = None
@@ -91,14 +93,18 @@ class GradientBucket:
         """Return where the hook of a parameter may put its gradient, if there is such a place."""
         if not self.bucket.rows:
             return self._run_of.get(index)
-        return next((run for run in self.runs if index in run.indices), None)
+        return self.held if index in self.held.indices else None
 
     # ---------------------------------------------------------------- a backward
 
-    def open(self) -> None:
-        """Let the reduction be launched, once: a backward begins, or the step reduces what none has."""
+    def open(self, several: bool) -> None:
+        """Let the reduction be launched, once: a backward begins, or the step reduces what none has.
+
+        several: this rank's sums hold more than one backward when they are sent, which may ask for a wider dtype.
+        """
         self.state = BucketState.OPEN
         self.missing = self.expected
+        self._sent_dtype, self.travels_in_place = self._dtypes.sent[several], self._dtypes.in_place[several]
 
     def expect(self, contributions: int) -> None:
         self.expected = contributions
@@ -131,28 +137,23 @@ class GradientBucket:
                 self.put_run(run, factor)
         elif (at_once and self._filler is None) or self.local is not None:
             self.put(slot, gradient, factor)
-        elif index in self.held:
+        elif index in self.held.held:
             self.put_held(factor)
             self.put(slot, gradient, factor)
         else:
-            self.held[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
+            self.held.held[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
 
-    def may_hold(self, follows_units: bool) -> bool:
-        """True if hooks may hold gradients in :attr:`runs` now. follows_units: no gradient launches anything."""
-        return self.bucket.rows == 0 or (follows_units and self.local is None and self.state is BucketState.OPEN)
-
-    def open_run(self, run: Held) -> None:
-        """Let hooks hold gradients in ``run`` without counting each."""
-        if self.bucket.rows:
-            self.held = run.exchange(self.held)
-        run.begin()
+    def runs_to_open(self, follows_units: bool) -> Sequence[Held]:
+        """Return the runs in which hooks may hold gradients now. follows_units: no gradient launches anything, so that
+        a whole bucket may be held until its unit's backward ends."""
+        if self.bucket.rows and not (follows_units and self.local is None and self.state is BucketState.OPEN):
+            return ()
+        return self.runs
 
     def close_run(self, run: Held) -> list[int]:
-        """Let no hook do so any more; return the parameters whose gradients have not been counted before."""
+        """Let no hook put gradients in ``run``; return the parameters whose gradients have not been counted before."""
         held = run.end()
         self.missing -= len(held)
-        if self.bucket.rows:
-            self.held = run.exchange(self.held)
         return held
 
     def put_run(self, run: Run, factor: float) -> None:
@@ -201,36 +202,38 @@ class GradientBucket:
         for run in self._runs:
             if run.held:
                 self.put_run(run, factor)
-        held, self.held = self.held, {}
-        if self.local is None and self._filler is not None and held and self._fill(held, factor):
+        if not self.held.held:
+            return
+        held = self.held.take_all()
+        if self.local is None and self._filler is not None and self._fill(held, factor):
             return
         for index in sorted(held):
             self.put(self._slots[index], held[index], factor)
 
     def _fill(self, held: dict[int, torch.Tensor], factor: float) -> bool:
         assert self._filler is not None
-        local, staged = self._new_local(next(iter(held.values())))
+        local = self._open_local(next(iter(held.values())), clear_gaps=False)
         if not self._filler.fill(local, held):
-            if not staged:
-                self._memory.give_back(local)
+            self._clear_gaps(local)
             return False
-        self.local, self._staged = local, staged
         self.written.update(held)
         if factor != 1.0:
             local.mul_(factor)
         return True
 
-    def _open_local(self, gradient: torch.Tensor) -> torch.Tensor:
-        local, self._staged = self._new_local(gradient)
-        self.local = local
-        for low, high in self._gaps:
-            local[low:high].zero_()
-        return local
-
-    def _new_local(self, gradient: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    def _open_local(self, gradient: torch.Tensor, clear_gaps: bool = True) -> torch.Tensor:
+        """Allocate ``local``, for a first gradient like ``gradient``."""
         dtype = self._dtypes.summed or gradient.dtype
         travels = self._dtypes.asked in (None, dtype)
-        return self._memory.new(self.bucket, dtype, gradient.device, travels, self._launching)
+        local, self._staged = self._memory.new(self.bucket, dtype, gradient.device, travels, self._launching)
+        self.local = local
+        if clear_gaps and self._gaps:
+            self._clear_gaps(local)
+        return local
+
+    def _clear_gaps(self, local: torch.Tensor) -> None:
+        for low, high in self._gaps:
+            local[low:high].zero_()
 
     def _widen(self) -> torch.Tensor:
         """Let ``local`` have the dtype in which several contributions are summed."""
@@ -261,7 +264,7 @@ class GradientBucket:
 
     def drop(self, slot: Slot) -> None:
         """Forget what has come of a parameter's gradient and no reduction has seen."""
-        self.held.pop(slot.index, None)
+        self.held.held.pop(slot.index, None)
         run = self._run_of.get(slot.index)
         if run is not None:
             run.held.pop(slot.index, None)
@@ -270,22 +273,24 @@ class GradientBucket:
 
     # ---------------------------------------------------------------- the reduction
 
-    def convert(self, local: torch.Tensor) -> torch.Tensor:
-        """Return what :meth:`complete` has given in the dtype that travels."""
-        dtype = self._dtypes.sent[self._memory.current.unreduced > 1]
-        if local.dtype == dtype:
-            return local
-        converted = tag_memory(local.to(dtype), self._sent_item())
-        if not self._staged:
-            self._memory.give_back(local)
-        self._staged = False
-        return converted
-
-    def launch(self, pending: Pending, sent: torch.Tensor) -> None:
-        """Remember the reduction of ``sent``, which has been launched."""
+    def launch(self, local: torch.Tensor) -> None:
+        """Launch the reduction of what :meth:`complete` has returned."""
         assert self.pending is None, "a bucket has one reduction under way"
-        self.pending = pending
-        self._sent = None if self._staged else tag_memory(sent, self._sent_item())
+        options, comm, key = self._memory.options, self._memory.comm, self.bucket.index + 1
+        if local.dtype != self._sent_dtype:
+            own, local = local, local.to(self._sent_dtype)
+            if not self._staged:
+                self._memory.give_back(own)
+            self._staged = False
+        if options.predivide != 1.0:
+            local.div_(options.predivide)
+        divisor = comm.world_size * options.arrival_factor / options.predivide
+        if options.shard and options.use_reduce_scatter:
+            self.pending = comm.reduce_scatter(local, "gradients", divisor, self.mean_dtype, key)
+        else:
+            self.pending = comm.all_reduce(local, "gradients", divisor, key)
+        # Remembered so that its memory is used again. The communicator looks after a bucket of its own.
+        self._sent = None if self._staged else tag_memory(local, self._sent_item())
         self.local, self._staged = None, False
         self.written.clear()
         if self.state is BucketState.OPEN:
@@ -304,11 +309,6 @@ class GradientBucket:
         sent, self._sent = self._sent, None
         if sent is not None and address(mean) != address(sent):
             self._memory.give_back(sent)
-
-    @property
-    def travels_in_place(self) -> bool:
-        """True if it is reduced in the memory in which gradients rest whole."""
-        return self._dtypes.in_place[self._memory.current.unreduced > 1]
 
     @property
     def mean_dtype(self) -> torch.dtype:
@@ -351,8 +351,8 @@ class GradientBucket:
             self._memory.give_back(self.local)
         self.local, self._staged = None, False
         self.written.clear()
-        self.held.clear()
-        for run in self.runs:
+        self.held.held.clear()
+        for run in self._runs:
             run.held.clear()
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -364,7 +364,7 @@ class GradientBucket:
             yield (BUCKETS if self._staged else item), self.local
         if self._sent is not None:
             yield self._sent_item(), self._sent
-        for held in (self.held, *(run.held for run in self.runs)):
-            yield from ((item, gradient) for gradient in held.values())
+        for held in (self.held, *self._runs):
+            yield from ((item, gradient) for gradient in held.held.values())
         if self.pending is not None:
             yield from ((BUCKETS, tensor) for tensor in self.pending.memory())

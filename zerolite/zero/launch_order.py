@@ -15,14 +15,15 @@ class LaunchOrder:
     def __init__(self) -> None:
         self.buckets: list[int] = []
         self.next = 0  # the place of the next bucket to launch in this backward
+        self.learning = False  # another order is to be taken over at the end of a backward
         self._places: list[int] = []  # of each bucket in `buckets`
-        # Buckets in the order in which their last gradients have come in it; None where that is not asked.
-        self._completed: dict[int, None] | None = None
+        self._completed: dict[int, None] = {}  # buckets in the order in which their last gradients have come in it
 
     def use(self, count: int, learns: bool) -> None:
         """Have ``count`` buckets, those there are first. learns: the order of their gradients is to be learned."""
         self._take([*self.buckets, *range(len(self.buckets), count)])
-        self._completed = {} if learns and count > 1 else None
+        self.learning = learns and count > 1
+        self._completed.clear()
 
     def _take(self, buckets: list[int]) -> None:
         self.buckets = buckets
@@ -30,18 +31,12 @@ class LaunchOrder:
 
     def begin_backward(self) -> None:
         self.next = 0
-        if self._completed is not None:
-            self._completed.clear()
-
-    @property
-    def learning(self) -> bool:
-        return self._completed is not None
+        self._completed.clear()
 
     def complete(self, bucket: int) -> None:
         """All gradients of a bucket have come; said again if another one comes after that."""
-        if self._completed is not None:
-            self._completed.pop(bucket, None)
-            self._completed[bucket] = None
+        self._completed.pop(bucket, None)
+        self._completed[bucket] = None
 
     def ahead(self, bucket: int) -> int:
         """Return how many launches of this backward come before that of ``bucket``."""
@@ -50,13 +45,13 @@ class LaunchOrder:
     def completion(self) -> list[int]:
         """Return for each bucket the place in which it was completed in this backward, those that were not behind all
         others."""
-        places = {bucket: place for place, bucket in enumerate(self._completed or ())}
+        places = {bucket: place for place, bucket in enumerate(self._completed)}
         return [places.get(bucket, len(self.buckets)) for bucket in range(len(self.buckets))]
 
     def learn(self, completion: Sequence[int]) -> None:
         """Take over the order in which buckets were completed, the same on all ranks."""
-        if self._completed is not None:
+        if self.learning:
             self._take(sorted(self.buckets, key=completion.__getitem__))
 
     def stop_learning(self) -> None:
-        self._completed = None
+        self.learning = False

@@ -108,7 +108,6 @@ class ShownGradients:
         self._made: list[GradientPlaceholder | None] = []  # by index of the parameter, to be used again
         self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
         self._references: list[int] = []  # to each of those that were made, as far as they are the engine's
-        self._renewed = False
         self._known: weakref.ref[Any] = weakref.ref(self)
         self._given: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
         self._products: dict[int, tuple[Factor | None, Factor]] = {}  # with it, by id of the factor before
@@ -139,22 +138,14 @@ class ShownGradients:
             parameter.grad = held
 
     def made(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
-        """Return what :meth:`put` shows of each of these parameters, which stays the same until :meth:`renewed`; None
-        before it has."""
+        """Return what :meth:`put` shows of each of these parameters, which stays the same until :meth:`retire` returns
+        True; None before it has."""
         known = {index: held for index in indices if (held := self._made[index]) is not None}
         if len(known) < len(set(indices)):
             return None
         for index in known:
             self._references[index] = _OWN_REFERENCES + 1
         return known
-
-    def renewed(self) -> bool:
-        """Return True if what :meth:`made` has returned since the last call is no longer shown: the caller asks for all
-        of it anew."""
-        renewed, self._renewed = self._renewed, False
-        if renewed:
-            self._references = [_OWN_REFERENCES if known < sys.maxsize else known for known in self._references]
-        return renewed
 
     def note(self, indices: Iterable[int]) -> None:
         """The gradients of these parameters are shown, as :meth:`put` does it."""
@@ -191,19 +182,27 @@ class ShownGradients:
                     parameter.grad = None
         self._shown = [None] * len(parameters)
 
-    def retire(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Hide all gradients, which a step has used. One that the user still has shows those of no later step."""
+    def retire(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Hide all gradients, which a step has used. One that the user still has shows those of no later step: others
+        are made in its place. Return True if there are such, so that what :meth:`made` has returned is asked for
+        anew."""
         shown: list[Any] = self._shown
         self._hide(parameters)
         self.factors.clear()
-        if not any(map(operator.gt, map(sys.getrefcount, shown), self._references)):  # no Python per parameter
-            return
+        # Two C loops and no Python for each parameter: a gradient is the user's, too, if it has more references than
+        # those of the engine.
+        if not any(map(operator.gt, map(sys.getrefcount, shown), self._references)):
+            return False
+        kept = False
         for index, references in enumerate(map(sys.getrefcount, shown)):
             held = self._made[index]
             if held is not None and held is shown[index] and references > self._references[index]:
                 held.place.mark_used()
-                self._renewed = True
                 self._made[index] = None
+                kept = True
+        if kept:
+            self._references = [_OWN_REFERENCES if known < sys.maxsize else known for known in self._references]
+        return kept
 
     def is_shown(self, index: int) -> bool:
         return self._shown[index] is not None
