@@ -199,6 +199,7 @@ class ParameterAccess:
 
     def parts_of_masters(self, indices: list[int]) -> list[torch.Tensor]:
         """Return the masters that the data-parallel ranks have together: of sharded parameters this rank's part."""
+        self._pipeline.check_available()
         self._pipeline.written.take_all()
         parts = {index: self._master(shard) for index, shard in self._shards(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
@@ -208,6 +209,7 @@ class ParameterAccess:
 
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
+        self._pipeline.check_available()
         self._pipeline.written.take_all()
         shard = self._shards([index]).get(index)
         if shard is not None:
@@ -230,7 +232,7 @@ class ParameterAccess:
     # ---------------------------------------------------------------- states
 
     def states(self, indices: list[int], name: str) -> list[torch.Tensor | None]:
-        self._pipeline.check_here()
+        self._pipeline.check_available()
         self._pipeline.outcomes.settle()
         own = {index: self._optimizer.method.state_of(shard) for index, shard in self._shards(indices).items()}
         kinds = self._agree([_kind(own.get(index), name) for index in indices])
@@ -257,7 +259,7 @@ class ParameterAccess:
         return self._full([index], self.whole([index], {} if part is None else {index: part}, dtype))[0]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
-        self._pipeline.check_here()
+        self._pipeline.check_available()
         self._pipeline.outcomes.settle()
         method = self._optimizer.method
         shard = self._shards([index]).get(index)

@@ -330,7 +330,7 @@ class Loader:
     def _resume(self, plan: _Plan, scheduler: Any, loaders: Loaders) -> None:
         """Load everything except the tensors of the model and the optimizer."""
         components, state = self._components, plan.state
-        components.pipeline.load_state_dict({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
+        components.pipeline.on_all_loaded({"counters": state.counters.model_dump(), "loss_scaler": state.loss_scaler})
         if plan.scheduler_state is not None:
             scheduler.load_state_dict(plan.scheduler_state)
         if state.loaders:

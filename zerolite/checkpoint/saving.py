@@ -301,7 +301,7 @@ class Saver:
         if scheduler is not None:
             schedule = {"type": type(scheduler).__name__, "state": scheduler.state_dict()}
         return {
-            **self._components.pipeline.state_dict(),
+            **self._components.pipeline.outcomes.state_dict(),
             "parameters": {name: entry.model_dump() for name, entry in model.parameters.items()},
             "buffers": {name: entry.model_dump() for name, entry in model.buffers.items()},
             "extra": model.extra,

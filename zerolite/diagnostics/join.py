@@ -21,7 +21,7 @@ import torch
 from zerolite.comm import Communicator, ControlChannel
 from zerolite.zero.commands import Command, number_of
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.sharded_optimizer import KEPT
+from zerolite.zero.sharded_optimizer import KEPT, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step import StepPipeline
 
@@ -39,6 +39,7 @@ _STAGE3 = (Command.USE_END, Command.BACKWARD_END, Command.EXTERNAL)  # within a 
 class _Engine(Protocol):
     """The methods of the engine that a finished rank calls."""
 
+    optimizer: ShardedOptimizer
     coordinator: PartitionedParameterCoordinator | None
 
     def follow_step(self, flush: bool, forced: int) -> None: ...
@@ -117,7 +118,7 @@ class Join:
             self._over = True
             raise RuntimeError(self._refusal())
         if command in _STEPS and self._finished:
-            self._channel.broadcast(_hyperparameters(self._pipeline.param_groups), self.source)
+            self._channel.broadcast(_hyperparameters(self._engine.optimizer.param_groups), self.source)
 
     def _look(self, rows: list[list[int]]) -> None:
         """Read the rows of all ranks. Raises RuntimeError on all ranks if they cannot go on together."""
@@ -190,7 +191,7 @@ class Join:
 
     def _take(self, groups: list[dict[str, object]]) -> None:
         """Take over learning rates and other hyperparameters from the ranks that still have batches."""
-        for index, (group, values) in enumerate(zip(self._pipeline.param_groups, groups, strict=True)):
+        for index, (group, values) in enumerate(zip(self._engine.optimizer.param_groups, groups, strict=True)):
             for key, value in values.items():
                 if _plain(group.get(key)) == value:
                     continue

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zerolite.access.optimizer_state import GuardedState
 from zerolite.access.parameter_access import OWNERS, ParameterAccess
 from zerolite.access.pending_gradients import PendingGradients
 from zerolite.access.sharded_grad import ShardedGradient
@@ -230,7 +231,6 @@ class Assembly:
         synchronize_rest(self.model, trained, self.precision, self.comm, self.device)
         self._make_pipeline(trained, make_inner, groups)
         self._spread()
-        self._check_steps()
 
     def make_engine(
         self, adopts: bool, broadcast_buffers: bool, loss_fn: LossFunction | None, scheduler: object
@@ -410,7 +410,9 @@ class Assembly:
             buffer.layout, trained, comm, reduction, strides, offloaded, self.observers, ShardedGradient.of
         )
         choose = kernel_chooser(self.topology.world, self.device, self.placements.update_devices())
-        self.sharded = ShardedOptimizer(make_inner, groups, buffer, self.precision.update_dtype, choose, TorchUpdate)
+        self.sharded = ShardedOptimizer(
+            make_inner, groups, buffer, self.precision.update_dtype, choose, TorchUpdate, GuardedState
+        )
         check_optimizer(self.placements, self.kind, self.sharded.inner)
         self.param_gatherer = ParamGatherer(
             buffer,
@@ -422,6 +424,8 @@ class Assembly:
         self.scaler = loss_scaler(config) if self.trains else None
         # Of the shards of many ranks, or of stage 3's small units, one update takes several: few large calls.
         numel = min(bucket_numel(self.specs, config, comm.world_size), AUTO_BUCKET)
+        options = step_options(config, numel, self.kind in SKIPS_ON_DEVICE)
+        checks, look = self._checks(options.check_finite)
         make = StepPipeline if self.trains else EvaluationPipeline
         self.pipeline = make(
             buffer,
@@ -431,7 +435,7 @@ class Assembly:
             comm,
             self.accumulation,
             self.scaler,
-            step_options(config, numel, self.kind in SKIPS_ON_DEVICE),
+            options,
             self.device,
             StagedSpans(buffer, self.reducer, self.sharded.method, self.param_gatherer, self.transfers),
             UnusedParameters(
@@ -439,6 +443,8 @@ class Assembly:
             ),
             collector,
             self.observers,
+            checks,
+            look,
         )
 
     def _spread(self) -> None:
@@ -452,23 +458,24 @@ class Assembly:
             self.pipeline.spread(across, sums)
             self.beside += sums.comms
 
-    def _check_steps(self) -> None:
-        """Let steps check what the config asks for beside their gradients."""
+    def _checks(self, check_finite: bool) -> tuple[StepChecks | None, UpdatedWeights | None]:
+        """Make the checks of a step beside those of its gradients, and the one of them that looks at its update."""
         interval, world, sharded = self.config.consistency_check_interval, self.topology.world, self.sharded
         consistency = updated = None
         if interval and world.world_size > 1:
             weights = functools.partial(shared_weights, self.model, self.buffer)
             late = self.kind in SKIPS_ON_DEVICE
             consistency = ConsistencyCheck(self.topology, self.device, weights, interval, late)
-        if self.pipeline.outcomes.check_finite:
+        if check_finite:
             most = len(sharded.inner.param_groups)
             if not self.topology.trivial:
                 counts = torch.tensor([most], device=self.device)
                 self.topology.model.all_reduce_max(counts, tag="initial_sync")
                 most = max(most, int(host_value(counts)))  # a dry run reads nothing
             updated = UpdatedWeights(sharded.inner, lambda: sharded.shards_by_bucket, most)
-        if consistency is not None or updated is not None:
-            self.pipeline.check_with(StepChecks(sharded.inner, world, self.device, consistency, updated), updated)
+        if consistency is None and updated is None:
+            return None, None
+        return StepChecks(sharded.inner, world, self.device, consistency, updated), updated
 
     def _runner(self, boundary: GraphBoundary) -> Any:
         if self.staged is None:

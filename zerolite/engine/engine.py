@@ -85,7 +85,7 @@ class Engine:
         """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16). A loss comes back in fp32;
         where the module returns none, all 16-bit outputs do (docs/precision.md)."""
         if self._reducer.current.open:  # an exception has cut this rank's backward short: launch what the others have
-            self._pipeline.end_backward(complete=False)
+            self._reducer.end_backward(complete=False)
         if self._same_inputs is not None:
             self._same_inputs.compare(find_tensors((args, kwargs)))
         sends = self._broadcast_buffers and self._module.training
@@ -99,6 +99,7 @@ class Engine:
                 outputs = self.call.call_module(*args, **kwargs)
             except Exception as error:
                 if isinstance(error, RuntimeError):
+                    self._pipeline.check_available()
                     self._pipeline.written.take()  # says so if the module has been cast
                 explain(error, self._module, self.compute_dtype)
                 raise
@@ -128,7 +129,7 @@ class Engine:
         """
         check_loss(loss)
         if self._reducer.current.open:
-            self._pipeline.end_backward(complete=False)
+            self._reducer.end_backward(complete=False)
         exact = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         share = None
         if weight is not None:
@@ -149,7 +150,7 @@ class Engine:
                 with contextlib.suppress(RuntimeError):  # of a gather in flight: the first error is the one to see
                     self.coordinator.sweep()
             raise
-        self._pipeline.end_backward(complete=True)
+        self._reducer.end_backward(complete=True)
         return loss
 
     def step(self, flush: bool = False) -> bool:
@@ -163,22 +164,19 @@ class Engine:
         if self._join is not None:
             self._pipeline.look_at_grads()  # what the others are told of it comes before the step
         with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._accumulation.forced_boundary)):
-            return self._step(flush)
+            if flush:  # what the accumulation contains, before this call counts as a micro-batch
+                if self.step_log is not None:
+                    self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.outcomes.global_steps)
+                self._pipeline.gradient_scale.flush()
+            closes = self._accumulation.on_engine_step() or flush
+            if closes:
+                self._pipeline.step()
+        return closes
 
     def follow_step(self, flush: bool, forced: int) -> None:
         """A :meth:`step` of the ranks that go on, with their boundary. Called by :class:`Join`."""
         self._accumulation.force_boundary(_FORCED[forced])
         self.step(flush)
-
-    def _step(self, flush: bool) -> bool:
-        if flush:  # what the accumulation contains, before this call counts as a micro-batch
-            if self.step_log is not None:
-                self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.outcomes.global_steps)
-            self._pipeline.gradient_scale.flush()
-        closes = self._accumulation.on_engine_step() or flush
-        if closes:
-            self._pipeline.step()
-        return closes
 
     @contextlib.contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
@@ -194,7 +192,7 @@ class Engine:
         exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
         small exchange on the host at each forward, backward and step. Called on all ranks.
         """
-        self._pipeline.check_here()
+        self._pipeline.check_available()
         if self._comm.world_size == 1 or self._comm.group is None:
             yield
             return

@@ -24,12 +24,9 @@ class EvaluationPipeline(StepPipeline):
 
     def begin_backward(self, engine_scaled: bool | None = None, weight: float | None = None) -> None:
         """Look whether a parameter has been unfrozen; there is nothing to begin."""
-        self.check_here()
+        self.check_available()
         for notify in self._observers.before_backward:
             notify()
-
-    def end_backward(self, complete: bool) -> None:
-        """Do nothing: no backward has begun."""
 
     def agree_on_schedule(self) -> None:
         """Let stage 3 follow its recorded schedule if all ranks have the same; the host waits for the answer. Called on

@@ -140,7 +140,7 @@ class FullState:
     def load(self, state: Mapping[str, Any] | None, strict: bool) -> None:
         """See ``Engine.load_full_state_dict``. Rank 0's whole values go into parameters and buffers, one by one, and
         modules get their extra state. Raises RuntimeError on all ranks, before anything is written."""
-        self._pipeline.check_here()
+        self._pipeline.check_available()
         self._param_gatherer.wait_all()
         model, topology, device = self._states.model, self._topology, self._device
         own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -220,7 +220,7 @@ class FullState:
         return WholeModel(model, _unguarded_state(model), self._topology, self._device, self._access)
 
     def _check_readable(self) -> None:
-        self._pipeline.check_here()
+        self._pipeline.check_available()
         self._pipeline.check_whole()
 
 

@@ -52,7 +52,7 @@ class StateOffload:
         kinds = _kinds(include)
         if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f'engine.offload_states: expected device to be "cpu", got {device!r}')
-        if self._pipeline.away:
+        if self._pipeline.suspended:
             raise RuntimeError("engine.offload_states: states are on the host already; call engine.reload_states()")
         self._pipeline.check_between_steps()
         self._pipeline.outcomes.settle()
@@ -76,7 +76,11 @@ class StateOffload:
         for name, parameter in parameters:
             if handle_of(parameter) is None:
                 _put_away(parameter, name)
-        self._out, self._items, self._pipeline.away = out, [item for item, _ in chosen], True
+        self._out, self._items = out, [item for item, _ in chosen]
+        self._pipeline.suspend(
+            "engine.offload_states() has brought states of this engine to the host; call engine.reload_states() "
+            "before it is trained, saved, loaded or read"
+        )
 
     def reload(self) -> None:
         """See :meth:`Engine.reload_states`."""
@@ -87,13 +91,14 @@ class StateOffload:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore this rank's states without the other ranks: all when the engine is gone, and its model stays."""
-        if not self._pipeline.away:
+        if not self._pipeline.suspended:
             return
         for storage, there in self._out:
             resize(storage, there.numel())
             _bytes_of(storage).copy_(there, non_blocking=True)
         self._synchronize()  # before the host's memory goes
-        self._out, self._pipeline.away = [], False
+        self._out = []
+        self._pipeline.suspend("")
         if self._coordinator is not None:
             self._coordinator.context.listen(None)
         for parameter in self._parts.module.parameters():
@@ -160,7 +165,7 @@ class _Refusal:
         self._pipeline = pipeline
 
     def before_launch(self, indices: Sequence[int]) -> None:
-        self._pipeline.check_here()
+        self._pipeline.check_available()
 
     def before_external(self, unit: int, index: int) -> None:
         """Do nothing: no gather is under way for it yet."""

@@ -111,7 +111,7 @@ class Step:
         self._parts.boundary.note_scaled()
 
     def end_backward(self, complete: bool) -> None:
-        self._parts.pipeline.end_backward(complete=complete)
+        self._parts.reducer.end_backward(complete=complete)
         self._parts.accumulation.on_engine_step()
 
     @contextlib.contextmanager

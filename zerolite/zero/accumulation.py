@@ -6,7 +6,7 @@ same calls on every rank, so their answers may decide which collectives run.
 
 from __future__ import annotations
 
-_COUNTS = ("_stepped", "_backwards", "_scaled_backwards", "_divided_backwards", "_backwards_since_step")
+_COUNTS = ("_stepped", "backwards", "_scaled_backwards", "_divided_backwards", "_backwards_since_step")
 
 
 class GradAccumulation:
@@ -22,7 +22,7 @@ class GradAccumulation:
         self.forced_boundary: bool | None = None
         self.sync_disabled = 0  # depth of no_sync() contexts
         self._stepped = 0  # engine.step() calls of this accumulation that followed a backward
-        self._backwards = 0
+        self.backwards = 0
         self._scaled_backwards = 0  # backwards whose loss the engine divided by micro_batches
         self._divided_backwards = 0  # the user's own, whose gradients the engine divided by micro_batches
         self._backwards_since_step = 0
@@ -35,7 +35,7 @@ class GradAccumulation:
 
     @property
     def empty(self) -> bool:
-        return self._backwards == 0
+        return self.backwards == 0
 
     def is_boundary(self) -> bool:
         """True if the micro-batch in hand is the last one of its accumulation: in DeepSpeed's loop the one that the
@@ -43,7 +43,7 @@ class GradAccumulation:
         if self.forced_boundary is not None:
             return self.forced_boundary
         if self._plain:
-            return self._backwards >= self.micro_batches
+            return self.backwards >= self.micro_batches
         return self._stepped + 1 >= self.micro_batches
 
     def next_backward_closes(self) -> bool:
@@ -52,13 +52,13 @@ class GradAccumulation:
             return False
         if self.forced_boundary is not None:
             return self.forced_boundary
-        before = self._backwards if self._plain else self._stepped
+        before = self.backwards if self._plain else self._stepped
         return before + 1 >= self.micro_batches
 
     @property
     def _plain(self) -> bool:
         """True if, as far as this accumulation shows, the user calls neither engine.backward() nor engine.step()."""
-        return self._backwards > 0 and not self._stepped and not self._scaled_backwards
+        return self.backwards > 0 and not self._stepped and not self._scaled_backwards
 
     def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:
         """Count a backward.
@@ -67,7 +67,7 @@ class GradAccumulation:
             scaled: the engine has divided its loss, or will divide by the sum of weights instead.
             divided: the engine divides the gradients of a backward that the user has called.
         """
-        self._backwards += 1
+        self.backwards += 1
         self._divided_backwards += divided
         self._backwards_since_step += 1
         self._scaled_backwards += scaled

@@ -54,7 +54,8 @@ class Held:
 
 
 class Run(Held):
-    """Neighbouring small slots of a flat bucket, whose gradients are held until all are there, and joined then."""
+    """Neighbouring small slots of a flat bucket. Their gradients are held until all are there, and then copied into the
+    bucket in one call: copying a bias of 1,000 elements by itself costs more in the call than in the bytes."""
 
     def __init__(self, slots: Sequence[Slot], high: int) -> None:
         """high: where the run ends in its bucket; what lies between its slots and behind the last belongs to it."""
@@ -71,6 +72,8 @@ class Run(Held):
         there is none."""
         held, self.held = self.held, {}
         some = next(iter(held.values()))
+        # Gradients that are missing, and the padding between slots, become zeros: the whole range is then one tensor,
+        # which one copy moves.
         if len(held) == self.count:
             gradients = [held[index] for index in self._order]
         else:

@@ -86,6 +86,7 @@ class Backward:
         void: what comes in it counts as nothing.
         follows_units: buckets are launched at the ends of units' backwards, and not in their order.
         learning: it is still to be learned at which of these ends.
+        launched: buckets that it has launched, in their order, so far.
         unreduced: backwards since this rank's sums were last reduced; equal on all ranks.
         accumulated: backwards since the last step.
     """
@@ -96,17 +97,22 @@ class Backward:
     void: bool = False
     follows_units: bool = False
     learning: bool = False
+    launched: int = 0
     unreduced: int = 0
     accumulated: int = 0
 
     def begin(self, factor: float, reducing: bool, void: bool, follows_units: bool, learning: bool) -> None:
         self.factor, self.open, self.reducing, self.void = factor, True, reducing, void
-        self.follows_units, self.learning = follows_units, learning
+        self.follows_units, self.learning, self.launched = follows_units, learning, 0
         self.unreduced += 1
         self.accumulated += 1
 
     def end(self) -> None:
         self.open = False
+
+    def on_launch(self, buckets: int) -> None:
+        """So many buckets have been launched."""
+        self.launched = buckets
 
     def on_all_reduced(self, consumed: bool = False) -> None:
         """This rank's sums have been reduced. consumed: and used by a step, or dropped."""
@@ -151,12 +157,14 @@ class BucketMemory:
             launching: it is launched as soon as it is filled.
         """
         options, current = self.options, self.current
-        in_backward = current.reducing and (current.open or launching)  # between them others may launch before it
+        # The communicator's memory belongs to one place in the order of collectives. Outside of a backward that
+        # reduces, another collective may be launched before this bucket.
+        in_backward = current.reducing and (current.open or launching)
         if travels and in_backward and options.shard and options.use_reduce_scatter:
             # Its place in the order of collectives is known: this backward launches every bucket before it, and nothing
             # else. With units what is launched next is known only when it is.
             if not current.follows_units or launching:
-                ahead = 0 if current.follows_units else self._order.ahead(bucket.index)
+                ahead = 0 if current.follows_units else self._order.places[bucket.index] - current.launched
                 staged = self.comm.staging(bucket.numel, dtype, ahead)
                 if staged is not None:
                     return staged, True
@@ -171,6 +179,7 @@ class BucketMemory:
         return BUCKETS if travels else GRADIENTS
 
     def give_back(self, bucket: torch.Tensor) -> None:
+        """Take memory that may be used again."""
         if self._most:
             self._free.append(tag_memory(bucket, BUCKETS if self.options.shard else GRADIENTS))
             del self._free[: -self._most]

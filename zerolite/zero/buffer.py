@@ -189,8 +189,9 @@ class ParameterBuffer:
         done so (``rounded``)."""
         if self.separate[bucket] and not rounded:
             self.owned[bucket].copy_(self.master[bucket])
-        # The parameters' own views were not written through: tell autograd, which refuses to use an outdated saved
-        # weight.
+        # The buckets were written, and not the parameters, which are views of them with version counters of their own.
+        # Without this a second backward through a graph of before the step would silently use the new weights;
+        # PyTorch refuses it.
         members = [self.parameters[slot.index] for slot in self.layout.buckets[bucket].slots]
         torch.autograd.graph.increment_version(members)
 
@@ -198,6 +199,7 @@ class ParameterBuffer:
     def bring_home(self) -> None:
         """Parameters that the user has pointed to other memory (``p.data = values``) get their place in the bucket
         back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
+        # Compared in one C loop: in a steady step no parameter has moved.
         found = addresses(self.parameters) if self._homes else []
         if found == self._addresses:
             return
@@ -228,7 +230,7 @@ class ParameterBuffer:
 
 
 class PartitionedParameterBuffer(ParameterBuffer):
-    """The same over partitioned parameters: ``compute[b]`` is this rank's row of the sliced bucket ``b`` and every
+    """Buffer over partitioned parameters: ``compute[b]`` is this rank's row of the sliced bucket ``b`` and every
     ``ds_tensor`` is a view of it."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Operations announced inside `engine.join()`, so that ranks without data can match every collective."""
+"""Operations of all ranks, announced where some ranks have no data, so that these can match every collective."""
 
 from __future__ import annotations
 

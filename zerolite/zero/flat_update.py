@@ -91,7 +91,8 @@ class FlatUpdate:
                     f"optimizer.param_groups[{index}]['{key}'] is {group[key]!r}, which zerolite's kernels cannot "
                     "follow; give it when the optimizer is made, and torch's own implementation is used"
                 )
-        self._allocated(groups)
+        if self._states is None:  # a momentum may have been given to a group that had none
+            self._allocated(groups)
         self._count(used, doubtful, groups)
 
     def leave_out(self, indices: Iterable[int]) -> None:
@@ -112,6 +113,7 @@ class FlatUpdate:
     ) -> None:
         groups, names = self._inner.param_groups, self._rule.states if self._states is not None else ()
         for launch in self._plan(hands, used):
+            # Computed in float64 on the host and rounded once: bias corrections lose digits in fp32 after many steps.
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             on_device = factor if isinstance(factor, torch.Tensor) else None

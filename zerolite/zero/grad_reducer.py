@@ -20,7 +20,7 @@ What a bucket holds between backwards:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -148,12 +148,14 @@ class GradReducer:
         self._announced |= not end_with_backward
         factor = self._options.arrival_factor * (self.share if weight is None else 1.0) / divisor
         if factor != self.current.factor:
-            self._move_held()  # what an earlier backward has left, with its factor
+            # What an earlier backward has left is multiplied by that backward's factor, when it is moved.
+            self._move_held()
         plan = self._plan
         if plan is not None:
             plan.begin_backward()
         self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.settled)
-        self.order.begin_backward()
+        if self.order.learning:
+            self.order.begin_backward()
         self.arrivals.begin_backward()
         several = self.current.unreduced > 1
         for bucket in self._buckets:
@@ -253,6 +255,7 @@ class GradReducer:
         unexpected, self._unexpected = self._unexpected, None
         if unexpected is not None and not possible:
             raise unexpected
+        # A rank whose gradients came in time takes part all the same: it cannot know whether another one's were late.
         found = [int(bucket.state is BucketState.LATE) for bucket in self._buckets]
         if self._plan is not None:
             found += self._plan.arrivals
@@ -286,26 +289,26 @@ class GradReducer:
     def _launch_all(self, only_complete: bool = False) -> None:
         """Launch the buckets that have not been, in their order. only_complete: up to the first that still waits for
         gradients: buckets behind it wait with it, because all ranks launch in one order."""
-        order = self.order
-        while order.next < len(self._buckets):
-            bucket = self._buckets[order.buckets[order.next]]
+        for place in range(self.current.launched, len(self._buckets)):
+            bucket = self._buckets[self.order.buckets[place]]
             if only_complete and bucket.missing > 0:
                 return
             if bucket.state is BucketState.OPEN:
                 self._launch(bucket)
-            order.next += 1
+            self.current.on_launch(place + 1)
 
     def _launch(self, bucket: GradientBucket) -> None:
         """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
         run beside them."""
         options = self._options
-        self.arrivals.close(bucket)
+        self.arrivals.close(bucket)  # a gradient that comes from here on is late, and must be seen
         local = bucket.complete(self.current.factor)
         if options.probes:
             # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
             self.probes.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
-        # A reduction of the same bucket ends first. Where buckets cost memory only while they travel, fewer than
-        # IN_FLIGHT may be under way, and none beside a large one.
+        # Each reduction under way holds a full bucket of memory, unless gradients rest whole anyway. So at most
+        # IN_FLIGHT are under way, and none beside a large one. A reduction of the same bucket ends first: there is one
+        # place for its mean.
         unbound = bucket.travels_in_place and not bucket.is_offloaded
         most = len(self._buckets) if unbound else 1 if bucket.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
@@ -323,9 +326,10 @@ class GradReducer:
     def finish(self) -> None:
         """Reduce what no backward has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per
         accumulation on all ranks."""
-        self.end_backward(complete=False)
+        if self.current.open:
+            self.end_backward(complete=False)
         self._wait_for_all()
-        self.order.next = 0
+        self.current.on_launch(0)
         # Both follow from the backwards of the accumulation, which all ranks have begun alike, and not from the
         # gradients that came in them: a backward without any still opens, and reduces, every bucket.
         if self.current.unreduced or any(bucket.reduced is None for bucket in self._buckets):
@@ -361,15 +365,19 @@ class GradReducer:
         return self._buckets[bucket].mean()
 
     def place_of_reduced(self, bucket: int) -> torch.Tensor:
-        """The same, where it may still be on its way."""
+        """Return the tensor of the mean gradient where it rests; an offloaded one may still be on its way there."""
         value = self._buckets[bucket].reduced
         assert value is not None, "it is read after finish()"
         return value
 
-    def owned_part(self, bucket: int) -> torch.Tensor:
-        """This rank's part of the mean gradient, at every stage, on the device."""
-        value = self._buckets[bucket].fetch()
-        return value if self.keeps_shards else self._comm.part(value)
+    def owned_parts(self, without: Collection[int]) -> list[torch.Tensor | None]:
+        """Return this rank's part of the mean gradient of each bucket, at every stage, on the device; None for those in
+        ``without``."""
+        found: list[torch.Tensor | None] = []
+        for index, bucket in enumerate(self._buckets):
+            value = None if index in without else bucket.fetch()
+            found.append(value if value is None or self.keeps_shards else self._comm.part(value))
+        return found
 
     def is_offloaded(self, bucket: int) -> bool:
         """True if the mean gradient does not rest on the device."""
@@ -438,13 +446,16 @@ class GradReducer:
         """Drop everything: the accumulation's gradients were consumed or are not wanted."""
         if self._offloaded is not None:
             self._offloaded.clear()
-        self.end_backward(complete=False)
-        self._wait_for_all()
+        if self.current.open:
+            self.end_backward(complete=False)
+        if self._in_flight:
+            self._wait_for_all()
         for bucket in self._buckets:
             bucket.clear()
-            self.release(bucket.bucket.index)
+            if bucket.reduced is not None:
+                self.release(bucket.bucket.index)
         if self.keeps_shards:
-            self._memory.clear()  # between steps no rank holds more than its part
+            self._memory.clear()  # stages 1 to 3 promise that between steps no rank holds more than its part
         self.current.on_all_reduced(consumed=True)
         self._announced = False
         self.arrivals.clear()

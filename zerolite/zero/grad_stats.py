@@ -148,7 +148,7 @@ class StatsVector:
         self._changed()
 
     def replace_square(self, index: int, gradient: torch.Tensor) -> None:
-        """The same where other values may have been written into the gradient, if there is one."""
+        """Take the square of a gradient anew, into which other values may have been written."""
         self._values[index].fill_(gradient.double().square().sum())
         self._changed()
 
@@ -167,8 +167,8 @@ class StatsVector:
 
     def get(self) -> GradStats:
         """Read on the host; waits for the device if :meth:`start_read`'s copy has not arrived."""
-        self.start_read()
-        assert self._read is not None
+        if self._read is None:
+            self._read = HostRead(self._values)
         values = self._read.get()
         if is_fake(self._values):  # a dry run, in which the other ranks are copies of this one
             used, mean = self._own
@@ -370,7 +370,8 @@ class StatsCollector:
         vector[-3:] = torch.cat([different, over[1:2] - unused, over[:1]])
 
     def _flags(self, used: set[int]) -> torch.Tensor:
-        """1 for the parameters in ``used``, [n] on the device; those of the step before are taken again."""
+        """1 for the parameters in ``used``, [n] on the device."""
+        # Most steps use what the step before has used. A new tensor would be a copy to the device in every step.
         if used != self._flagged[0]:
             flags = torch.zeros(self._count, dtype=torch.float64, device="cpu")
             flags[sorted(used)] = 1.0
@@ -385,5 +386,5 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def clip_coefficient_on_device(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The same for a norm that the host has not read."""
+    """Return :func:`clip_coefficient` of a norm that the host has not read, on its device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

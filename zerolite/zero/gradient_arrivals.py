@@ -52,6 +52,7 @@ class HookSums:
     def show(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Before a backward: let autograd add to the sums."""
         for hooks, ours in self._early:
+            # Hooks run in the order of this dict. One that the user has added since is behind the engine's now.
             if ours in hooks and next(reversed(hooks)) != ours:
                 hooks[ours] = hooks.pop(ours)
         for index, total in self._sums.items():
@@ -181,7 +182,11 @@ class GradientArrivals:
     # ---------------------------------------------------------------- in a hook
 
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Move a gradient by itself: a large one, the first of a backward, or one that must be looked at."""
+        """Move a gradient by itself: a large one, the first of a backward, or one that must be looked at.
+
+        The first one of a backward may be the first sign of it, because ``torch.autograd.backward`` on something else
+        than the model's outputs passes no hook of ours. So it begins the backward before it is moved.
+        """
         gradient = parameter.grad
         first = not (self._seen_gradient and self._backward.open)
         if first or isinstance(gradient, GradientPlaceholder):
@@ -241,6 +246,8 @@ class GradientArrivals:
             self._reducer.on_late_gradient(bucket, slot)
         if slot.index in bucket.held.held:  # what is held is moved, all of it
             self.close(bucket)
+        # On a device a gradient that is moved at once frees its memory for the next one. With units the whole bucket
+        # is filled in one call when its unit's backward ends.
         at_once = self._options.copy_on_arrival and not backward.follows_units
         if not torch.is_grad_enabled():
             bucket.accept(slot, gradient, at_once, backward.factor, tag=bool(listeners))
@@ -253,6 +260,8 @@ class GradientArrivals:
     def _open_runs(self) -> None:
         """Let the hooks of small parameters hold gradients with the least Python, where nothing looks at each."""
         backward = self._backward
+        # Held gradients are looked at by nothing before their run is complete: not by a check that names the parameter,
+        # not by a count of memory, and not by create_graph, which must detach each.
         if backward.void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
         follows = backward.follows_units and not backward.learning  # no gradient launches anything
@@ -356,6 +365,7 @@ class GradientArrivals:
 def _make_hook(known: weakref.ref[GradientArrivals], slot: Slot) -> Callable[[torch.Tensor], None]:
     index = slot.index
 
+    # Called for every parameter in every backward: a closure, and no call of a method where the gradient is only held.
     def hook(parameter: torch.Tensor) -> None:
         arrivals = known()
         if arrivals is None:

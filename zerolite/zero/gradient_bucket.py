@@ -80,9 +80,7 @@ class GradientBucket:
         self._staged = False  # `local` is the communicator's memory
         self._launching = False  # it is being filled, to be launched at once
         self.expected = self._filled
-        self.missing = 0
-        self.state = BucketState.OPEN
-        self._sent_dtype, self.travels_in_place = self._dtypes.sent[False], self._dtypes.in_place[False]
+        self.open(several=False)
         self.pending: Pending | None = None
         self._sent: torch.Tensor | None = None  # what `pending` reduces
         self.reduced: torch.Tensor | None = None
@@ -105,6 +103,7 @@ class GradientBucket:
         self.state = BucketState.OPEN
         self.missing = self.expected
         self._sent_dtype, self.travels_in_place = self._dtypes.sent[several], self._dtypes.in_place[several]
+        self._sent_item = GRADIENTS if self.travels_in_place else BUCKETS
 
     def expect(self, contributions: int) -> None:
         self.expected = contributions
@@ -115,7 +114,7 @@ class GradientBucket:
         self.state = BucketState.LATE
 
     def count(self, contributions: int) -> None:
-        """So many contributions have come that :meth:`accept` has not been given."""
+        """Count contributions that have come and were not given to :meth:`accept`."""
         self.missing -= contributions
 
     # ---------------------------------------------------------------- gradients into `local`
@@ -161,6 +160,8 @@ class GradientBucket:
         held, joined = run.take()
         local = self._open_local(joined) if self.local is None else self.local
         place, written = local[run.low : run.high], self.written & run.indices
+        # One call writes all of the run, zeros too. That is right if nothing of it is there yet, or if all that comes
+        # is added to what is there; a mixture is moved slot by slot.
         if not written:
             if factor != 1.0:
                 torch.mul(joined, factor, out=place)
@@ -189,9 +190,9 @@ class GradientBucket:
         self.written.add(slot.index)
 
     def add(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
-        """:meth:`put` between two backwards, where the other gradients of a run may never come."""
+        """Add a gradient as :meth:`put` does, between two backwards."""
         run = self._run_of.get(slot.index)
-        if run is not None:
+        if run is not None:  # its other gradients may never come, and the run is sent as a whole
             local = self._open_local(gradient) if self.local is None else self.local
             if self.written.isdisjoint(run.indices):
                 local[run.low : run.high].zero_()
@@ -239,12 +240,14 @@ class GradientBucket:
         """Let ``local`` have the dtype in which several contributions are summed."""
         dtype, local = self._memory.options.accumulate_dtype, self.local
         assert local is not None
+        # Small gradients vanish beside large sums in bf16. A single gradient is sent as it came, at half the bytes.
         if dtype is not None and local.dtype in HALF:
             self.local, self._staged = local, _ = tag_memory(local.to(dtype), self._memory.item()), False
         return local
 
     def complete(self, factor: float) -> torch.Tensor:
-        """Move what is held, and return ``local``, which is launched next, with zeros where no gradient came."""
+        """Move what is held, and return ``local``, which is launched next, with zeros where no gradient came: every
+        rank sends every bucket, whatever its own graph has used."""
         self._launching = True
         try:
             self.put_held(factor)
@@ -290,10 +293,10 @@ class GradientBucket:
         else:
             self.pending = comm.all_reduce(local, "gradients", divisor, key)
         # Remembered so that its memory is used again. The communicator looks after a bucket of its own.
-        self._sent = None if self._staged else tag_memory(local, self._sent_item())
+        self._sent = None if self._staged else tag_memory(local, self._sent_item)
         self.local, self._staged = None, False
         self.written.clear()
-        if self.state is BucketState.OPEN:
+        if self.state is BucketState.OPEN:  # a late bucket stays late: it has been sent before
             self.state = BucketState.SENT
 
     def receive(self) -> None:
@@ -307,6 +310,7 @@ class GradientBucket:
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
         self.store(mean)
         sent, self._sent = self._sent, None
+        # At stage 0 the mean may lie in the memory that was sent.
         if sent is not None and address(mean) != address(sent):
             self._memory.give_back(sent)
 
@@ -314,9 +318,6 @@ class GradientBucket:
     def mean_dtype(self) -> torch.dtype:
         """Dtype of the mean gradient after the next :meth:`receive`."""
         return self._dtypes.mean[self.reduced is not None]
-
-    def _sent_item(self) -> str:
-        return GRADIENTS if self.travels_in_place else BUCKETS
 
     # ---------------------------------------------------------------- the mean gradient
 
@@ -363,7 +364,7 @@ class GradientBucket:
         if self.local is not None:
             yield (BUCKETS if self._staged else item), self.local
         if self._sent is not None:
-            yield self._sent_item(), self._sent
+            yield self._sent_item, self._sent
         for held in (self.held, *self._runs):
             yield from ((item, gradient) for gradient in held.held.values())
         if self.pending is not None:

@@ -47,13 +47,6 @@ class GradientChanges:
 
     # ---------------------------------------------------------------- None and tensors in p.grad
 
-    def found(self) -> Mapping[int, torch.Tensor | None]:
-        """Return, by index, each ``p.grad`` that the user has replaced. The statistics know afterwards what has been
-        written to memory that the user has."""
-        if self.exposed:
-            self.refresh()
-        return self._reducer.shown.changed(self._reducer.parameters)
-
     def all_dropped(self, found: Mapping[int, torch.Tensor | None]) -> bool:
         """Return True if the user has set ``p.grad`` of all parameters to None."""
         return all(value is None for value in found.values()) and self._reducer.shown.all_none(self._reducer.parameters)
@@ -167,7 +160,8 @@ class GradientChanges:
             known.setdefault(id(tensor), (tensor, tensor._version))
 
     def expose_to_others(self, index: int) -> None:
-        """The same, where what writes is not torch: a NumPy array, a pointer."""
+        """The user is given that memory as a NumPy array or a pointer. torch counts no writes through it, so that every
+        later look takes it for written."""
         self._uncounted.add(index)
 
     def refresh(self, indices: Sequence[int] | None = None) -> None:

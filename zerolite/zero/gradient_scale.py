@@ -20,7 +20,8 @@ class GradientScale:
         self._accumulation, self._scaler, self._outcomes = accumulation, scaler, outcomes
         self.loss: float | None = None  # the loss scale of the accumulation, if it has been asked for
         self._flush_factor = 1.0
-        self._mean_weight: torch.Tensor | None = None
+        # With the number of backwards for which it holds.
+        self._mean_weight: tuple[int, torch.Tensor] | None = None
 
     @property
     def weighted(self) -> bool:
@@ -30,12 +31,6 @@ class GradientScale:
     def begin_accumulation(self) -> None:
         self.loss = self._mean_weight = None
         self._flush_factor = 1.0
-
-    def reopen(self) -> None:
-        """More gradients are coming."""
-        self._mean_weight = None
-        if self._scaler is not None:
-            self.of_accumulation()
 
     def refuse_second(self) -> None:
         """Raises RuntimeError if the engine scales losses itself."""
@@ -76,16 +71,22 @@ class GradientScale:
 
     def own_divisor(self) -> float:
         """The divisor without what only all ranks know."""
-        return self.of_accumulation() / self._flush_factor
+        scale = 1.0 if self._scaler is None else self.of_accumulation()
+        return scale / self._flush_factor
 
     def on_device(self, stats: StatsVector) -> float | torch.Tensor:
         """The divisor of the accumulated gradient. The host does not wait for the weights in it."""
         return self.own_divisor() * (stats.weight() if self.weighted else 1.0)
 
     def shown(self, stats: Callable[[], StatsVector]) -> float | torch.Tensor:
-        """The same; stats: collects them if that is needed. Kept: changes of gradients leave it as it is."""
+        """Return the divisor of what ``p.grad`` shows. The mean weight is kept until the next backward: changes of
+        gradients discard the statistics, and collecting them again would be a collective.
+
+        stats: collects the statistics if that is needed.
+        """
         if not self.weighted:
             return self.own_divisor()
-        if self._mean_weight is None:
-            self._mean_weight = stats().weight()
-        return self.own_divisor() * self._mean_weight
+        backwards = self._accumulation.backwards
+        if self._mean_weight is None or self._mean_weight[0] != backwards:
+            self._mean_weight = backwards, stats().weight()
+        return self.own_divisor() * self._mean_weight[1]

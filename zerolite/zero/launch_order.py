@@ -6,17 +6,21 @@ from collections.abc import Sequence
 
 
 class LaunchOrder:
-    """The order in which a backward launches the buckets, and how far it has come.
+    """The order in which a backward launches the buckets.
 
     The first one that reduces takes the order of the index. Where :meth:`learn` is called at its end, the order is from
     then on that in which rank 0's gradients have come in it.
+
+    Attributes:
+        buckets: their indices in this order.
+        places: of each bucket in ``buckets``.
+        learning: another order is to be taken over at the end of a backward.
     """
 
     def __init__(self) -> None:
         self.buckets: list[int] = []
-        self.next = 0  # the place of the next bucket to launch in this backward
-        self.learning = False  # another order is to be taken over at the end of a backward
-        self._places: list[int] = []  # of each bucket in `buckets`
+        self.places: list[int] = []
+        self.learning = False
         self._completed: dict[int, None] = {}  # buckets in the order in which their last gradients have come in it
 
     def use(self, count: int, learns: bool) -> None:
@@ -27,10 +31,10 @@ class LaunchOrder:
 
     def _take(self, buckets: list[int]) -> None:
         self.buckets = buckets
-        self._places = sorted(range(len(buckets)), key=buckets.__getitem__)
+        self.places = sorted(range(len(buckets)), key=buckets.__getitem__)
 
     def begin_backward(self) -> None:
-        self.next = 0
+        """Forget which buckets have been completed."""
         self._completed.clear()
 
     def complete(self, bucket: int) -> None:
@@ -38,13 +42,9 @@ class LaunchOrder:
         self._completed.pop(bucket, None)
         self._completed[bucket] = None
 
-    def ahead(self, bucket: int) -> int:
-        """Return how many launches of this backward come before that of ``bucket``."""
-        return self._places[bucket] - self.next
-
     def completion(self) -> list[int]:
-        """Return for each bucket the place in which it was completed in this backward, those that were not behind all
-        others."""
+        """Return for each bucket its place in the order of completion in this backward; buckets that were not completed
+        come last."""
         places = {bucket: place for place, bucket in enumerate(self._completed)}
         return [places.get(bucket, len(self.buckets)) for bucket in range(len(self.buckets))]
 

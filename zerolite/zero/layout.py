@@ -334,8 +334,8 @@ def _place_in_order(numels: Sequence[int], world_size: int, alignment: int) -> t
 
 
 def _place_whole(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
-    """The same for parameters that one rank owns each: the largest first, each to the rank that has the least. Equal
-    buckets are dealt out alike."""
+    """The start of each of several parameters that one rank owns each, and the end of the last. The largest are placed
+    first, each on the rank that has the least. Equal buckets are dealt out alike."""
     loads = [0] * world_size
     places: dict[int, tuple[int, int]] = {}
     for member in sorted(range(len(numels)), key=lambda member: -numels[member]):

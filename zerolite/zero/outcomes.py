@@ -185,16 +185,18 @@ class Outcomes:
         check_finite: bool,
         max_skipped_in_a_row: int,
         says: bool,
+        checks: UpdateChecks | None = None,
     ) -> None:
         """
         Args:
             check_finite: steps with non-finite gradients are skipped.
             max_skipped_in_a_row: raise after so many, 0 for never.
             says: this rank logs.
+            checks: what else the statistics are looked at for.
         """
         self.counters = StepCounters()
         self.check_finite = check_finite
-        self.checks: UpdateChecks | None = None
+        self.checks = checks
         self.schedules: ScheduleAgreement | None = None  # at stage 3
         self._method, self._buffer, self._scaler, self._unused = method, buffer, scaler, unused
         self._observers, self._limit, self._says = observers, max_skipped_in_a_row, says
@@ -202,9 +204,20 @@ class Outcomes:
         self._failure: Exception | None = None  # found while an outcome was read; raised by the next update
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
 
-    def use(self, checks: UpdateChecks | None = None, schedules: ScheduleAgreement | None = None) -> None:
-        """Check more than gradients, or compare the ranks' schedules of stage 3, from now on."""
-        self.checks, self.schedules = checks or self.checks, schedules or self.schedules
+    def compare(self, schedules: ScheduleAgreement) -> None:
+        """Compare the ranks' schedules of stage 3 from now on."""
+        self.schedules = schedules
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the loss scale, as plain data."""
+        self.settle()
+        return {"counters": self.counters.state_dict(), "loss_scaler": self._scaler and self._scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`. A loss scale of another precision is left out."""
+        if self._scaler is not None and state["loss_scaler"] is not None:
+            self._scaler.load_state_dict(state["loss_scaler"])
+        self.counters.load_state_dict(state["counters"])
 
     @property
     def global_steps(self) -> int:
@@ -216,7 +229,9 @@ class Outcomes:
         return not self.check_finite or math.isfinite(outcome.norm)
 
     def act(self, outcome: GradStats) -> None:
-        """Raise what else the statistics have shown, on all ranks, which all read them here."""
+        """Raise what the statistics have shown, on all ranks, which all read them here."""
+        if not outcome.inputs_agree:
+            outcome.check_inputs()
         if self.checks is not None:
             self.checks.note(outcome.extra)
             self.checks.act()
@@ -237,6 +252,8 @@ class Outcomes:
         if self._unread is None:
             return
         unread, self._unread = self._unread, None
+        # One rank alone may be here. So nothing below may communicate, and what is wrong is kept for the next update,
+        # in which all ranks raise it.
         outcome = unread.stats.get()
         if outcome.weight == 0 or outcome.mixed or not self.applies(outcome):
             self._method.forget_last()
@@ -261,8 +278,10 @@ class Outcomes:
         self._unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
 
     def raise_failure(self) -> None:
-        """Raise what was wrong with a step that has been settled. Called on all ranks, which have settled the same
-        steps by then."""
+        """Settle, and raise what was wrong with a step. Called on all ranks, which have settled the same steps
+        then."""
+        if self._unread is not None:
+            self.settle()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -41,6 +41,9 @@ class ParamGatherer:
     the buckets of that module's own parameters. Everywhere else a parameter in flight is an
     :class:`ArrivingParameter`, so that a tied head called as a function, a ``state_dict()`` or an average of weights
     waits for what it reads.
+
+    Attributes:
+        pending: gathers in flight, by bucket.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class ParamGatherer:
         self._comm = comm
         self._gather = gather
         self.overlaps = overlap_forward and gather and comm.world_size > 1
-        self._pending: dict[int, Pending] = {}
+        self.pending: dict[int, Pending] = {}
         # Any thread may read a parameter in flight. Held while a thread waits for one, so that each gather ends once.
         self._lock = threading.RLock()
         self._at_once: set[int] = set()  # buckets whose gathers do not overlap the forward
@@ -77,11 +80,11 @@ class ParamGatherer:
         """Launch the all-gather of a bucket: called for every bucket in one order by the update phase, on all ranks.
         ``rounded``: the update has already written this rank's range of the compute parameters; it came after
         :meth:`wait`."""
-        self.wait([bucket])  # of the step before, if no forward has needed it since
+        if bucket in self.pending:  # of the step before, if no forward has needed it since
+            self.wait([bucket])
         self._buffer.publish(bucket, rounded)
         if self._gather:
-            pending = self._comm.all_gather(self._buffer.compute[bucket], "parameters", bucket + 1)
-            self._pending[bucket] = pending
+            self.pending[bucket] = self._comm.all_gather(self._buffer.compute[bucket], "parameters", bucket + 1)
 
     def end_step(self) -> None:
         """End the gathers after the last bucket: without ``overlap_forward`` the parameters are whole when this
@@ -89,18 +92,20 @@ class ParamGatherer:
         if self.overlaps:
             with self._lock:
                 self._leave_in_flight()
-        else:
-            self.wait_all()
+        elif self.pending:
+            self.wait(list(self.pending))
         for notify in self._observers.on_parameters_updated:
             notify()
 
     def _leave_in_flight(self) -> None:
         self.wait(sorted(self._at_once))
-        for bucket in list(self._pending):
+        for bucket in list(self.pending):
             members = self._members(bucket)
             if any(type(member) is not nn.Parameter for member in members):
                 self.wait([bucket])  # the user has given them another class
                 continue
+            # No hook runs when a parameter is read as a plain tensor (a tied weight, state_dict()). A class whose
+            # functions wait first is the only way to see such a read.
             for parameter in members:
                 parameter.__class__ = self._arriving
         if self._buffer.compute[0].device.type == "cuda":
@@ -108,21 +113,24 @@ class ParamGatherer:
 
     @untraced
     def wait(self, buckets: Iterable[int]) -> None:
-        """Closes the hazard of a forward that reads parameters whose gather is still writing them, and of an update
-        that writes what a gather is still sending."""
+        """Wait for the gathers of these buckets. Closes two hazards: a forward that reads parameters while a gather
+        writes them, and an update that writes what a gather still sends."""
         for bucket in buckets:
-            if bucket in self._pending:
+            if bucket in self.pending:
                 with self._lock:
                     self._end(bucket)
 
     def _end(self, bucket: int) -> None:
-        pending = self._pending.get(bucket)
+        pending = self.pending.get(bucket)
         if pending is None:  # another thread has waited for it meanwhile
             return
         for begins in self._observers.on_phase_begin:
             begins(GATHER)
         try:
-            self._finish(pending)
+            if self._stream is None:
+                pending.wait()
+            else:
+                self._finish_on(self._stream, pending)
         finally:
             for ended in self._observers.on_phase_end:
                 ended(GATHER)
@@ -132,21 +140,18 @@ class ParamGatherer:
                     parameter.__class__ = nn.Parameter
         # Last, because other threads look here first. Not of a gather that has failed: every read of its parameters
         # says so.
-        del self._pending[bucket]
+        del self.pending[bucket]
 
-    def _finish(self, pending: Pending) -> None:
+    def _finish_on(self, stream: Any, pending: Pending) -> None:
         """Let the stream of the update wait, and the caller's, if it is another one."""
-        if self._stream is None:
+        current = torch.cuda.current_stream(stream.device)
+        with torch.cuda.stream(stream):
             pending.wait()
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        with torch.cuda.stream(self._stream):
-            pending.wait()
-        if current != self._stream:
-            current.wait_stream(self._stream)
+        if current != stream:
+            current.wait_stream(stream)
 
     def wait_all(self) -> None:
-        self.wait(list(self._pending))
+        self.wait(list(self.pending))
 
     def _members(self, bucket: int) -> list[nn.Parameter]:
         return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
@@ -156,7 +161,7 @@ class ParamGatherer:
         wanted = {id(parameter) for parameter in parameters}
         if not wanted:
             self.wait_all()
-        for bucket in list(self._pending):
+        for bucket in list(self.pending):
             if any(id(member) in wanted for member in self._members(bucket)):
                 self.wait([bucket])
 
@@ -183,14 +188,14 @@ class ParamGatherer:
                 self.handles.append(_ForwardHook(self, waited).install(module.register_forward_pre_hook, prepend=True))
 
     def before_forward(self, buckets: Sequence[int]) -> None:
-        if self._pending:
+        if self.pending:
             self.wait(buckets)
 
     def on_gradient(self, index: int) -> None:
         """A gradient arrived. Raises RuntimeError if the values of its parameter are still on their way: then something
         has read them that goes past PyTorch's functions."""
         slot = self._buffer.layout.slots[index]
-        if slot.bucket in self._pending:
+        if slot.bucket in self.pending:
             raise RuntimeError(
                 f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still on their "
                 "way, so its old values may have been used. Code that is no PyTorch function (a C++ extension) was "

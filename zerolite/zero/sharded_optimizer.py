@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,6 @@ from zerolite.optim.update_rules import UpdateRule
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.flat_update import FlatUpdate
 from zerolite.zero.optim_shards import Groups, OptimParamShard, State, UpdateMethod, optim_shards, shard_of_state
-from zerolite.zero.optimizer_state import GuardedState
 
 if TYPE_CHECKING:
     from zerolite.zero.step import StepPipeline
@@ -25,6 +24,19 @@ ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]
 """The kernels' rule for an optimizer and the dtypes of masters; None: the optimizer itself updates."""
 MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[OptimParamShard]], Sequence[torch.dtype]], UpdateMethod]
 """Make the update of the shards of all buckets, in these dtypes, by the optimizer itself."""
+
+
+class ShownState(defaultdict[Any, Any]):
+    """Mapping that the user sees as ``optimizer.state``: by parameter of the model, what this rank has of its states.
+    For the inner optimizer it is the states of shards, by shard. The core makes it of a class that is passed in."""
+
+    def use(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take these for the model's parameters."""
+        raise NotImplementedError
+
+
+ShowState = Callable[[Mapping[Any, Any], Callable[[int], State]], ShownState]
+"""Make it from the states that there are, and a function from the index of a parameter to its states on this rank."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -47,6 +59,7 @@ class ShardedOptimizer(Optimizer):
         update_dtype: Callable[[torch.dtype], torch.dtype],
         choose_rule: ChooseRule,
         by_itself: MakeUpdate,
+        show_state: ShowState,
     ) -> None:
         self._buffer = buffer
         self._update_dtype = update_dtype
@@ -65,7 +78,7 @@ class ShardedOptimizer(Optimizer):
         if isinstance(make_inner, Optimizer):
             self._adopt_state()
         known = weakref.ref(self)
-        self.inner.state = self._state = GuardedState(self.inner.state, lambda index: _read(known, index))
+        self.inner.state = self._state = show_state(self.inner.state, lambda index: _read(known, index))
         self._note_shards()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
@@ -175,6 +188,8 @@ class ShardedOptimizer(Optimizer):
     def run_hooks(self, when: str) -> bool:
         """Call the hooks that the user has registered on this optimizer, on the inner one or on all; True if there are
         any. when: "pre" or "post"."""
+        if when == "pre":  # torch's schedulers look for this mark before they warn that step() was never called
+            self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
         everywhere = _global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks
         calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in everywhere.values()]
         for optimizer in (self.inner, self):
@@ -207,7 +222,9 @@ class ShardedOptimizer(Optimizer):
 
         Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
         """
-        self._settled().written.take_all()
+        pipeline = self._settled()
+        pipeline.check_available()
+        pipeline.written.take_all()
         position = self.positions()
         states, masters = {}, {}
         for shard in self.shards():
@@ -237,12 +254,6 @@ class ShardedOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in KEPT})
         pipeline.on_masters_loaded()
-
-    # ---------------------------------------------------------------- the update
-
-    def mark_called(self) -> None:
-        """Set the mark that torch's schedulers look for before they warn that step() was never called."""
-        self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- shards
 

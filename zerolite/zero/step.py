@@ -1,7 +1,7 @@
 """The step pipeline: one order of phases for all stages and precisions.
 
-reduce → stats → clip → update (→ publish, bucket by bucket) → loss scale. The scale of an accumulation is captured at
-its first backward, before anything can change it, and the loss scaler is told the outcome last.
+reduce → statistics → clip → update (→ all-gather, bucket by bucket) → loss scale. The scale of an accumulation is
+captured at its first backward, before anything can change it, and the loss scaler is told the outcome last.
 """
 
 from __future__ import annotations
@@ -87,13 +87,20 @@ class StepPipeline:
         unused: UnusedParameters,
         collector: StatsCollector,
         observers: Observers,
+        checks: UpdateChecks | None = None,
+        look: UpdateLook | None = None,
     ) -> None:
+        """
+        Args:
+            checks: travel with the statistics and check more than gradients.
+            look: looks at what updates do.
+        """
         self._buffer, self._reducer, self._optimizer, self._param_gatherer = buffer, reducer, optimizer, param_gatherer
         self._comm, self._device, self._collector, self._observers = comm, device, collector, observers
         self._accumulation, self._scaler, self._options = accumulation, scaler, options
         self.commands = reducer.commands
         finite, limit = options.check_finite, options.max_skipped_in_a_row
-        self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main)
+        self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main, checks)
         self.gradient_scale = GradientScale(accumulation, scaler, self.outcomes)
         self._step_update = StepUpdate(
             buffer,
@@ -106,12 +113,13 @@ class StepPipeline:
             options.update_numel,
             options.skip_on_device,
             comm.world_size,
+            look,
         )
         self._stats: StatsVector | None = None
         self._across: Across | None = None
         self._sums: SharedSums | None = None
-        self.written = WrittenValues(buffer, param_gatherer, self._step_update, self.outcomes, self.check_here)
-        self.away = False  # engine.offload_states() has emptied what is worked on here
+        self.written = WrittenValues(buffer, param_gatherer, self._step_update, self.outcomes)
+        self.suspended = ""  # why nothing can be done now, with the remedy
         self.count_buckets()
         self.changes = GradientChanges(buffer, reducer, lambda: self._stats, self._forget)
         self._begin_accumulation()
@@ -125,15 +133,10 @@ class StepPipeline:
         if self.outcomes.checks is not None:
             self.outcomes.checks.replan()
 
-    def check_with(self, checks: UpdateChecks, look: UpdateLook | None) -> None:
-        """Check more than gradients from now on; look: at what updates do. Before the first step."""
-        self.outcomes.use(checks=checks)
-        self._step_update.watch(look)
-
     def follow(self, sharded: PartitionedParameterCoordinator) -> None:
         """The model is at stage 3. Before the first step."""
         self.written.use(sharded)
-        self.outcomes.use(schedules=ScheduleAgreement(sharded.schedule, self._comm.main))
+        self.outcomes.compare(ScheduleAgreement(sharded.schedule, self._comm.main))
 
     def spread(self, across: Across, sums: SharedSums) -> None:
         """The model has parts on other ranks. Before the first step."""
@@ -170,11 +173,10 @@ class StepPipeline:
         """
         if self._reducer.current.open:
             return
-        self.check_here()
         if self._updated:
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
-        self._take_replaced()
+        self.look_at_grads(before_backward=True)
         if self.changes.assigned:  # what the user has put into p.grad counts like a gradient of this rank's
             self.changes.add(self.gradient_scale.of_accumulation, weighted or self._accumulation.weighted is True)
         if self._reducer.shown.factors:
@@ -186,6 +188,7 @@ class StepPipeline:
                 "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
                 f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'}"
             )
+        # From counters that are equal on all ranks, and not from gradients: all must launch the same collectives.
         reducing = self._reducer.reduces_each_backward or self._accumulation.next_backward_closes()
         divided = engine_scaled is None and self._options.divide_plain_backward
         with self.commands(Command.BACKWARD, scaled, weighted, reducing, divided):
@@ -194,8 +197,8 @@ class StepPipeline:
             notify()
 
     def follow_backward(self, scaled: bool, weighted: bool, reducing: bool, divided: bool) -> None:
-        """A backward of the ranks that go on, to which this one, which has finished (``engine.join``), adds nothing.
-        At stage 3 they say what comes next; elsewhere it is all buckets in their order."""
+        """Take part in a backward that other ranks have announced, and add nothing to it. At stage 3 they announce what
+        comes next; elsewhere it is all buckets in their order."""
         self._begin(scaled, 0.0 if weighted else None, reducing, divided, end_with_backward=False)
         if not self._reducer.current.follows_units:
             self._reducer.end_backward(complete=False)
@@ -204,7 +207,8 @@ class StepPipeline:
         self, scaled: bool, weight: float | None, reducing: bool, divided: bool, end_with_backward: bool
     ) -> None:
         self._stats = None
-        self.gradient_scale.reopen()
+        if self._scaler is not None:
+            self.gradient_scale.of_accumulation()
         if self._sums is not None:
             self._sums.reopen()
         self._reducer.begin_backward(
@@ -213,21 +217,15 @@ class StepPipeline:
         self._accumulation.on_backward(scaled, weight, divided)
         self.outcomes.counters.micro_steps += 1
 
-    def end_backward(self, complete: bool) -> None:
-        """End a backward, or one that is found to have been cut short by an exception."""
-        self._reducer.end_backward(complete)
-
     def wait_for_reductions(self) -> None:
         """None is under way afterwards. Nothing is launched for it that is not launched anyway."""
-        if self._reducer.current.open:
-            self.end_backward(complete=False)
+        self._reducer.end_backward(complete=False)
         self._reducer.wait()
 
     # ---------------------------------------------------------------- phases
 
     def reduce(self) -> None:
         """Afterwards the mean gradient over ranks is where its owner needs it."""
-        self.check_here()
         self.look_at_grads()
         self.finish_reductions()
 
@@ -251,26 +249,30 @@ class StepPipeline:
 
     def why_no_gradients(self) -> str:
         """Return why there are no gradients to be read now, "" if there are."""
-        self.check_here()
+        self.check_available()
         if self._reducer.current.open:
             return "a backward is under way; read it when that has returned"
         return "engine.update() has used it" if self._updated else ""
 
-    def look_at_grads(self) -> None:
+    def look_at_grads(self, before_backward: bool = False) -> None:
         """Take over what the user has put into ``p.grad``: None drops a gradient, a tensor takes its place. None for
-        all parameters is :meth:`zero_grad` in other words, a call that all ranks make."""
-        self._take_replaced()
-        if self._stats is not None and self.changes.assigned and not self._updated:
+        all parameters is :meth:`zero_grad` in other words, a call that all ranks make.
+
+        before_backward: tensors are noted only, because more gradients will be added to them.
+        """
+        if self.suspended:
+            self.check_available()
+        if self._reducer.current.open:  # a backward that has raised, with the sums of the user's hooks still in p.grad
+            self._reducer.end_backward(complete=False)
+        if self.changes.exposed:  # what has been written to memory that the user has counts before it is dropped
+            self.changes.refresh()
+        found = self._reducer.shown.changed(self._reducer.parameters)
+        if found:
+            self._take_over(found)
+        if self.changes.assigned and self._stats is not None and not (before_backward or self._updated):
             self.changes.assign(self._stats, self.gradient_scale.on_device(self._stats))
 
-    def _take_replaced(self) -> None:
-        """Drop gradients that were set to None, and note tensors, which count as :meth:`look_at_grads` or
-        :meth:`begin_backward` says."""
-        if self._reducer.current.open:  # a backward that has raised, with the sums of the user's hooks still in p.grad
-            self.end_backward(complete=False)
-        found = self.changes.found()
-        if not found:
-            return
+    def _take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
         if self.changes.all_dropped(found):
             self.zero_grad()
             return
@@ -280,11 +282,11 @@ class StepPipeline:
                 f"p.grad of parameter '{name}' was replaced, where tensor_parallel or a pipeline leaves parts of the "
                 "model on other ranks; use zerolite.set_full_grad(p, value) on all ranks"
             )
-        with self.commands(Command.OTHER):  # a rank that has left engine.join() would not know
+        with self.commands(Command.OTHER):  # a rank that only follows commands would not know
             self.changes.take(found)
 
     def stats(self) -> StatsVector:
-        self.check_here()
+        self.check_available()
         if self._stats is None:
             self.look_at_grads()
         return self._collected()
@@ -294,10 +296,9 @@ class StepPipeline:
             return self._stats
         with self.commands(Command.STATS):
             self.finish_reductions()
-            noted, part = self._collector.noted, self._reducer.owned_part
             schedules = self.outcomes.schedules
             self._stats = stats = self._collector.collect(
-                [None if bucket in noted else part(bucket) for bucket in range(len(self._buffer.layout.buckets))],
+                self._reducer.owned_parts(self._collector.noted),
                 self._reducer.used,
                 self._reducer.probes,
                 0 if schedules is None else schedules.schedule_hash(),
@@ -331,7 +332,8 @@ class StepPipeline:
         for begins in self._observers.on_phase_begin:
             begins(STEP)
         try:
-            self._step_update.check_whole()
+            if self._step_update.torn:
+                self.check_whole()
             if self._updated:
                 raise RuntimeError(
                     "engine.update() was called twice for the same gradients; call engine.zero_grad() first"
@@ -352,7 +354,6 @@ class StepPipeline:
 
     def _update(self, publish: bool) -> None:
         checks, schedules = self.outcomes.checks, self.outcomes.schedules
-        self.outcomes.settle()
         self.outcomes.raise_failure()
         self.written.take()
         if checks is not None:
@@ -366,9 +367,8 @@ class StepPipeline:
         if schedules is not None:
             schedules.begin_update()
         given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
-        self._updated = True
+        self._updated = True  # before the update: an exception in it leaves nothing to be applied twice
         self.changes.clear()  # from here on nothing corrects the statistics
-        self._optimizer.mark_called()
         self._step_update.run(stats, given, self._max_norm, publish)
 
     def on_weights_replaced(self) -> None:
@@ -389,7 +389,7 @@ class StepPipeline:
 
     def publish(self) -> None:
         """Bring the updated masters to the compute parameters of all ranks."""
-        self.check_here()
+        self.check_available()
         with self._observers.phase(STEP), self.commands(Command.PUBLISH):
             for bucket in reversed(self._reducer.order.buckets):
                 self._param_gatherer.gather_bucket(bucket)
@@ -400,10 +400,10 @@ class StepPipeline:
 
     def zero_grad(self) -> None:
         """Drop the accumulation: its gradients, clip and scale."""
-        with NOTHING if self._accumulation.empty else self.commands(Command.ZERO_GRAD):
+        with self.commands(Command.ZERO_GRAD) if self._accumulation.backwards else NOTHING:
             for notify in self._observers.on_gradients_dropped:
                 notify()
-            self.changes.clear()  # first: the reducer looks at which gradients are still referred to
+            self.changes.clear()  # first: the reducer looks at which gradients the user still refers to
             self._reducer.clear()
             self._accumulation.reset()
             self._begin_accumulation()
@@ -415,11 +415,6 @@ class StepPipeline:
             self._apply(publish=True)
             self.zero_grad()
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
-        return self._optimizer.param_groups
-
     # ---------------------------------------------------------------- checkpoints
 
     @property
@@ -430,7 +425,6 @@ class StepPipeline:
     def check_between_steps(self) -> None:
         """Settle what has been updated. Raises RuntimeError while an update is in the middle, between ``update`` and
         ``publish``, and while ``engine.offload_states()`` holds."""
-        self.check_here()
         self.look_at_grads()
         self.outcomes.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
         if self._step_update.unpublished:
@@ -442,25 +436,16 @@ class StepPipeline:
     def check_ranks(self) -> None:
         """Raise on all ranks if they hold different weights or would update with different numbers, and if the last
         update has made weights non-finite. Called on all ranks, between steps."""
-        self.outcomes.settle()
         self.outcomes.raise_failure()
         if self.outcomes.checks is not None:
             steps = self.outcomes.counters.global_steps
             self.outcomes.checks.before_save(steps, self.gradient_scale.of_next(), self._max_norm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and the loss scale, as plain data."""
-        self.outcomes.settle()
-        scaler = self._scaler and self._scaler.state_dict()
-        return {"counters": self.outcomes.counters.state_dict(), "loss_scaler": scaler}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`, after :meth:`zero_grad`, when all values have been loaded. A loss scale of
-        another precision is left out. Raises ValueError if what was saved makes no sense."""
+    def on_all_loaded(self, state: Mapping[str, Any]) -> None:
+        """All values have been loaded, after :meth:`zero_grad`. state: of :meth:`Outcomes.state_dict`. Raises
+        ValueError if what was saved makes no sense."""
         self.on_weights_replaced()
-        if self._scaler is not None and state["loss_scaler"] is not None:
-            self._scaler.load_state_dict(state["loss_scaler"])
-        self.outcomes.counters.load_state_dict(state["counters"])
+        self.outcomes.load_state_dict(state)
         self._buffer.placements.written_in_place()
         self._step_update.mend()
 
@@ -471,13 +456,14 @@ class StepPipeline:
         divisor = self.gradient_scale.own_divisor()
         return divisor * mean_weight(self.stats().get()) if self._accumulation.weighted else divisor
 
-    def check_here(self) -> None:
-        """Raise RuntimeError while what is worked on here is away."""
-        if self.away:
-            raise RuntimeError(
-                "engine.offload_states() has brought states of this engine to the host; call engine.reload_states() "
-                "before it is trained, saved, loaded or read"
-            )
+    def suspend(self, why: str) -> None:
+        """Refuse everything with ``why`` from now on, because what is worked on here is not there; "" ends it."""
+        self.suspended = why
+
+    def check_available(self) -> None:
+        """Raise RuntimeError while the pipeline is suspended."""
+        if self.suspended:
+            raise RuntimeError(self.suspended)
 
     def check_whole(self) -> None:
         """Raise RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""

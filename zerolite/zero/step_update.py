@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -62,9 +63,11 @@ class StepUpdate:
         update_numel: int,
         may_skip_on_device: bool,
         world_size: int,
+        look: UpdateLook | None,
     ) -> None:
         """
         Args:
+            look: looks at what updates do.
             update_numel: master elements that are updated in one call where ``method`` is better with few.
             may_skip_on_device: the config lets the device decide whether a step is skipped.
         """
@@ -72,14 +75,10 @@ class StepUpdate:
         self._param_gatherer, self._staged, self._scale, self._outcomes = param_gatherer, staged, scale, outcomes
         self._update_numel, self._may_skip_on_device = update_numel, may_skip_on_device
         self._world_size = world_size
-        self._look: UpdateLook | None = None
+        self._look = look
         self.torn = ""
         self.unpublished = False
         self.plan()
-
-    def watch(self, look: UpdateLook | None) -> None:
-        """Let ``look`` see what updates do from now on."""
-        self._look = look
 
     def plan(self) -> None:
         """Look anew at the layout, and at the order in which buckets are reduced: one of them has changed.
@@ -130,7 +129,6 @@ class StepUpdate:
     def _run_read(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
         """Every rank reads the same statistics here, so either all of them launch the gathers of an update or none."""
         outcome = vector.get()
-        outcome.check_inputs()
         self._outcomes.act(outcome)
         divisor = self._scale.own_divisor() * mean_weight(outcome)
         if self._outcomes.applies(outcome):
@@ -187,13 +185,10 @@ class StepUpdate:
         if self._order is not self._reducer.order.buckets:  # learned in a backward
             self.plan()
 
-        def update(hands: Sequence[Hand]) -> None:
-            for index, left_out in doubtful.items():
-                bucket = self._buffer.layout.slots[index].bucket
-                if own := [hand for hand in hands if hand.span.bucket == bucket]:
-                    self._method.update(own, factor, frozenset([index]), left_out)
-            self._method.update(hands, factor, used, found_inf)
-
+        update = functools.partial(self._method.update, factor=factor, used=used, found_inf=found_inf)
+        if doubtful:
+            update = functools.partial(self._update_doubtful, rest=update, factor=factor, doubtful=doubtful)
+        # Set before the first write: an exception in the middle leaves some masters ahead of others.
         self.unpublished = not publish
         try:
             self._sweep(update if self._look is None else self._look(update), publish)
@@ -201,10 +196,22 @@ class StepUpdate:
             self.torn, self.unpublished = f"{type(error).__name__}: {error}", False
             raise
 
+    def _update_doubtful(
+        self, hands: Sequence[Hand], rest: Update, factor: Factor, doubtful: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Update each doubtful parameter by itself, with a flag of its own, then the rest."""
+        for index, left_out in doubtful.items():
+            bucket = self._buffer.layout.slots[index].bucket
+            if own := [hand for hand in hands if hand.span.bucket == bucket]:
+                self._method.update(own, factor, frozenset([index]), left_out)
+        rest(hands)
+
     def _sweep(self, update: Update, publish: bool) -> None:
         follows = publish and self._method.follows
+        gatherer = self._param_gatherer
         for chunk in self._near:
-            self._param_gatherer.wait([span.bucket for span in chunk])
+            if gatherer.pending:  # of the step before: a gather still sends what this update writes
+                gatherer.wait([span.bucket for span in chunk])
             if not follows:
                 for span in chunk:
                     self._buffer.follow(span.bucket)
@@ -214,7 +221,7 @@ class StepUpdate:
         if self._staged.groups:
             self._staged.run(publish, update, self._end)
         if publish:
-            self._param_gatherer.end_step()
+            gatherer.end_step()
 
     def _at_rest(self, span: Span, writes: bool) -> Hand:
         """The tensors of a whole bucket where they rest. writes: the update rounds into the compute parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -23,11 +23,9 @@ class WrittenValues:
         param_gatherer: ParamGatherer,
         update: StepUpdate,
         outcomes: Outcomes,
-        check_here: Callable[[], None],
     ) -> None:
-        """check_here: raises RuntimeError while parameters and masters are away."""
-        self._buffer, self._param_gatherer, self._update = buffer, param_gatherer, update
-        self._outcomes, self._check_here = outcomes, check_here
+        self._buffer, self._param_gatherer = buffer, param_gatherer
+        self._update, self._outcomes = update, outcomes
         self._shards: PartitionedParameterCoordinator | None = None
         self._loaded: set[int] = set()  # parameters into which values have been loaded
 
@@ -40,7 +38,7 @@ class WrittenValues:
         self._loaded.update(indices)
 
     def note_loaded_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """The same, for those of ``parameters`` that are trained."""
+        """Note those of ``parameters`` that are trained, as :meth:`note_loaded` does."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
         self.note_loaded(index_of[id(p)] for p in parameters if id(p) in index_of)
 
@@ -51,9 +49,9 @@ class WrittenValues:
     def take(self) -> None:
         """Masters follow the values that have been loaded into parameters, or put in their place by ``p.data =
         values``. Raises RuntimeError if those have another shape or dtype."""
-        self._check_here()
         if not self._update.unpublished:
-            self._param_gatherer.wait_all()
+            if self._param_gatherer.pending:
+                self._param_gatherer.wait_all()
             self._buffer.bring_home()
             if self._shards is not None:
                 self._shards.collect_writes()
@@ -65,8 +63,8 @@ class WrittenValues:
                 self._outcomes.checks.forget(update=False)
 
     def take_all(self) -> None:
-        """The same, and masters follow what has been written into parameters in place, as they do in an update. So do
-        the shards of frozen ones."""
+        """Take all values now: those of :meth:`take`, those written into parameters in place, which an update would
+        take, and those of frozen parameters into their shards."""
         self.take()
         if self._shards is not None:
             self._shards.collect_frozen_writes()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+
+from zerolite.zero.sharded_optimizer import ShownState
 
 
 class StateOfParameter(dict[str, Any]):
@@ -21,7 +22,7 @@ class StateOfParameter(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class GuardedState(defaultdict[Any, Any]):
+class GuardedState(ShownState):
     """The states of shards, by shard, for the optimizer that makes them. To the user it is a mapping from the model's
     parameters to what this rank has of their states, in the shape of its shard, for reading."""
 
