@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -103,21 +102,24 @@ def make_recipe(name: str, capability: tuple[int, int] | None, torch_cuda: str |
 
 
 def compile_into(recipe: Recipe, target: Path) -> None:
-    """Compile a library in a private directory, and move it to its place.
+    """Compile a library in a private directory beside its place, and move it there.
 
     Raises:
         OpUnavailable: a tool is missing, or a source does not compile. What compilers write is kept beside the target.
         OSError: there is no room.
     """
     compilers, log = find_compilers(recipe.op, recipe.torch_cuda), target.with_suffix(".log")
-    with tempfile.TemporaryDirectory(prefix="zerolite-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent, ignore_cleanup_errors=True) as name:
         work = Path(name)
         (work / "build.ninja").write_text(recipe.ninja_file(compilers), encoding="utf-8")
         problem = run_ninja(work)
         if problem is not None:
-            shutil.copyfile(work / "build.log", log)
+            os.replace(work / "build.log", log)
             raise failure(recipe, problem, log)
-        put(work / "library.so", target)
+        # All of it or nothing, also after a crash of the machine: half a library can end the process that loads it.
+        with open(work / "library.so", "rb") as library:
+            os.fsync(library)
+        os.replace(work / "library.so", target)
     log.unlink(missing_ok=True)
 
 
@@ -136,22 +138,6 @@ def run_ninja(work: Path) -> str | None:
             return f"took longer than {BUILD_S:g} s"
         finally:
             process.terminate()  # ninja ends what it started
-
-
-def put(library: Path, target: Path) -> None:
-    """Copy a library to its place, where readers see all of it or nothing, also after a crash of the machine: half a
-    library can end the process that loads it."""
-    handle, partial = tempfile.mkstemp(suffix=".part", dir=target.parent)
-    try:
-        with open(handle, "wb") as file:
-            file.write(library.read_bytes())
-            file.flush()
-            os.fsync(handle)
-        os.chmod(partial, 0o755)
-        os.replace(partial, target)
-    except OSError:
-        os.unlink(partial)
-        raise
 
 
 def failure(recipe: Recipe, problem: str, log: Path) -> OpUnavailable:

@@ -94,8 +94,8 @@ class Place:
         return len(self.calls("-shared"))
 
     def work(self) -> list[Path]:
-        """Return the files that builders have left in the temporary directory and, half copied, in the cache."""
-        return [*(self.here / "tmp").iterdir(), *(self.cache / "kernels").glob("*.part")]
+        """Return what builders have left in the temporary directory and in the cache."""
+        return [*(self.here / "tmp").iterdir(), *(self.cache / "kernels").glob("building-*")]
 
     def start(self, **changes: str) -> subprocess.Popen[str]:
         """Load in another process, with changes to the environment."""
