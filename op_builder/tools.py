@@ -57,8 +57,8 @@ def find_cxx() -> Command:
 def find_nvcc() -> Command:
     """Return CUDA's compiler: in `CUDA_HOME` or `CUDA_PATH`, otherwise on the PATH, otherwise in /usr/local/cuda.
 
-    torch.utils.cpp_extension looks in the same places, but its import takes a second, and writes to stderr where there
-    is a toolkit and no GPU.
+    torch.utils.cpp_extension looks in the same places. Its import needs setuptools and takes a second, it writes to
+    stderr where there is a toolkit and no GPU, and it finds no toolkit where torch is built without CUDA.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"

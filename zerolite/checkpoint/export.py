@@ -17,6 +17,7 @@ from zerolite.checkpoint.huggingface import INDEX, ModelWriter, exported_dtype, 
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.checkpoint.state import StoredModel
+from zerolite.utils.command_parser import command_parser
 from zerolite.utils.dtypes import BY_CODE, DTYPES
 from zerolite.utils.sizes import format_size, parse_size
 
@@ -135,13 +136,7 @@ def _size(text: str) -> int:
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(prog, DESCRIPTION, EPILOG)
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a directory of checkpoints")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write into; made if it is not there")
     parser.add_argument("--dtype", choices=DTYPES, help="of all floating tensors (default: as trained)")

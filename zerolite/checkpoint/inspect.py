@@ -14,6 +14,7 @@ from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.manifest import MANIFEST, SavedGrid
 from zerolite.checkpoint.reader import CheckpointReader
+from zerolite.utils.command_parser import command_parser
 from zerolite.utils.sizes import format_size
 
 DESCRIPTION = """\
@@ -103,13 +104,7 @@ def _listed(values: dict[str, object]) -> str:
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(prog, DESCRIPTION, EPILOG)
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a directory of checkpoints")
     parser.add_argument("--verify", action="store_true", help="read every file and compare its checksums")
     parser.add_argument("--json", action="store_true", help="print JSON, with layout and config")

@@ -25,6 +25,7 @@ from zerolite.checkpoint.state import StoredModel
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
+from zerolite.utils.command_parser import command_parser
 
 DESCRIPTION = """\
 Make a checkpoint of zerolite from one of DeepSpeed (ZeRO stages 1, 2 and 3), with its
@@ -104,13 +105,7 @@ def _about(imported: ImportedCheckpoint) -> About:
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(prog, DESCRIPTION, EPILOG)
     parser.add_argument("directory", metavar="DIR", type=Path, help="what DeepSpeed's save_checkpoint was given")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write into; made if it is not there")
     parser.add_argument("--tag", help="which checkpoint in DIR (default: the one that its file 'latest' names)")

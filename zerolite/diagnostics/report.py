@@ -5,7 +5,6 @@ It is meant for users and bug reports, so it works on broken installations too: 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from zerolite.utils.builder import op_builder
+from zerolite.utils.command_parser import command_parser
 from zerolite.version import __version__
 
 DESCRIPTION = """\
@@ -172,9 +172,7 @@ def render(report: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None, prog: str = "zerolite report") -> int:
     """Print the report and return 0."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(prog, DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("--build", action="store_true", help="build the kernels that can be built and are not yet")
     options = parser.parse_args(argv)

@@ -16,7 +16,7 @@ from zerolite.launcher.node import own_versions
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.remote_commands import Route, exported_variables
 from zerolite.utils import network
-from zerolite.utils.listening import SECRET_VARIABLE
+from zerolite.utils.listening import SECRET_VARIABLE, is_loopback
 from zerolite.utils.resources import default_nproc
 
 JOIN_S = 120.0
@@ -126,7 +126,7 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
     if given is not None:
         return [given]
     names = [] if name in ("localhost", "::1") or name.startswith("127.") else [name]
-    known = [address for address in network.resolve(name) if not network.is_loopback(address)]
+    known = [address for address in network.resolve(name) if not is_loopback(address)]
     return [*names, *(known or (network.own_addresses() if here else []))] or [name]
 
 

@@ -19,12 +19,19 @@ SECRET_VARIABLE = "ZEROLITE_JOB_SECRET"
 """Environment variable with the secret of a job, the same on all its ranks."""
 
 
+def plain_address(address: str) -> str:
+    """Return the address in its normal form: an IPv4 address written as IPv6 becomes an IPv4 address."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)
+
+
 def is_loopback(host: str) -> bool:
-    """True if ``host`` means this machine itself: `localhost`, `127.0.0.1`, `::1`, ..."""
+    """True if a name or an address means this machine itself: `localhost`, `127.0.0.1`, `::1`, ..."""
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return ipaddress.ip_address(plain_address(host)).is_loopback
     except ValueError:
         return False
 

@@ -8,6 +8,8 @@ import random
 import socket
 from collections.abc import Iterator
 
+from zerolite.utils.listening import is_loopback, plain_address
+
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Gloo's network interface. Unless it is set, gloo uses the address of the host's own name. Many distributions map this
 name to 127.0.1.1, and the ranks of other hosts would then connect to themselves. NCCL finds interfaces by itself, may
@@ -33,17 +35,6 @@ def interface_of(address: str) -> str | None:
         return None
     plain = plain_address(address)
     return next((interface for interface, own in interface_addresses() if plain_address(own) == plain), None)
-
-
-def plain_address(address: str) -> str:
-    """Return the address in its normal form: an IPv4 address written as IPv6 becomes an IPv4 address."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return str(mapped or parsed)
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(plain_address(address)).is_loopback
 
 
 def resolve(name: str) -> list[str]:
