@@ -30,8 +30,6 @@ class FetchSchedule:
         numels: elements of each parameter, by parameter id.
         persistent: ids of the parameters that always stay whole.
 
-    Raises ValueError for an id without an entry in `numels`.
-
     Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order. Every
     rank calls, in this order: begin_step, then enter and leave for each execution, then end_step; afterwards, where
     `candidate_hash` is not 0, the ranks compare it and all of them call adopt, or all of them reject. Events outside of
@@ -45,9 +43,6 @@ class FetchSchedule:
         self._persistent = frozenset(persistent)
         self._limits = limits
         self._on_disk: dict[int, int] = {}
-        for group, parameters in enumerate(groups):
-            for p in parameters:
-                self._check(p, f"group {group}")
         self.groups = [tuple(dict.fromkeys(p for p in group if p not in self._persistent)) for group in groups]
         self._plans: dict[str, FetchPlan] = {}
         self._candidates: dict[str, tuple[int, ...]] = {}
@@ -70,13 +65,6 @@ class FetchSchedule:
         """The elements of this rank's shards that are on disk, by parameter id: plans made from now on say ahead of a
         gather what to read for it. Called by all ranks, with the same numbers."""
         self._on_disk = dict(on_disk)
-
-    def _check(self, parameter: int, place: str) -> None:
-        if not 0 <= parameter < len(self._numels):
-            last = len(self._numels) - 1
-            raise ValueError(
-                f"{place}: expected parameter ids from 0 to {last}, one per entry of numels; got {parameter}."
-            )
 
     def enter(self, group: int) -> Fetch:
         """An execution of `group` begins: what to release, launch, prefetch and wait for, in this order."""
@@ -191,8 +179,6 @@ class FetchSchedule:
     def hold(self, parameters: Sequence[int]) -> None:
         """Keep parameters that the caller has gathered, or found gathered, and that are not held yet: nothing releases
         them before `unhold`. Departs from the plan."""
-        for p in parameters:
-            self._check(p, "hold")
         if parameters:
             self._depart()
         for p in parameters:
@@ -200,15 +186,9 @@ class FetchSchedule:
             self._state.make_live(p)
 
     def unhold(self, parameters: Sequence[int]) -> tuple[int, ...]:
-        """End a hold: what to release, the parameters that no open execution needs.
-
-        Raises ValueError for a parameter that is not held.
-        """
+        """End holds: what to release, the parameters that no open execution needs."""
         state = self._state
-        for p in parameters:
-            if p not in state.held:
-                raise ValueError(f"unhold: expected a parameter that is held, got {p}; call hold before unhold.")
-            state.held.discard(p)
+        state.held.difference_update(parameters)
         released = state.release([p for p in parameters if not state.needs[p]])
         self._follow()
         return released
@@ -218,7 +198,6 @@ class FetchSchedule:
 
         If an execution of the group is open, the caller gathers the parameter: it is live, and released when that ends.
         """
-        self._check(parameter, f"group {group}")
         if parameter in self._persistent or parameter in self.groups[group]:
             return
         self._depart()

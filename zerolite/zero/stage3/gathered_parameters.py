@@ -46,8 +46,8 @@ class GatheredParameters:
         self._check = check
         self._modifier = modifier_rank
         self._handles: list[PartitionedParameter] = []
-        self._digests: dict[int, torch.Tensor] = {}  # of what must not change
-        self._saved: dict[int, torch.Tensor] = {}  # whole values that do not end with the context
+        self._digests: dict[PartitionedParameter, torch.Tensor] = {}  # content hashes of what must not change
+        self._saved: dict[PartitionedParameter, torch.Tensor] = {}  # copies of whole values that outlive the context
         if not enabled:
             return
         self._parameters = list(_parameters_in(params))  # kept alive
@@ -77,9 +77,9 @@ class GatheredParameters:
                     handle.bring_home()
                     handle.expose()  # the block may keep aliases of the values
                 if self._check:
-                    self._saved = {id(handle): handle.full.clone() for handle in lasting}
+                    self._saved = {handle: handle.full.clone() for handle in lasting}
                     if self._modifier is None:
-                        self._digests = {id(handle): content_hash(handle.view) for handle in self._handles}
+                        self._digests = {handle: content_hash(handle.view) for handle in self._handles}
                 undo.pop_all()  # there was memory for all of it
             _contexts.append(self)
         return self
@@ -104,8 +104,8 @@ class GatheredParameters:
                 saved, self._saved = self._saved, {}
                 self._digests = {}
             if guilty:
-                # What an engine goes on using has the changes still.
-                refresh([h for h in guilty if h.status is AVAILABLE and id(h) not in saved])
+                # An engine goes on using them, with the changes: gather anew from the shards.
+                refresh([h for h in guilty if h.status is AVAILABLE and h not in saved])
                 refused = (
                     "parameters were changed inside a read-only context, so ranks would disagree: "
                     f"{', '.join(handle.name for handle in guilty)}. The changes are dropped; pass modifier_rank=0 "
@@ -116,19 +116,19 @@ class GatheredParameters:
 
     @torch.no_grad()
     def drop_changes(self) -> None:
-        """Take back what was written into the parameters since the context was entered, now or when they are released
-        at its end. Called on all ranks."""
+        """Drop what was written into the parameters since the context was entered: those that outlive it get their
+        values back, the others are released at its end. Called on all ranks."""
         for handle in self._handles:
-            if id(handle) in self._saved:
-                handle.full.copy_(self._saved[id(handle)])
+            if handle in self._saved:
+                handle.full.copy_(self._saved[handle])
             else:
-                self._digests.pop(id(handle), None)
+                self._digests.pop(handle, None)
             if handle.status is AVAILABLE:
                 handle.point_home()
 
     @torch.no_grad()
     def _write_changes(self, source: int) -> str | None:
-        """Rank ``source``'s values everywhere; or, on all ranks, what is wrong with them."""
+        """Bring rank ``source``'s values to all ranks. Returns what is wrong with them, on all ranks."""
         if not self._handles:
             return None
         comm = self._handles[0].comm
@@ -148,24 +148,24 @@ class GatheredParameters:
             broadcast_flat(handle.full[: handle.numel], handle.comm, "parameters", source)
             handle.write()
             for context in _contexts:  # around this one
-                if id(handle) in context._digests:
-                    context._digests[id(handle)] = content_hash(handle.view)
-                if id(handle) in context._saved:
-                    context._saved[id(handle)].copy_(handle.full)
+                if handle in context._digests:
+                    context._digests[handle] = content_hash(handle.view)
+                if handle in context._saved:
+                    context._saved[handle].copy_(handle.full)
         return None
 
     def _changed(self) -> list[PartitionedParameter]:
-        """The parameters that some rank has changed; they are taken back."""
+        """Return the parameters that some rank has changed. Their changes are dropped."""
         if not self._digests:
             return []
         device = self._handles[0].context.device
         flags = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
         for position, handle in enumerate(self._handles):
-            if id(handle) not in self._digests:
+            if handle not in self._digests:
                 continue
             data = handle.parameter.data
             same = data.shape == handle.shape and data.dtype == handle.shard.dtype
-            changed = content_hash(data) != self._digests[id(handle)] if same else torch.ones_like(flags[0])
+            changed = content_hash(data) != self._digests[handle] if same else torch.ones_like(flags[0])
             flags[position] = changed.to(torch.int64)
             if same and address(data) != address(handle.view):
                 handle.point_home()

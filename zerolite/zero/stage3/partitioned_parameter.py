@@ -300,12 +300,11 @@ class PartitionedParameter:
         known = memo.get(id(parameter))
         if known is not None:
             return known
-        whole = self.status is AVAILABLE
-        self.context.gather([self])
         values = torch.empty_strided(self.shape, self.strides, dtype=self.full.dtype, device=self.full.device)
-        values.copy_(parameter.data)  # which is other memory after ``p.data = values``
-        if not whole:
-            self.release()
+        if self.status is AVAILABLE:
+            values.copy_(parameter.data)  # which is not ``view`` after ``p.data = values``
+        else:
+            values.copy_(self.context.gather_copies([self])[0].as_strided(self.shape, self.strides))
         copied = torch.nn.Parameter(values, parameter.requires_grad)
         vars(copied).update(users_attributes(parameter))
         memo[id(parameter)] = copied
@@ -385,7 +384,11 @@ def wait_for(members: Sequence[PartitionedParameter], gather: AllGather) -> None
 
 
 def arrive(members: Sequence[PartitionedParameter]) -> None:
-    """Go from INFLIGHT to AVAILABLE: the whole values may be read."""
+    """Go from INFLIGHT to AVAILABLE: the whole values may be read.
+
+    ``p.data = view`` keeps the parameter's version counter. So autograd, which compares the counters of what it has
+    saved, does not take the gather for a change in place.
+    """
     for member in members:
         assert member.status is INFLIGHT, member.name
         member.pending = None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerolite.comm import Communicator
 from zerolite.utils.accelerator import addresses, undispatched
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, tag_memory
 from zerolite.zero.buffer import take_values
@@ -86,14 +87,15 @@ class WholeParameters:
             if coordinator is not None:
                 coordinator.schedule.note_gather(self._key, self._count)
             with undispatched():
-                self._gather_rows()
+                self._gather_rows(self._context.comm)
 
-    def _gather_rows(self) -> None:
+    def _gather_rows(self, comm: Communicator) -> None:
         """Gather each row as one tensor and copy it into the whole values of its members; a row of one directly."""
-        comm, fulls = self._context.comm, []
+        fulls = []
         for shard, _, wholes in self._rows:
-            together = len(wholes) > 1
-            full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS) if together else wholes[0]
+            full = wholes[0]
+            if len(wholes) > 1:
+                full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
             fulls.append(full)
         comm.gather_shards(fulls, [row.shard for row in self._rows], "parameters", self._key).wait()
         for full, (_, parts, wholes) in zip(fulls, self._rows, strict=True):
