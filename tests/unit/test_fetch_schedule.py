@@ -372,15 +372,16 @@ def test_an_order_is_adopted_only_if_it_is_the_one_that_was_compared():
     schedule = mock.Mock(gathers=0, candidate_hash=7)
     agreement = ScheduleAgreement(schedule, says=False)
     agreement.schedule_hash()  # of a step before
-    agreement.begin_update()
+    agreement.compare()
     agreement.schedule_hash()  # this step's statistics
     schedule.candidate_hash = 9
     agreement.begin_update()
+    agreement.compare()
     agreement.note(True)
     agreement.begin_update()
     assert schedule.adopt.call_count == 0
     agreement.schedule_hash()
-    agreement.begin_update()
+    agreement.compare()
     agreement.note(True)
     agreement.begin_update()
     assert schedule.adopt.call_count == 1 and schedule.reject.call_count == 0

@@ -37,7 +37,7 @@ class EvaluationPipeline(StepPipeline):
         highest, lowest = own, -own
         if self._comm.world_size > 1:
             highest, lowest = largest([own, -own], self._comm, self._device, "stats")
-        schedules.begin_update()
+        schedules.compare()
         schedules.note(lowest == -highest)
         schedules.begin_update()
 

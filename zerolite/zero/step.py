@@ -355,6 +355,8 @@ class StepPipeline:
     def _update(self, publish: bool) -> None:
         checks, schedules = self.outcomes.checks, self.outcomes.schedules
         self.outcomes.raise_failure()
+        if schedules is not None:
+            schedules.begin_update()
         self.written.take()
         if checks is not None:
             # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
@@ -365,7 +367,7 @@ class StepPipeline:
             self.changes.refresh()
         stats = self._collected()
         if schedules is not None:
-            schedules.begin_update()
+            schedules.compare()
         given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
         self._updated = True  # before the update: an exception in it leaves nothing to be applied twice
         self.changes.clear()  # from here on nothing corrects the statistics

@@ -283,7 +283,7 @@ class ScheduleAgreement:
         """says: this rank logs."""
         self.schedule, self._says = schedule, says
         self._collected = 0  # hash in the statistics that were collected last
-        self._compared = 0  # hash in the statistics of the update before
+        self._compared = 0  # hash in the statistics that an update has used
         self._match = True
 
     def schedule_hash(self) -> int:
@@ -297,13 +297,17 @@ class ScheduleAgreement:
 
     def begin_update(self) -> None:
         """Adopt the order that the update before has compared, or drop it. Called on all ranks, at the same place of
-        every update, when its statistics are collected."""
+        every update, before its statistics are collected: they compare what is left."""
         match, self._match = self._match, True
-        # Only an update's statistics count: clipping collects some before the hashes of the step before have been read.
-        compared, self._compared = self._compared, self._collected
+        compared, self._compared = self._compared, 0
         if not match:
-            if self._says and not self.schedule.on_demand_only:
-                logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
             self.schedule.reject()
+            if self._says:
+                logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
         elif compared and self.schedule.candidate_hash == compared:
             self.schedule.adopt()
+
+    def compare(self) -> None:
+        """The update uses the statistics with the latest hash. Only these count: clipping may have collected them
+        before :meth:`begin_update`."""
+        self._compared = self._collected

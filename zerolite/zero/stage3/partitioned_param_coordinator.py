@@ -154,7 +154,8 @@ class PartitionedParameterCoordinator:
             for tensor in find_in_objects(outputs):
                 self._check_escape(group, tensor)
         if self._tasks and any(self.handles[i].frozen for i in self.schedule.groups[group.index]):
-            # A recomputation. What torch.utils.checkpoint compares afterwards is the frozen parameter itself.
+            # A recomputation. When it has ended torch.utils.checkpoint compares the shapes of all saved tensors. A
+            # frozen weight is saved as the parameter itself, which must stay whole until the backward has ended.
             self._clock += 1
             execution.close(self._clock)
             self._recomputed.append(execution)
@@ -167,7 +168,7 @@ class PartitionedParameterCoordinator:
                 self._close_available()
 
     def _end(self, execution: ModuleExecution) -> None:
-        """End a forward that no backward has repeated."""
+        """End a forward, and release what is not kept for its backward."""
         self._clock += 1
         execution.close(self._clock)
         index = execution.group.index
@@ -321,7 +322,7 @@ class PartitionedParameterCoordinator:
             self.schedule.begin_step("backward")
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_task, task))
-        if not self._forward:  # torch.autograd.grad inside a forward is no backward of the engine's
+        if not self._forward:  # else: torch.autograd.grad inside a forward, which is no backward of the engine's
             self._links.begin_backward()
 
     def _end_task(self, task: int) -> None:
