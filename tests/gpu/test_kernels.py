@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.cases import ALL_DTYPES, F32, FLOATS, MIXED, Dtypes
 from tests.ops.cuda_calls import (
-    FLOATS,
     LENGTHS,
     RULES,
-    Dtypes,
-    all_dtypes,
     copy_call,
     copy_tensor,
     differences,
@@ -34,8 +32,7 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-FP32: Dtypes = (torch.float32,) * 4
-MIXED: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+FP32 = Dtypes(out=F32)
 LONG = 1_000_003
 BUSY = 1_000_000_000  # cycles: half a second, in which the host gets far ahead of the device
 
@@ -100,7 +97,7 @@ def device_work(run: Callable[[], None]) -> list[str]:
 
 
 @pytest.mark.fast(every=13)
-@pytest.mark.parametrize("dtypes", list(all_dtypes()), ids=dtype_name)
+@pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("rule", RULES)
 def test_all_dtypes(kernels: CudaKernels, cpu: CpuKernels, rule: int, dtypes: Dtypes) -> None:
     check_update(kernels, cpu, make_call(rule, dtypes, (1000, 17, 5), factor=0.37, skip=0.0))

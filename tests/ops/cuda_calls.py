@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from tests.ops.cases import Dtypes, differing
 from zerolite.ops.call import ADAGRAD, ADAM, COLUMNS, LION, SGD, UpdateCall
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-OUTS = (None, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 7, 8, 15, 16, 17)
 STATES = {ADAM: 2, LION: 1, ADAGRAD: 1, SGD: 1}
 RULES = tuple(STATES)
 PADDING = 16  # elements after an array, which must not be touched
-
-Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None]  # parameters, gradients, states, outs
 
 # Zeros, denormals of every dtype, numbers that overflow when they are squared or rounded, and none at all.
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 6e-8, 6e-5, 65504.0, 65519.9, -65520.0, 1e30, 3.39e38, float("inf"), float("-inf"))
@@ -39,10 +35,6 @@ ROWS = {
         (1.0, 0.1, 0.0, 1.0, 0.0, 0.0, -1e-2),
     ),
 }
-
-
-def all_dtypes() -> Iterator[Dtypes]:
-    return itertools.product(FLOATS, FLOATS, FLOATS, OUTS)
 
 
 def dtype_name(dtypes: Dtypes) -> str:
@@ -146,15 +138,8 @@ def differences(a: UpdateCall, b: UpdateCall) -> list[str]:
     pairs = [("params", a.params, b.params), ("grads", a.grads, b.grads), ("outs", a.outs, b.outs)]
     pairs += [(f"states {i}", x, y) for i, (x, y) in enumerate(zip(a.states, b.states, strict=True))]
     return [
-        f"{name}[{i}]: {unequal(x, y)} of {x.numel()}"
+        f"{name}[{i}]: {int(found.sum())} of {x.numel()}"
         for name, xs, ys in pairs
         for i, (x, y) in enumerate(zip(xs, ys, strict=True))
-        if unequal(x, y)
+        if (found := differing(whole(x).cpu(), whole(y).cpu())).any()
     ]
-
-
-def unequal(x: torch.Tensor, y: torch.Tensor) -> int:
-    """Count the elements that differ."""
-    x, y = whole(x).cpu(), whole(y).cpu()
-    bits = torch.int32 if x.dtype == torch.float32 else torch.int16
-    return int(((x.view(bits) != y.view(bits)) & ~(x.isnan() & y.isnan())).sum())

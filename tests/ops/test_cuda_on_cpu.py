@@ -15,12 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ops.cases import ALL_DTYPES, BF16, F16, F32, FLOATS, Dtypes
 from tests.ops.cuda_calls import (
-    FLOATS,
     LENGTHS,
     RULES,
-    Dtypes,
-    all_dtypes,
     copy_call,
     copy_tensor,
     differences,
@@ -33,7 +31,7 @@ from zerolite.ops.cuda_kernels import CudaKernels, _Entry
 
 ROOT = Path(__file__).resolve().parents[2]
 CXX = shutil.which(os.environ.get("CXX", "c++"))
-FP32: Dtypes = (torch.float32,) * 3 + (torch.bfloat16,)
+FP32 = Dtypes(out=BF16)
 UPDATE_ROOM, NORM_ROOM = 42, 126  # segments that travel in a launch's arguments
 UPDATE_CHUNK, NORM_CHUNK = 4096, 16384
 
@@ -90,7 +88,7 @@ def check_update(kernels: SimulatedKernels, cpu: CpuKernels, call: UpdateCall) -
 @pytest.mark.parametrize("rule", RULES)
 def test_all_dtypes(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
     kernels = SimulatedKernels(library)
-    for dtypes in all_dtypes():
+    for dtypes in ALL_DTYPES:
         check_update(kernels, cpu, make_call(rule, dtypes, (17, 5), factor=0.37, skip=0.0))
 
 
@@ -98,7 +96,7 @@ def test_all_dtypes(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
 def test_lengths_at_every_alignment(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
     """Arrays that are aligned alike, and each its own way."""
     kernels = SimulatedKernels(library)
-    mixed: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
+    mixed = Dtypes(F32, BF16, F32, F16)
     for dtypes, offset in itertools.product((FP32, mixed), range(8)):
         check_update(kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor, o=offset: o))
         check_update(
@@ -110,7 +108,7 @@ def test_lengths_at_every_alignment(library: ctypes.CDLL, cpu: CpuKernels, rule:
     ("numel", "offset"), [(UPDATE_CHUNK - 1, 0), (UPDATE_CHUNK, 1), (UPDATE_CHUNK + 1, 3), (3 * UPDATE_CHUNK + 5, 1)]
 )
 def test_segments_of_several_chunks(kernels: SimulatedKernels, cpu: CpuKernels, numel: int, offset: int) -> None:
-    mixed: Dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+    mixed = Dtypes(F32, BF16, F32, BF16)
     check_update(kernels, cpu, make_call(ADAM, mixed, (numel, 9), lambda array, tensor: offset))
     check_update(kernels, cpu, make_call(ADAM, mixed, (numel, 9), lambda array, tensor: offset if array == 1 else 0))
 
@@ -137,7 +135,7 @@ def test_a_skipped_call_changes_nothing(kernels: SimulatedKernels, skip: float) 
 
 @pytest.mark.parametrize("out", [None, torch.bfloat16])
 def test_sgd_without_states(kernels: SimulatedKernels, cpu: CpuKernels, out: torch.dtype | None) -> None:
-    call = make_call(SGD, (torch.float32,) * 3 + (out,), LENGTHS, table=[(i, 0, n, 3) for i, n in enumerate(LENGTHS)])
+    call = make_call(SGD, Dtypes(out=out), LENGTHS, table=[(i, 0, n, 3) for i, n in enumerate(LENGTHS)])
     object.__setattr__(call, "states", [])
     check_update(kernels, cpu, call)
 

@@ -16,7 +16,8 @@ import torch
 
 from op_builder import OpUnavailable, build, build_into, nvrtc
 from op_builder.tools import find_nvrtc
-from tests.ops.cuda_calls import LENGTHS, RULES, Dtypes, make_call
+from tests.ops.cases import Dtypes
+from tests.ops.cuda_calls import LENGTHS, RULES, make_call
 from tests.ops.test_cuda_on_cpu import CXX, FP32, ROOT, UPDATE_ROOM, check_update
 from tests.ops.test_cuda_on_cpu import SimulatedKernels as Simulated
 from zerolite.ops import library as op_library
@@ -102,7 +103,7 @@ def test_each_kernel_is_the_one_that_the_dtypes_ask_for(kernels: DrivenKernels, 
     halves = (torch.bfloat16, torch.float16)
     for grad, out in itertools.product((torch.float32, *halves), (None, *halves)):
         for param, state in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
-            dtypes: Dtypes = (param, grad, state, out)
+            dtypes = Dtypes(param, grad, state, out)
             check_update(
                 kernels, cpu, make_call(rule, dtypes, LENGTHS, lambda array, tensor: array, factor=0.37, skip=0.0)
             )
