@@ -41,7 +41,7 @@ from zerolite.checkpoint.reader import CheckpointReader, Target
 @pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_tags(directory: str, stage: int) -> None:
+def test_a_tag_names_the_checkpoint(directory: str, stage: int) -> None:
     engine = trained(Recipe(), stage, 1)
     assert engine.save_checkpoint(directory) == f"{directory}/global_step1"
     first = facts(engine)
@@ -75,7 +75,7 @@ def test_tags(directory: str, stage: int) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_nothing_there(directory: str) -> None:
+def test_nothing_is_loaded_where_nothing_is(directory: str) -> None:
     engine = trained(Recipe(), 2, 1)
     before = facts(engine)
     for where in (directory, f"{directory}/not/there"):
@@ -92,7 +92,7 @@ def test_nothing_there(directory: str) -> None:
 
 
 @on_ranks(2)
-def test_client_state(directory: str) -> None:
+def test_the_client_state_comes_back(directory: str) -> None:
     engine = trained(Recipe(), 2, 1)
     given = {
         "epoch": 3,
@@ -162,8 +162,8 @@ def test_a_schedule_that_the_user_steps_goes_on_from_the_client_state(directory:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_different_arguments(directory: str) -> None:
-    """An error on all ranks, and the next call works."""
+def test_arguments_that_differ_between_ranks_are_an_error_on_all(directory: str) -> None:
+    """And the next call works."""
     engine = trained(Recipe(), 2, 1)
     rank = engine.rank
     for arguments in (

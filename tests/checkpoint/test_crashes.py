@@ -155,7 +155,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.fast("2-sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 @on_ranks(2)
-def test_full_disk(small_disk: Path, background: bool) -> None:
+def test_a_full_disk_is_named_and_harms_nothing(small_disk: Path, background: bool) -> None:
     """A disk that has no room is named, what was there stays whole, and there is room again once one is removed."""
     recipe = replace(RECIPE, model=functools.partial(models.OddModel, width=32, hidden=500))
     directory = small_disk / "saved"

@@ -54,7 +54,7 @@ def read_all(save_dir: Path, tag: str | None = None) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("more", [-7, 1])
-def test_another_length(two: Path, name: str, more: int) -> None:
+def test_a_file_of_another_length_is_damaged(two: Path, name: str, more: int) -> None:
     file = two / "global_step2" / name
     size = file.stat().st_size
     file.write_bytes((file.read_bytes() + b"x")[: size + more])
@@ -126,7 +126,7 @@ def test_that_pickle_would_be_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [RANK, MANIFEST, "latest"])
-def test_no_permission(two: Path, name: str) -> None:
+def test_a_file_without_permission_is_named(two: Path, name: str) -> None:
     file = two / name if name == "latest" else two / "global_step2" / name
     file.chmod(0)
     text = faults.as_nobody(two, lambda: said(two))
@@ -159,7 +159,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_latest_is_nonsense(two: Path, what: str) -> None:
+def test_a_nonsensical_latest_is_named(two: Path, what: str) -> None:
     content = NONSENSE[what]
     (two / "latest").write_bytes(content)
     text = said(two)
@@ -184,7 +184,7 @@ def test_latest_is_something_else(two: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, STATE])
-def test_crafted(two: Path, name: str) -> None:
+def test_crafted_files_are_refused(two: Path, name: str) -> None:
     path = two / "global_step2"
     kept = crafted.files_of(path)
     made = {what: change(json.loads(kept[name])) for what, change in crafted.BODIES[name].items()}
@@ -234,8 +234,7 @@ def test_every_mutation_is_an_error_or_harmless(two: Path, seed: int, count: int
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @on_ranks(1, timeout=200)
-def test_engine_with_mutations(ram: Path, seed: int) -> None:
-    """An engine loads checkpoints that were never written."""
+def test_an_engine_loads_a_mutated_checkpoint_or_refuses_it(ram: Path, seed: int) -> None:
     engine = engine_after(2, stage=1)
     client = {"list": [1, (2, 3.5)], "tensor": torch.arange(5), "name": "x"}
     path = Path(engine.save_checkpoint(ram, client_state=client))
@@ -257,8 +256,8 @@ def test_engine_with_mutations(ram: Path, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_engine_with_damage(ram: Path, stage: int) -> None:
-    """All ranks are told, also where only one has read the damaged file, and the engine goes on with another one."""
+def test_damage_that_one_rank_reads_is_told_on_all(ram: Path, stage: int) -> None:
+    """And the engine goes on with another checkpoint."""
     engine = about_to_save(ram, stage=stage)
     path = Path(engine.save_checkpoint(ram))
     engine.load_checkpoint(ram, "global_step1")
@@ -282,7 +281,7 @@ def test_engine_with_damage(ram: Path, stage: int) -> None:
 
 
 @on_ranks(1)
-def test_engine_with_another_shape_in_the_index(ram: Path) -> None:
+def test_a_shape_that_is_not_the_models_is_named(ram: Path) -> None:
     """A tensor is smaller or larger than the parameter, or there is none: named, and nothing is loaded."""
     engine = about_to_save(ram, stage=1)
     path, before = ram / "global_step1", held(engine)

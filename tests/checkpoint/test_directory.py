@@ -75,7 +75,7 @@ def test_what_is_no_checkpoint_is_not_replaced(saved: Path) -> None:
 # -------------------------------------------------------------------- latest
 
 
-def test_latest_and_without(saved: Path) -> None:
+def test_the_checkpoint_of_latest_or_of_the_most_steps_is_found(saved: Path) -> None:
     faults.save(saved, 5)
     faults.save(saved, 9, "of another time")
     faults.save(saved, 7)
@@ -86,7 +86,7 @@ def test_latest_and_without(saved: Path) -> None:
     assert faults.load(saved / "global_step5") == 5  # a checkpoint itself
 
 
-def test_none_and_others(saved: Path) -> None:
+def test_what_is_not_there_is_said(saved: Path) -> None:
     for path in (saved, saved / "deeper"):
         with pytest.raises(NoCheckpoint, match=f"no checkpoint in '{path}'"):
             find(path)
@@ -147,7 +147,7 @@ PRUNED: dict[str, tuple[Sequence[Any], set[str], int]] = {  # the saves, the tag
 
 
 @pytest.mark.parametrize("case", PRUNED)
-def test_keep_last(saved: Path, case: str) -> None:
+def test_older_checkpoints_are_pruned(saved: Path, case: str) -> None:
     saves, stay, latest = PRUNED[case]
     for step, tag, arguments in saves:
         faults.save(saved, step, tag, **arguments)
@@ -247,7 +247,7 @@ def test_file_systems_that_cannot_sync_directories(saved: Path, monkeypatch: pyt
 # -------------------------------------------------------------------- paths
 
 
-def test_symlinks(saved: Path) -> None:
+def test_directory_latest_and_checkpoint_may_be_symlinks(saved: Path) -> None:
     real, link = saved / "real", saved / "link"
     real.mkdir(parents=True)
     link.symlink_to(real)
@@ -287,8 +287,7 @@ def test_a_file_in_its_place(saved: Path, below: str) -> None:
     assert saved.read_text() == "x"
 
 
-def test_read_only(saved: Path) -> None:
-    """Loading writes nothing."""
+def test_loading_writes_nothing(saved: Path) -> None:
     faults.save(saved, 1)
     everything = sorted(saved.rglob("*"))
     for path in (*everything, saved):
@@ -400,7 +399,7 @@ def test_what_names_no_run_is_replaced(ram: Path) -> None:
     faults.save(ram, 3, run=TrainingRun())
 
 
-def test_overwrite(ram: Path) -> None:
+def test_overwrite_is_for_the_first_save(ram: Path) -> None:
     """``overwrite`` is about what is there at the first save; a job that comes later is told all the same."""
     faults.save(ram, 1)
     run = TrainingRun()
@@ -444,7 +443,7 @@ def test_restarts_of_the_launcher_are_one_run(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.fast("2-sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 @on_ranks(2)
-def test_engines(ram: Path, background: bool) -> None:
+def test_engines_of_several_jobs_are_told_of_each_other(ram: Path, background: bool) -> None:
     """All ranks raise the same sentence; a load makes it one run, whose id stays."""
     jobs = []
     for _ in range(3):

@@ -78,7 +78,7 @@ def test_a_checkpoint_is_exported(checkpoint: Path, tmp_path: Path, dtype: str |
         assert index["metadata"] == {"total_size": exported.nbytes}
 
 
-def test_only_what_trains(checkpoint: Path, tmp_path: Path) -> None:
+def test_only_what_trains_is_exported(checkpoint: Path, tmp_path: Path) -> None:
     export.export_checkpoint(checkpoint, tmp_path / "out", exclude_frozen=True)
     got, aliases = read_model(tmp_path / "out")
     assert got.keys() == {"embed.weight", "gain", "empty", "norm.weight", "norm.mean", "norm.calls"}
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_alone(checkpoint: Path, t
     assert_equal(read_model(out)[0], expected(None), "the earlier export")
 
 
-def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_it_wrote(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export.main([str(checkpoint.parent), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -310,7 +310,7 @@ def check_files(directory: Path, states: dict[Any, Any], half: torch.dtype, tied
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @on_ranks(2)
-def test_adapters_alone(tmp_path: Path) -> None:
+def test_adapters_are_written_alone(tmp_path: Path) -> None:
     """LoRA in a small Llama: the whole model, the adapters alone, and those exported from a checkpoint."""
     import peft
 

@@ -15,7 +15,9 @@ RANK = "rank_00000.safetensors"
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str], verify: bool) -> None:
+def test_what_a_whole_checkpoint_holds_is_said(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], verify: bool
+) -> None:
     assert inspect.main([str(checkpoint.parent), *["--verify"][:verify]]) == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -36,7 +38,7 @@ def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert ("every byte of 3 files" in said.out) == verify
 
 
-def test_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_as_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect.main([str(checkpoint), "--json", "--verify"]) == 0
     said: dict[str, Any] = json.loads(capsys.readouterr().out)
     files = {path.name: path.stat().st_size for path in checkpoint.iterdir() if path.name != "manifest.json"}
@@ -83,7 +85,7 @@ def test_a_missing_file_is_named_without_verify(
     assert says in said.err and said.err.count("\n") == 1
 
 
-def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         assert inspect.main([str(path), "--json"]) == 1
         said = capsys.readouterr()

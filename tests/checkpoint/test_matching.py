@@ -215,7 +215,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     ("source", "target", "stage"),
     [("bf16", "fp32", 0), ("fp32", "bf16", 3), ("fp16", "bf16", 1), ("bf16", "fp16", 2), ("fp32 modules", "bf16", 3)],
 )
-def test_other_precisions(directory: str, stage: int, source: str, target: str) -> None:
+def test_masters_and_states_go_into_other_precisions(directory: str, stage: int, source: str, target: str) -> None:
     """Master weights and states are equal to the bit; what computes is rounded from them."""
     recipe = replace(RECIPES["mixture"], config=PRECISIONS[source])
     own = saved_by(directory, recipe, stage)
@@ -373,8 +373,7 @@ def test_a_checkpoint_without_states(directory: str, stage: int) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_another_implementation(directory: str, stage: int) -> None:
-    """Our kernels' states go into torch's own implementations, and back."""
+def test_states_go_into_another_implementation_and_back(directory: str, stage: int) -> None:
     recipes = [Recipe(optimizer=("AdamW", {"lr": 1e-3, "weight_decay": 0.1, **own})) for own in IMPLEMENTATIONS]
     for number, source in enumerate(recipes):
         own = saved_by(f"{directory}/{number}", source, stage)

@@ -123,7 +123,7 @@ def crash_scenario(ram: Path, scenario: str, **how: Any) -> int:
 
 
 @pytest.mark.parametrize("scenario", ["first", "overwrite without latest"])
-def test_power_loss(ram: Path, scenario: str) -> None:
+def test_power_loss_leaves_a_whole_checkpoint(ram: Path, scenario: str) -> None:
     assert crash_scenario(ram, scenario, most=12, saves=4) >= 30
 
 
@@ -241,5 +241,5 @@ def check_errors(ram: Path, scenario: str, kind: int, always: bool) -> int:
         ("pruning", errno.ENOSPC, True),
     ],
 )
-def test_system_calls_fail(ram: Path, scenario: str, kind: int, always: bool) -> None:
+def test_a_system_call_that_fails_leaves_a_whole_checkpoint(ram: Path, scenario: str, kind: int, always: bool) -> None:
     assert check_errors(ram, scenario, kind, always) >= 20

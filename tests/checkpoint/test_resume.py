@@ -117,7 +117,9 @@ def rotated() -> Iterator[Any]:
 
 @pytest.mark.fast("mixture", "Lion")
 @pytest.mark.parametrize(("name", "saved", "loaded"), list(rotated()))
-def test_as_many_ranks(pools: Pools, tmp_path: Path, name: str, saved: int, loaded: list[int]) -> None:
+def test_a_run_goes_on_with_as_many_ranks(
+    pools: Pools, tmp_path: Path, name: str, saved: int, loaded: list[int]
+) -> None:
     check(pools, tmp_path, name, at(2, saved), [at(2, *loaded)])
 
 
@@ -136,7 +138,7 @@ SAMPLE: list[Any] = [
 
 @pytest.mark.fast("mixture-saves1-loads1", "NAdam-saves2-loads2")
 @pytest.mark.parametrize(("name", "saves", "loads"), SAMPLE)
-def test_other_numbers_of_ranks(
+def test_a_run_goes_on_with_other_numbers_of_ranks(
     pools: Pools, tmp_path: Path, name: str, saves: list[Place], loads: list[Place]
 ) -> None:
     check(pools, tmp_path, name, saves, [loads] * len(saves))
@@ -167,7 +169,7 @@ def test_every_stage_and_world_size_into_every_other(pools: Pools, tmp_path: Pat
         (0, 3, {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 50}),
     ],
 )
-def test_other_buckets_and_thresholds(
+def test_a_run_goes_on_with_other_buckets_and_thresholds(
     pools: Pools, tmp_path: Path, saved: int, loaded: int, zero: dict[str, Any]
 ) -> None:
     check(pools, tmp_path, "mixture", at(2, saved), [[(2, {"stage": loaded, "zero": zero})]])

@@ -86,7 +86,7 @@ def test_an_engine_goes_back(directory: str, stage: int) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_in_gathered_parameters(directory: str) -> None:
+def test_a_save_or_load_while_parameters_are_gathered(directory: str) -> None:
     """Frozen and trained parameters are whole at the time."""
     recipe, stage = Recipe(adapted), 3
     engine = trained(recipe, stage, 2)
@@ -223,8 +223,7 @@ def test_values_that_the_user_has_written(directory: str, stage: int) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_in_inference_mode(directory: str) -> None:
-    """Called from within an evaluation."""
+def test_a_save_or_load_within_an_evaluation(directory: str) -> None:
     for name in ("mixture", "NAdam"):
         recipe = RECIPES[name]
         engine = trained(recipe, 2, 1)
@@ -406,8 +405,7 @@ def test_an_engine_that_is_gone(directory: str, stage: int) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_two_engines(directory: str) -> None:
-    """Each has its own saves, which may be under way at the same time."""
+def test_two_engines_save_at_the_same_time(directory: str) -> None:
     recipe, stage = MIXTURE, 2
     engines = [make_engine(recipe, stage), make_engine(recipe, stage, seed=5)]
     slow = threading.Event()
@@ -454,7 +452,7 @@ if how == "fails":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["end of the program", "fails"])
-def test_the_end_waits(tmp_path: Path, how: str) -> None:
+def test_the_end_of_the_program_waits_for_a_save(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "saved"), how]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -157,7 +157,7 @@ def test_rank_0_does_not_come(pool: Pool) -> None:
         )
 
 
-def test_one_rank_twice(pool: Pool) -> None:
+def test_two_processes_of_one_rank_are_named(pool: Pool) -> None:
     results = start(pool, ranks(0, 1, 1))
     pids = sorted([results[1]["pid"], results[2]["pid"]])
     for result in results:
@@ -166,7 +166,7 @@ def test_one_rank_twice(pool: Pool) -> None:
         assert result["seconds"] < 10
 
 
-def test_different_world_sizes(pool: Pool) -> None:
+def test_ranks_that_disagree_how_many_they_are(pool: Pool) -> None:
     places = [*ranks(0, world=2), *ranks(1, 2, world=3)]
     for result in start(pool, places, timeout=5.0, late=0.5):
         assert "the ranks do not agree how many they are: WORLD_SIZE is" in result["error"]

@@ -86,7 +86,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], parts: 
     check_mistake(run_command(*arguments, cwd=tmp_path), *(part.format(directory=tmp_path) for part in parts))
 
 
-def test_port_in_use(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

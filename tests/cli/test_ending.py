@@ -191,7 +191,7 @@ def test_unruly_children_of_a_failing_job(start) -> None:
 
 
 @pytest.mark.slow
-def test_launcher_killed(start) -> None:
+def test_a_killed_launcher_leaves_no_process(start) -> None:
     """Nothing can be passed on or cleared up by a process that gets SIGKILL; the agent sees that it has gone."""
     job = start(UNRULY.replace("sleep 1000.7777", "true") + "if __name__ == '__main__': up(); wait()\n", "--nproc", "2")
     job.wait_up(0, 1)
@@ -200,7 +200,7 @@ def test_launcher_killed(start) -> None:
 
 
 @pytest.mark.slow
-def test_agent_killed(start) -> None:
+def test_a_killed_agent_leaves_no_process(start) -> None:
     job = start(UNRULY + "if __name__ == '__main__': up(); wait()\n", "--nproc", "2")
     job.wait_up(0, 1)
     since = time.time()
@@ -280,7 +280,7 @@ def test_interrupted_ranks_that_do_not_finish(start) -> None:
     assert "did not finish within 20 s" in job.stderr
 
 
-def test_restart(start) -> None:
+def test_all_ranks_start_again_after_a_failure(start) -> None:
     """Rank 1 fails in attempt 0; all ranks start again, once, each attempt with output files of its own."""
     body = "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', attempt)\n"
     body += "if attempt == '0' and RANK == '0': wait()\nif attempt == '0': raise ValueError('once')\n"
@@ -352,7 +352,7 @@ def test_nodes_start_again_together(start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_first_node_gone(start, tmp_path: Path) -> None:
+def test_the_other_node_ends_when_the_first_one_is_gone(start, tmp_path: Path) -> None:
     """Its agent is killed, and with it the store at which the nodes meet."""
     parts = start_parts(start, tmp_path, PRELUDE + "FAILS = 'for ever'\n" + STEPS, "--num-nodes", "2")
     for node, part in enumerate(parts):

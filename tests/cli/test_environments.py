@@ -108,7 +108,7 @@ def numbers(*outputs: str) -> list[tuple[int, int, int]]:
 
 
 @needs_mpirun
-def test_mpirun(script: Path) -> None:
+def test_ranks_of_mpirun_find_their_place(script: Path) -> None:
     (output,) = finish([start(["mpirun", "-n", "2", sys.executable, script], **ALLOWED)])
     assert numbers(output) == [(0, 2, 0), (1, 2, 1)]
 
@@ -135,14 +135,14 @@ def slurm(rank: int, local_rank: int, **changes: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_srun(script: Path) -> None:
+def test_ranks_of_srun_find_their_place(script: Path) -> None:
     """Two tasks run with the variables of srun, which are set here."""
     outputs = finish([start([sys.executable, script], **slurm(rank, rank)) for rank in range(2)])
     assert numbers(*outputs) == [(0, 2, 0), (1, 2, 1)]
 
 
 @pytest.mark.slow
-def test_spawned_processes(script: Path) -> None:
+def test_spawned_processes_find_their_place(script: Path) -> None:
     (output,) = finish([start([sys.executable, script, f"tcp://127.0.0.1:{free_port()}"])])
     assert [place[:2] for place in places(output)] == [(0, 2), (1, 2)]
 

@@ -120,7 +120,7 @@ def test_stages_agree(stage: int, trained: Trained) -> None:
             assert line[-1] == pytest.approx(expected[-1], rel=1e-14, abs=0)
 
 
-def test_alone(text: Path, tmp_path: Path, trained: Trained) -> None:
+def test_one_process_learns_what_two_do(text: Path, tmp_path: Path, trained: Trained) -> None:
     """One process with two micro-batches a step sees the crops that two processes see: the losses are the same."""
     out = tmp_path / "out"
     config = write_config(tmp_path, gradient_accumulation_steps=2)
@@ -162,7 +162,7 @@ def test_resume_on_another_grid_or_stage(
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_configs(path: Path) -> None:
+def test_configs_differ_in_stage_precision_and_grid_only(path: Path) -> None:
     """Each config is valid, at the stage that its name says; they differ in stage, precision and grid only, and all of
     them train on 16 crops a step with as many processes as the README says."""
     config = load_config(str(path))
@@ -185,14 +185,14 @@ def test_configs(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["bf16", "fp16"])
-def test_sixteen_bits(base: str, trained: Trained) -> None:
+def test_sixteen_bits_learn_what_fp32_does(base: str, trained: Trained) -> None:
     """Close to fp32 all the way; fp16 may skip its first steps while the loss scale is too large."""
     full, half = trained("zero2")[1], trained(base)[1]
     assert half[-1]["val_loss"] == pytest.approx(full[-1]["val_loss"], rel=0.05)
 
 
 @pytest.mark.slow
-def test_main_job(tmp_path: Path) -> None:
+def test_the_main_job_learns_in_three_minutes(tmp_path: Path) -> None:
     """`make train` as it stands: two processes, below 2.0 nats on validation within three minutes."""
     began = time.monotonic()
     command = [*COMMAND, "--nproc", "2", GPT / "train.py", "--config", GPT / "configs" / "zero2.json"]

@@ -165,7 +165,7 @@ def make_environment(directory: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_editable_install(source: Path, tmp_path: Path) -> None:
+def test_an_editable_install_finds_both_directories(source: Path, tmp_path: Path) -> None:
     """Both top-level directories are found as subpackages of zerolite. Build tools are borrowed. What is built ahead
     goes into the cache and not into the checkout."""
     bin_directory = make_environment(tmp_path / "venv")
@@ -184,7 +184,7 @@ def test_editable_install(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_empty_environment(source: Path, tmp_path: Path) -> None:
+def test_an_empty_environment_runs_the_main_job(source: Path, tmp_path: Path) -> None:
     """`pip install PATH` from outside the checkout, with every dependency from the index; then the main job."""
     bin_directory = make_environment(tmp_path / "venv")
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]

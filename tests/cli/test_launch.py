@@ -61,7 +61,7 @@ def test_two_processes_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_module_and_threads(tmp_path: Path) -> None:
+def test_a_module_is_found_and_cores_are_shared_out(tmp_path: Path) -> None:
     """`-m` finds a package in the working directory; the cores are shared out, in one line that says so."""
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text("")
@@ -151,7 +151,7 @@ def test_the_script_runs_as_python_runs_it(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-def test_output(tmp_path: Path) -> None:
+def test_the_output_of_each_rank_has_its_place(tmp_path: Path) -> None:
     """Rank 0 to the terminal, rank 1 behind its number, rank 2 to files alone; all into the log directory."""
     script = "import os, sys\nr = os.environ['RANK']\nprint('out', r)\nprint('err', r, file=sys.stderr)\n"
     (tmp_path / "train.py").write_text(script)

@@ -43,7 +43,7 @@ def op(answer: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def test_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> None:
+def test_the_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> None:
     lines = ask().splitlines()
     pairs = [re.fullmatch(r" {2}(\S.*?) {2,}(.*)", line) for line in lines]
     values = {match[1]: match[2] for match in pairs if match}
@@ -59,7 +59,7 @@ def test_text_names_everything(tmp_path: Path, ask: Callable[..., str]) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_build(tmp_path: Path, ask: Callable[..., str]) -> None:
+def test_the_report_builds_what_it_foretold(tmp_path: Path, ask: Callable[..., str]) -> None:
     """Before: it could be built. After: it is there, and the library chooses the set that was foretold."""
     before, after = json.loads(ask("--json")), json.loads(ask("--json", "--build"))
     found = {"name": "cpu_kernels", "compatible": True, "reason": "", "built": False, "path": None}
@@ -73,7 +73,7 @@ def test_build(tmp_path: Path, ask: Callable[..., str]) -> None:
     assert str(path) in ask()
 
 
-def test_why_not(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_says_why_not(ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("CUDA_HOME", "/no such toolkit")
     answer = json.loads(ask("--json", "--build"))
@@ -97,6 +97,6 @@ def test_torch_that_does_not_import(tmp_path: Path) -> None:
     assert answer["process groups"]["backends"] == "unknown"
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_a_mistake_is_named(tmp_path: Path) -> None:
     result = run_command("report", "--jsn", cwd=tmp_path)
     assert result.returncode == 2 and "--jsn" in result.stderr

@@ -51,7 +51,7 @@ def test_a_log_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 @slow
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_closed_streams(tmp_path: Path, closed: str) -> None:
+def test_a_job_runs_with_closed_streams(tmp_path: Path, closed: str) -> None:
     (tmp_path / "train.py").write_text("print('hello')\nopen('done', 'a').write('x')")
     finished = run_with(closed, tmp_path, "--nproc", "2", "train.py")
     assert finished.returncode == 0, finished.stderr

@@ -86,7 +86,7 @@ def check_update(kernels: SimulatedKernels, cpu: CpuKernels, call: UpdateCall) -
 
 @pytest.mark.fast("1")
 @pytest.mark.parametrize("rule", RULES)
-def test_all_dtypes(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
+def test_all_dtypes_give_the_bits_of_the_cpu(library: ctypes.CDLL, cpu: CpuKernels, rule: int) -> None:
     kernels = SimulatedKernels(library)
     for dtypes in ALL_DTYPES:
         check_update(kernels, cpu, make_call(rule, dtypes, (17, 5), factor=0.37, skip=0.0))
@@ -114,7 +114,7 @@ def test_segments_of_several_chunks(kernels: SimulatedKernels, cpu: CpuKernels, 
 
 
 @pytest.mark.parametrize("count", [1, UPDATE_ROOM, UPDATE_ROOM + 1, 1100])
-def test_many_segments(kernels: SimulatedKernels, cpu: CpuKernels, count: int) -> None:
+def test_many_segments_give_the_bits_of_the_cpu(kernels: SimulatedKernels, cpu: CpuKernels, count: int) -> None:
     """Segments of a few tensors, in no order, some of them empty, with gaps between them that stay as they are."""
     per_tensor = (count + 3) // 4
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
@@ -134,7 +134,7 @@ def test_a_skipped_call_changes_nothing(kernels: SimulatedKernels, skip: float) 
 
 
 @pytest.mark.parametrize("out", [None, torch.bfloat16])
-def test_sgd_without_states(kernels: SimulatedKernels, cpu: CpuKernels, out: torch.dtype | None) -> None:
+def test_sgd_needs_no_states(kernels: SimulatedKernels, cpu: CpuKernels, out: torch.dtype | None) -> None:
     call = make_call(SGD, Dtypes(out=out), LENGTHS, table=[(i, 0, n, 3) for i, n in enumerate(LENGTHS)])
     object.__setattr__(call, "states", [])
     check_update(kernels, cpu, call)
@@ -161,7 +161,7 @@ def test_a_bad_segment_is_refused_before_anything_changes(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_squares(kernels: SimulatedKernels, dtype: torch.dtype) -> None:
+def test_squares_are_summed_in_one_launch(kernels: SimulatedKernels, dtype: torch.dtype) -> None:
     lengths = [*LENGTHS, NORM_CHUNK - 1, NORM_CHUNK, 3 * NORM_CHUNK + 13]
     values = [finite(numel, i % 9, dtype, i) for i, numel in enumerate(lengths)]
     table = torch.tensor([(i, 0, numel, i % 4) for i, numel in enumerate(lengths)])

@@ -75,7 +75,7 @@ def test_the_same_bits_on_any_number_of_threads(
     assert sums[0].tolist() == pytest.approx([exact[1] + exact[4], exact[0], exact[2] + exact[3]], rel=1e-14)
 
 
-def test_owners_accumulate(kernels: CpuKernels) -> None:
+def test_sums_are_added_to_what_is_there(kernels: CpuKernels) -> None:
     """On top of what is there, in the order of the segments; an owner without segments keeps its sum."""
     values = [torch.full((n,), float(i + 1)) for i, n in enumerate((5, 3, 2))]
     table = torch.tensor([[2, 0, 2, 0], [0, 1, 4, 3], [1, 0, 3, 0], [0, 0, 0, 1], [0, 2, 2, 3]])

@@ -101,7 +101,7 @@ def _crossed(name: str, dtypes: Dtypes) -> Problem:
 
 @needs_fma
 @pytest.mark.parametrize("name", NAMES)
-def test_special_values(name: str, kernels: CpuKernels) -> None:
+def test_special_values_give_the_bits_of_the_reference(name: str, kernels: CpuKernels) -> None:
     for dtypes in (Dtypes(), MIXED, Dtypes(F32, F16, BF16, F16)):
         one = _crossed(name, dtypes)
         assert_same(one.run(kernels), one.run(reference), dtypes)

@@ -40,7 +40,7 @@ def test_freed_memory_is_used_again() -> None:
         assert run(**{name: "0"})[0] == "False"
 
 
-def test_host_reads() -> None:
+def test_a_read_of_the_host_has_the_values_of_its_call() -> None:
     source = torch.tensor([1.5, -2.0])
     read = HostRead(source)
     source.zero_()

@@ -81,7 +81,7 @@ def test_resolve_fills_in_a_copy() -> None:
         resolved.resolve(3)
 
 
-def test_the_loader_decides() -> None:
+def test_without_sizes_the_loader_decides() -> None:
     for given, steps in (({}, 1), ({ACCUMULATION: 3}, 3), ({ACCUMULATION: "auto"}, 1)):
         sizes = load_config(given).resolve(2)
         assert sizes.train_batch_size is None and sizes.train_micro_batch_size_per_gpu is None
@@ -98,7 +98,7 @@ def test_the_loader_decides() -> None:
         ({TRAIN: 3, "optimizer": {"type": "auto"}}, ["optimizer.type", TRAIN]),
     ],
 )
-def test_errors_at_resolve(given: dict[str, Any], wrong: list[str]) -> None:
+def test_all_errors_of_sizes_are_told_at_once(given: dict[str, Any], wrong: list[str]) -> None:
     """Those of all keys at once: "auto" that cannot be derived, and sizes that do not fit."""
     config = load_config(given)
     with pytest.raises(ConfigError) as caught:
@@ -116,6 +116,6 @@ def test_auto_that_can_be_derived() -> None:
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.0, True, None, "2"])
-def test_wrong_world_size(world_size: Any) -> None:
+def test_a_wrong_world_size_is_refused(world_size: Any) -> None:
     with pytest.raises(ValueError, match="world_size"):
         load_config({}).resolve(world_size)

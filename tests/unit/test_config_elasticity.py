@@ -99,7 +99,7 @@ def test_a_batch_that_is_given() -> None:
     assert "global batch of 60 samples (train_batch_size)" in sentence and "got 8 ranks (7.5 samples" in sentence
 
 
-def test_what_is_ignored() -> None:
+def test_batch_sizes_are_ignored_where_the_block_says_so() -> None:
     ignored = {"train_batch_size": 60, "train_micro_batch_size_per_gpu": 7, "gradient_accumulation_steps": 5}
     source = {**ignored, "elasticity": {**BLOCK, "ignore_non_elastic_batch_info": True}}
     assert sizes_of(source, 8) == sizes_of({"elasticity": BLOCK}, 8)

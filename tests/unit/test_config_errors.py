@@ -162,7 +162,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "source", "names"), CONTRADICTIONS)
-def test_contradictions(path: str, source: dict[str, Any], names: str) -> None:
+def test_a_contradiction_is_one_error(path: str, source: dict[str, Any], names: str) -> None:
     """One error, at one of the keys, in a sentence with what was expected, what came and what to do."""
     ((where, sentence),) = errors_of(source).items()
     assert where == path and names in sentence
@@ -231,7 +231,7 @@ def test_unsupported_keys_are_known_by_name() -> None:
             assert "known to zerolite but not supported yet" in errors_of(nested(path, 12345))[path]
 
 
-def test_accepted_values() -> None:
+def test_values_that_ask_for_what_is_done_anyway_are_accepted() -> None:
     for path, entry in UNSUPPORTED.items():
         without = {"optimizer": {"type": "Adam"}} if path.startswith("optimizer") else {}
         for value in (*entry.accepted, "auto", None):

@@ -85,7 +85,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_wrong_values(words: str) -> None:
+def test_a_wrong_value_is_one_error(words: str) -> None:
     """Each is one error: what was expected, what came and what to do."""
     assert keys_of(words)
     for path, value in itertools.product(keys_of(words), WRONG[words]):
@@ -133,7 +133,7 @@ HJSON = """
 
 
 @pytest.mark.parametrize("text", [HJSON, "{" + HJSON + "}"])
-def test_hjson_text(text: str) -> None:
+def test_hjson_is_read(text: str) -> None:
     config = load_config(text)
     assert config.train_batch_size == 8 and config.optimizer is not None
     assert (config.zero_optimization.stage, config.zero_optimization.reduce_bucket_size) == (2, 10**9)
@@ -143,7 +143,7 @@ def test_hjson_text(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "config.hjson", "config", "a: b"])
 @pytest.mark.parametrize("text", [json.dumps(SAMPLE, indent=2), HJSON, "\ufeff{}"], ids=["json", "hjson", "mark"])
-def test_text_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+def test_text_and_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     wanted = load_config(SAMPLE) if text.startswith("{") else load_config(text)
     file = tmp_path / name
     file.write_text(text)
@@ -152,7 +152,7 @@ def test_text_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: s
 
 
 @pytest.mark.parametrize("name", ["missing.json", "missing", "some/where/zero2.hjson", "C:\\conf.json"])
-def test_missing_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     message = errors_of(name)[""]
     assert f'there is none at "{name}"' in message and str(tmp_path) in message
@@ -219,7 +219,7 @@ def test_numbers_that_are_not_finite(text: str) -> None:
      ("zero_optimization.sub_group_size", 1, None), ("zero_optimization.offload_optimizer.ratio", 0, 1),
      ("flops_profiler.module_depth", -1, None), ("aio.block_size", 4096, 2**30)],
 )  # fmt: skip
-def test_ranges(path: str, least: int, most: int | None) -> None:
+def test_numbers_have_bounds(path: str, least: int, most: int | None) -> None:
     assert get(load_config(nested(path, least)), path) == least
     assert list(errors_of(nested(path, least - 1))) == [path]
     if most is not None:
@@ -268,7 +268,7 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_dtype_spellings(name: str) -> None:
+def test_dtypes_have_several_spellings(name: str) -> None:
     for spelling in DTYPES[name]:
         assert load_config({"communication_data_type": spelling}).communication_data_type == name
         if name != "fp32":
@@ -309,7 +309,7 @@ def test_wrong_operations_name_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("path", keys_of("an array of strings"))
-def test_module_names(path: str) -> None:
+def test_module_names_are_kept(path: str) -> None:
     if path != "comms_logger.prof_ops":
         assert get(load_config(nested(path, ["a", "b.*"])), path) == ("a", "b.*")
     assert get(load_config(nested(path, [])), path) == ()
@@ -427,7 +427,7 @@ def test_a_plan_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("value", ["best", "types:x", 3, None, ""])
-def test_partition_methods(value: Any) -> None:
+def test_a_partition_method_is_one_of_three(value: Any) -> None:
     sentence = errors_of({"pipeline": {"partition_method": value}})["pipeline.partition_method"]
     assert '"parameters", "uniform" or "type:REGEX"' in sentence
     for written, meant in (("Uniform", "uniform"), ("type:Block|Head", "type:Block|Head")):

@@ -254,8 +254,7 @@ def test_random_numbers_are_those_of_the_uninterrupted_run(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers(persistent):
-    """Batches that workers have loaded ahead do not count as given."""
+def test_batches_that_workers_load_ahead_do_not_count_as_given(persistent):
     users = users_loader(num_workers=2, persistent_workers=persistent)
     plain = Ranks(1, 30, users=users_loader())
     expected = [plain.whole_pass() for _ in range(3)]

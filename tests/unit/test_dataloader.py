@@ -54,7 +54,7 @@ def test_each_pass_is_shuffled_anew_and_alike_on_all_ranks():
 
 
 @pytest.mark.parametrize("size", [0, 2.0, True])
-def test_wrong_batch_size(size):
+def test_a_wrong_batch_size_or_no_data_is_refused(size):
     with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu"):
         build_dataloader([1], size, 0, 1)
     with pytest.raises(ValueError, match="list.*empty"):

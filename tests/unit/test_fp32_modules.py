@@ -216,7 +216,7 @@ def test_torchscript_is_refused():
 
 @pytest.mark.fast("module-before")
 @pytest.mark.parametrize(("how", "when"), [("module", "before"), ("inside", "after"), ("wrapper", "before")])
-def test_compiled_modules(how, when):
+def test_compiled_modules_are_cast_too(how, when):
     """Eager as the backend: what dynamo makes of the casts is what matters here."""
     torch._dynamo.reset()
     torch.manual_seed(0)

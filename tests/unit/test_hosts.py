@@ -60,7 +60,7 @@ def test_a_bad_line_is_quoted_with_its_number(line: str, complaint: str) -> None
         (None, "host1:0,2@10.0.0.3", [Host("host1", 2, (1, 3)), Host("host2", 2)]),
     ],
 )
-def test_filters(include: str | None, exclude: str | None, left: list[Host]) -> None:
+def test_filters_choose_hosts_and_slots(include: str | None, exclude: str | None, left: list[Host]) -> None:
     assert select_hosts(HOSTS, include, exclude) == left
 
 

@@ -74,7 +74,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_round_trip(name: str) -> None:
+def test_values_come_back_as_they_went(name: str) -> None:
     value = VALUES[name]
     result = through_json(value)
     assert equal(value, result), f"{value!r} became {result!r}"

@@ -66,7 +66,7 @@ def request_of(*argv: str) -> options.LaunchRequest:
     return options.read_options(argv, options.build_parser())
 
 
-def test_all_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "vars").write_text("A=1\n")

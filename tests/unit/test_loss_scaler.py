@@ -41,7 +41,7 @@ def scales(scaler: LossScaler, steps: list[bool]) -> list[float]:
         ({"dynamic": False, "window": 1, "hysteresis": 1}, [G, G, O, O, O], [16] * 5),
     ],
 )
-def test_scales(options: dict, steps: list[bool], expected: list[float]) -> None:
+def test_the_scale_follows_overflows(options: dict, steps: list[bool], expected: list[float]) -> None:
     assert scales(LossScaler(16.0, **options), steps) == expected
 
 

@@ -80,7 +80,7 @@ def test_learning_rates(name, params, expected):
     assert run(scheduler, len(expected)) == pytest.approx(expected, rel=1e-8, abs=1e-15)
 
 
-def test_one_cycle_momentum():
+def test_one_cycle_moves_the_momentum_too():
     params = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.05, "cycle_first_step_size": 4, "cycle_second_step_size": 2}
     params |= {"decay_step_size": 2, "decay_mom_rate": 0.02}
     expected = [0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.909, 0.918, 0.927, 0.936]
@@ -215,6 +215,6 @@ def test_torch_schedulers_by_name():
         ("LambdaLR", {"lr_lambda": "lambda x: x"}, r"scheduler\.params(: LambdaLR|\.lr_lambda)"),
     ],
 )
-def test_errors(name, params, words):
+def test_mistakes_are_named(name, params, words):
     with pytest.raises(ConfigError, match=words):
         build_scheduler(name, params, make_optimizer())

@@ -23,7 +23,7 @@ class Module:
         return 1.0
 
 
-def test_questions() -> None:
+def test_reads_that_only_ask_are_questions() -> None:
     module = Module()
     isinstance(module.weight, float) and module.weight is not None
     hasattr(module.weight, "dtype")
@@ -35,7 +35,7 @@ def test_questions() -> None:
     assert module.found == [True] * 7
 
 
-def test_uses() -> None:
+def test_reads_of_values_are_none() -> None:
     module = Module()
     weight = module.weight
     assert abs(module.weight) == 1.0 and module.weight * 2 == 2.0 and (weight, module.weight) == (1.0, 1.0)

@@ -43,7 +43,7 @@ def same(one: Any, other: Any) -> bool:
      (-(2**63), -float(2**63), -(2**65), -(2**63)), (Fraction(1, 2), 0.5, 2.0, 0.5),
      (math.inf, math.inf, math.inf, math.inf)],
 )  # fmt: skip
-def test_numbers(value: Any, mean: float, total: Any, largest: Any) -> None:
+def test_numbers_are_reduced_as_numbers(value: Any, mean: float, total: Any, largest: Any) -> None:
     assert same(reduce(value, "mean", 4), mean)
     assert same(reduce(value, "sum", 4), total)
     assert same(reduce(value, "max", 4), largest) and same(reduce(value, "min", 4), largest)

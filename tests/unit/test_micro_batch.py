@@ -58,7 +58,7 @@ def test_the_models_own_loss() -> None:
 
 
 @pytest.mark.parametrize("outputs", [X, (X, X), {"logits": X}, None, SimpleNamespace(loss=None)])
-def test_no_loss(outputs: Any) -> None:
+def test_what_is_no_loss_is_refused(outputs: Any) -> None:
     with pytest.raises(ValueError, match="expected the model to give a loss with one element, got .*; give initialize"):
         MicroBatch.of(X, None, CPU).loss(outputs, None)
     with pytest.raises(ValueError, match=r"expected the loss_fn to give .* shape \(2, 3\); reduce it"):

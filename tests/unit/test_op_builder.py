@@ -358,7 +358,7 @@ def test_what_is_missing_is_named(place: Place, monkeypatch: pytest.MonkeyPatch,
         assert place.calls() == [] and not place.cache.exists()
 
 
-def test_unknown_op() -> None:
+def test_an_unknown_op_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no op 'adam'; there are async_io, cpu_kernels, cuda_kernels"):
         load_function("adam")
 

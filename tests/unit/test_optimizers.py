@@ -90,7 +90,7 @@ def test_switches_of_our_own_are_options_of_the_groups(name, key):
         ("SparseAdam", "sparse gradients"),
     ],
 )
-def test_unknown_names(name, words):
+def test_unknown_names_name_the_nearest(name, words):
     with pytest.raises(ConfigError, match=f"optimizer.type: .*{words}"):
         resolve_optimizer(name)
 
@@ -111,7 +111,7 @@ def test_unknown_names(name, words):
         ("AdamW", {"differentiable": True}, "optimizer.params.differentiable: expected false"),
     ],
 )
-def test_wrong_params(name, params, words):
+def test_wrong_params_are_named(name, params, words):
     with pytest.raises(ConfigError, match=words):
         resolve_optimizer(name, params)
 

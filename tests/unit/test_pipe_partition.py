@@ -30,7 +30,7 @@ def test_balanced_is_the_best_of_all_partitions(parts: int) -> None:
         assert heaviest(weights, bounds) == min(heaviest(weights, other) for other in others)
 
 
-def test_uniform_and_types() -> None:
+def test_layers_are_divided_by_number_or_by_type() -> None:
     assert uniform(7, 3) == [0, 3, 5, 7]
     assert by_type(["Embedding", "Block", "Block", "Norm", "Block", "Block"], "^block$", 2) in ([0, 3, 6], [0, 4, 6])
 

@@ -87,7 +87,7 @@ def test_jobs_and_steps_get_different_ports():
      ("rack2-n[007-010]x,y", "rack2-n007x"), ("rack[1-2]n[03-04],other", "rack1n03"), ("login,node[03-05]", "login"),
      ("10.0.0.1", "10.0.0.1")],
 )  # fmt: skip
-def test_first_host(nodes, host):
+def test_the_first_host_of_a_list(nodes, host):
     assert first_host(nodes) == host
 
 

@@ -217,7 +217,7 @@ def test_a_host_that_cannot_be_used_is_an_exit_status_of_two(hostfile: str, caps
     assert "zerolite: --include 'host7' names the host 'host7'" in capsys.readouterr().err
 
 
-def test_this_host() -> None:
+def test_this_host_is_known_by_its_names_and_addresses() -> None:
     assert network.is_this_host("localhost") and network.is_this_host("127.0.1.1")
     assert network.is_this_host(socket.gethostname()) and not network.is_this_host("192.0.2.77")
     assert network.interface_of("127.0.0.1") is None and network.interface_of("::ffff:127.0.0.1") is None

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
      ("GPU-8932f937,GPU-1f0e", [1], "GPU-1f0e"), ("MIG-GPU-8932f937/1/2,3", [0, 1], "MIG-GPU-8932f937/1/2,3"),
      ("0,1", [], "")],
 )  # fmt: skip
-def test_chosen_devices(visible: str | None, chosen: list[int], result: str) -> None:
+def test_chosen_devices_are_some_of_the_visible_ones(visible: str | None, chosen: list[int], result: str) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert visible_devices(environ, chosen) == result
     assert resources.count_visible_entries(result) == len(chosen)
@@ -41,7 +41,7 @@ def test_devices_that_are_not_visible(visible: str, chosen: list[int], words: st
     assert words in str(caught.value)
 
 
-def test_listed_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted_by_the_tool_or_else_by_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a device (MIG) are indented below it and do not count; `-L` must have been asked for."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert resources.count_cuda_devices({}) == 0, "no tool"

@@ -11,7 +11,7 @@ from zerolite.utils.sizes import format_size, parse_size
     ("text", "nbytes"),
     [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2GiB", 2**31), ("2gi", 2**31), ("7", 7), (7, 7), ("1TB", 10**12)],
 )
-def test_sizes(text: str | int, nbytes: int) -> None:
+def test_sizes_have_units(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 

@@ -256,7 +256,7 @@ def test_an_error_of_the_disk(file: SwapFile) -> None:
     assert offloaded.eq(1).all()
 
 
-def test_checksums(io: AsyncIO, tmp_path: Path) -> None:
+def test_damaged_bytes_have_another_checksum(io: AsyncIO, tmp_path: Path) -> None:
     file = SwapFile(tmp_path, io, 0, KEY, checksums=True)
     offloaded, into = file.zeros(10 * BLOCK + 9), staging(10 * BLOCK + 9)
     parts = [offloaded[: 4 * BLOCK], offloaded[4 * BLOCK : 8 * BLOCK], offloaded[8 * BLOCK :]]

@@ -352,8 +352,8 @@ def test_key_and_value_beside_a_query() -> None:
     assert found is not None and found.ranges == ((0, 0, 16), (16, 32, 16))
 
 
-def test_auto_and_more() -> None:
-    """Styles beside "auto" count, and a refusal says what to write."""
+def test_styles_beside_auto_count() -> None:
+    """And a refusal says what to write."""
     with pytest.raises(TensorPlanError, match=r'write "plan": \{"\*": "auto", "blocks\.\*": "whole"\}'):
         cut(_with_parameter())
     model = cut(_with_parameter(), {"*": "auto", "blocks.*.scale": "whole"})
