@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerolite.diagnostics.uncaught import _Hook
+from zerolite.diagnostics.uncaught import _ExceptHook
 from zerolite.precision.dtype_errors import explain
 
 BF16 = torch.bfloat16
@@ -74,7 +74,7 @@ def test_other_errors_and_other_precisions_are_left_alone():
 
 def test_what_an_uncaught_exception_prints(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    model, hook = Model().to(BF16), _Hook()
+    model, hook = Model().to(BF16), _ExceptHook()
     hook.models[model] = BF16
     hook.install()
     assert sys.excepthook is hook
@@ -93,6 +93,6 @@ def test_what_an_uncaught_exception_prints(monkeypatch, capsys):
     assert ended_by(KeyboardInterrupt()) == "", "rank 0 speaks for the job"
     told_to: list[type] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: told_to.append(kind))  # a user's
-    other = _Hook()
+    other = _ExceptHook()
     other.install()
     assert ended_by(KeyboardInterrupt()) == "" and told_to == [KeyboardInterrupt]
