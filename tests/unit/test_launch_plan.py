@@ -1,4 +1,4 @@
-"""When stage 3 launches a bucket: at the end of its unit's backward, or later where that was learned."""
+"""When stage 3 launches a bucket: at the end of its group's backward, or later where that was learned."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from zerolite.zero.stage3.launch_plan import LaunchPlan
 
 
 class Passes:
-    """Runs passes: ``(unit, buckets whose gradients come before the unit's backward ends)`` each."""
+    """Runs passes: ``(group, buckets whose gradients come before the group's backward ends)`` each."""
 
-    def __init__(self, units: list[list[int]]) -> None:
+    def __init__(self, groups: list[list[int]]) -> None:
         self.number, self.length = 0, 0
         self.ends = 0
-        self.plan = LaunchPlan(units, lambda: (self.number, self.ends == self.length))
+        self.plan = LaunchPlan(groups, lambda: (self.number, self.ends == self.length))
 
     def run(self, events: list[tuple[int, list[int]]], number: int = 0, length: int = 0) -> list[list[int]]:
         """Return what is launched at each end. number, length: of the schedule's plan that the events follow."""
         self.number, self.length, self.ends = number, length, 0
         self.plan.begin_backward()
         launched = []
-        for unit, buckets in events:
+        for group, buckets in events:
             for bucket in buckets:
                 self.plan.on_gradient(bucket)
             self.ends += 1
-            launched.append(list(self.plan.on_use_end(unit)))
+            launched.append(list(self.plan.on_group_end(group)))
         if not self.plan.settled:
             self.plan.learn(list(self.plan.arrivals))
         return launched
@@ -32,7 +32,7 @@ class Passes:
 TWICE = [(0, [0]), (1, [1]), (0, [0])]
 
 
-def test_a_bucket_is_launched_when_its_unit_ends_for_the_first_time() -> None:
+def test_a_bucket_is_launched_when_its_group_ends_for_the_first_time() -> None:
     passes = Passes([[0], [1], []])
     assert passes.run(TWICE) == [[0], [1], []]
     assert passes.run(TWICE) == [[0], [1], []]  # nothing is learned without a plan
@@ -56,19 +56,19 @@ def test_a_pass_that_stops_on_its_way_through_a_plan_teaches_nothing() -> None:
     assert passes.run(TWICE, number=1, length=3) == [[], [1], [0]]
 
 
-def test_an_unused_bucket_stays_with_its_unit() -> None:
+def test_an_unused_bucket_stays_with_its_group() -> None:
     passes = Passes([[0], [1], []])
     passes.run([(0, []), (1, [1])], number=1, length=2)
     assert passes.run([(0, [0]), (1, [1])], number=1, length=2) == [[0], [1]]
 
 
-def test_a_bucket_of_several_units_waits_for_the_last_of_them() -> None:
+def test_a_bucket_of_several_groups_waits_for_the_last_of_them() -> None:
     passes = Passes([[0, 1], [2]])
-    events = [(2, [1]), (1, [0]), (0, [])]  # unit 0 is frozen, or unused
+    events = [(2, [1]), (1, [0]), (0, [])]  # group 0 is frozen, or unused
     assert passes.run(events) == [[1], [], [0]]
     passes.run(events, number=1, length=3)
     assert passes.run(events, number=1, length=3) == [[1], [], [0]]
     assert passes.plan.settled
-    assert passes.run([(2, [1]), (0, [0])]) == [[1], []], "unit 1 never ends: with the pass"
+    assert passes.run([(2, [1]), (0, [0])]) == [[1], []], "group 1 never ends: with the pass"
     passes.run([(2, [1]), (1, [0])], number=2, length=2)
     assert passes.run([(2, [1]), (1, [0])], number=2, length=2) == [[1], []]

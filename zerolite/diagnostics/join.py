@@ -33,7 +33,7 @@ _ACTIVE, _FINISHED, _FAILED = 0, 1, 2
 _HEAD, _ROOM = 3, 13
 ROW = _HEAD + _ROOM
 _STEPS = (Command.ENGINE_STEP, Command.STEP, Command.UPDATE)  # commands that use the optimizer's hyperparameters
-_STAGE3 = (Command.USE_END, Command.BACKWARD_END, Command.EXTERNAL)  # within a forward or backward that was announced
+_STAGE3 = (Command.GROUP_END, Command.BACKWARD_END, Command.EXTERNAL)  # within a forward or backward that was announced
 
 
 class _Engine(Protocol):
@@ -214,13 +214,13 @@ class Join:
         assert coordinator is not None
         coordinator.follow_gather(indices)
 
-    def _use_end(self, unit: int) -> None:
-        self._reducer.on_use_end(unit)
+    def _group_end(self, group: int) -> None:
+        self._reducer.on_group_end(group)
 
-    def _external(self, unit: int, index: int) -> None:
+    def _external(self, group: int, index: int) -> None:
         coordinator = self._engine.coordinator
         assert coordinator is not None
-        coordinator.schedule.add_parameter(unit, index)
+        coordinator.schedule.add_parameter(group, index)
 
     def _forward(self, sends: int) -> None:
         if sends:
@@ -257,9 +257,9 @@ class Join:
         if self._finished or not coordinator.busy:
             self._note(Command.GATHER, *indices)
 
-    def before_external(self, unit: int, index: int) -> None:
+    def before_external(self, group: int, index: int) -> None:
         """Announce a parameter that a module will gather from now on. Called by the coordinator."""
-        self._note(Command.EXTERNAL, unit, index)
+        self._note(Command.EXTERNAL, group, index)
 
     def _guard(self, op: str) -> None:
         """Announce an unknown command before any other collective, so that it fails on all ranks if one has
@@ -291,7 +291,7 @@ def _put(group: dict[str, Any], key: str, value: object) -> None:
 _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.FORWARD: Join._forward,
     Command.BACKWARD: lambda join, *numbers: join._pipeline.follow_backward(*map(bool, numbers)),
-    Command.USE_END: Join._use_end,
+    Command.GROUP_END: Join._group_end,
     Command.BACKWARD_END: lambda join: join._reducer.end_backward(complete=False),
     Command.GATHER: Join._gather,
     Command.EXTERNAL: Join._external,

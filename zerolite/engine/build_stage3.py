@@ -128,7 +128,7 @@ def start_stage3(
     partitioned: PartitionedModel, pipeline: StepPipeline, reducer: GradReducer, observers: Observers
 ) -> PartitionedParameterCoordinator:
     """Install what gathers. The engine keeps the coordinator alive, hooks know it weakly."""
-    coordinator = partitioned.start(StepLinks(observers, pipeline.begin_backward, reducer.on_use_end))
+    coordinator = partitioned.start(StepLinks(observers, pipeline.begin_backward, reducer.on_group_end))
     observers.on_parameters_updated.append(coordinator.on_update)
     observers.on_gradients_dropped.append(coordinator.drop_failed)
     follow_groups(partitioned, reducer)

@@ -167,7 +167,7 @@ class _Refusal:
     def before_launch(self, indices: Sequence[int]) -> None:
         self._pipeline.check_available()
 
-    def before_external(self, unit: int, index: int) -> None:
+    def before_external(self, group: int, index: int) -> None:
         """Do nothing: no gather is under way for it yet."""
 
 

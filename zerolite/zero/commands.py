@@ -13,10 +13,10 @@ class Command(enum.IntEnum):
 
     FORWARD = 1  # whether buffers are sent
     BACKWARD = 2  # whether the engine scaled the loss, it has a weight, gradients are reduced, and divided
-    USE_END = 3  # stage 3: the unit whose backward has ended
+    GROUP_END = 3  # stage 3: the parameter group whose backward has ended
     BACKWARD_END = 4  # stage 3: nothing more comes in this backward
     GATHER = 5  # stage 3: the parameters
-    EXTERNAL = 6  # stage 3: the unit, and the parameter that it uses from now on
+    EXTERNAL = 6  # stage 3: the parameter group, and the parameter that it has from now on
     ENGINE_STEP = 7  # flush, and which boundary the user has set by hand
     STEP = 8
     UPDATE = 9  # whether new values are published on the way

@@ -5,7 +5,7 @@ collectives whatever their graphs look like.
 
 At stages 0 to 2 a bucket is launched when its gradients are there. The first such backward takes the order of the
 index; at its end the ranks take over the order in which rank 0's gradients have come. At stage 3 a bucket is launched
-when a unit's backward has ended, which all ranks see in the same order (:class:`LaunchPlan`).
+when a group's backward has ended, which all ranks see in the same order (:class:`LaunchPlan`).
 
 Until it is known when each bucket's last gradient comes, one may come too late: reentrant checkpointing runs a backward
 inside the backward, and a module may be used several times. At the end of such a backward the ranks agree on what was
@@ -120,7 +120,7 @@ class GradReducer:
         self._new_buckets = self.keeps_shards
 
     def follow(self, plan: LaunchPlan) -> None:
-        """Launch buckets when units end, not when gradients are there."""
+        """Launch buckets when groups end, not when gradients are there."""
         self._plan = plan
         self.order.stop_learning()
 
@@ -211,12 +211,12 @@ class GradReducer:
                 self._launch_all(only_complete=True)
 
     @torch.no_grad()
-    def on_use_end(self, unit: int) -> None:
-        """A unit's backward has ended. Called on all ranks, in the same order."""
+    def on_group_end(self, group: int) -> None:
+        """A parameter group's backward has ended. Called on all ranks, in the same order."""
         if self._plan is None or not self.current.open:
             return
-        with self.commands(Command.USE_END, unit):
-            for index in self._plan.on_use_end(unit):
+        with self.commands(Command.GROUP_END, group):
+            for index in self._plan.on_group_end(group):
                 if self.current.reducing and self._buckets[index].state is BucketState.OPEN:
                     self._launch(self._buckets[index])
 

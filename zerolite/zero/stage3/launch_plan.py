@@ -68,7 +68,7 @@ class LaunchPlan:
         """A gradient of ``bucket`` has come."""
         self.arrivals[bucket] = len(self._ends)
 
-    def on_use_end(self, group: int) -> Sequence[int]:
+    def on_group_end(self, group: int) -> Sequence[int]:
         """A group's backward has ended: the buckets to launch now. Called on all ranks, in the same order."""
         count = self._counts.get(group, 0) + 1
         self._counts[group] = count

@@ -41,12 +41,12 @@ class StepLinks(NamedTuple):
 
     Attributes:
         begin_backward: called when a backward has begun.
-        on_use_end: called with a group's index when its backward has ended, on all ranks in the same order.
+        on_group_end: called with a group's index when its backward has ended, on all ranks in the same order.
     """
 
     observers: Observers
     begin_backward: Callable[[], None]
-    on_use_end: Callable[[int], None]
+    on_group_end: Callable[[int], None]
 
 
 class PartitionedParameterCoordinator:
@@ -293,7 +293,7 @@ class PartitionedParameterCoordinator:
             group.open_executions -= 1
             if not self._second_order:
                 self.release(self.schedule.leave(group.index))
-        self._links.on_use_end(group.index)
+        self._links.on_group_end(group.index)
 
     def note_use_outside(self) -> None:
         """A parameter is used in a graph outside of all groups: gradients may come after a group's backward."""
