@@ -39,8 +39,8 @@ def default_tag(global_steps: int) -> str:
 
 def check_tag(tag: object) -> str:
     """Return the tag. Raises ValueError if it cannot be the name of a checkpoint."""
-    plain = isinstance(tag, str) and tag == os.path.basename(tag).strip() and tag.isprintable()
-    if not isinstance(tag, str) or not plain or not tag or tag.startswith(".") or tag == LATEST:
+    one_name = isinstance(tag, str) and tag == os.path.basename(tag).strip() and tag.isprintable()
+    if not isinstance(tag, str) or not one_name or not tag or tag.startswith(".") or tag == LATEST:
         raise ValueError(
             f"expected tag to be the name of a directory, without '/', not beginning with '.' and not '{LATEST}', got "
             f"{tag!r}"

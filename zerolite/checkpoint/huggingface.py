@@ -64,8 +64,8 @@ def plan_files(entries: Iterable[ToStore], max_shard_size: str | int, aliases: M
         shards[-1].append(entry)
         filled += entry.nbytes
     others: dict[str, list[str]] = {}
-    for alias, kept in aliases.items():
-        others.setdefault(kept, []).append(alias)
+    for alias, name in aliases.items():
+        others.setdefault(name, []).append(alias)
     count = len(shards)
     return [
         ModelFile(

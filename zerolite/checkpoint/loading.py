@@ -371,13 +371,13 @@ class Loader:
                 len(match.unexpected),
                 f" ({listed(match.unexpected)})" if match.unexpected else "",
             )
-        kept = [str(index) for index, found in enumerate(plan.groups) if found is None]
-        if kept and plan.kinds is not None:
+        unmatched = [str(index) for index, found in enumerate(plan.groups) if found is None]
+        if unmatched and plan.kinds is not None:
             logger.warning(
                 "%s: no param group in the checkpoint has the parameters of group %s, which keeps its learning rate "
                 "and other values",
                 _CALL,
-                ", ".join(kept),
+                ", ".join(unmatched),
             )
         if plan.untrained:
             logger.warning(

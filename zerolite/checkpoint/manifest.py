@@ -44,8 +44,8 @@ class FileEntry:
 
     def check(self, name: str) -> None:
         """Raise ValueError unless this can be the entry of a file called ``name``."""
-        plain = bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
-        if not plain or len(self.crc32) != 8 * -(-self.bytes // BLOCK_BYTES):
+        valid_name = bool(name) and name.isprintable() and "/" not in name and not name.startswith(".")
+        if not valid_name or len(self.crc32) != 8 * -(-self.bytes // BLOCK_BYTES):
             raise ValueError(f"its entry of the file {name!r:.80} makes no sense")
 
 

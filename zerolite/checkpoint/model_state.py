@@ -97,8 +97,8 @@ class ModelState:
                 module.set_extra_state(extra[clean(name)])
 
     def _with_extra_state(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        plain = torch.nn.Module.get_extra_state
-        return ((n, m) for n, m in self.model.named_modules() if type(m).get_extra_state is not plain)
+        default = torch.nn.Module.get_extra_state
+        return ((n, m) for n, m in self.model.named_modules() if type(m).get_extra_state is not default)
 
     def index_of(self) -> dict[int, int]:
         """Return the index in the layout of each trained parameter, by its id."""

@@ -27,8 +27,8 @@ def _number(value: object) -> object:
 
 
 def _scalar(value: object) -> object:
-    plain = value is None or isinstance(value, bool) or (isinstance(value, torch.Tensor) and not value.dim())
-    return value if plain else _number(value)
+    allowed = value is None or isinstance(value, bool) or (isinstance(value, torch.Tensor) and not value.dim())
+    return value if allowed else _number(value)
 
 
 # Every integer up to this one is exact in JSON, as a float, and as the 64-bit integer that ranks exchange.

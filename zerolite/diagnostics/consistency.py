@@ -157,9 +157,9 @@ class ConsistencyCheck:
     ) -> None:
         """
         Args:
-        weights: gives the weights to compare, see :func:`shared_weights`.
-        interval: updates from one comparison of weights to the next.
-        late: read the outcome of a comparison in the next step, so that the host does not wait for the device.
+            weights: gives the weights to compare, see :func:`shared_weights`.
+            interval: updates from one comparison of weights to the next.
+            late: read the outcome of a comparison in the next step, so that the host does not wait for the device.
         """
         self._topology = topology
         self._device = device

@@ -193,7 +193,7 @@ class Join:
         """Take over learning rates and other hyperparameters from the ranks that still have batches."""
         for index, (group, values) in enumerate(zip(self._engine.optimizer.param_groups, groups, strict=True)):
             for key, value in values.items():
-                if _plain(group.get(key)) == value:
+                if _as_number(group.get(key)) == value:
                     continue
                 if not self._warned:
                     self._warned = True
@@ -274,10 +274,10 @@ class Join:
 
 
 def _hyperparameters(groups: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    return [{key: _plain(value) for key, value in group.items() if key not in KEPT} for group in groups]
+    return [{key: _as_number(value) for key, value in group.items() if key not in KEPT} for group in groups]
 
 
-def _plain(value: object) -> object:
+def _as_number(value: object) -> object:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 

@@ -45,7 +45,7 @@ class StepChecks:
     ) -> None:
         """
         Args:
-        optimizer: its param groups are compared; its defaults say which of their values it reads.
+            optimizer: its param groups are compared; its defaults say which of their values it reads.
         """
         self._optimizer = optimizer
         self._keys = (*optimizer.defaults, *_ONLY_KERNELS)

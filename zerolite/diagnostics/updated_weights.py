@@ -29,10 +29,10 @@ class UpdatedWeights:
     ) -> None:
         """
         Args:
-        optimizer: its param groups are those of the sums.
-        shards: gives the optimizer shards of each bucket.
-        most_groups: the largest number of param groups of any rank. Pipeline stages may have different numbers, and
-            all ranks must put the same number of values into the statistics.
+            optimizer: its param groups are those of the sums.
+            shards: gives the optimizer shards of each bucket.
+            most_groups: the largest number of param groups of any rank. Pipeline stages may have different numbers, and
+                all ranks must put the same number of values into the statistics.
         """
         self._more = most_groups - len(optimizer.param_groups)
         self._optimizer = optimizer

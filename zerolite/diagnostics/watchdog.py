@@ -341,7 +341,7 @@ class Watchdog:
         key, deadline = f"{self._question}/verdict", time.monotonic() + 2 * self._answer_s
         while not self._store.has(key):
             if time.monotonic() > deadline:
-                gone = "zerolite: the rank that asked where the others stand has gone."
+                gone = "zerolite: the rank that asked for the reports has gone."
                 return diagnose(f"{reason} {gone}".strip(), [own], {})
             time.sleep(self._pause_s)
         return str(json.loads(self._store.get(key))[1])
@@ -393,7 +393,7 @@ class Watchdog:
 
     def _read_signal(self) -> None:
         """Print this rank's report and the stacks of all threads, which faulthandler has written into the pipe."""
-        time.sleep(0.05)  # faulthandler writes many small pieces: wait for the last
+        time.sleep(0.05)  # faulthandler writes in many small steps: wait for the last
         text = os.read(self._wake, 1 << 20).decode(errors="replace").strip("\0")
         if not text or self._closed:
             return

@@ -63,7 +63,7 @@ class LayerChunk(Chunk):
     ) -> None:
         """
         Args:
-        owners: the modules among ``layers``, and those that functions of tied layers use.
+            owners: the modules among ``layers``, and those that functions of tied layers use.
         """
         self.index = index
         self.module = nn.ModuleList(owners)

@@ -104,7 +104,7 @@ class DryStage(ChunkStage):
     def __init__(self, chunk: Chunk, parts: int, device: torch.device, pipe: Communicator) -> None:
         """
         Args:
-        pipe: communicator of the stages; it needs no process group.
+            pipe: communicator of the stages; it needs no process group.
         """
         self._dry_pipeline = _dry_pipelines[-1]
         # These attributes are normally set by torch's constructor, which needs a process group.

@@ -69,11 +69,11 @@ class Splitting:
     ) -> None:
         """
         Args:
-        model: the model.
-        names: names of the modules that begin the parts 1, 2, ...
-        assignments: the parts that have each parameter.
-        skeleton: copy of the full model without memory.
-        elsewhere: buffers of modules that are on other ranks.
+            model: the model.
+            names: names of the modules that begin the parts 1, 2, ...
+            assignments: the parts that have each parameter.
+            skeleton: copy of the full model without memory.
+            elsewhere: buffers of modules that are on other ranks.
         """
         self.model, self.names, self.assignments, self.buffers = model, list(names), list(assignments), elsewhere
         self.running: NamedChunk | None = None

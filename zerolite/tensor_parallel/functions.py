@@ -117,10 +117,6 @@ def _applied(kind: str, x: Tensor, comm: Communicator, dim: int = 0, in_place: b
     return result
 
 
-# Outputs share memory with inputs by detach(), which autograd does not treat as a view. A view would keep a reference
-# to its base: with shared_copy(), where the input refers to the output, the two would keep each other alive.
-
-
 def sends(x: Tensor, comm: Communicator) -> bool:
     """True if ``x`` has elements to send, or if a recorder should note them in a dry run."""
     return x.numel() > 0 and (comm.peers_agree or not is_fake(x))
@@ -161,6 +157,8 @@ def _summed_part(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Ten
     return comm.reduce_scatter(rows.view(-1), TAG).wait().view(shape).detach()
 
 
+# Outputs share memory with inputs by detach(), which autograd does not treat as a view. A view would keep a reference
+# to its base: with shared_copy(), where the input refers to the output, the two would keep each other alive.
 _FORWARD: dict[str, Callable[[Tensor, Communicator, int, bool], Tensor]] = {
     "copy": lambda x, comm, dim, in_place: x.detach(),
     "reduce": lambda x, comm, dim, in_place: _sum(x, comm, in_place),
@@ -169,6 +167,7 @@ _FORWARD: dict[str, Callable[[Tensor, Communicator, int, bool], Tensor]] = {
     "all_gather": lambda x, comm, dim, in_place: _all_parts(x, comm, dim),
     "reduce_scatter": _summed_part,
 }
+# The backward of each function is its partner, as in Megatron-LM: the gradient of a copy is a sum, and so on.
 _PAIRS = (("copy", "reduce"), ("gather", "scatter"), ("all_gather", "reduce_scatter"))
 _PARTNER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 

@@ -49,7 +49,7 @@ def _check_given(layer: Layer, tp_block: ParallelBlock, given: list[int]) -> Non
     except TensorPlanError:
         return  # the arrangement is unknown, so the user's is taken
     if given != known:
-        how = why or "one layer, of whose outputs each rank has a run"
+        how = why or "one layer, each rank having consecutive outputs"
         raise TensorPlanError(
             f"expected parts {known} of '{layer.name}', which {kind.__name__} reads as {how}, got {given}: ranks would "
             'compute with outputs that do not belong together; remove "parts" from its style'

@@ -42,13 +42,13 @@ class VocabParallelLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _TOLD:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
         if first is not None and first._state.full is None:
-            kept = _KEPT.get(func)
-            result = NotImplemented if kept is None else kept(first._state, func, args[1:], kwargs)
+            handler = _LOCAL_OPS.get(func)
+            result = NotImplemented if handler is None else handler(first._state, func, args[1:], kwargs)
             if result is not NotImplemented:
                 return result
         _refuse_lost_writes(func, first)
@@ -102,11 +102,11 @@ class _State:
 
 
 def _wrap(state: _State) -> VocabParallelLogits:
-    made: VocabParallelLogits = _Whole.apply(state.local, state)
+    made: VocabParallelLogits = _FullLogits.apply(state.local, state)
     return made
 
 
-class _Whole(torch.autograd.Function):
+class _FullLogits(torch.autograd.Function):
     """The full logits as a tensor without memory.
 
     Code that ignores ``__torch_function__``, such as an autograd function, is differentiated as with ordinary logits.
@@ -114,7 +114,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, state: _State) -> Tensor:
-        ctx.place = state.comm.rank * local.shape[-1], local.shape[-1], state.vocabulary
+        ctx.shard = state.comm.rank * local.shape[-1], local.shape[-1], state.vocabulary
         made: Any = Tensor._make_wrapper_subclass(
             VocabParallelLogits, state.shape, dtype=local.dtype, device=local.device, layout=local.layout
         )
@@ -123,7 +123,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> object:
-        start, length, vocabulary = ctx.place
+        start, length, vocabulary = ctx.shard
         start = min(start, vocabulary)
         own = gradient.narrow(-1, start, min(length, vocabulary - start))
         return F.pad(own, (0, length - own.shape[-1])), None
@@ -141,6 +141,7 @@ def _gathered(value: Any, how: Callable[[_State], Tensor] = _State.gathered) -> 
 
 def _values(state: _State) -> Tensor:
     """Return the values of the full logits, below autograd."""
+    # Not state.gathered(): the gathered tensor would have no graph, and later calls would get it.
     full = functions.gather(state.local.detach(), state.comm) if state.full is None else state.full.detach()
     return _without_padding(full, state.vocabulary)
 
@@ -163,9 +164,11 @@ def _refuse_lost_writes(func: Function, first: VocabParallelLogits | None) -> No
         )
 
 
-_Kept = Callable[["_State", Function, Arguments, Keywords], object]
-_KEPT: dict[Function, _Kept] = {}
-_TOLD: set[Function] = {
+# Computes an operation on the shard. NotImplemented: this call needs the full logits.
+_Handler = Callable[["_State", Function, Arguments, Keywords], object]
+_LOCAL_OPS: dict[Function, _Handler] = {}
+# The wrapper itself answers these, with the full shape.
+_METADATA: set[Function] = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.size,
@@ -176,15 +179,15 @@ _TOLD: set[Function] = {
 }
 
 
-def _keeps(*functions: Function) -> Callable[[_Kept], _Kept]:
-    def register(handler: _Kept) -> _Kept:
-        _KEPT.update(dict.fromkeys(functions, handler))
+def _computed_locally(*functions: Function) -> Callable[[_Handler], _Handler]:
+    def register(handler: _Handler) -> _Handler:
+        _LOCAL_OPS.update(dict.fromkeys(functions, handler))
         return handler
 
     return register
 
 
-@_keeps(
+@_computed_locally(
     *(
         getattr(Tensor, name).__get__
         for name in "requires_grad grad_fn is_leaf dtype device is_cuda is_cpu is_meta layout is_sparse".split()
@@ -199,27 +202,31 @@ def _keeps(*functions: Function) -> Callable[[_Kept], _Kept]:
     Tensor.register_hook,
     Tensor.is_contiguous,
 )
-def _asked_of_the_part(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
+def _metadata_of_the_shard(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     return func(state.local, *args, **kwargs)
 
 
-@_keeps(Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.contiguous, Tensor.clone, Tensor.detach)
-@_keeps(Tensor.to, Tensor.type_as, torch.clone, torch.detach, Tensor.cpu, Tensor.cuda, Tensor.tanh, torch.tanh)
+@_computed_locally(
+    Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.contiguous, Tensor.clone, Tensor.detach
+)
+@_computed_locally(
+    Tensor.to, Tensor.type_as, torch.clone, torch.detach, Tensor.cpu, Tensor.cuda, Tensor.tanh, torch.tanh
+)
 def _same_shape(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     made = func(state.local, *_gathered(args), **_gathered(kwargs))
     # On another device the ranks may have no backend to gather with later, so it is gathered now.
     return state.like(made) if made.device == state.local.device else NotImplemented
 
 
-@_keeps(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div)
-@_keeps(Tensor.true_divide, torch.true_divide)
-def _with_a_number(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
+@_computed_locally(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div)
+@_computed_locally(Tensor.true_divide, torch.true_divide)
+def _times_number(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     if kwargs or len(args) != 1 or not isinstance(args[0], (int, float)):
         return NotImplemented
     return state.like(func(state.local, args[0]))
 
 
-@_keeps(Tensor.view, Tensor.reshape, torch.reshape)
+@_computed_locally(Tensor.view, Tensor.reshape, torch.reshape)
 def _view(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     if kwargs or not args or isinstance(args[0], torch.dtype):
         return NotImplemented
@@ -236,12 +243,12 @@ def _view(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> o
     return state.like(func(state.local, (*whole[:-1], state.local.shape[-1])))
 
 
-@_keeps(Tensor.view_as)
+@_computed_locally(Tensor.view_as)
 def _view_as(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     return _view(state, Tensor.view, (tuple(args[0].shape),), kwargs)
 
 
-@_keeps(Tensor.flatten, torch.flatten)
+@_computed_locally(Tensor.flatten, torch.flatten)
 def _flatten(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     given = dict(zip(("start_dim", "end_dim"), args, strict=False)) | kwargs
     first, last = given.get("start_dim", 0), given.get("end_dim", -1)
@@ -251,7 +258,7 @@ def _flatten(state: _State, func: Function, args: Arguments, kwargs: Keywords) -
     return state.like(func(state.local, first, last))
 
 
-@_keeps(Tensor.__getitem__)
+@_computed_locally(Tensor.__getitem__)
 def _slice(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     """Index leading dimensions while the last one stays whole."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
@@ -264,7 +271,7 @@ def _slice(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> 
     return state.like(func(state.local, args[0]))
 
 
-@_keeps(F.cross_entropy)
+@_computed_locally(F.cross_entropy)
 def _cross_entropy(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     bound = _SIGNATURE.bind(None, *args, **kwargs)
     bound.apply_defaults()

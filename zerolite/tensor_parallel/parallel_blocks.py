@@ -9,6 +9,8 @@ from torch import nn
 
 from zerolite.tensor_parallel.plan import Style, TensorPlanError, is_container, linear_shape
 
+# Names that model code uses (transformers, timm, GPT-2, LLaMA and their like). Attributes that count heads or widths are
+# divided by the number of ranks; the names of layers tell which outputs are query, key and value.
 HEADS = (
     "heads n_head n_heads nhead num_heads num_head n_local_heads num_attention_heads num_q_heads num_query_heads "
     "n_kv_head n_kv_heads kv_heads num_kv_heads n_local_kv_heads num_key_value_heads num_kv"
@@ -163,8 +165,8 @@ def _unpaired(columns: Sequence[Layer], rows: Sequence[Layer], name: str) -> str
             'none; add the layer that reads it as "row", or write {"style": "column", "gather_output": true}'
         )
     return (
-        f"expected a column {where} for the row {_names(rows)}, of whose input each rank reads a part, got none; add "
-        'the layer in front of it as "column", or say "rowwise_split_input"'
+        f"expected a column {where} for the row {_names(rows)}, because each rank reads a part of its input, got none; "
+        'add the layer in front of it as "column", or say "rowwise_split_input"'
     )
 
 

@@ -312,7 +312,7 @@ def _connect(
         if _guard(tp_block, region, plan) or region.random:
             region.watch(tp_block.module)
         if not sequence_sharded:  # with sequence parallelism the blocks have a hook that says more
-            how = f"of whose layers each rank has a part{advice(plan, whole=tp_block.name)}"
+            how = f"has sharded its layers{advice(plan, whole=tp_block.name)}"
             FirstForward(tp_block.name, how).watch(tp_block.module)
         narrower = comm.world_size if any(id(inner) in changed for inner in tp_block.inner_modules.values()) else 1
         longer = comm.world_size if sequence_sharded else 1

@@ -34,8 +34,8 @@ class Region:
     def __init__(self, rank: int, random: bool) -> None:
         """
         Args:
-        rank: rank in the tensor group.
-        random: the module draws random numbers inside.
+            rank: rank in the tensor group.
+            random: the module draws random numbers inside.
         """
         self.rank, self.random = rank, random
         self.open = False
@@ -71,11 +71,11 @@ class Outside:
     def __init__(self, region: Region, name: str, parameter: str, inside: str, outside: str) -> None:
         """
         Args:
-        region: the region.
-        name: name of the module.
-        parameter: name of its parameter.
-        inside: what to do if the module acts on each head alone.
-        outside: what to do if it does not.
+            region: the region.
+            name: name of the module.
+            parameter: name of its parameter.
+            inside: what to do if the module acts on each head alone.
+            outside: what to do if it does not.
         """
         self.region, self.name, self.parameter = region, name, parameter
         self.inside, self.outside = inside, outside
@@ -104,8 +104,8 @@ class FirstForward:
     def __init__(self, name: str, how: str) -> None:
         """
         Args:
-        name: name of the module.
-        how: in what way it is sharded, and what to do.
+            name: name of the module.
+            how: what tensor parallelism has sharded, and what to do.
         """
         self.name, self.how = name, how
 
@@ -118,8 +118,8 @@ class FirstForward:
         told = isinstance(error, torch.cuda.OutOfMemoryError) or "tensor_parallel" in str(error)
         if isinstance(error, _OF_SHAPES) and not told:
             error.args = (
-                f"{error}\n(This came in the first forward of '{self.name}' ({type(module).__name__}). If its code "
-                f"needs whole tensors it does not go with tensor_parallel, {self.how})",
+                f"{error}\n(This was raised in the first forward of '{self.name}' ({type(module).__name__}). Its code "
+                f"may need full tensors, but tensor_parallel {self.how})",
             )
         elif output is not None:  # while torch handles an exception it iterates over the hooks: do not remove one then
             self._handle.remove()
@@ -177,7 +177,7 @@ class SeenInput(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TOLD:
+        if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.detach and any(f.function == "detach_variable" for f in inspect.stack(0)[1:4]):
@@ -213,7 +213,7 @@ class _Seen(torch.autograd.Function):
         raise RuntimeError(_REFUSED)
 
 
-_TOLD = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
+_METADATA = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
 
 
 def _whole(value: Any) -> Any:
@@ -241,10 +241,10 @@ class SeenInputs:
     def __init__(self, width: int, narrower: int, longer: int, dim: int) -> None:
         """
         Args:
-        width: width of the input.
-        narrower: divisor of the width.
-        longer: factor of the length along ``dim``.
-        dim: the sequence dimension.
+            width: width of the input.
+            narrower: divisor of the width.
+            longer: factor of the length along ``dim``.
+            dim: the sequence dimension.
         """
         self.width, self.narrower, self.longer, self.dim = width, narrower, longer, dim
 

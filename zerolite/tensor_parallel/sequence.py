@@ -137,7 +137,7 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
         edge = _Edge(comm)
         for name in run:
             block = modules[name]
-            how = "which has sharded the sequence before it; leave tensor_parallel.sequence_parallel out"
+            how = "has sharded the sequence before it; leave tensor_parallel.sequence_parallel out"
             FirstForward(name, how).watch(block)
             if name == run[0]:
                 block.register_forward_pre_hook(edge.begin, with_kwargs=True)
