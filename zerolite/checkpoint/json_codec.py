@@ -18,7 +18,7 @@ import torch
 
 from zerolite.checkpoint.errors import CheckpointError
 
-_DEEPEST = 200
+_DEEPEST = 200  # far below Python's limit of recursion, which json's functions have too
 _SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$size": torch.Size}
 _MAPPINGS: dict[str, type] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 _TAGS = {cls: tag for tag, cls in {**_SEQUENCES, **_MAPPINGS}.items()}
@@ -40,7 +40,7 @@ def encode(value: object, where: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> object:
-    cls = type(value)
+    cls = type(value)  # exactly: a subclass may have more than its content, which would be lost
     if cls in _PLAIN:
         return value
     if depth > _DEEPEST:
@@ -72,6 +72,7 @@ def _encode(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> 
 
 
 def _encode_mapping(value: Any, where: str, tensors: list[torch.Tensor], depth: int) -> object:
+    # JSON's keys are strings, and a key that begins with $ is read as a tag: other dicts become lists of pairs.
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, f"{where}[{key!r}]", tensors, depth + 1) for key, item in value.items()}
     return {
@@ -158,6 +159,7 @@ def _decode_tagged(tag: str, content: Any, tensor: Callable[[int], torch.Tensor]
         return _SEQUENCES[tag](_decode(item, tensor) for item in content)
     if tag in _MAPPINGS:
         pairs: Sequence[tuple[Any, Any]] = [(_decode(key, tensor), _decode(item, tensor)) for key, item in content]
+        # A Counter of a list would count the pairs.
         return _MAPPINGS[tag](dict(pairs) if tag == "$counter" else pairs)
     raise ValueError(f"expected one of the tags that zerolite writes, got '{tag}'")
 

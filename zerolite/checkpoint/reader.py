@@ -36,7 +36,7 @@ from zerolite.checkpoint.safetensors import as_bytes
 
 Result = TypeVar("Result")
 State = TypeVar("State", bound=FileModel)
-_CHUNK_BYTES = 8 * BLOCK_BYTES
+_CHUNK_BYTES = 8 * BLOCK_BYTES  # read at once
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class CheckpointReader:
         except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # A file with valid checksums can hold anything, for example if another version has written it.
             raise CheckpointError(
                 f"'{self.path / STATE}' is damaged, or does not fit: {type(error).__name__}: "
                 f"{str(error).rstrip('. ')}. {self._others()}"
@@ -282,6 +283,7 @@ class _CheckedFile:
         done = 0
         while done < len(view):
             try:
+                # A read may return less than was asked for: Linux reads at most 2 GiB at once.
                 count = os.preadv(self._descriptor, [view[done:]], start + done)
             except OSError as error:
                 raise self._problem(f"cannot be read at byte {start + done}: {error.strerror}") from error

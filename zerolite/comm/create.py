@@ -22,13 +22,14 @@ def create_communicator(device: torch.device, group: dist.ProcessGroup | None = 
     ranks."""
     group = group or dist.group.WORLD
     if _factories:
-        place = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        return _factories[-1](*place)
+        rank_and_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        return _factories[-1](*rank_and_size)
     assert group is not None, "create_communicator is called after init_distributed"
     transport = ProcessGroupTransport(group)
     if transport.world_size == 1:
         return Communicator(transport)
     if _backend_name(group, device) == "gloo":
+        # Copies in memory are faster than messages over gloo's sockets.
         if device.type == "cpu" and same_host(group):
             return SharedMemoryCommunicator(transport)
         return GlooCommunicator(transport)

@@ -11,7 +11,7 @@ import torch
 
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.compat.deepspeed_files import Files, Loaded
-from zerolite.compat.deepspeed_layout import Pieces, equal_partitions, sliced_parameters
+from zerolite.compat.deepspeed_layout import Slices, equal_partitions, sliced_parameters
 from zerolite.compat.safe_unpickle import StubObject
 
 
@@ -23,7 +23,7 @@ class Group:
         where: the group, for messages.
         number: number of the parameter group.
         shapes: shapes by name, in order.
-        pieces: slices of the partitions that hold each parameter.
+        slices: slices of the partitions that hold each parameter.
         masters: master weights of each rank.
         states: optimizer states of each rank.
     """
@@ -31,7 +31,7 @@ class Group:
     where: str
     number: int
     shapes: Mapping[str, tuple[int, ...]]
-    pieces: Mapping[str, Pieces]
+    slices: Mapping[str, Slices]
     masters: Sequence[torch.Tensor]
     states: Sequence[Mapping[str, Any]]
 
@@ -59,10 +59,10 @@ def read_groups(files: Files) -> tuple[list[Group], Sequence[Mapping[str, Any]] 
         lengths = [flat.numel() for flat in flats]
         numels = {name: math.prod(shape) for name, shape in of_group.items()}
         if files.stage == 3:
-            pieces = sliced_parameters(numels, lengths, where)
+            slices = sliced_parameters(numels, lengths, where)
         else:
-            pieces = equal_partitions(numels, _gaps(files.optimizer[0], i, len(numels)), lengths, where)
-        groups.append(Group(where, number, of_group, pieces, flats, [state[i] for state in of_ranks]))
+            slices = equal_partitions(numels, _gaps(files.optimizer[0], i, len(numels)), lengths, where)
+        groups.append(Group(where, number, of_group, slices, flats, [state[i] for state in of_ranks]))
     return groups, settings
 
 
@@ -91,6 +91,7 @@ def _numbers(file: Loaded, settings: Any, count: int) -> list[int]:
     """Return the number of the parameter group to which each flat group belongs."""
     if settings is None:
         return list(range(count))
+    # DeepSpeed gives the optimizer one flat tensor for each group, or at stage 3 for each subgroup.
     numbers = [number for number, group in enumerate(settings) for _ in group["params"]]
     order = [index for group in settings for index in group["params"]]
     if order != list(range(count)):
@@ -120,8 +121,8 @@ def flat_states(group: Group, state: str, of_ranks: Sequence[Any]) -> list[torch
     return list(of_ranks)
 
 
-def gather(flat: Sequence[torch.Tensor], pieces: Pieces, shape: tuple[int, ...]) -> torch.Tensor:
-    parts = [flat[rank].narrow(0, start, length) for rank, start, length in pieces] or [flat[0][:0]]
+def gather(flat: Sequence[torch.Tensor], slices: Slices, shape: tuple[int, ...]) -> torch.Tensor:
+    parts = [flat[rank].narrow(0, start, length) for rank, start, length in slices] or [flat[0][:0]]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
 
 

@@ -27,12 +27,12 @@ class PartitionSlice(NamedTuple):
     length: int
 
 
-Pieces = tuple[PartitionSlice, ...]
+Slices = tuple[PartitionSlice, ...]
 
 
 def equal_partitions(
     numels: Mapping[str, int], gaps: Sequence[int], lengths: Sequence[int], where: str
-) -> dict[str, Pieces]:
+) -> dict[str, Slices]:
     """Return the slices of each parameter at stages 1 and 2, in the order of its elements.
 
     Args:
@@ -58,11 +58,11 @@ def equal_partitions(
             f"{where}: expected partitions of the same length on all ranks but the last, got {list(lengths)}; are all "
             f"files from the same save?"
         )
-    pieces, offset = {}, 0
+    slices, offset = {}, 0
     for (name, numel), gap in zip(numels.items(), gaps, strict=True):
-        pieces[name] = tuple(_slices_in(offset, offset + numel, starts, lengths))
+        slices[name] = tuple(_slices_in(offset, offset + numel, starts, lengths))
         offset += numel + gap
-    return pieces
+    return slices
 
 
 def _slices_in(start: int, stop: int, starts: Sequence[int], lengths: Sequence[int]) -> list[PartitionSlice]:
@@ -74,7 +74,7 @@ def _slices_in(start: int, stop: int, starts: Sequence[int], lengths: Sequence[i
     return found
 
 
-def sliced_parameters(numels: Mapping[str, int], lengths: Sequence[int], where: str) -> dict[str, Pieces]:
+def sliced_parameters(numels: Mapping[str, int], lengths: Sequence[int], where: str) -> dict[str, Slices]:
     """Return the slices of each parameter at stage 3; arguments as for :func:`equal_partitions`."""
     world_size = len(lengths)
     needed = sum(-(-numel // world_size) for numel in numels.values())
@@ -83,14 +83,14 @@ def sliced_parameters(numels: Mapping[str, int], lengths: Sequence[int], where: 
             f"{where}: the parts of the parameters have {needed} elements together on each of {world_size} ranks, but "
             f"the partitions {list(lengths)}; are all files from the same save?"
         )
-    pieces, offset = {}, 0
+    slices, offset = {}, 0
     for name, numel in numels.items():
-        pieces[name] = slices(numel, world_size, offset)
+        slices[name] = partition_slices(numel, world_size, offset)
         offset += -(-numel // world_size)
-    return pieces
+    return slices
 
 
-def slices(numel: int, world_size: int, offset: int = 0) -> Pieces:
+def partition_slices(numel: int, world_size: int, offset: int = 0) -> Slices:
     """Return the slices of a parameter at stage 3, at ``offset`` on each rank, without the padding."""
     part = -(-numel // world_size)
     lengths = [min(part, max(0, numel - rank * part)) for rank in range(world_size)]

@@ -24,7 +24,7 @@ from zerolite.compat.deepspeed_groups import (
     gather,
     read_groups,
 )
-from zerolite.compat.deepspeed_layout import slices
+from zerolite.compat.deepspeed_layout import partition_slices
 from zerolite.compat.safe_unpickle import StubObject
 from zerolite.utils.dtypes import CODES
 
@@ -198,7 +198,7 @@ class _Importer:
         }
 
     def _trained(self, name: str, group: Group) -> tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]:
-        values = partial(gather, group.masters, group.pieces[name], group.shapes[name])
+        values = partial(gather, group.masters, group.slices[name], group.shapes[name])
         return group.shapes[name], group.masters[0].dtype, values
 
     def _frozen(self, name: str) -> tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]:
@@ -213,23 +213,23 @@ class _Importer:
                 f"'{self.files.directory}': expected a part of {part} elements of frozen parameter '{name}' of shape "
                 f"{shape} in the model states of each rank, got {[values.numel() for values in flat]}"
             )
-        return shape, flat[0].dtype, partial(gather, flat, slices(math.prod(shape), len(flat)), shape)
+        return shape, flat[0].dtype, partial(gather, flat, partition_slices(math.prod(shape), len(flat)), shape)
 
     def _buffers(self) -> dict[str, Any]:
         found: dict[str, dict[str, Any]] = {}
-        kept: dict[tuple[Any, ...], str] = {}
+        first_names: dict[tuple[Any, ...], str] = {}
         for name in self.head.get(list, "buffer_names"):
             value = self.module.get(name)
             if value is None:
                 continue
-            place = (
+            memory = (
                 value.untyped_storage().data_ptr(),
                 value.storage_offset(),
                 value.dtype,
                 value.shape,
                 value.stride(),
             )
-            first = kept.setdefault(place, name)
+            first = first_names.setdefault(memory, name)
             if first != name and value.numel():  # one buffer under two names
                 found[clean(first)]["aliases"].append(clean(name))
                 continue
@@ -280,7 +280,7 @@ class _Importer:
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() >= group.masters[0].numel():
                 flat = flat_states(group, state, of_ranks)
                 for name, shape in group.shapes.items():
-                    values = partial(gather, flat, group.pieces[name], shape)
+                    values = partial(gather, flat, group.slices[name], shape)
                     self._add(f"optimizer/{state}/", name, shape, flat[0].dtype, values)
             elif value is not None:
                 _set_number(scalars, state, group, common_number(group, state, of_ranks))

@@ -25,7 +25,7 @@ NOTHING: Labels = frozenset()
 
 
 @contextlib.contextmanager
-def alive(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeMode | None]:
+def fake_parameters(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeMode | None]:
     """Context in which the parameters and buffers of a skeleton's ``model`` are fake tensors.
 
     It yields the fake mode, or None if a dry run has one active already.
@@ -36,8 +36,8 @@ def alive(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
         dtype: dtype of floating parameters; None: their own.
     """
     mode = None if fake_mode() is not None else FakeMode()
-    places = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
-    before = [dict(tensors) for tensors in places]
+    tensor_dicts = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    before = [dict(tensors) for tensors in tensor_dicts]
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,11 +49,11 @@ def alive(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
 
     with mode or contextlib.nullcontext():
         try:
-            for tensors in places:
+            for tensors in tensor_dicts:
                 tensors.update({name: fake(t) for name, t in tensors.items() if t is not None})  # type: ignore
             yield mode
         finally:
-            for tensors, old in zip(places, before, strict=True):
+            for tensors, old in zip(tensor_dicts, before, strict=True):
                 tensors.update(old)  # type: ignore[arg-type]
 
 
@@ -75,6 +75,7 @@ def caches_restored() -> Iterator[None]:
                 cache.cache_clear()
 
 
+# These use only the shape of their argument, so their results depend on no parameter.
 _SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _SHAPE_ONLY |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"}
 
@@ -89,7 +90,7 @@ class Labelling(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._labels: dict[int, Labels] = {}
-        self._alive: dict[int, Any] = {}  # storages: alive, so that no new one gets the same address
+        self._alive: dict[int, Any] = {}  # storages, kept alive so that no new one gets the same address
 
     def of(self, tensor: torch.Tensor) -> Labels:
         return self._labels.get(tensor.untyped_storage()._cdata, NOTHING)
@@ -122,7 +123,7 @@ class Call:
         began: part of the model in which the call began.
         ended: part in which it ended; -1 if it did not end.
         template: its outputs, with :class:`Zeros` for tensors.
-        told: the outputs can be made from parameters' shapes alone.
+        static: the outputs can be made from parameters' shapes alone.
         inner: calls inside of this one.
     """
 
@@ -130,11 +131,11 @@ class Call:
     began: int
     ended: int = -1
     template: Any = None
-    told: bool = False
+    static: bool = False
     inner: list[Call] = field(default_factory=list)
 
-    def end(self, part: int, told: bool, template: object) -> None:
-        self.ended, self.told, self.template = part, told, template
+    def end(self, part: int, static: bool, template: object) -> None:
+        self.ended, self.static, self.template = part, static, template
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,10 @@ class Calls:
             return True, Zeros(tuple(value.shape), value.dtype)
         if type(value) in (list, tuple):
             inner = [self._template(item) for item in value]
-            return all(told for told, _ in inner), type(value)(item for _, item in inner)
+            return all(static for static, _ in inner), type(value)(item for _, item in inner)
         if type(value) is dict:
             named = {key: self._template(item) for key, item in value.items()}
-            return all(told for told, _ in named.values()), {key: item for key, (_, item) in named.items()}
+            return all(static for static, _ in named.values()), {key: item for key, (_, item) in named.items()}
         return isinstance(value, (type(None), bool, int, float, str, torch.dtype)), value
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.boundary import shapes_of
 from zerolite.pipe.chunks import NOT_WHOLE, Chunk
-from zerolite.pipe.dependencies import Call, Calls, Labelling, Labels, alive, caches_restored, filled
+from zerolite.pipe.dependencies import Call, Calls, Labelling, Labels, caches_restored, fake_parameters, filled
 from zerolite.pipe.parameter_assignment import Buffers, ParameterAssignment
 from zerolite.precision.dtypes import Precision
 from zerolite.utils.nested import find_tensors, map_tensors, named_leaves
@@ -286,7 +286,7 @@ class _ShapeRun:
         for copied, original in zip(model.modules(), splitting.model.modules(), strict=True):
             copied.training = original.training
         precision, device = splitting.precision, splitting.device
-        with torch.no_grad(), alive(model, device, precision.compute) as mode:
+        with torch.no_grad(), fake_parameters(model, device, precision.compute) as mode:
             self._label_parameters(model)
             calls = Calls(model, self._labelling, lambda: self._part)
             handles = [
@@ -416,7 +416,7 @@ class _ShapeRun:
 
 
 def _visit(call: Call, part: int, forced: set[str], stand_ins: dict[str, list[object]], opened: set[str]) -> None:
-    if call.path and call.told and 0 <= call.ended < part and call.path not in forced:
+    if call.path and call.static and 0 <= call.ended < part and call.path not in forced:
         stand_ins.setdefault(call.path, []).append(call.template)
         return
     opened.add(call.path)

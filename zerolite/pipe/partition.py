@@ -49,6 +49,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     for weight in weights:
         before.append(before[-1] + weight)
     heaviest = _best(before, parts, math.inf, lambda worst, part: max(worst, part))[0]
+    # Of parts with the same sum, the most even ones have the least sum of squares.
     return _best(before, parts, heaviest, lambda total, part: total + part * part)[1]
 
 
@@ -67,7 +68,7 @@ def _best(before: list[float], parts: int, limit: float, combine: object) -> tup
         for end in range(part, count - (parts - part) + 1):
             for low in range(end - 1, part - 2, -1):
                 weight = before[end] - before[low]
-                if weight > limit:
+                if weight > limit:  # no weight is negative: an earlier start would be heavier still
                     break
                 total = combine(cost[low], weight)  # type: ignore[operator]
                 if total < new[end]:

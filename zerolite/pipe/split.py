@@ -22,7 +22,7 @@ from torch import nn
 from zerolite.config.parallelism import PipelineConfig
 from zerolite.pipe import partition
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.dependencies import alive, caches_restored
+from zerolite.pipe.dependencies import caches_restored, fake_parameters
 from zerolite.pipe.named_chunk import NamedChunk, Splitting
 from zerolite.pipe.parameter_assignment import ParameterAssignment, assign_parameters, keep_only
 from zerolite.utils.nested import map_tensors
@@ -130,7 +130,7 @@ def _called_later(model: nn.Module, skeleton: Skeleton, names: Sequence[str]) ->
 
     handles = [watch(name, functools.partial(begin, number)) for number, name in enumerate(names, 1)]
     handles += [watch(path, functools.partial(lambda path: seen[path].add(part), path)) for path in suspects]
-    with torch.no_grad(), alive(skeleton.model, torch.device("cpu"), None) as mode, caches_restored():
+    with torch.no_grad(), fake_parameters(skeleton.model, torch.device("cpu"), None) as mode, caches_restored():
         given = inputs if mode is None else map_tensors(mode.from_tensor, dict(inputs))
         with contextlib.suppress(Exception):
             skeleton.model(**given)

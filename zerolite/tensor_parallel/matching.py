@@ -162,6 +162,7 @@ def _check_layer(name: str, module: nn.Module, match: Match) -> None:
     if isinstance(module, nn.Embedding) and kind in ("vocab", "row"):
         if not embedding_like(module):
             raise TensorPlanError(f"expected an nn.Embedding as {what}, got {_description(module)}")
+        # VocabParallelEmbedding.forward does not pass these on to F.embedding.
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise TensorPlanError(f"expected an embedding without {option} as {what}; remove it or the pattern")

@@ -9,7 +9,7 @@ from torch import nn
 
 from zerolite.tensor_parallel.plan import Style, TensorPlanError, is_container, linear_shape
 
-# Names that model code uses (transformers, timm, GPT-2, LLaMA and their like). Attributes that count heads or widths are
+# Names that model code uses (transformers, timm, LLaMA and their like). Attributes that count heads or widths are
 # divided by the number of ranks; the names of layers tell which outputs are query, key and value.
 HEADS = (
     "heads n_head n_heads nhead num_heads num_head n_local_heads num_attention_heads num_q_heads num_query_heads "

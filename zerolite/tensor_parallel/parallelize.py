@@ -106,6 +106,7 @@ def _parallelize(
         _shard_layer(layer, comm)
     for module, key in biases:
         shard_last_dim(module, key, comm)
+    # The model's own code splits outputs into heads with these numbers.
     for where, name, share in divided:
         setattr(modules[where], name, share)
     for parameter in partial:
@@ -270,7 +271,7 @@ def _synchronize(model: nn.Module, comm: Communicator, device: torch.device) -> 
     tensors = [*model.parameters(), *model.buffers()]
     held = [tensor for tensor in tensors if not tensor.is_meta and shard_spec_of(tensor) is None]
     synchronize_tensors(held, comm, device, "initial_sync")
-    if comm.peers_agree:
+    if comm.peers_agree:  # a dry run: there are no other ranks
         return
     generators = [torch.default_generator]
     if device.type == "cuda":

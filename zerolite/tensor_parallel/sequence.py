@@ -96,6 +96,7 @@ def _check_mixing(block: str, module: nn.Module, tp_blocks: Sequence[ParallelBlo
         known = any(inner is part for part in sharded) or isinstance(inner, _TOKENWISE)
         if around or is_container(inner) or (known and not convolves):
             continue
+        # Only attention and convolutions are known to mix tokens; a norm acts on each token alone.
         norm = "norm" in type(inner).__name__.lower()
         if convolves or not (attention or norm):
             raise TensorPlanError(
@@ -105,6 +106,7 @@ def _check_mixing(block: str, module: nn.Module, tp_blocks: Sequence[ParallelBlo
             )
 
 
+# Modules that act on each token alone.
 _TOKENWISE = (
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Softplus, nn.Hardswish),
     *(nn.Dropout, nn.Identity, nn.Linear),
@@ -146,6 +148,7 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
             for module in block.modules():
                 if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                     along_sequence(module, DIM, edge)
+            # A rank sees a part of the tokens, so its gradients of replicated parameters are a part of the sum.
             for parameter in block.parameters():
                 if shard_spec_of(parameter) is None:
                     mark_partial(parameter)
@@ -160,7 +163,7 @@ class _Edge:
         self.began, self.batch = False, 1
 
     def __deepcopy__(self, memo: object) -> _Edge:
-        return self
+        return self  # a communicator cannot be copied
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace the first floating input that has a sequence by this rank's part. Raises ValueError if it cannot be
