@@ -34,7 +34,7 @@ from zerolite.utils.module_hook import ModuleHook
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
 from zerolite.zero.stage3.partitioned_parameter import handle_of
-from zerolite.zero.stage3.released_parameter import opened
+from zerolite.zero.stage3.released_parameter import as_plain_tensors
 
 logger = logging.getLogger("zerolite")
 
@@ -229,7 +229,7 @@ def _unguarded_state(model: torch.nn.Module) -> dict[str, object]:
     global _allowed
     _allowed += 1
     try:
-        with opened():
+        with as_plain_tensors():
             return dict(model.state_dict())
     finally:
         _allowed -= 1

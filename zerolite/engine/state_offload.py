@@ -18,7 +18,7 @@ from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.stage3.comm_context import gather
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of
-from zerolite.zero.stage3.released_parameter import COUNTS, HARMLESS, opened
+from zerolite.zero.stage3.released_parameter import COUNTS, HARMLESS, as_plain_tensors
 from zerolite.zero.step import StepPipeline
 
 KINDS = {
@@ -202,7 +202,7 @@ class OffloadedParameter(torch.nn.Parameter):
     def __torch_function__(
         cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
-        with opened():
+        with as_plain_tensors():
             if function in HARMLESS or function in COUNTS:
                 return function(*args, **(kwargs or {}))
             if function is torch.Tensor.__repr__:

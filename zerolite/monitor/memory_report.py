@@ -41,7 +41,7 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import handle_of
-from zerolite.zero.stage3.released_parameter import opened
+from zerolite.zero.stage3.released_parameter import as_plain_tensors
 
 HELD = tuple(item for item in ITEMS if item != OTHER)
 """The items that parts of the engine hold, and that can be told by asking them; of activations the buffers that wait
@@ -192,7 +192,7 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
     for parameter in parts.module.parameters():
         handle = handle_of(parameter)
         if handle is None:
-            with opened():  # while engine.offload_states() holds it refuses all other callers
+            with as_plain_tensors():  # while engine.offload_states() holds it refuses all other callers
                 data = parameter.data
             yield COMPUTE, data
             continue

@@ -19,7 +19,7 @@ from zerolite.zero.bucket_memory import Backward, ReductionOptions
 from zerolite.zero.gradient_bucket import BucketState, GradientBucket
 from zerolite.zero.layout import PartitionLayout, Slot
 from zerolite.zero.shown_gradients import GradientPlaceholder, MakeGradient, ShownGradients
-from zerolite.zero.stage3.released_parameter import opened, set_grad
+from zerolite.zero.stage3.released_parameter import as_plain_tensors, set_grad
 
 if TYPE_CHECKING:
     from zerolite.zero.grad_reducer import GradReducer
@@ -62,7 +62,7 @@ class HookSums:
         """After a backward, or when one has raised: what is in ``p.grad`` of these parameters, and is not what the
         engine shows, is this rank's sum."""
         for index in self.users:
-            with opened():
+            with as_plain_tensors():
                 if not isinstance(parameters[index].grad, GradientPlaceholder):
                     parameters[index].grad = None
 

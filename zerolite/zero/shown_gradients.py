@@ -14,7 +14,7 @@ import torch
 
 from zerolite.zero.buffer import flattened
 from zerolite.zero.layout import PartitionLayout, Slot
-from zerolite.zero.stage3.released_parameter import opened, set_grad
+from zerolite.zero.stage3.released_parameter import as_plain_tensors, set_grad
 
 Factor = float | torch.Tensor
 """A number by which gradients are multiplied; as a tensor 0-dim float64."""
@@ -165,7 +165,7 @@ class ShownGradients:
     def show(self, parameters: Sequence[torch.nn.Parameter], indices: Iterable[int]) -> None:
         """Show several gradients, of which some may be shown already. A tensor that the user has put in the place of
         one stays, to be found."""
-        with opened():
+        with as_plain_tensors():
             for index in indices:
                 if self._shown[index] is None and parameters[index].grad is None:
                     self.put(self._layout.slots[index], parameters[index])
@@ -176,7 +176,7 @@ class ShownGradients:
             self._hide(parameters)
 
     def _hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        with opened():
+        with as_plain_tensors():
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad = None
@@ -211,13 +211,13 @@ class ShownGradients:
 
     def all_none(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Return True if some are shown and ``p.grad`` of each of them is None."""
-        with opened():
+        with as_plain_tensors():
             gradients = [p.grad for p, held in zip(parameters, self._shown, strict=True) if held is not None]
         return bool(gradients) and all(gradient is None for gradient in gradients)
 
     def changed(self, parameters: Sequence[torch.nn.Parameter]) -> Mapping[int, torch.Tensor | None]:
         """Return, by index, each ``p.grad`` that is not what the engine has put there."""
-        with opened():
+        with as_plain_tensors():
             gradients = [parameter.grad for parameter in parameters]
         if not any(map(operator.is_not, gradients, self._shown)):
             return {}

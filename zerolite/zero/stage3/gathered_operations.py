@@ -35,7 +35,7 @@ from zerolite.zero.stage3.released_parameter import (
     mark_released,
     mark_whole,
     no_values,
-    opened,
+    as_plain_tensors,
 )
 
 _T = torch.Tensor
@@ -116,7 +116,7 @@ class WholeValues(torch.Tensor):
     def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle an ordinary tensor."""
         run_gathered(_T.detach, (self,), {})
-        with opened():
+        with as_plain_tensors():
             return self.detach().__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
@@ -145,7 +145,7 @@ class _SavedView:
                 f"parameter '{self.handle.name}' has changed since it was used in the forward whose backward this is; "
                 "call backward before the step, or use a clone of it"
             )
-        with opened(), torch.no_grad():
+        with as_plain_tensors(), torch.no_grad():
             return gather_copies([self.handle])[self.handle].as_strided(self.shape, self.strides, self.start)
 
 
@@ -156,7 +156,7 @@ def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if function is _T.__iter__:
         return iter(run_gathered(_T.unbind, args, kwargs))
     aliases = find_tensors((args, kwargs), WholeValues)
-    with opened():
+    with as_plain_tensors():
         like = function in LIKE and isinstance(next(iter(args), None), WholeValues)
         if like or function in NEEDS_NO_VALUES or function in SHAPES:
             return function(*args, **kwargs)

@@ -195,7 +195,7 @@ def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
     if handle is None and type(parameter) is torch.nn.Parameter:
         parameter.grad = gradient
         return
-    with opened():
+    with as_plain_tensors():
         if gradient is None or handle is None or parameter.shape == handle.view.shape:
             parameter.grad = gradient
             return
@@ -232,6 +232,5 @@ def _released(own: type) -> type:
     return type(f"Released{own.__name__}", (ReleasedParameter, own), {})
 
 
-opened = torch._C.DisableTorchFunctionSubclass
-"""A context in which released parameters are what they look like: tensors without elements. For the engine's own
-work."""
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""Context for the engine's own work: torch takes a released parameter for the tensor without elements that it is."""
