@@ -18,6 +18,7 @@ from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.partitioned_parameter import (
     PartitionedParameter,
     ZeroParamStatus,
+    arrive,
     handle_of,
     whole_numel,
     whole_shape,
@@ -74,6 +75,26 @@ def test_what_users_take_from_a_gathered_parameter_keeps_its_memory() -> None:
         values = alias.clone()
     assert has_no_values(parameter) and torch.equal(alias, values)
     assert handle.full.untyped_storage().nbytes() == 0
+
+
+def test_states_follow_each_other_in_one_order() -> None:
+    parameter, handle = cut(torch.randn(4), rank=0, world=2)
+    with pytest.raises(AssertionError, match=r"layer\.weight"):
+        arrive([handle])  # no gather is under way
+    parameter.all_gather()
+    with pytest.raises(AssertionError, match=r"layer\.weight"):
+        handle.context.issue_all_gather([handle])  # it is whole
+    assert handle.status is ZeroParamStatus.AVAILABLE
+
+
+def test_gather_contexts_nest() -> None:
+    parameter, handle = cut(torch.randn(4), rank=0, world=2)
+    with GatheredParameters(parameter):
+        with GatheredParameters(parameter):
+            assert handle.holds == 2
+        parameter.partition()  # does nothing: a context is open
+        assert handle.holds == 1 and handle.status is ZeroParamStatus.AVAILABLE
+    assert has_no_values(parameter) and handle.holds == 0
 
 
 def test_nothing_keeps_a_parameter_alive() -> None:

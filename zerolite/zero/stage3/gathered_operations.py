@@ -32,10 +32,10 @@ from zerolite.zero.stage3.released_parameter import (
     NEEDS_NO_VALUES,
     SHAPES,
     ReleasedParameter,
+    as_plain_tensors,
     mark_released,
     mark_whole,
     no_values,
-    as_plain_tensors,
 )
 
 _T = torch.Tensor
