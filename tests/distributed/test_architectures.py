@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
+from tests.toolkit.architectures import ALL, Architecture
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import SGD, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.tensor_parallel import GRADIENTS, LOSS, compare
 from tests.toolkit.training import raised
-from tests.zoo.architectures import ALL, Architecture
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zerolite
 from tests.distributed.test_grid import ADAMW, CLIP, FP32, expected, run
 from tests.toolkit import models, reference
+from tests.toolkit.architectures import ALL
 from tests.toolkit.configs import SGD, Optimizer, at
 from tests.toolkit.grids import (
     Gpt,
@@ -36,7 +37,6 @@ from tests.toolkit.pipes import plain_loss
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from tests.zoo.architectures import ALL
 
 pytestmark = pytest.mark.slow
 

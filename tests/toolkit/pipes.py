@@ -133,17 +133,11 @@ class TiedGpt(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embed(tokens)
         x += self.positions[: tokens.shape[1]]
-        mask = self.mask(tokens).to(x.dtype)
+        mask = (tokens != 3).unsqueeze(-1).to(x.dtype)
         for block in self.blocks:
-            x = self.run(block, x, mask)
+            x = block(x, mask=mask)
         logits = self.head(x)
         return cross_entropy(logits, targets), logits
-
-    def mask(self, tokens: Tensor) -> Tensor:
-        return (tokens != 3).unsqueeze(-1)
-
-    def run(self, block: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
-        return block(x, mask=mask)
 
 
 class Inputs(nn.Module):
@@ -206,18 +200,27 @@ class Caching(TiedGpt):
         super().__init__()
         self.tables: dict[int, Tensor] = {}
 
-    def mask(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         length = tokens.shape[1]
         if length not in self.tables:
             self.tables[length] = torch.ones(length, 1) * 0.5
-        return self.tables[length] * ramp(length)
+        x = self.embed(tokens) * ramp(length) + self.positions[:length]
+        for block in self.blocks:
+            x = block(x, self.tables[length])
+        logits = self.head(x)
+        return cross_entropy(logits, targets), logits
 
 
 class Checkpointed(TiedGpt):
     """Every block is checkpointed by the model itself."""
 
-    def run(self, block: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
-        return checkpoint(block, x, mask, use_reentrant=False)
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        mask = (tokens != 3).unsqueeze(-1).to(x.dtype)
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False)
+        logits = self.head(x)
+        return cross_entropy(logits, targets), logits
 
 
 def hf_batch(generator: torch.Generator, length: int) -> dict[str, Tensor]:
