@@ -17,8 +17,9 @@ from tests.toolkit.memory import live_tensors, tensor_bytes
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_net import batch, build, loss_of, make_engine, settings, train
 from zerolite.engine.engine import Engine
-from zerolite.zero.stage3.module_hooks import Unit, Use
-from zerolite.zero.stage3.param_group import AllGather
+from zerolite.zero.stage3.comm_context import AllGather
+from zerolite.zero.stage3.module_hooks import ModuleExecution
+from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
@@ -146,7 +147,7 @@ def test_compiled_after_initialize_compiles_once(stage: int) -> None:
 # ---------------------------------------------------------------- memory and objects
 
 
-_OURS = (Engine, PartitionedParameterCoordinator, PartitionedParameter, Unit, Use, AllGather)
+_OURS = (Engine, PartitionedParameterCoordinator, PartitionedParameter, ParamGroup, ModuleExecution, AllGather)
 
 
 def census() -> dict[str, int]:
@@ -183,7 +184,7 @@ def test_200_steps_grow_nothing() -> None:
         # Views of the communicator's regions come and go with the other ranks' timing: a few, not one a step.
         room = {"Tensor": 10}
         grown = {key: (early[key], late[key]) for key in early if late[key] > early[key] + room.get(key, 0)}
-        assert not grown and (late["Use"], late["AllGather"]) == (0, 0), (setting, grown)
+        assert not grown and (late["ModuleExecution"], late["AllGather"]) == (0, 0), (setting, grown)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
