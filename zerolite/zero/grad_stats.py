@@ -236,12 +236,14 @@ class StatsCollector:
 
     Attributes:
         noted: buckets whose gradients have left the device; their squares are here.
+        latest: the statistics of the gradients in hand; None before they are collected, and when they hold no more.
     """
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         """comm: the data ranks."""
         self._comm = comm
         self._device = device
+        self.latest: StatsVector | None = None
 
     def use(self, layout: PartitionLayout, fragments: Sequence[Fragment], across: Across | None = None) -> None:
         """Take a layout, of which this rank owns ``fragments``. across: the ranks that are no data ranks, where the
@@ -286,12 +288,19 @@ class StatsCollector:
             self._slots[bucket] = torch.tensor(indices, dtype=torch.int64, device="cpu").to(self._device)
         return self._slots[bucket]
 
-    def forget(self, bucket: int | None = None) -> None:
-        """Drop the notes about a bucket (None: about all buckets), which do not hold any more."""
-        if bucket is None:
-            self.noted.clear()
-            self._squares = None
-        elif bucket in self.noted:
+    def clear(self) -> None:
+        """Drop everything that is known of the gradients in hand."""
+        self.noted.clear()
+        self._squares = self.latest = None
+
+    def discard(self) -> None:
+        """Drop the statistics: there are more gradients, or others. What was noted of buckets still holds."""
+        self.latest = None
+
+    def forget(self, bucket: int) -> None:
+        """Drop what was noted of a bucket, whose gradients have changed. The caller corrects the statistics, or drops
+        them, too."""
+        if bucket in self.noted:
             self.noted.discard(bucket)
             assert self._squares is not None
             self._squares.index_fill_(0, self._slots_of(bucket), 0.0)
@@ -344,7 +353,8 @@ class StatsCollector:
         vector[-1] = own.sum()
         if self._across is not None:
             self._over_the_model(vector, size, self._across, more)
-        return StatsVector(vector, count, comm.world_size, used, weight if weighted else None, more, about)
+        self.latest = StatsVector(vector, count, comm.world_size, used, weight if weighted else None, more, about)
+        return self.latest
 
     def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the inputs of a forward, where the model is sharded."""

@@ -8,7 +8,7 @@ import torch
 
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.grad_stats import StatsVector
+from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.shown_gradients import Factor, GradientPlaceholder
 
 
@@ -26,15 +26,11 @@ class GradientChanges:
         self,
         buffer: ParameterBuffer,
         reducer: GradReducer,
-        stats: Callable[[], StatsVector | None],
-        forget: Callable[[int, bool], None],
+        collector: StatsCollector,
     ) -> None:
-        """stats: of the gradients in hand, if they have been collected. forget(bucket, stats): squares that were noted
-        of the bucket do not hold any more; stats: neither do the statistics."""
         self._buffer = buffer
         self._reducer = reducer
-        self._stats = stats
-        self._forget = forget
+        self._collector = collector
         self.assigned: dict[int, torch.Tensor] = {}
         self.exposed: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
         self._uncounted: set[int] = set()  # where torch does not count what is written
@@ -59,11 +55,11 @@ class GradientChanges:
                 continue
             self._reducer.drop(index)
             shown.replace(index, value)
-            self._forget(self._bucket(index), False)
+            self._collector.forget(self._bucket(index))
             self.assigned.pop(index, None)
             if value is not None:
                 self.assigned[index] = value
-            elif (stats := self._stats()) is not None:
+            elif (stats := self._collector.latest) is not None:
                 stats.replace(index, None, 1.0)
         self._buffer.placements.written_in_place()
 
@@ -98,7 +94,7 @@ class GradientChanges:
                 part.copy_(values.as_strided(part.shape, part.stride()))
             self._reducer.used.add(index)
             self._reducer.shown.put(self._buffer.layout.slots[index], self._reducer.parameters[index])
-            self._forget(self._bucket(index), False)
+            self._collector.forget(self._bucket(index))
             stats.replace(index, gradient, 1.0)
         if assigned:
             self._buffer.placements.written_in_place()
@@ -107,14 +103,16 @@ class GradientChanges:
 
     def note_written(self, index: int) -> None:
         """The user has changed a gradient in place, on all ranks."""
-        self._forget(self._bucket(index), True)
+        self._collector.forget(self._bucket(index))
+        self._collector.discard()
         self._buffer.placements.written_in_place()
 
     def set_by_call(self, index: int, given: bool) -> None:
         """``zerolite.set_full_grad`` has set the reduced gradient of a parameter, or dropped it: neither a tensor that
         the user has put into ``p.grad`` before nor a factor counts."""
         (self._reducer.used.add if given else self._reducer.used.discard)(index)
-        self._forget(self._bucket(index), True)
+        self._collector.forget(self._bucket(index))
+        self._collector.discard()
         self.assigned.pop(index, None)
         shown, parameter = self._reducer.shown, self._reducer.parameters[index]
         shown.replace(index, None)
@@ -133,10 +131,10 @@ class GradientChanges:
             part = self._reducer.part(index)
             if part is not None:
                 part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
-            self._forget(self._bucket(index), False)
+            self._collector.forget(self._bucket(index))
         if factors:
             self._buffer.placements.written_in_place()
-            if (stats := self._stats()) is not None:
+            if (stats := self._collector.latest) is not None:
                 stats.rescale(factors, None)
 
     def common_factor(self, stats: StatsVector) -> Factor:
@@ -167,7 +165,7 @@ class GradientChanges:
     def refresh(self, indices: Sequence[int] | None = None) -> None:
         """Correct the statistics, if there are any, of these gradients (default: all) by what has been written to
         memory that the user has. Only where each rank has whole gradients is there such memory."""
-        stats = self._stats()
+        stats = self._collector.latest
         if stats is None or not self.exposed:
             return
         for index in self.exposed.keys() if indices is None else self.exposed.keys() & set(indices):

@@ -115,13 +115,12 @@ class StepPipeline:
             comm.world_size,
             look,
         )
-        self._stats: StatsVector | None = None
         self._across: Across | None = None
         self._sums: SharedSums | None = None
         self.written = WrittenValues(buffer, param_gatherer, self._step_update, self.outcomes)
         self.suspended = ""  # why nothing can be done now, with the remedy
         self.count_buckets()
-        self.changes = GradientChanges(buffer, reducer, lambda: self._stats, self._forget)
+        self.changes = GradientChanges(buffer, reducer, collector)
         self._begin_accumulation()
 
     def count_buckets(self) -> None:
@@ -147,17 +146,10 @@ class StepPipeline:
         """Note the inputs of a forward, which ranks with shards of the same layers compare in the step's statistics."""
         self._collector.note_inputs(tensors)
 
-    def _forget(self, bucket: int, stats: bool) -> None:
-        """Squares that were noted of a bucket do not hold any more. stats: neither do the statistics."""
-        self._collector.forget(bucket)
-        if stats:
-            self._stats = None
-
     def _begin_accumulation(self) -> None:
-        self._stats = None
+        self._collector.clear()
         if self._sums is not None:
             self._sums.clear()
-        self._collector.forget()
         self.gradient_scale.begin_accumulation()
         self._max_norm = self._options.max_norm
         self._updated = False
@@ -206,7 +198,8 @@ class StepPipeline:
     def _begin(
         self, scaled: bool, weight: float | None, reducing: bool, divided: bool, end_with_backward: bool
     ) -> None:
-        self._stats = None
+        if self._collector.latest is not None:
+            self._collector.discard()
         if self._scaler is not None:
             self.gradient_scale.of_accumulation()
         if self._sums is not None:
@@ -269,8 +262,9 @@ class StepPipeline:
         found = self._reducer.shown.changed(self._reducer.parameters)
         if found:
             self._take_over(found)
-        if self.changes.assigned and self._stats is not None and not (before_backward or self._updated):
-            self.changes.assign(self._stats, self.gradient_scale.on_device(self._stats))
+        stats = self._collector.latest
+        if self.changes.assigned and stats is not None and not (before_backward or self._updated):
+            self.changes.assign(stats, self.gradient_scale.on_device(stats))
 
     def _take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
         if self.changes.all_dropped(found):
@@ -287,17 +281,17 @@ class StepPipeline:
 
     def stats(self) -> StatsVector:
         self.check_available()
-        if self._stats is None:
+        if self._collector.latest is None:
             self.look_at_grads()
         return self._collected()
 
     def _collected(self) -> StatsVector:
-        if self._stats is not None:
-            return self._stats
+        if self._collector.latest is not None:
+            return self._collector.latest
         with self.commands(Command.STATS):
             self.finish_reductions()
             schedules = self.outcomes.schedules
-            self._stats = stats = self._collector.collect(
+            stats = self._collector.collect(
                 self._reducer.owned_parts(self._collector.noted),
                 self._reducer.used,
                 self._reducer.probes,
