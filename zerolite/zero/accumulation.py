@@ -6,8 +6,6 @@ same calls on every rank, so their answers may decide which collectives run.
 
 from __future__ import annotations
 
-_COUNTS = ("_stepped", "backwards", "_scaled_backwards", "_divided_backwards", "_backwards_since_step")
-
 
 class GradAccumulation:
     """Counts micro-batches of one accumulation.
@@ -95,6 +93,6 @@ class GradAccumulation:
 
     def reset(self) -> None:
         """The accumulation was consumed or dropped; a forced boundary and open no_sync() contexts stay."""
-        for name in _COUNTS:
-            setattr(self, name, 0)
+        self._stepped = self.backwards = self._backwards_since_step = 0
+        self._scaled_backwards = self._divided_backwards = 0
         self.weighted, self.weight = None, 0.0

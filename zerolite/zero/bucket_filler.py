@@ -22,7 +22,7 @@ class Held:
     parameters, and counting each gradient would cost more than moving it. :meth:`end` counts them all at once.
 
     Attributes:
-        held: gradients by index of the parameter. Those behind the first ``counted`` are counted when it is closed.
+        gradients: by index of the parameter. Those behind the first ``counted`` are counted when it is closed.
         shown: what p.grad shows of them, by index of the parameter; None before that is known.
     """
 
@@ -30,7 +30,7 @@ class Held:
         self.indices = frozenset(slot.index for slot in slots)
         self.count = len(slots)
         self.bucket = slots[0].bucket
-        self.held: dict[int, torch.Tensor] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
         self.open, self.counted = False, 0
         self.shown: Mapping[int, torch.Tensor] | None = None
 
@@ -40,17 +40,17 @@ class Held:
 
     def take_all(self) -> dict[int, torch.Tensor]:
         """Return the gradients that are held, and hold none."""
-        held, self.held = self.held, {}
+        held, self.gradients = self.gradients, {}
         return held
 
     def begin(self) -> None:
         """Let hooks hold gradients here without counting each."""
-        self.open, self.counted = True, len(self.held)
+        self.open, self.counted = True, len(self.gradients)
 
     def end(self) -> list[int]:
         """Let no hook do so any more; return the parameters whose gradients have not been counted."""
         self.open = False
-        return list(self.held)[self.counted :]
+        return list(self.gradients)[self.counted :]
 
 
 class Run(Held):
@@ -70,7 +70,7 @@ class Run(Held):
     def take(self) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
         """The gradients that are held, which are let go, and the run's elements made of them: [high - low], zeros where
         there is none."""
-        held, self.held = self.held, {}
+        held, self.gradients = self.gradients, {}
         some = next(iter(held.values()))
         # Gradients that are missing, and the padding between slots, become zeros: the whole range is then one tensor,
         # which one copy moves.

@@ -87,10 +87,22 @@ class Extra(Protocol):
 
 
 class StatsVector:
-    """The all-reduced float64 vector behind :class:`GradStats`, still on the device: squares [n], uses [n], bad
-    ranks [world], anything more [extra], the sum of weights and how many ranks have and have not any, number, sum and
-    sum of squares of the votes; of a model with parts on other ranks, in how many copies inputs differed, and how many
-    parameters of other parts got no gradient; and the sum of the gradients' squares."""
+    """The float64 vector behind :class:`GradStats`, still on the device. ::
+
+    squares [n]      of each parameter's mean gradient
+    uses [n]         ranks in whose backward it got a gradient
+    bad ranks [world]
+    inputs [world]   hashes, where the model has parts on other ranks
+    extra [size]     see Extra
+    weight           sum of the backwards' weights                          _WEIGHT
+    weighted         ranks whose backwards have weights                     _WEIGHTED
+    unweighted       ranks whose backwards have none                        _UNWEIGHTED
+    votes [3]        how many ranks vote; the sum of votes, of their squares
+    ------------------------------------------ up to here added over ranks in one all-reduce
+    different        copies of the model whose ranks had different inputs
+    unused           parameters on ranks with other parts that got no gradient
+    total            sum of all squares                                     _TOTAL
+    """
 
     def __init__(
         self,
@@ -116,15 +128,15 @@ class StatsVector:
 
     def total_square(self) -> torch.Tensor:
         """Sum of squares of all gradients, 0-dim float64 on the device."""
-        return self._values[-1]
+        return self._values[_TOTAL]
 
     def weight(self) -> torch.Tensor:
         """Sum of the weights, per rank on average, 0-dim float64 on the device."""
-        return self._values[-9] / self._world_size
+        return self._values[_WEIGHT] / self._world_size
 
     def mixed(self) -> torch.Tensor:
         """True if some ranks have weights and others have not; a 0-dim bool tensor on the device."""
-        return self._values[-8] * self._values[-7] > 0
+        return self._values[_WEIGHTED] * self._values[_UNWEIGHTED] > 0
 
     def norms(self) -> torch.Tensor:
         """L2 norms of the gradients by parameter, float64 on the device."""
@@ -153,7 +165,7 @@ class StatsVector:
         self._changed()
 
     def _changed(self) -> None:
-        self._values[-1] = self._values[: self._count].sum()
+        self._values[_TOTAL] = self._values[: self._count].sum()
         self._read = None
 
     def unused(self, index: int) -> torch.Tensor:
@@ -179,7 +191,7 @@ class StatsVector:
         some = torch.nonzero(values[n : 2 * n]).flatten().tolist()
         of_ranks = values[2 * n : 2 * n + self._world_size]
         ranks = torch.nonzero(of_ranks).flatten().tolist()
-        weight, weighted, unweighted, *votes, different, unused, total = values[-9:].tolist()
+        weight, weighted, unweighted, *votes, different, unused, total = values[_WEIGHT:].tolist()
         number, first, second = (int(vote) for vote in votes)
         return GradStats(
             norm=math.sqrt(total) if math.isfinite(total) else total,
@@ -188,15 +200,19 @@ class StatsVector:
             used=frozenset(some),
             weight=weight / self._world_size if weighted else None,
             mixed=bool(weighted and unweighted),
-            agreed=number * second == first**2,  # of equal terms only (Cauchy and Schwarz)
+            # n equal votes v have the sum n v and the sum of squares n v². Different ones have a larger sum of squares
+            # (Cauchy and Schwarz), so that one sum over ranks compares them all.
+            agreed=number * second == first**2,
             elsewhere=not math.isfinite(total) and not bad,
             unused_elsewhere=int(unused),
             inputs_agree=not different,
             bad_losses=tuple(torch.nonzero(of_ranks >= _BAD_LOSS).flatten().tolist()),
-            extra=(self._about, values[-9 - self._extra : -9]) if self._extra else None,
+            extra=(self._about, values[_WEIGHT - self._extra : _WEIGHT]) if self._extra else None,
         )
 
 
+_WEIGHT, _WEIGHTED, _UNWEIGHTED, _TOTAL = -9, -8, -7, -1  # places in a StatsVector
+_SCALARS, _LOCAL = 6, 3  # numbers behind ``extra`` that are added over ranks, and those that come after them
 _BAD_GRADIENT, _BAD_LOSS = 1.0, 2.0  # what makes a rank a bad one; both: their sum
 _COMPARED = 1 << 16  # elements of an input that are compared, about
 
@@ -317,21 +333,27 @@ class StatsCollector:
         losses: Sequence[torch.Tensor] = (),
         extra: Extra | None = None,
     ) -> StatsVector:
-        """``parts[b]``: this rank's part of bucket ``b``'s mean gradient; None where that was noted. ``used``:
-        parameters that got a gradient here. ``probes``: 0-dim tensors that are not finite if something of this rank's
-        gradients was not; none from one rank alone, whose squares tell it. ``losses``: the same of its losses.
-        ``vote``: a number from 0 to 2^20, compared with that of the others; None abstains. ``weighted``, ``weight``:
-        whether this rank's backwards have weights (None: it had none), and their sum. ``extra``: see :class:`Extra`.
-        Called once per step, on all ranks."""
+        """Collect the statistics of all ranks. Called once per step, on all ranks.
+
+        Args:
+            parts: this rank's part of each bucket's mean gradient; None where that was noted.
+            used: parameters that got a gradient here.
+            probes: 0-dim tensors that are not finite if something of this rank's gradients was not; none from one rank
+                alone, whose squares tell it.
+            vote: a number from 0 to 2^20, compared with that of the others; None abstains.
+            weighted: this rank's backwards have weights; None if it had no backward.
+            weight: the sum of these.
+            losses: 0-dim tensors that are not finite if one of this rank's losses was not.
+        """
         count, comm = self._count, self._comm
         numbers_of_inputs = comm.world_size if self._across is not None else 0
         more = extra.size if extra is not None else 0
-        size = 2 * count + comm.world_size + numbers_of_inputs + more + 6
-        vector = torch.zeros(size + 3, dtype=torch.float64, device=self._device)
+        size = 2 * count + comm.world_size + numbers_of_inputs + more + _SCALARS
+        vector = torch.zeros(size + _LOCAL, dtype=torch.float64, device=self._device)
         values = vector[:size]
         numbers = [weight, weighted is True, weighted is False, vote is not None, vote or 0, (vote or 0) ** 2]
-        for place, number in zip(range(size - 6, size), numbers, strict=True):
-            if number:  # as an argument of a kernel: copies from the host may wait for the device
+        for place, number in zip(range(size - _SCALARS, size), numbers, strict=True):
+            if number:  # fill_ passes it as an argument of a kernel; a copy from the host may wait for the device
                 values[place].fill_(number)
         self._plan.add(values[:count], self._spans, parts)
         if self._squares is not None:
@@ -342,7 +364,7 @@ class StatsCollector:
         for kind, found in ((_BAD_GRADIENT, probes), (_BAD_LOSS, losses)):
             if found:
                 values[2 * count + comm.rank] += (~torch.isfinite(torch.stack(list(found)))).any().double() * kind
-        about = extra.write(values[-6 - more : -6]) if extra is not None else None
+        about = extra.write(values[-_SCALARS - more : -_SCALARS]) if extra is not None else None
         if self._across is not None and self._inputs is not None:
             values[2 * count + comm.world_size + comm.rank] = (self._inputs % 1_048_573).double() + 1.0
         self._inputs = None
@@ -350,7 +372,7 @@ class StatsCollector:
         # One sum for all uses, here and on the host: two that add in another order could clip differently on
         # two ranks.
         own = values[:count] if self._counted is None else values[:count] * self._counted
-        vector[-1] = own.sum()
+        vector[_TOTAL] = own.sum()
         if self._across is not None:
             self._over_the_model(vector, size, self._across, more)
         self.latest = StatsVector(vector, count, comm.world_size, used, weight if weighted else None, more, about)
@@ -371,13 +393,13 @@ class StatsCollector:
         assert self._wanted is not None
         unused = ((vector[count : 2 * count] == 0) * self._wanted).sum().reshape(1)
         inputs = vector[2 * count + ranks : 2 * count + 2 * ranks]
-        extra = vector[size - 6 - more : size - 6]
-        over = torch.cat([vector[-1:], unused, inputs, inputs**2, extra])
+        extra = vector[size - _SCALARS - more : size - _SCALARS]
+        over = torch.cat([vector[_TOTAL:], unused, inputs, inputs**2, extra])
         across.model.all_reduce(over, tag="stats").wait()
         numbers, squares = over[2 : 2 + ranks], over[2 + ranks : 2 + 2 * ranks]
         extra.copy_(over[2 + 2 * ranks :])
         different = (squares * across.model.world_size != numbers**2).sum().double().reshape(1)
-        vector[-3:] = torch.cat([different, over[1:2] - unused, over[:1]])
+        vector[-_LOCAL:] = torch.cat([different, over[1:2] - unused, over[:1]])
 
     def _flags(self, used: set[int]) -> torch.Tensor:
         """1 for the parameters in ``used``, [n] on the device."""

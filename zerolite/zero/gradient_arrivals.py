@@ -244,7 +244,7 @@ class GradientArrivals:
             self._close(bucket, hooked)
         if bucket.state is not BucketState.OPEN:
             self._reducer.on_late_gradient(bucket, slot)
-        if slot.index in bucket.held.held:  # what is held is moved, all of it
+        if slot.index in bucket.held.gradients:  # what is held is moved, all of it
             self.close(bucket)
         # On a device a gradient that is moved at once frees its memory for the next one. With units the whole bucket
         # is filled in one call when its unit's backward ends.
@@ -371,12 +371,12 @@ def _make_hook(known: weakref.ref[GradientArrivals], slot: Slot) -> Callable[[to
         if arrivals is None:
             return
         run = arrivals._hooked[index]
-        if run is not None and run.open and index not in run.held:
+        if run is not None and run.open and index not in run.gradients:
             gradient = parameter.grad
             if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
-                run.held[index] = gradient
+                run.gradients[index] = gradient
                 parameter.grad = run.shown[index]  # type: ignore[index]
-                if len(run.held) == run.count:
+                if len(run.gradients) == run.count:
                     arrivals._complete_run(run)
                 return
         arrivals._take(slot, parameter)

@@ -129,18 +129,18 @@ class GradientBucket:
         self.missing -= 1
         index, run = slot.index, self._run_of.get(slot.index)
         if run is not None:
-            if index in run.held:
+            if index in run.gradients:
                 self.put_run(run, factor)
-            run.held[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
-            if len(run.held) == run.count:
+            run.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
+            if len(run.gradients) == run.count:
                 self.put_run(run, factor)
         elif (at_once and self._filler is None) or self.local is not None:
             self.put(slot, gradient, factor)
-        elif index in self.held.held:
+        elif index in self.held.gradients:
             self.put_held(factor)
             self.put(slot, gradient, factor)
         else:
-            self.held.held[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
+            self.held.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
 
     def runs_to_open(self, follows_units: bool) -> Sequence[Held]:
         """Return the runs in which hooks may hold gradients now. follows_units: no gradient launches anything, so that
@@ -201,9 +201,9 @@ class GradientBucket:
     def put_held(self, factor: float) -> None:
         """Move what is held into ``local``, where none of it is yet: in one call if that is possible."""
         for run in self._runs:
-            if run.held:
+            if run.gradients:
                 self.put_run(run, factor)
-        if not self.held.held:
+        if not self.held.gradients:
             return
         held = self.held.take_all()
         if self.local is None and self._filler is not None and self._fill(held, factor):
@@ -267,10 +267,10 @@ class GradientBucket:
 
     def drop(self, slot: Slot) -> None:
         """Forget what has come of a parameter's gradient and no reduction has seen."""
-        self.held.held.pop(slot.index, None)
+        self.held.gradients.pop(slot.index, None)
         run = self._run_of.get(slot.index)
         if run is not None:
-            run.held.pop(slot.index, None)
+            run.gradients.pop(slot.index, None)
         if self.local is not None and slot.index in self.written:
             zero_slot(self.local, self.bucket, slot)
 
@@ -352,9 +352,9 @@ class GradientBucket:
             self._memory.give_back(self.local)
         self.local, self._staged = None, False
         self.written.clear()
-        self.held.held.clear()
+        self.held.gradients.clear()
         for run in self._runs:
-            run.held.clear()
+            run.gradients.clear()
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are kept here now, with their items."""
@@ -366,6 +366,6 @@ class GradientBucket:
         if self._sent is not None:
             yield self._sent_item, self._sent
         for held in (self.held, *self._runs):
-            yield from ((item, gradient) for gradient in held.held.values())
+            yield from ((item, gradient) for gradient in held.gradients.values())
         if self.pending is not None:
             yield from ((BUCKETS, tensor) for tensor in self.pending.memory())

@@ -1,7 +1,17 @@
 """The step pipeline: one order of phases for all stages and precisions.
 
-reduce → statistics → clip → update (→ all-gather, bucket by bucket) → loss scale. The scale of an accumulation is
-captured at its first backward, before anything can change it, and the loss scaler is told the outcome last.
+::
+
+    reduce       wait for the reductions that backward has launched; reduce what no backward has
+    statistics   norm, overflow and used parameters, in one small all-reduce
+    update       skip, or clip and update what this rank owns
+    all-gather   each bucket as soon as it is updated
+    outcome      counters, learning rates, and last the loss scale
+    zero_grad    the gradients are gone
+
+:meth:`StepPipeline.step` runs all of them. Each can be called by itself, and runs the phases before it that have not
+run for these gradients. The loss scale of an accumulation is captured at its first backward, before anything can
+change it.
 """
 
 from __future__ import annotations
@@ -69,8 +79,7 @@ class SharedSums(Protocol):
 
 
 class StepPipeline:
-    """All phases are called on all ranks in the same order; each runs what it depends on if that has not run in
-    this accumulation."""
+    """See the module. All methods are called on all ranks, in the same order."""
 
     def __init__(
         self,
@@ -133,12 +142,13 @@ class StepPipeline:
             self.outcomes.checks.replan()
 
     def follow(self, sharded: PartitionedParameterCoordinator) -> None:
-        """The model is at stage 3. Before the first step."""
+        """Gather and write parameters through ``sharded``: the model is at stage 3. Before the first step."""
         self.written.use(sharded)
         self.outcomes.compare(ScheduleAgreement(sharded.schedule, self._comm.main))
 
     def spread(self, across: Across, sums: SharedSums) -> None:
-        """The model has parts on other ranks. Before the first step."""
+        """Add statistics and shared gradients over the ranks that have other parts of the model. Before the first
+        step."""
         self._across, self._sums = across, sums
         self.count_buckets()
 
@@ -159,13 +169,15 @@ class StepPipeline:
     def begin_backward(self, engine_scaled: bool | None = None, weight: float | None = None) -> None:
         """Begin a backward, before its first gradient.
 
-        ``engine_scaled``: None inside a backward that the user called; otherwise ``engine.backward`` is about to
-        call it, and has divided (or not) the loss by the number of micro-batches. ``weight``: by which it multiplies
-        the loss instead, in units of :meth:`GradientScale.weight_unit`.
+        Args:
+            engine_scaled: True if ``engine.backward`` has divided the loss by the number of micro-batches, False if it
+                has not; None inside a backward that the user has called.
+            weight: number that ``engine.backward`` multiplies the loss with instead, in units of
+                :meth:`GradientScale.weight_unit`.
         """
         if self._reducer.current.open:
             return
-        if self._updated:
+        if self._updated:  # an update without zero_grad(): its gradients are used, and not added to
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
@@ -211,19 +223,19 @@ class StepPipeline:
         self.outcomes.counters.micro_steps += 1
 
     def wait_for_reductions(self) -> None:
-        """None is under way afterwards. Nothing is launched for it that is not launched anyway."""
+        """Wait until no reduction is under way. Nothing is launched for it that is not launched anyway."""
         self._reducer.end_backward(complete=False)
         self._reducer.wait()
 
     # ---------------------------------------------------------------- phases
 
     def reduce(self) -> None:
-        """Afterwards the mean gradient over ranks is where its owner needs it."""
+        """Finish the mean of the gradients over ranks. Each rank then has the part that it updates."""
         self.look_at_grads()
         self.finish_reductions()
 
     def finish_reductions(self) -> None:
-        """:meth:`reduce` where it is known that the user has not dropped the gradients."""
+        """Run :meth:`reduce` where it is known that the user has not dropped the gradients."""
         for begins in self._observers.on_phase_begin:
             begins(REDUCE_WAIT)
         try:
@@ -236,7 +248,7 @@ class StepPipeline:
                 ended(REDUCE_WAIT)
 
     def pending(self) -> frozenset[int]:
-        """Parameters with a gradient that no step has used, on any rank."""
+        """Return the parameters with a gradient, on any rank, that no step has used."""
         self.look_at_grads()
         return frozenset() if self._accumulation.empty or self._updated else self.stats().get().used
 
@@ -280,6 +292,7 @@ class StepPipeline:
             self.changes.take(found)
 
     def stats(self) -> StatsVector:
+        """Return the statistics of the gradients in hand, which are collected if they have not been."""
         self.check_available()
         if self._collector.latest is None:
             self.look_at_grads()
@@ -306,7 +319,7 @@ class StepPipeline:
         return stats
 
     def clip(self, max_norm: float) -> float:
-        """Clip this accumulation's gradient to ``max_norm`` when it is applied. Gives the norm before clipping."""
+        """Clip the gradients in hand to ``max_norm`` when they are applied. Return their norm before clipping."""
         if not max_norm > 0:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         self.look_at_grads()
@@ -322,7 +335,7 @@ class StepPipeline:
         self._apply(publish)
 
     def _apply(self, publish: bool) -> None:
-        """:meth:`update` where it is known that the user has not dropped the gradients."""
+        """Run :meth:`update` where it is known that the user has not dropped the gradients."""
         for begins in self._observers.on_phase_begin:
             begins(STEP)
         try:
@@ -368,8 +381,7 @@ class StepPipeline:
         self._step_update.run(stats, given, self._max_norm, publish)
 
     def on_weights_replaced(self) -> None:
-        """All weights have been replaced by others, a checkpoint's: what was wrong with steps before does not matter
-        any more. Called on all ranks."""
+        """Forget what was wrong with earlier steps: all weights have been loaded anew. Called on all ranks."""
         self.outcomes.forget_failure()
         if self.outcomes.checks is not None:
             self.outcomes.checks.forget(update=True)
@@ -384,7 +396,7 @@ class StepPipeline:
         self.publish()
 
     def publish(self) -> None:
-        """Bring the updated masters to the compute parameters of all ranks."""
+        """All-gather the updated values into the compute parameters of all ranks."""
         self.check_available()
         with self._observers.phase(STEP), self.commands(Command.PUBLISH):
             for bucket in reversed(self._reducer.order.buckets):
@@ -395,7 +407,7 @@ class StepPipeline:
         self._step_update.published()
 
     def zero_grad(self) -> None:
-        """Drop the accumulation: its gradients, clip and scale."""
+        """Drop the gradients in hand, with their clipping and loss scale."""
         with self.commands(Command.ZERO_GRAD) if self._accumulation.backwards else NOTHING:
             for notify in self._observers.on_gradients_dropped:
                 notify()
@@ -405,7 +417,7 @@ class StepPipeline:
             self._begin_accumulation()
 
     def step(self) -> None:
-        """All phases. Gradients are consumed."""
+        """Run all phases. The gradients are gone afterwards."""
         self.look_at_grads()
         with self.commands(Command.STEP):
             self._apply(publish=True)
@@ -419,8 +431,8 @@ class StepPipeline:
         return not (self._accumulation.empty or self._updated)
 
     def check_between_steps(self) -> None:
-        """Settle what has been updated. Raises RuntimeError while an update is in the middle, between ``update`` and
-        ``publish``, and while ``engine.offload_states()`` holds."""
+        """Settle what has been updated. Raises RuntimeError between ``update`` and ``publish``, and while the pipeline
+        is suspended."""
         self.look_at_grads()
         self.outcomes.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
         if self._step_update.unpublished:
