@@ -44,7 +44,7 @@ THIRD_PARTY = {
     "zerolite.planning.available": {"psutil"},
     "zerolite.planning.result": {"pydantic"},
     "zerolite.planning.measure": {"pydantic"},
-    "zerolite.planning.picture": {"matplotlib"},
+    "zerolite.planning.report": {"matplotlib"},
     "zerolite.planning.sources": {"transformers"},
 }
 
@@ -52,7 +52,6 @@ WITHOUT_TORCH = (
     "zerolite.version", "zerolite.config", "zerolite.launcher", "zerolite.utils.sizes", "zerolite.utils.dtype_names",
     "zerolite.utils.memory_tags",
     *(f"zerolite.planning.{name}" for name in ("errors", "result", "traffic", "advice", "report")),
-    "zerolite.planning.picture",
     "op_builder",
 )  # fmt: skip
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.unit.plan_examples import GB, REST, STATES, make_comparison, make_items, make_peak, make_plan
 from zerolite.planning.advice import advise
-from zerolite.planning.picture import draw
-from zerolite.planning.report import Screen, render
+from zerolite.planning.report import Screen, draw, render
 from zerolite.planning.result import Comparison, Plan
 from zerolite.utils.memory_tags import ITEMS
 from zerolite.utils.sizes import format_size

@@ -259,7 +259,7 @@ def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
         if options.json not in (None, "-"):
             Path(options.json).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if options.png is not None:
-            from zerolite.planning.picture import draw
+            from zerolite.planning.report import draw
 
             draw(made, Path(options.png))
     except OSError as error:

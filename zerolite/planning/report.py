@@ -1,4 +1,4 @@
-"""Report of a plan, or of several side by side, for a terminal: tables, bars, the course of a step, and sentences."""
+"""Report of a plan, or of several side by side: :func:`render` makes text for a terminal, :func:`draw` a picture."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from zerolite.planning.advice import advise
-from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Traffic, spoken, total
+from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, spoken, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size
 
 _NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100
 _CHART_ROWS, _LEAST_BAR, _WIDEST_BAR = 10, 8, 40
 _LOWER, _UPPER = "█▒"
+_GIGA = 10**9
 _MARKS = f"{_LOWER} model states and buffers, {_UPPER} everything else"
 _LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "grid", "", "check")
 """Heads of columns that are aligned to the left."""
@@ -53,21 +55,14 @@ class Screen(NamedTuple):
         widths[0] = max(widths[0] - max(excess, 0), 4)
         lines = []
         for row in zip(*columns, strict=True):
-            cut = [
-                cell if len(cell) <= width else cell[: width - 2] + ".."
-                for cell, width in zip(row, widths, strict=True)
-            ]
-            cells = zip(cut, widths, columns, strict=True)
+            first = row[0] if len(row[0]) <= widths[0] else row[0][: widths[0] - 2] + ".."
+            cells = zip((first, *row[1:]), widths, columns, strict=True)
             lines.append("  ".join(f"{cell:{'<' if head[0] in _LEFT else '>'}{width}}" for cell, width, head in cells))
         return [line.rstrip() for line in lines]
 
     def beside(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
-        """``lines`` of a table with a bar behind each after the first, where there is room.
-
-        Args:
-            bars: (lower part, whole), all on one scale.
-            limit: where a "|" stands.
-        """
+        """``lines`` of a table with a bar behind each after the first, where there is room. bars: (lower part, whole),
+        all on one scale; a "|" stands at ``limit``."""
         column = max(map(len, lines)) + 2
         room = min(self.width - column - 1, _WIDEST_BAR)
         largest = max([whole for _, whole in bars] + [limit or 0])
@@ -86,6 +81,9 @@ def render(shown: Plan | Comparison, screen: Screen) -> str:
     """Everything that a plan or a comparison says, in lines of at most ``screen.width`` columns."""
     sections = _of_one(shown, screen) if isinstance(shown, Plan) else _of_several(shown, screen)
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+# -------------------------------------------------------------------- one plan
 
 
 def _of_one(plan: Plan, screen: Screen) -> Iterator[list[str]]:
@@ -121,13 +119,11 @@ def _batch(plan: Plan) -> str:
 
 def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
     """A row for each stage of the pipeline, and its bubble."""
-    rows = [["stage", "parameters", "states", "at rest", "peak", "sent", "between nodes", "in"]]
+    heads = ["parameters", "states", "at rest", "peak", "sent", "between nodes"]
+    rows = [["stage", *heads, "in"]]
     for stage in plan.stages:
-        across = sum(entry.inter_node or 0 for entry in stage.traffic)
-        sizes = [total(stage.states, MODEL_STATES), sum(stage.at_rest.values()), stage.peak.bytes, stage.sent, across]
-        here = " <- shown below" if stage.rank == plan.rank else ""
-        cells = [f"{stage.rank_parameters:,}", *map(format_size, sizes), f"{stage.peak.phase}{here}"]
-        rows.append([f"{stage.stage} (rank {stage.rank})", *cells])
+        cells, here = _needs(stage), " <- shown below" if stage.rank == plan.rank else ""
+        rows.append([f"{stage.stage} (rank {stage.rank})", *(cells[head] for head in heads), stage.peak.phase + here])
     yield screen.table(_with_nodes(plan, rows), ("at rest", "states", "parameters"))
     schedule = f"Schedule: {plan.schedule}, {_counted(plan.accumulation, 'micro-batch', 'es')}."
     yield screen.paragraph(f"{schedule} Ranks wait {100 * (plan.bubble or 0):.1f} % of a step (the bubble).")
@@ -263,8 +259,11 @@ def _flops(plan: Plan) -> str:
     )
 
 
-_SETTINGS = ("states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits")
-_GRIDS = ("ZeRO", "micro-batches", "states", "peak", "sent", "between nodes", "bubble", "a step", "fits")
+# -------------------------------------------------------------------- several plans
+
+_SETTINGS = "setting", ("states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits"), "<- cheapest"
+_OF_GRIDS = ("ZeRO", "micro-batches", "states", "peak", "sent", "between nodes", "bubble", "a step", "fits")
+_GRIDS = "grid", _OF_GRIDS, "<- fastest"
 _OPTIONAL = ("collectives", "micro-batches", "states", "at rest", "sent", "host", "disk")
 
 
@@ -294,9 +293,7 @@ def _of_several(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
 
 def _side_by_side(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
     plans = [plan for _, plan in comparison.rows]
-    kind, all_heads, mark = (
-        ("grid", _GRIDS, "<- fastest") if comparison.speeds else ("setting", _SETTINGS, "<- cheapest")
-    )
+    kind, all_heads, mark = _GRIDS if comparison.speeds else _SETTINGS
     empty = [name for name in ("host", "disk") if not any(getattr(plan, name) for plan in plans)]
     heads = [head for head in all_heads if head not in empty]
     rows = [[kind, *heads, ""]]
@@ -304,29 +301,37 @@ def _side_by_side(comparison: Comparison, screen: Screen) -> Iterator[list[str]]
         cells = _cells(plan)
         rows.append([name, *(cells[head] for head in heads), mark if index == comparison.chosen else ""])
     yield screen.table(rows, _OPTIONAL)
-    head = f"at the peak: {_MARKS}"
-    head += "" if plans[0].device_memory is None else "; the device's memory ends at |"
+    end = "" if plans[0].device_memory is None else "; the device's memory ends at |"
     names = [line[: screen.width // 2] for line in ("", *(name for name, _ in comparison.rows))]
     bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
-    yield [*screen.paragraph(head), *screen.beside(names, bars, plans[0].device_memory)[1:]]
+    yield [*screen.paragraph(f"at the peak: {_MARKS}{end}"), *screen.beside(names, bars, plans[0].device_memory)[1:]]
 
 
 def _cells(plan: Plan) -> dict[str, str]:
+    """Cells of a row that is a plan, by the head of their column."""
     states = [stage.states for stage in plan.stages] or [plan.states]
-    return {
+    return _needs(plan) | {
         "ZeRO": str(plan.stage),
         "micro-batches": f"{plan.accumulation:,}",
         "states": format_size(max(total(items, MODEL_STATES) for items in states)),
-        "at rest": format_size(sum(plan.at_rest.values())),
-        "peak": format_size(plan.peak.bytes),
-        "sent": format_size(plan.sent),
         "collectives": f"{sum(entry.count for entry in plan.traffic):,}",
-        "between nodes": format_size(plan.inter_node or 0),
         "host": _size(sum((plan.host or {}).values())),
         "disk": _size(sum((plan.disk or {}).values())),
         "bubble": "-" if plan.bubble is None else f"{100 * plan.bubble:.1f} %",
         "a step": _time(plan.seconds or 0.0),
         "fits": {None: "?", True: "yes", False: "no" if (plan.spare or 0) < 0 else "no: host"}[plan.fits],
+    }
+
+
+def _needs(rank: Plan | Stage) -> dict[str, str]:
+    """Cells of what one rank has, holds and sends, by the head of their column."""
+    return {
+        "parameters": f"{rank.rank_parameters:,}",
+        "states": format_size(total(rank.states, MODEL_STATES)),
+        "at rest": format_size(sum(rank.at_rest.values())),
+        "peak": format_size(rank.peak.bytes),
+        "sent": format_size(rank.sent),
+        "between nodes": format_size(sum(entry.inter_node or 0 for entry in rank.traffic)),
     }
 
 
@@ -368,6 +373,54 @@ def _fastest(name: str, plan: Plan, memory: int, speeds: tuple[float, float, flo
         f"{flops / 1e12:,.0f} TFLOP and sends {format_size(int(within))} within its node and "
         f"{format_size(int(between))} to others in a second, and nothing overlaps. In the config: {written}."
     )
+
+
+# -------------------------------------------------------------------- a picture
+
+
+def draw(shown: Plan | Comparison, path: Path) -> None:
+    """Write ``path``: bars of the items, and the memory in the course of a step of the plan, or of the setting that was
+    chosen (the smallest, if none was). Raises OSError if the file cannot be written."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    if isinstance(shown, Plan):
+        plan, title = shown, ""
+        bars = {"at rest": plan.at_rest, "making\nthe engine": plan.initialize_peak.items}
+        bars |= {"peak of\na step": plan.step_peak.items, "on the\nhost": plan.host or {}, "on disk": plan.disk or {}}
+        bars = {name: items for name, items in bars.items() if items}
+    else:
+        smallest = min(range(len(shown.rows)), key=lambda row: shown.rows[row][1].peak.bytes)
+        title, plan = shown.rows[smallest if shown.chosen is None else shown.chosen]
+        bars = {name.replace(", ", ",\n"): entry.peak.items for name, entry in shown.rows}
+    colours = [colormaps["tab20"](place) for place in range(len(ITEMS))]
+    figure = Figure(figsize=(10 + 1.2 * len(bars), 5), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.2 + 1.2 * len(bars), 7))
+    under = [0.0] * len(bars)
+    for item, colour in zip(ITEMS, colours, strict=True):
+        heights = [items.get(item, 0) / _GIGA for items in bars.values()]
+        drawn = left.bar(list(bars), heights, 0.7, under, color=colour, label=spoken(item) if any(heights) else None)
+        under = [low + height for low, height in zip(under, heights, strict=True)]
+    left.bar_label(drawn, [format_size(sum(items.values())) for items in bars.values()])
+    left.tick_params(axis="x", labelsize=7)
+    left.set(title="the peak of each setting" if title else "memory", ylabel="GB per rank")
+    right.set(title=f"memory in the course of a step{', ' * bool(title)}{title}", ylabel="GB per rank", xticks=[])
+    right.set_xlabel("allocations and releases, in their order")
+    if plan.timeline:
+        layers = [[point.items[item] / _GIGA for point in plan.timeline] for item in ITEMS]
+        right.stackplot(range(len(plan.timeline)), layers, colors=colours, step="post")
+    begin = 0
+    for phase, points in itertools.groupby(plan.timeline, key=lambda point: point.phase):
+        right.axvline(begin, color="grey", linewidth=0.8, linestyle=":")
+        right.text(begin, 1.0, phase, transform=right.get_xaxis_transform(), va="top", color="grey", rotation=90)
+        begin += len(list(points))
+    if plan.device_memory is not None:
+        left.axhline(plan.device_memory / _GIGA, color="black", linestyle="--", label="memory of the device")
+        right.axhline(plan.device_memory / _GIGA, color="black", linestyle="--")
+    figure.legend(loc="outside right center", frameon=False)
+    ranks = _counted(plan.world_size, "rank")
+    figure.suptitle(f"{plan.model}: {plan.parameters:,} parameters, {ranks}, {plan.precision}, rank {plan.rank}")
+    figure.savefig(path, format="png")
 
 
 def _counted(count: int, noun: str, plural: str = "s") -> str:
