@@ -13,9 +13,10 @@ from tests.planning.fits_cases import NUMEL, PLENTY, START, stack, start
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.unit.plan_examples import GB, make_items, make_plan
+from zerolite import planning
 from zerolite.comm import create_communicator, dry_communicator
 from zerolite.config import ZeroliteConfig, load_config
-from zerolite.planning import command, host_room, make, settings, sources
+from zerolite.planning import command, host_room
 from zerolite.planning.host_room import OPTIMIZER, PARAMETERS, Room, find_room, find_shortage, is_ample, offloads
 from zerolite.planning.make import plan
 from zerolite.planning.settings import compare
@@ -191,9 +192,9 @@ def test_the_memory_of_the_host_on_the_command_line(
     monkeypatch: pytest.MonkeyPatch, given: list[str], config: dict[str, Any], meant: dict[str, int]
 ) -> None:
     told: list[Any] = []
-    for module, name in ((make, "plan"), (settings, "compare")):
-        monkeypatch.setattr(module, name, lambda *args, **options: told.append(options))
-    monkeypatch.setattr(sources, "load_model_fn", lambda name: None)
+    for name in ("plan", "compare"):
+        monkeypatch.setattr(planning, name, lambda *args, **options: told.append(options))
+    monkeypatch.setattr(planning, "load_model_fn", lambda name: None)
     job = ["--model", "m:f", "--config", "c.json", "--world-size", "2", *given]
     command.make(command.parse_command_line(job), load_config(config))
     memory = {name: value for name, value in told[0].items() if "memory" in name and value is not None}

@@ -36,7 +36,7 @@ examples:
   zerolite plan --model models.gpt:build_model --config zero3.json --world-size 64 --nodes 8 \\
       --input-spec "input_ids:int64[B,1024] labels:int64[B,1024]" --device-memory 80GB --png plan.png
   zerolite plan --model Llama/config.json --config zero3.json --world-size 64 --compare --device-memory 80GB
-  zerolite plan --model models.gpt:build_model --config zero1.json --world-size 64 --nodes 8 --grids \
+  zerolite plan --model models.gpt:build_model --config zero1.json --world-size 64 --nodes 8 --grids \\
       --input-spec "input_ids:int64[B,1024] labels:int64[B,1024]" --device-memory 80GB
 
 --model and --batch name functions in modules that can be imported from the working directory.
@@ -89,7 +89,16 @@ def _speeds(text: str) -> tuple[float, float, float]:
 def build_parser(prog: str) -> _Parser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
-    job = parser.add_argument_group("the job").add_argument
+    _add_job(parser.add_argument_group("the job"))
+    _add_step(
+        parser.add_argument_group("a step", "Without a batch no forward is run, and activations are not counted.")
+    )
+    _add_actions(parser.add_argument_group("what to do"))
+    return parser
+
+
+def _add_job(group: argparse._ArgumentGroup) -> None:
+    job = group.add_argument
     what = "package.module:function that makes the model, or a Hugging Face config.json or its directory"
     job("--model", required=True, metavar="MODEL", help=what)
     job("--config", required=True, metavar="CONFIG", help="the engine's config: a file, or JSON")
@@ -106,8 +115,10 @@ def build_parser(prog: str) -> _Parser:
         "is: auto, this machine's)"
     )
     job("--host-memory", type=_size, metavar="SIZE", help=host)
-    step = parser.add_argument_group("a step", "Without a batch no forward is run, and activations are not counted.")
-    batch = step.add_mutually_exclusive_group().add_argument
+
+
+def _add_step(group: argparse._ArgumentGroup) -> None:
+    batch = group.add_mutually_exclusive_group().add_argument
     makes = (
         "package.module:function that makes the arguments of forward, a tuple or a dict; it may take the micro-batch "
         "size"
@@ -118,8 +129,11 @@ def build_parser(prog: str) -> _Parser:
         "package.module:function from what forward returns to the loss (default: that itself, its .loss, or the mean "
         "of its first floating tensor)"
     )
-    step.add_argument("--loss", metavar="FUNCTION", help=loss)
-    do = parser.add_argument_group("what to do").add_argument
+    group.add_argument("--loss", metavar="FUNCTION", help=loss)
+
+
+def _add_actions(group: argparse._ArgumentGroup) -> None:
+    do = group.add_argument
     compare = "plan stages 0 to 3, a few sizes and what can be offloaded, and mark the cheapest that fits"
     do("--compare", action="store_true", help=compare)
     grids = (
@@ -136,7 +150,6 @@ def build_parser(prog: str) -> _Parser:
     do("--check", action="store_true", help=check)
     do("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
     do("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
-    return parser
 
 
 def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
@@ -194,10 +207,9 @@ def find_memory(device: str) -> int:
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
     """The plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
+    from zerolite.planning import compare, load_batch, load_model_fn, plan  # torch too, with Python's collector off
     from zerolite.planning.host_room import offloads
-    from zerolite.planning.make import plan
-    from zerolite.planning.settings import compare
-    from zerolite.planning.sources import load_batch, load_function, load_model_fn, parse_input_spec
+    from zerolite.planning.sources import load_function, parse_input_spec
 
     if options.check:
         from zerolite.planning.check import find_problem as find_check_problem

@@ -18,12 +18,6 @@ from zerolite.planning import shortcuts
 from zerolite.utils.accelerator import FakeMode, Machine, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
-_NUMBERS = {
-    torch.ops.aten.linspace.default,
-    torch.ops.aten.arange.default,
-    torch.ops.aten.arange.start,
-    torch.ops.aten.arange.start_step,
-}
 _MOST_NUMBERS = 4096
 _OF_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
 """torch's cache of what operators return would keep these storages: those that torch.load makes."""
@@ -107,7 +101,8 @@ class WithoutMemory(FakeMode):
             out: Any = super().dispatch(func, types, args, kwargs)
         finally:
             self.cache_enabled = cached
-        if self._constructing and func in _NUMBERS and out.device.type == "cpu" and out.numel() <= _MOST_NUMBERS:
+        few = func in shortcuts.NUMBERS and out.device.type == "cpu" and out.numel() <= _MOST_NUMBERS
+        if self._constructing and few:
             with unset_fake_temporarily():
                 out.constant = func(*args, **(kwargs or {}))
             self.fake_tensor_converter.add_constant_storage_mapping(out)

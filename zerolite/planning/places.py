@@ -28,14 +28,8 @@ class Grid(NamedTuple):
         """(pipe, data, tensor) of ``rank``."""
         return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
 
-    def size(self, dimension: str) -> int:
-        """Ranks of a group: "pipe", "data", "tensor", "model" (pipe × tensor) or "world"."""
-        sizes = {**self._asdict(), "model": self.pipe * self.tensor, "world": self.world_size}
-        size: int = sizes[dimension]
-        return size
-
     def groups(self, dimension: str) -> Iterator[list[int]]:
-        """All groups of a dimension, each in the order of its ranks."""
+        """All groups of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", each in order."""
         inside = {"model": ("pipe", "tensor"), "world": self._fields}.get(dimension, (dimension,))
         found: dict[tuple[int, ...], list[int]] = {}  # by the places in the other dimensions
         for rank in range(self.world_size):
@@ -63,7 +57,7 @@ def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
 def ring_between_nodes(grid: Grid, nodes: int, dimension: str) -> Fraction:
     """Return the share of ring traffic that goes to another node, if ranks form rings in the order of their numbers and
     fill one node after the other."""
-    here = grid.world_size // nodes
+    here = grid.world_size // nodes  # ranks of a node
     links = [(one, other) for group in grid.groups(dimension) for one, other in _ring(group)]
     return Fraction(sum(one // here != other // here for one, other in links), max(len(links), 1))
 

@@ -182,11 +182,12 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].fake_device  # asked as often as anything is computed
         given = kwargs or {}
         self._op, mode = func, fake_mode()
-        if type(mode) is WithoutMemory:
+        if type(mode) is WithoutMemory:  # asked here already: its own turn would come after another dispatch by torch
             out = shortcuts.call(mode, func, args, given, lambda: func(*args, **given))
         else:
             out = func(*args, **given)
         if self._flops is not None and self.phase != STEP:
+            # A node of backward that records gradients runs a forward again: activation checkpointing.
             again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
             flops = self._operators.of_call(func, args, given, out)
             if flops:
@@ -329,6 +330,8 @@ class MemoryTracker(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         """It is told when the next change comes: until then it may be said that it is somewhere else."""
         self._settle()
+        # torch makes one Python object for a storage and keeps it as long as the memory, so the end of its weak
+        # reference is the release. The address may be used again by then: it is the key until that moment alone.
         key, nbytes = storage._cdata, storage.nbytes()
         self._known[key] = _Known(weakref.ref(storage, lambda _: self._gone(key)), nbytes, item, place)
         self._change(item, place, nbytes)
@@ -352,9 +355,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def _tell(self, item: str, place: str, nbytes: int, where: TracePoint) -> None:
         """Report a change to the records of the fullest moment, and to the course of the device."""
-        largest = self._largest[place]
-        largest[item] = max(largest[item], self.items[place][item])
-        self._most = max(self._most, self._in_host_memory())
+        largest, now = self._largest[place], self.items[place][item]
+        if now > largest[item]:
+            largest[item] = now
+        if nbytes > 0:  # less than before is never the most
+            self._most = max(self._most, self._in_host_memory())
         if place != DEVICE or not nbytes:
             return
         if self.nbytes[DEVICE] > self._fullest.nbytes:
@@ -363,6 +368,7 @@ class MemoryTracker(TorchDispatchMode):
             self._events.append((item, nbytes, where.phase, where.module))
 
     def _here(self) -> TracePoint:
+        # To ask autograd for the module takes longer than all else here, and most answers would be thrown away.
         if self._events is None and self.nbytes[DEVICE] <= self._fullest.nbytes:
             return _NOWHERE
         return TracePoint(self.phase, self.modules.now(), str(self._op))
