@@ -88,7 +88,7 @@ def find_problem(world_size: int, device: str) -> str | None:
 
 def run_job(request: Mapping[str, str | None], world_size: int, device: str) -> Measurement:
     """Start the processes, wait for them and return what rank 0 has measured. Raises PlanError if they fail."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # an engine takes CUDA where it sees any
     environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **hidden}  # without the profiler's own lines
     with tempfile.TemporaryDirectory(prefix="zerolite-check-") as name:
         directory = Path(name)

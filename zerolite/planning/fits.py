@@ -64,6 +64,7 @@ def choose_stage(
         return with_zero(config, stage=stages[0]), None
     plans: list[Plan] = []
     refused: list[Exception] = []
+    # Stage 1 first: what it holds tells what stages 0 and 2 hold at least, and mostly spares their plans.
     for tried in (stage for stage in (1, 0, 2, 3) if stage in stages):
         if _cannot_be_chosen(tried, plans, limit):
             continue

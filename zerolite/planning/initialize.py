@@ -93,6 +93,7 @@ def initialize(
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
     staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
     resolved = known_here(model, resolved, topology)
+    # Before the engine allocates anything, so that a job that cannot fit ends with a sentence.
     resolved, plan = choose_stage(model, resolved, arguments, topology, device)
     check_memory(model, resolved, arguments, topology, device, plan)
     engine = build_engine(model, resolved, arguments, topology, device, staged=staged, loss_fn=loss_fn)

@@ -21,7 +21,7 @@ from zerolite.planning.initialize import initialize
 from zerolite.planning.make import ConfigLike, of_micro_batch, silent
 from zerolite.planning.places import Grid
 from zerolite.planning.result import AT_REST, Items, Traffic
-from zerolite.planning.steps import STEP, loss_fn_of, train_one_step, walk_through_parameters
+from zerolite.planning.steps import STEP, Batch, loss_fn_of, train_one_step, walk_through_parameters
 from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import summarize
 from zerolite.utils.accelerator import collector_off, default_device
@@ -75,12 +75,7 @@ def measure(
         def micro_batch() -> Any:
             return map_tensors(lambda tensor: tensor.to(engine.device), torch.zeros(()) if made is None else made())
 
-        for step in range(_MOST_STEPS):  # as many as a plan takes, and until a loss scale has found its size
-            skipped = engine.skipped_steps
-            train_one_step(engine, micro_batch, loss)
-            if step + 1 >= WARM_UP and engine.skipped_steps == skipped:
-                break
-        gc.collect()
+        _warm_up(engine, micro_batch, loss)
         most = _Most(engine)
         account.begin_step()
         with collector_off(), record() as recorder, most.asking():
@@ -101,6 +96,16 @@ def measure(
         step_peak=peak,
         traffic=summarize(recorder.calls, grid),
     )
+
+
+def _warm_up(engine: Engine, micro_batch: Batch, loss: Callable[..., torch.Tensor] | None) -> None:
+    """Train as many steps as a plan does before the one that it reports, and until a loss scale has found its size."""
+    for step in range(_MOST_STEPS):
+        skipped = engine.skipped_steps
+        train_one_step(engine, micro_batch, loss)
+        if step + 1 >= WARM_UP and engine.skipped_steps == skipped:
+            break
+    gc.collect()
 
 
 class _Most:

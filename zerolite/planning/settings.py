@@ -153,6 +153,7 @@ def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
 def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteConfig:
     """``config`` with other values in some of its blocks. Raises ConfigError if they contradict each other, or if the
     stage has no use for one of them."""
+    # A copy is not validated, so the checks that look at several keys are made here.
     changed = config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in blocks.items()}
     )

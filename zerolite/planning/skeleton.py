@@ -25,7 +25,7 @@ class DrySkeleton(Skeleton):
     device = "cpu"
 
     def __init__(self, model: torch.nn.Module) -> None:
-        device = default_device(0)
+        device = default_device(0)  # the dry run's machine is in place: the CPU
         self._context = CommContext(create_communicator(device), device)
         super().__init__(model)
         for module in self.model.modules():  # the engine puts hooks on tensors that come from parameters
@@ -61,6 +61,7 @@ class DrySkeleton(Skeleton):
 
 def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """A copy without states and hooks, which shares nothing that its ``step`` may change."""
+    # Neither its constructor nor copy.copy: both may run the user's code.
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
     containers = (dict, list, set, collections.deque)
     own = {
