@@ -65,27 +65,36 @@ def losses_of(output: str) -> list[str]:
 @pytest.mark.slow
 def test_the_plain_loops_agree(text: Path, tmp_path: Path) -> None:
     """DDP and the example's config, at these stages, on two ranks: to all digits that are printed, which are those of
-    fp32. With the same update, that is: here torch's (foreach). zerolite's own AdamW rounds less often."""
+    fp32. With the same update, that is: here torch's (foreach). zerolite's own AdamW rounds less often. Nor does the
+    bound on the norm bite there: zerolite sums the squares in float64, torch in float32, so that the factors of their
+    clipping differ by a millionth. Where it bites the losses are close."""
     copy = tmp_path / "gpt"
     copy.mkdir()
     for file in GPT.glob("*.py"):
         (copy / file.name).write_text(file.read_text())
     config = example_cases.read_config("gpt", "plain", foreach=True)
     assert config["zero_optimization"] == {"stage": 2}
+    for script in PLAIN:
+        code = (copy / script).read_text()
+        assert code.count("clip_grad_norm_(model.parameters(), 1.0)") == 1
+        (copy / f"unclipped_{script}").write_text(code.replace("(), 1.0)", "(), 1e9)"))
     arguments = ["--steps", "3", "--log-every", "1", "--batch-size", "1", "--data", str(text)]
     with Pool(2, init_group=False) as pool:
 
-        def losses(script: str) -> list[str]:
+        def losses(script: str, stage: int | None = None) -> list[str]:
+            (copy / "plain.json").write_text(json.dumps({**config, "zero_optimization": {"stage": stage}}))
             kwargs = {"path": str(copy / script), "arguments": arguments, "port": free_port()}
             printed, silent = pool.run("tests.cli.example_cases:run_script", kwargs)
             assert silent == ""
             return losses_of(printed)
 
-        wanted = losses(PLAIN[0])
+        wanted = losses(f"unclipped_{PLAIN[0]}")
         assert len(wanted) == 3
         for stage in range(4):
-            (copy / "plain.json").write_text(json.dumps({**config, "zero_optimization": {"stage": stage}}))
-            assert losses(PLAIN[1]) == wanted, f"stage {stage}"
+            assert losses(f"unclipped_{PLAIN[1]}", stage) == wanted, f"stage {stage}"
+        clipped = [float(loss) for loss in losses(PLAIN[0])]
+        assert clipped[2] != pytest.approx(float(wanted[2]), rel=1e-4)
+        assert [float(loss) for loss in losses(PLAIN[1], 2)] == pytest.approx(clipped, rel=2e-6)
 
 
 @pytest.mark.slow
@@ -182,9 +191,9 @@ SCRIPTS = [
     pytest.param("lora/train.py", id="lora", marks=NEEDS_PEFT),
 ]
 SHORT = {
-    "gpt/plain_ddp.py": ["--steps", "2", "--log-every", "1", "--batch-size", "2"],
-    "gpt/plain_zerolite.py": ["--steps", "2", "--log-every", "1", "--batch-size", "2"],
-    "gpt/amp.py": ["--steps", "2", "--log-every", "1", "--batch-size", "2"],
+    "gpt/plain_ddp.py": ["--steps", "2", "--log-every", "1", "--batch-size", "1"],
+    "gpt/plain_zerolite.py": ["--steps", "2", "--log-every", "1", "--batch-size", "1"],
+    "gpt/amp.py": ["--steps", "2", "--log-every", "1", "--batch-size", "1"],
     "gan/train.py": ["--steps", "2", "--log-every", "1"],
     "digits/train.py": ["--epochs", "1"],
     "lora/train.py": ["--steps", "2", "--log-every", "1", "--length", "16", "--out", "adapter"],
