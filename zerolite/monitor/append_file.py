@@ -10,10 +10,13 @@ _BLOCK = 1 << 16  # bytes
 
 
 class AppendFile:
-    """Lines go to the operating system at once, so a killed process loses none that :meth:`append` has returned from.
+    """File that keeps every complete line, even if the process is killed.
 
-    A line that was cut off (a machine that went down, a full disk) is removed: when the file is opened, or when
-    writing fails. Raises OSError if the file cannot be opened or written; later calls try again.
+    Lines are not buffered: when :meth:`append` returns, the operating system has them. A line that was cut off is
+    removed: when the file is opened again after a crash of the machine, or at once if the disk is full.
+
+    Raises:
+        OSError: the file cannot be opened or written. A later :meth:`append` tries again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,6 +37,7 @@ class AppendFile:
         data = lines.encode()
         written = 0
         try:
+            # The system may write less than it is given, for example just before the disk is full.
             while written < len(data):
                 written += os.pwrite(self._descriptor, data[written:], self._size + written)
         except OSError:
@@ -43,14 +47,15 @@ class AppendFile:
         self._size += len(data)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. May be called twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def _end_of_last_line(descriptor: int) -> int:
-    """The size in bytes of a file without what follows its last newline."""
+    """Return the size in bytes of a file up to and including its last newline; 0 if it has none."""
+    # Read blocks from the end: the file may be long, and the last line is short.
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - _BLOCK)

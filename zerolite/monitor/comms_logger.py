@@ -1,7 +1,7 @@
 """``comms_logger``: duration and bandwidth of each collective.
 
-A collective that overlaps with computation has no bandwidth of its own, so each is waited for where it is launched. The
-numbers of training stay the same; its speed does not.
+If a collective overlaps with computation, its own bandwidth cannot be measured. So the logger waits for each one where
+it is launched. Training computes the same numbers, but runs slower.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from zerolite.utils.device_timers import DeviceTimers
 from zerolite.utils.sizes import format_size
 from zerolite.utils.units import table
 
-_BELOW = ("zerolite.comm.", "zerolite.monitor.")
-_ABOVE = ("zerolite.", "torch.", "contextlib")
+_BELOW = ("zerolite.comm.", "zerolite.monitor.")  # modules between the caller in zerolite and this logger
+_ABOVE = ("zerolite.", "torch.", "contextlib")  # modules between the user's code and that caller
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Bandwidth of the links over algorithmic bandwidth, as nccl-tests defines it (doc/PERFORMANCE.md)."""
+    """Return bus bandwidth divided by algorithmic bandwidth, as nccl-tests defines them (its doc/PERFORMANCE.md)."""
+    # An all-reduce is a reduce-scatter and an all-gather: each sends (ranks - 1) of the `ranks` parts.
     if op == "all_reduce":
         return 2.0 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if op in ("all_gather", "reduce_scatter") else 1.0
@@ -38,9 +39,11 @@ class Kind(NamedTuple):
     """Collectives that are counted together.
 
     Attributes:
-        nbytes: of the full tensors that one concerns (of what is gathered, and not of a rank's part).
-        caller: what launched it, "" without ``debug``.
-        ranks: how many take part.
+        op: operation, such as "all_gather".
+        tag: purpose of the collective.
+        nbytes: bytes of the full tensors of one collective, not of one rank's part.
+        caller: line that launched it; "" without ``debug``.
+        ranks: number of ranks that take part.
     """
 
     op: str
@@ -52,7 +55,14 @@ class Kind(NamedTuple):
 
 @dataclass
 class Times:
-    """``count`` collectives that moved ``nbytes`` in ``seconds``, launch to end; on_links: bytes over the links."""
+    """Sums over collectives.
+
+    Attributes:
+        count: number of collectives.
+        nbytes: bytes of their full tensors.
+        seconds: their durations, from launch to end.
+        on_links: ``nbytes`` times :func:`bus_factor`.
+    """
 
     count: int = 0
     nbytes: int = 0
@@ -71,25 +81,32 @@ class Times:
 
     @property
     def algbw(self) -> float:
-        """10^9 bytes a second; 0 where the clock has seen no time pass."""
+        """Algorithmic bandwidth in 10^9 bytes per second; 0 if the duration is below the clock's resolution."""
         return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
     def busbw(self) -> float:
-        """The same over the links: see :func:`bus_factor`."""
+        """Bus bandwidth in 10^9 bytes per second: see :func:`bus_factor`."""
         return self.on_links / self.seconds / 1e9 if self.seconds else 0.0
 
 
 class CommsLogger:
-    """Watches communicators (see :class:`~zerolite.comm.Watcher`), on every rank.
+    """Watcher of communicators that times their collectives (see :class:`~zerolite.comm.Watcher`), on every rank.
 
-    On CUDA the current stream waits for each collective, the host does not, and times are read when the device has
-    come to them. say: prints a line, or None on ranks that print none.
+    On CUDA the current stream waits for each collective, and the host does not. Times are CUDA events, read after the
+    device has passed them.
     """
 
     def __init__(
         self, config: CommsLoggerConfig, ranks: int, device: torch.device, say: Callable[[str], None] | None
     ) -> None:
+        """
+        Args:
+            config: the block ``comms_logger``.
+            ranks: size of the data-parallel group.
+            device: the engine's device.
+            say: prints a line; None on ranks that print nothing.
+        """
         self._config = config
         self._ranks = ranks
         self._say = say
@@ -98,14 +115,14 @@ class CommsLogger:
         self._recent: dict[Kind, Times] = {}  # since the last report
 
     def watch(self, comm: Communicator) -> None:
-        """Measure what ``comm`` launches from now on."""
+        """Measure all collectives of ``comm`` from now on."""
         comm.watch(self if comm.world_size == self._ranks else _OfRanks(self, comm.world_size))
 
     def launch(self, entry: Raw, start: Callable[[], Pending], at_once: bool) -> Pending:
         return self.measure(entry, start, self._ranks)
 
     def measure(self, entry: Raw, start: Callable[[], Pending], ranks: int) -> Pending:
-        """One collective of so many ranks. Called by what watches their communicator."""
+        """Launch a collective of ``ranks`` ranks by ``start()``, wait for it and record its time."""
         op, tag, what, dtype, _ = entry
         if not self._config.measures(op):
             return start()
@@ -113,7 +130,7 @@ class CommsLogger:
             nbytes = what * (dtype.itemsize if dtype is not None else 1)
         else:
             nbytes = sum(shard.numel() * shard.element_size() for shard in what) * ranks
-            if not nbytes:  # nothing travels, and no record counts it
+            if not nbytes:  # all shards are empty, so nothing is sent
                 return start()
         began = self._timers.now()
         pending = start()
@@ -132,11 +149,13 @@ class CommsLogger:
             self._say(_line(kind, one))
 
     def summary(self) -> list[dict[str, Any]]:
-        """All collectives so far, an entry for each kind, in the order in which kinds came first:
+        """Return one entry per kind of collective so far, in the order of their first launch.
 
-        op, tag (what it is for), caller (with ``debug``), ranks (that take part), nbytes (of one, of its full tensors),
-        count, total_bytes, mean_ms (launch to end), algbw and busbw (10^9 bytes a second). On CUDA it waits for those
-        under way.
+        On CUDA it waits for the collectives in flight.
+
+        Returns:
+            Dictionaries with the keys of :class:`Kind` (``caller`` only with ``debug``), and count, total_bytes,
+            mean_ms (launch to end), algbw and busbw (10^9 bytes per second).
         """
         self._timers.read(wait=True)
         return [
@@ -156,8 +175,12 @@ class CommsLogger:
         ]
 
     def report(self, step: int) -> dict[str, float]:
-        """Print the table of what was measured since the last report, and forget it; gives what monitors get: count,
-        bytes, mean_ms, algbw and busbw by operation, such as "all_reduce_busbw"."""
+        """Print the table of all collectives since the last report, and start a new one.
+
+        Returns:
+            Values for the monitors: count, bytes, mean_ms, algbw and busbw of each operation, named like
+            "all_reduce_busbw".
+        """
         self._timers.read()
         recent, self._recent = self._recent, {}
         if recent and self._say is not None:
@@ -185,7 +208,7 @@ class CommsLogger:
 
 
 class _OfRanks:
-    """Watcher of a communicator of another number of ranks, for a logger."""
+    """Watcher of a communicator whose group is not of the logger's size, such as a tensor-parallel group."""
 
     def __init__(self, logger: CommsLogger, ranks: int) -> None:
         self._logger, self._ranks = logger, ranks
@@ -203,8 +226,10 @@ def _line(kind: Kind, times: Times) -> str:
 
 
 def _caller() -> str:
-    """The line of zerolite that asked for the collective, and the one outside of it that led there; on CUDA there is
-    none for those that are launched inside backward, on autograd's own thread."""
+    """Return the line of zerolite that called the collective, and the user's line that led there.
+
+    On CUDA there is no user's line for collectives inside backward: autograd runs them on a thread of its own.
+    """
     frame: FrameType | None = sys._getframe(1)
     inner = outer = ""
     while frame is not None and not outer:

@@ -1,11 +1,11 @@
 """FLOPs of a model's forwards and backwards, by module, with torch's formulas.
 
-The mode that counts is on the stack while the model's forward runs, and while autograd runs a node of the graph that
-this forward has built; nowhere else, so that no code of the user's ever runs under it, exceptions included. Autograd
-takes back what a node leaves on the stack, so a node that raises needs no care.
+A dispatch mode counts the operators. It is active while the model's forward runs, and while autograd runs a node of the
+graph that this forward has built. It is off everywhere else, so the user's training loop never runs under it, not even
+after an exception. If a node raises, autograd restores the stack of modes, so no cleanup is needed here.
 
-A node belongs to the innermost module in whose forward it was made: it can be reached from the module's outputs, and
-its sequence number says that it was made since the module began.
+A node belongs to the innermost module whose forward has made it. Such a node can be reached from the module's outputs,
+and its sequence number is not below that of the first node after the module began.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ _no_graph_task = -1
 
 
 class HasModule(Protocol):
-    """An engine, as far as counting goes."""
+    """The part of an engine that counting needs."""
 
     call_module: Callable[..., Any]
-    """What its call calls: the module."""
+    """Function that runs the module when the engine is called."""
 
 
 class ModuleFlops(NamedTuple):
-    """Operations of one module and all in it in the counted time.
+    """FLOPs of one module, with its submodules, between start and stop.
 
     Attributes:
-        name: qualified, "" for the model.
-        parameters: elements of whole parameters, shared ones once.
-        recomputed: forwards that run again inside backward.
+        name: qualified name; "" for the model.
+        kind: name of its class.
+        parameters: elements of its full parameters; a shared parameter counts once.
+        forward: FLOPs of its forwards.
+        backward: FLOPs of its backwards.
+        recomputed: FLOPs of forwards that activation checkpointing runs again inside backward.
     """
 
     name: str
@@ -57,7 +60,7 @@ class ModuleFlops(NamedTuple):
 
     @property
     def model(self) -> int:
-        """Operations that the model needs, however its memory is saved."""
+        """FLOPs that the model needs without activation checkpointing."""
         return self.forward + self.backward
 
     @property
@@ -66,11 +69,13 @@ class ModuleFlops(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Place of the work: a module's forward, or a node of autograd's.
+    """Owner of the operators that run now: the forward of a module, or a node of autograd.
 
     Attributes:
-        task: the backward inside which it began, -1 for none.
-        first: the sequence number of the first node that a module's forward may have made.
+        module: name of the module.
+        task: number of the backward inside which it began; -1 outside of backward.
+        is_forward: True for a module's forward, False for a node.
+        first: sequence number from which nodes belong to this forward.
     """
 
     module: str
@@ -80,31 +85,31 @@ class _Place(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Autograd runs nodes for a CUDA device on a thread of its own."""
+    """State of one thread: autograd runs the nodes of a CUDA device on a thread of its own."""
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
-        self.modes: list[_Counting | None] = []  # of the nodes under way, None where one counts already
-        self.first_order = _no_graph_task  # the latest backward that is known to be without create_graph
+        self.modes: list[_Counting | None] = []  # one per running node; None if an outer mode counts already
+        self.first_order = _no_graph_task  # the latest backward that is known to run without create_graph
 
 
 class FlopCount:
-    """Counts between :meth:`start` and :meth:`stop`: calls of an engine in training, and backwards of what they gave.
+    """FLOPs of an engine between :meth:`start` and :meth:`stop`: of its calls in training mode and of their backward.
 
-    Only products are counted (matrices, convolutions, attention), by zerolite.monitor.flop_formulas. What happens
-    outside the model's forward, such as a loss that is computed from its outputs, is not.
+    Only products (matrices, convolutions, attention) are counted, by zerolite.monitor.flop_formulas. Operators outside
+    the model's forward are not, such as a loss that is computed from its outputs.
     """
 
     def __init__(self, engine: HasModule, module: torch.nn.Module) -> None:
         self._engine, self._module = weakref.ref(engine), module
-        self._flops: Counter[tuple[str, str]] = Counter()  # by module's name and FORWARD, BACKWARD, RECOMPUTED; own
+        self._flops: Counter[tuple[str, str]] = Counter()  # by (module, FORWARD ...), without submodules
         self.operators = OperatorFlops()
         self._thread = _Thread()
         self._handles: list[Any] = []
         self._open = False
 
     def start(self) -> None:
-        """Hook the modules, and stand between the engine and its module."""
+        """Install hooks on the modules, and replace the engine's ``call_module`` by one that counts."""
         engine = self._engine()
         if self._open or engine is None:
             return
@@ -129,12 +134,12 @@ class FlopCount:
             self._handles.clear()
 
     def modules(self) -> list[ModuleFlops]:
-        """Every module of the model, itself first, in the order of ``named_modules``."""
+        """Return the FLOPs of every module, the model first, in the order of ``named_modules``."""
         return [self._of(name, module) for name, module in self._module.named_modules()]
 
     @property
     def total(self) -> ModuleFlops:
-        """Operations of the whole model."""
+        """FLOPs of the whole model."""
         return self._of("", self._module)
 
     def _of(self, name: str, module: torch.nn.Module) -> ModuleFlops:
@@ -151,7 +156,7 @@ class FlopCount:
         if not self._module.training or self._counting():
             return self._call(*args, **kwargs)
         thread = self._thread
-        thread.places.clear()  # what an exception has left
+        thread.places.clear()  # an earlier call that raised may have left entries
         thread.modes.clear()
         mode = _Counting(self)
         with mode:
@@ -167,17 +172,18 @@ class FlopCount:
             self._thread.places.append(place)
 
     def leave_module(self, module: torch.nn.Module, outputs: object) -> None:
-        """Close a module after its forward; ``outputs`` is None if it raised."""
+        """End the forward of a module; ``outputs`` is None if it raised."""
         places = self._thread.places
         if not (self._counting() and places and places[-1].is_forward):
             return
         place = places.pop()
         if torch.is_grad_enabled():
+            # A module may store a tensor as an attribute, such as an auxiliary loss, and not return it.
             kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
             self._watch_nodes(place, [*find_in_objects(outputs), *kept])
 
     def _watch_nodes(self, place: _Place, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the backward of what was made in ``place`` and has no smaller place already."""
+        """Count the backward of the nodes that ``place`` has made, except nodes that a submodule owns already."""
         todo = [tensor.grad_fn for tensor in tensors]
         seen: set[int] = set()
         while todo:
@@ -185,6 +191,7 @@ class FlopCount:
             if node is None or type(node).__name__ == "AccumulateGrad":
                 continue
             number = node._sequence_nr()
+            # Sequence numbers only grow: a node with a smaller one existed before this forward, and so did its inputs.
             if number < place.first or number in seen:
                 continue
             seen.add(number)
@@ -200,6 +207,7 @@ class FlopCount:
         if not self._open:
             return
         thread, task = self._thread, _current_graph_task()
+        # Nodes run with gradients enabled only if backward was called with create_graph=True.
         if not torch.is_grad_enabled():
             thread.first_order = task
         thread.places.append(_Place(module, task, False))
@@ -221,18 +229,22 @@ class FlopCount:
     # ---------------------------------------------------------------- counting
 
     def here(self) -> tuple[str, str]:
-        """Return the owner of an operator that runs now."""
+        """Return the owner of an operator that runs now: (module, FORWARD, BACKWARD or RECOMPUTED)."""
         thread, task = self._thread, _current_graph_task()
         place = thread.places[-1] if thread.places else _Place("", _no_graph_task, True)
         if task == _no_graph_task:
             return place.module, FORWARD
+        # Inside backward, an operator belongs to a recomputed forward if a module's forward runs, or if gradients are
+        # enabled although this backward was started without create_graph: checkpointing enables them to recompute.
         inside = place.is_forward and place.task != _no_graph_task
         again = inside or (torch.is_grad_enabled() and thread.first_order == task)
         return place.module, RECOMPUTED if again else BACKWARD
 
     def _counting(self) -> bool:
-        """True if operators that run now are counted. The stack of modes travels to autograd's threads, nothing else
-        does."""
+        """True if the operators that run now are counted.
+
+        The stack of modes is asked, and not a field of this object: autograd passes only that stack on to its threads.
+        """
         modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
         return any(isinstance(mode, _Counting) and mode.count is self for mode in modes)
 
@@ -243,7 +255,7 @@ class FlopCount:
 
 @contextlib.contextmanager
 def count_flops(engine: HasModule, module: torch.nn.Module) -> Iterator[FlopCount]:
-    """Count what ``engine``, whose module is ``module``, does inside; works on fake tensors as well."""
+    """Count the FLOPs of ``engine``, whose module is ``module``, inside the context. Fake tensors work as well."""
     count = FlopCount(engine, module)
     count.start()
     try:
@@ -253,14 +265,17 @@ def count_flops(engine: HasModule, module: torch.nn.Module) -> Iterator[FlopCoun
 
 
 class _Counting(TorchDispatchMode):
-    """Runs operators as they are and counts them. FlopCounterMode would look for decompositions of each, tell modules
-    apart by hooks on all of the process, and raise at higher-order operators that it does not know."""
+    """Dispatch mode that counts operators and runs them unchanged.
+
+    torch's FlopCounterMode is no option: it tries to decompose every operator, hooks all modules of the process, and
+    raises at higher-order operators that it does not know.
+    """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Regions of torch.compile are compiled and run as without the mode, which sees what operators they call."""
+        """Compile as without this mode. It is on again when compiled code runs, and sees the operators called there."""
         return True
 
     def __init__(self, count: FlopCount) -> None:
@@ -298,15 +313,15 @@ class _Leave(WeakHook[FlopCount]):
 
 
 def _hook(call: Callable[..., None], *args: str) -> Callable[..., None]:
-    """A hook that makes a call, whatever it is given itself."""
+    """Return a hook that calls ``call(*args)`` and ignores its own arguments."""
     return lambda *_: call(*args)
 
 
-_MARK = "zerolite_flops"  # in the metadata of nodes that are hooked
+_MARK = "zerolite_flops"  # key in a node's metadata: the node has its hooks
 
 
 def _compiled(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Modules that torch.compile has compiled, or that are inside such: hooks would be traced with them."""
+    """Return the compiled modules and their submodules. They get no hooks, because torch.compile would trace them."""
     found: set[torch.nn.Module] = set()
     for module in model.modules():
         if module._compiled_call_impl is not None:

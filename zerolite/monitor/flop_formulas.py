@@ -1,6 +1,6 @@
 """FLOPs of one operator call: torch's formulas, and those missing in torch's table.
 
-A multiplication and an addition are two. Attention counts all pairs of positions, masked ones too.
+A multiply-add is two FLOPs. Attention counts all pairs of positions, including masked ones.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zerolite.utils.nested import Arguments, Function, Keywords
 
 Shape = Sequence[int]
 _TORCHS_OWN = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional", "zerolite")
-"""Namespaces whose operators without a formula do no products, or next to none."""
+"""Namespaces that are not reported as unknown: their operators without a formula do few products or none."""
 
 
 class OperatorFlops:
-    """Formulas by operator. Those of torch, and those that a user has registered with torch, come first."""
+    """Formulas by operator. Torch's registry, with the user's own entries, goes before :data:`MORE_FORMULAS`."""
 
     def __init__(self) -> None:
         found = ((_operator(name), formula) for name, formula in MORE_FORMULAS.items())
@@ -28,7 +28,7 @@ class OperatorFlops:
         missing = {operator: formula for operator, formula in more.items() if operator not in flop_registry}
         self._formulas = FlopCounterMode(display=False, custom_mapping=missing).flop_registry
         self.unknown: set[str] = set()
-        """Names of the operators that ran, are not torch's own, and have no formula."""
+        """Names of operators that ran, have no formula and are not torch's own: their FLOPs are missing."""
 
     def of_call(self, func: Function, args: Arguments, kwargs: Keywords, out: object) -> int:
         """Return the FLOPs of a call that returned ``out``; 0 if there is no formula."""
@@ -41,12 +41,12 @@ class OperatorFlops:
 
 
 def _operator(name: str) -> object:
-    """The operator of that name, None if this torch, or what is imported, has none."""
+    """Return the operator ``name``; None if this version of torch or the imported libraries lack it."""
     namespace, _, operator = name.partition("::")
     return getattr(getattr(torch.ops, namespace), operator, None)
 
 
-# Each formula gets shapes in place of tensors.
+# Each formula is called like its operator, with a shape in place of every tensor.
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
@@ -60,8 +60,11 @@ def _attention_backward(
 
 
 def _grouped_mm(one: Shape, other: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
-    """Rows of ``one``, columns of ``other`` or the dimension between them are divided among the groups, so each is
-    multiplied once. Only with a group dimension in both is it a product of whole matrices for each group."""
+    """Return the FLOPs of a grouped product of matrices.
+
+    If both have a group dimension, each group is a product of full matrices. Otherwise the groups share out the rows,
+    the columns or the inner dimension, so together they are as much as one product.
+    """
     groups = one[0] if len(one) == len(other) == 3 else 1
     return int(2 * groups * one[-2] * one[-1] * other[-1])
 
@@ -71,8 +74,12 @@ def _grouped_mm_backward(rows: Shape, weight: Shape, *args: Any, out_shape: obje
 
 
 def _recurrent(inputs: Shape, *args: Any, out_shape: object = None, **kwargs: Any) -> int:
-    """Every matrix once at each position. ``inputs [positions..., features]``; matrices follow one by one, or in a
-    list."""
+    """Return the FLOPs of a recurrent layer: every matrix is used once at each position.
+
+    Args:
+        inputs: shape [positions..., features].
+        args: shapes of the weights: one list of them, or the first two arguments.
+    """
     weights = args[0] if isinstance(args[0], list) else args[:2]
     return 2 * math.prod(inputs[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
 
@@ -95,4 +102,4 @@ MORE_FORMULAS = {
     "aten::_cudnn_rnn": _recurrent,
     "aten::_cudnn_rnn_backward": _recurrent_backward,
 }
-"""Attention of CPUs, products of experts, and recurrent layers that run as one kernel."""
+"""Formulas missing in torch: attention on CPUs, grouped products of experts, recurrent layers in one kernel."""

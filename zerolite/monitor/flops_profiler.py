@@ -1,6 +1,6 @@
 """``flops_profiler``: FLOPs of one step by module, and throughput of the steps after it.
 
-Counting slows a step down, so the one that is counted is not timed.
+Counting slows a step down, so the counted step is not timed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from zerolite.utils.units import table, with_unit
 logger = logging.getLogger("zerolite")
 
 Write = Callable[[int, Mapping[str, float]], None]
-"""(step, values by name): to the monitors."""
+"""Function (step, values by name) that writes to the monitors."""
 
 
 class FlopsProfiler:
     """Profiler of one rank. :meth:`end_step` is called after each optimizer step.
 
     Args:
-        every: steps between two lines of speed, which come where the step's number is a multiple of it.
+        config: the block ``flops_profiler``.
+        engine: the engine whose calls are counted.
+        module: its module.
+        device: its device.
+        every: a line of speed is printed after each step whose number is a multiple of it.
         say: prints text.
+        write: writes values to the monitors.
     """
 
     def __init__(
@@ -48,12 +53,12 @@ class FlopsProfiler:
         self._at = 0  # number of the step that ended last
         self._model = 0.0  # FLOPs of a step
         self._hardware = 0.0
-        self._since: tuple[int, TimingEvent] | None = None  # the step and the moment from which time is taken
+        self._since: tuple[int, TimingEvent] | None = None  # step after which the timing began, and its event
         if config.profile_step == 0:
             self._count.start()
 
     def end_step(self, step: int) -> None:
-        """Step number ``step`` has ended, if its number is not that of the call before."""
+        """Note the end of step number ``step``. A second call with the same number does nothing."""
         if step == self._at:
             return
         self._at = step
@@ -72,13 +77,14 @@ class FlopsProfiler:
         self._timers.read()
 
     def close(self) -> None:
-        """The engine is gone, perhaps in the middle of the counted step."""
+        """Stop. Called when the engine is gone, perhaps in the middle of the counted step."""
         self._count.stop()
         self._timers.forget()
 
     def _report(self, step: int) -> None:
         modules = self._count.modules()
         total = modules[0]
+        # The counter misses recomputation inside compiled regions; the user can give its amount by the factor.
         again = max(float(total.recomputed), self._config.recompute_fwd_factor * total.forward)
         self._model, self._hardware = float(total.model), total.model + again
         self._show("\n".join(describe(step, modules, again, self._config)))
@@ -115,7 +121,14 @@ class FlopsProfiler:
 
 
 def describe(step: int, modules: Sequence[ModuleFlops], recomputed: float, config: FlopsProfilerConfig) -> list[str]:
-    """The profile as lines. recomputed: of the whole model. ``modules``: the model first."""
+    """Return the lines of the profile.
+
+    Args:
+        step: number of the counted step.
+        modules: FLOPs of all modules, the model first.
+        recomputed: FLOPs of the whole model that were recomputed in backward.
+        config: the block ``flops_profiler``.
+    """
     total = modules[0]
     totals = (
         ("parameters", with_unit(total.parameters, "")),

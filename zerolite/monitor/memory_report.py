@@ -1,7 +1,7 @@
 """Memory report of an engine, by item, beside the allocator's totals.
 
-Nothing is estimated: every component of the engine is asked for its tensors, and each storage among them counts once,
-however many views there are of it. A parameter that is released has a storage of no bytes.
+Nothing is estimated: every component of the engine lists its tensors. Each storage counts once, even if several tensors
+are views of it. A released parameter has a storage of 0 bytes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import as_plain_tensors
 
 HELD = tuple(item for item in ITEMS if item != OTHER)
-"""The items that parts of the engine hold, and that can be told by asking them; of activations the buffers that wait
-for the next ones."""
+"""Items that the components of the engine can list. Of the activations, these are only the idle buffers, which wait for
+the next ones."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,20 @@ class MemoryReport:
     """One rank's memory at one moment, in bytes.
 
     Attributes:
-        items: what the engine holds on its device, by name (``memory_items.ITEMS``, those of :data:`HELD`).
-        host, disk: the same of what rests there (offload) or passes through, also where the device is the CPU.
-        other: the rest of what the allocator has given out on the device, activations in use among it; None on the CPU,
-            where it is not counted.
-        allocated, reserved: given out by torch's allocator on the device, and held by it; their peaks since the process
-            began or torch.cuda.reset_peak_memory_stats(). None on the CPU.
-        device_free, device_total: of the whole device, all processes together. None on the CPU.
-        resident, resident_peak: memory of this process on the host, everything that it has loaded among it, what it
-            shares with others too, and pages of a file on disk that are in memory.
+        rank: number of the rank.
+        device: name of the engine's device.
+        items: the engine's memory on its device, by item of :data:`HELD`.
+        host: memory of offloaded tensors and staging buffers on the host, by item; also if the device is the CPU.
+        disk: the same on disk.
+        other: all other memory that is allocated on the device, such as activations in use. None on the CPU.
+        allocated: memory that torch's allocator has handed out on the device. None on the CPU.
+        allocated_peak: its peak since the process began, or since torch.cuda.reset_peak_memory_stats().
+        reserved: memory that torch's allocator has taken from the device. None on the CPU.
+        reserved_peak: its peak, as above.
+        device_free: free memory of the device, with all processes counted. None on the CPU.
+        device_total: all memory of the device. None on the CPU.
+        resident: memory of this process on the host. It includes shared memory, and pages of mapped files in memory.
+        resident_peak: its peak.
     """
 
     rank: int
@@ -86,11 +91,11 @@ class MemoryReport:
 
     @property
     def model_states(self) -> int:
-        """Bytes of what the stages of ZeRO partition."""
+        """Bytes of the model states, which ZeRO partitions: parameters, gradients and optimizer state."""
         return sum(self.items[item] for item in MODEL_STATES)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return the report as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -120,9 +125,9 @@ class MemoryParts:
     """The parts of an engine that hold tensors.
 
     Attributes:
-        across: the communicators of ranks with other parts of the model.
-        activations: the buffers of activation checkpointing that are not in use.
-        away: items, and their copies, that ``engine.offload_states()`` has brought to the host.
+        across: communicators of the model-parallel groups.
+        activations: returns the buffers of activation checkpointing that are not in use.
+        away: returns (item, host copy) for the tensors that ``engine.offload_states()`` has moved to the host.
     """
 
     module: torch.nn.Module
@@ -138,7 +143,7 @@ class MemoryParts:
 
 
 class Holding(NamedTuple):
-    """One storage. place: of :data:`zerolite.utils.memory_tags.PLACES`."""
+    """One storage; ``place`` is one of :data:`zerolite.utils.memory_tags.PLACES`."""
 
     item: str
     nbytes: int
@@ -146,7 +151,7 @@ class Holding(NamedTuple):
 
 
 def memory_report(parts: MemoryParts) -> MemoryReport:
-    """Report what ``parts`` hold now. On this rank alone: nothing is sent, and the device is not waited for."""
+    """Report the memory of ``parts`` on this rank. Nothing is sent, and the host does not wait for the device."""
     items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in PLACES]
     for item, nbytes, place in holdings(parts).values():
         held[PLACES.index(place)][item] += nbytes
@@ -161,16 +166,16 @@ def memory_report(parts: MemoryParts) -> MemoryReport:
         disk=disk,
         other=None if allocated is None else allocated - sum(items.values()),
         resident=resident,
-        resident_peak=max(_resident_peak(), resident),  # the kernel counts the two separately
+        resident_peak=max(_resident_peak(), resident),  # counted apart by the kernel: the peak can be behind
         **allocator,
     )
 
 
 def holdings(parts: MemoryParts) -> dict[int, Holding]:
-    """Every storage that ``parts`` hold now, once, by its identity (``storage._cdata``)."""
+    """Return every storage of ``parts`` once, by its identity (``storage._cdata``)."""
     found: dict[int, Holding] = {}
     for item, tensor in _held(parts):
-        if tensor.layout is not torch.strided:  # a module's sparse buffer has several storages, and no way to them
+        if tensor.layout is not torch.strided:  # a sparse buffer has no single storage to count
             continue
         storage = tensor.untyped_storage()
         if storage._cdata not in found:
@@ -185,14 +190,17 @@ def _place(tensor: torch.Tensor, device: torch.device) -> str:
 
 
 def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that the engine keeps, and whose memory it is: where several share a storage, the first tells."""
+    """Yield (item, tensor) for every tensor of the engine.
+
+    The order matters: if tensors share a storage, it counts for the item that comes first.
+    """
     buffer = parts.buffer
     communicators = {id(comm): comm for comm in (parts.comm, *parts.across)}
     yield from ((COMPUTE, flat) for flat in buffer.compute)
     for parameter in parts.module.parameters():
         handle = handle_of(parameter)
         if handle is None:
-            with as_plain_tensors():  # while engine.offload_states() holds it refuses all other callers
+            with as_plain_tensors():  # during engine.offload_states() other access raises
                 data = parameter.data
             yield COMPUTE, data
             continue
@@ -212,8 +220,7 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _allocator(device: torch.device) -> dict[str, int | None]:
-    """Return the statistics of CUDA's caching allocator about ``device``; nothing of the CPU's, which does not
-    count."""
+    """Return the statistics of CUDA's caching allocator for ``device``. On the CPU all are None: it keeps none."""
     if device.type != "cuda":
         names = ("allocated", "allocated_peak", "reserved", "reserved_peak", "device_free", "device_total")
         return dict.fromkeys(names)
@@ -229,6 +236,7 @@ def _allocator(device: torch.device) -> dict[str, int | None]:
 
 
 def _resident_peak() -> int:
-    """The most bytes of memory that this process has had resident so far."""
+    """Return the peak of resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS reports bytes, Linux kilobytes.
     return peak if sys.platform == "darwin" else peak * 1024

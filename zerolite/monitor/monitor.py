@@ -18,13 +18,19 @@ logger = logging.getLogger("zerolite")
 
 
 class Monitor:
-    """``engine.monitor``. On rank 0 it hands events to its writers; on other ranks it has none, and ``write`` only
-    checks its argument, so that a mistake raises everywhere."""
+    """``engine.monitor``: passes events to its writers on rank 0.
+
+    Other ranks have no writers. There ``write`` only checks its argument, so that a mistake raises on every rank.
+    """
 
     def __init__(self, writers: Sequence[Writer] = (), before_close: Callable[[], None] | None = None) -> None:
-        """before_close: writes what is still to be written."""
+        """
+        Args:
+            writers: receive the events.
+            before_close: called by :meth:`close`; writes the values that are still pending.
+        """
         self._writers = list(writers)
-        self._failed: set[int] = set()  # places of writers that could not write, once or more
+        self._failed: set[int] = set()  # indices of writers that have failed and have been warned about
         self._before_close = before_close
 
     @property
@@ -33,12 +39,17 @@ class Monitor:
         return bool(self._writers)
 
     def write(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """Write ``events``: (name, value, step) each. value: a number or a tensor with one element, which is read from
-        its device; step: the place on the x axis, an integer of at least 0 (``engine.global_samples`` or
-        ``engine.global_steps``, to be beside the engine's own values).
+        """Write events to all writers.
 
-        Raises ValueError for events that are none. What a writer raises (a full disk, a lost network) is a warning,
-        once for each writer.
+        If a writer raises (a full disk, a lost network), this logs a warning, once for each writer.
+
+        Args:
+            events: (name, value, step) each. ``value`` is a number, or a tensor with one element. ``step`` is the
+                position on the x axis, an integer of at least 0. Use ``engine.global_samples`` to match the engine's
+                own values, or ``engine.global_steps`` if the config has no batch size.
+
+        Raises:
+            ValueError: an event has another form.
         """
         checked = [_checked(event) for event in events]
         if not self._writers:
@@ -53,8 +64,10 @@ class Monitor:
     write_events = write  # DeepSpeed's name
 
     def close(self) -> None:
-        """Write the last step, if its outcome has not been read yet, and close the writers. What is written afterwards
-        goes nowhere. May be called twice; happens by itself when the engine is deleted or the process ends."""
+        """Write the last step, if it is still pending, and close the writers. Later events are dropped.
+
+        May be called twice. It is called automatically when the engine is deleted or the process ends.
+        """
         if self._before_close is not None:
             self._before_close()
         writers, self._writers = self._writers, []
@@ -76,7 +89,7 @@ class Monitor:
 
 
 def _checked(event: object) -> tuple[str, Any, int]:
-    """The event, its value a float or a tensor."""
+    """Return the event with a plain int, float or tensor as its value. Raises ValueError if it has another form."""
     if not isinstance(event, (tuple, list)) or len(event) != 3:
         raise ValueError(
             f"monitor.write: expected events (name, value, step), got {event!r}; write a list of them, such as "

@@ -22,11 +22,18 @@ def open_monitor(
     device: torch.device,
     before_close: Callable[[], None] | None = None,
 ) -> Monitor:
-    """Open a monitor with the writers that ``config`` enables on rank 0, with none elsewhere. before_close: writes what
-    is still to be written.
+    """Open the monitor: on rank 0 with the writers that ``config`` enables, on other ranks with none.
 
-    Raises RuntimeError on all ranks if rank 0 cannot open one: a package is missing, a folder cannot be made. Called
-    on all ranks; one small all-reduce.
+    Called on all ranks; it costs one small all-reduce.
+
+    Args:
+        config: the configuration.
+        comm: communicator of all ranks.
+        device: the engine's device.
+        before_close: writes the values that are still pending when the monitor is closed.
+
+    Raises:
+        RuntimeError: on all ranks, if rank 0 cannot open a writer (a missing package, a folder that cannot be made).
     """
     writers: list[Writer] = []
     failure: Exception | None = None

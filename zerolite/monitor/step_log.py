@@ -24,11 +24,15 @@ class _HasScale(Protocol):
 
 
 class StepLog(StepObserver):
-    """Collects the values of a step on rank 0 and writes them when its outcome is known, which on CUDA is up to one
-    step later. Nothing waits for the device and nothing travels: the loss is this rank's own.
+    """Observer on rank 0 that writes the values of every step to the monitors.
+
+    A step is written when its outcome is known (applied, or skipped after an overflow): on CUDA up to one step later,
+    because the host does not wait for the device. Nothing is sent either, so the loss is the one of this rank.
 
     Args:
-        samples_per_step: over all ranks; the x axis is samples where it is known, steps where it is None.
+        monitor: receives the values.
+        samples_per_step: samples of all ranks in a step; the x axis is samples. None: the x axis is steps.
+        optimizer: its groups have the learning rates.
         scaler: the loss scaler, or None.
     """
 
@@ -39,16 +43,23 @@ class StepLog(StepObserver):
         self._samples_per_step = samples_per_step
         self._optimizer = optimizer
         self._scaler = scaler
-        self._scale = scaler.scale if scaler is not None else 1.0  # of the step that is settled next
-        self._rates: list[float] | None = None  # before the schedule has moved
-        self._losses: dict[int, list[tuple[HostRead, float]]] = {}  # by the steps before theirs: value, factor
-        self._weights: dict[int, float] = {}  # of accumulations with weights: their sum
-        self._factors: dict[int, float] = {}  # of accumulations that were closed before they were full
+        self._scale = scaler.scale if scaler is not None else 1.0  # of the step whose outcome comes next
+        self._rates: list[float] | None = None  # of the latest update, before the schedule's step
+        # Keys of all three: the number of steps before the gradient accumulation.
+        self._losses: dict[int, list[tuple[HostRead, float]]] = {}  # (loss, factor) of each backward
+        self._weights: dict[int, float] = {}  # sum of weights, if the accumulation has weights
+        self._factors: dict[int, float] = {}  # if the accumulation was closed early
 
     def add_loss(self, loss: torch.Tensor, factor: float, steps: int, first: bool, weight: float | None = None) -> None:
-        """A loss, one element, goes backward times ``factor`` in the accumulation after ``steps`` steps, or with
-        ``weight``; ``first``: it is the first one of its accumulation. The copy to the host begins, and is read when
-        the step is settled."""
+        """Add the loss of one backward. Its copy to the host starts now and is read when the step is written.
+
+        Args:
+            loss: one element.
+            factor: factor of the loss in the gradient.
+            steps: number of steps before this gradient accumulation.
+            first: True for the first loss of the accumulation.
+            weight: weight of the loss, in place of ``factor``.
+        """
         if first:
             self._losses[steps] = []
             self._weights.pop(steps, None)
@@ -59,12 +70,14 @@ class StepLog(StepObserver):
             self._losses.setdefault(steps, []).append((HostRead(loss.reshape(-1)), factor))
 
     def close_early(self, factor: float, steps: int) -> None:
-        """The accumulation after ``steps`` steps ends before it is full: its gradient, and so its loss, are multiplied
-        by ``factor``."""
+        """Multiply the loss of the accumulation after ``steps`` steps by ``factor``, as its gradient is.
+
+        Called if the accumulation ends with fewer backwards than configured.
+        """
         self._factors[steps] = factor
 
     def on_updated(self) -> None:
-        """Remember the learning rates: the schedule has not moved yet."""
+        """Remember the learning rates of this update, before the schedule changes them."""
         self._rates = self._current_rates()
 
     def on_settled(self, step: int, norm: float) -> None:
@@ -79,8 +92,13 @@ class StepLog(StepObserver):
         self.write(step, values)
 
     def write(self, steps: int, values: Mapping[str, float], section: str | None = None) -> None:
-        """Write ``values`` at the place of step number ``steps`` on the x axis, as ``Train/<section>/<name>``; the
-        section is that of the axis, Samples or Steps, if none is given."""
+        """Write values as ``Train/<section>/<name>``.
+
+        Args:
+            steps: number of the step, which gives the position on the x axis.
+            values: by name.
+            section: None for the name of the x axis, "Samples" or "Steps".
+        """
         by_samples = self._samples_per_step is not None
         place = steps * (self._samples_per_step or 1)
         section = section or ("Samples" if by_samples else "Steps")
@@ -90,9 +108,10 @@ class StepLog(StepObserver):
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def _take_loss(self, steps: int) -> float | None:
-        """The loss whose gradient the step applied; None if ``engine.backward`` has seen none."""
+        """Return the loss of the accumulation after ``steps`` steps; None if ``engine.backward`` was not used."""
         parts, factor = self._losses.pop(steps, []), self._factors.pop(steps, 1.0)
         factor /= self._weights.pop(steps, 1.0) or 1.0
+        # Older entries belong to accumulations that never ended in a step.
         kept: dict[int, Any]
         for kept in (self._losses, self._factors, self._weights):
             for old in [known for known in kept if known < steps]:

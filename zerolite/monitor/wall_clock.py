@@ -1,6 +1,6 @@
 """``wall_clock_breakdown``: time of each phase of a step on this rank, without waiting for the device.
 
-An observer of the engine's steps and two hooks on the module; an engine without a breakdown has none of it.
+It is an observer of the engine's steps and two hooks on the module. An engine without a breakdown has none of them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from zerolite.zero.observers import GATHER, REDUCE_WAIT, STEP, StepObserver
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
 PHASES = (FORWARD, BACKWARD, REDUCE_WAIT, GATHER, STEP, OTHER)
-"""The module's forward in training; from the first gradient to the last; the phases of observers; everything between,
-such as the loader, the loss and evaluation."""
+"""FORWARD is the module's forward in training mode, BACKWARD the time from the first gradient to the last. REDUCE_WAIT,
+GATHER and STEP are the phases of :mod:`zerolite.zero.observers`. OTHER is the rest: data loader, loss, evaluation."""
 
 DEFAULT_STEPS = 10  # DeepSpeed's steps_per_print
 
 Report = Callable[[int, Mapping[str, float]], None]
-"""(step, milliseconds a step by phase): the means over the steps since the last report."""
+"""Function (step, mean milliseconds per step by phase), called with the means since the last report."""
 
 
 class PhaseClock:
-    """Adds up the time of phases. Phases nest: the inner one's time is not the outer one's.
+    """Sums of the time in each phase. Phases nest: time in an inner phase does not count for the outer one.
 
-    On CUDA a moment is an event on the stream; it is read when the device has passed it, at the end of a later step, so
-    a report may come a step late. every: steps between reports, which come where the step's number is a multiple of it.
+    On CUDA, times are events on the stream. They are read at the end of a step, if the device has passed them, so a
+    report can be a step late.
+
+    Args:
+        device: the engine's device.
+        every: a report is made after each step whose number is a multiple of it.
+        report: receives the means.
     """
 
     def __init__(self, device: torch.device, every: int, report: Report) -> None:
@@ -38,7 +43,7 @@ class PhaseClock:
         self._every = every
         self._report = report
         self._phases = [OTHER]
-        self._last: TimingEvent | None = None  # when the phase in hand began or went on
+        self._last: TimingEvent | None = None  # when the current phase began or was resumed
         self._sums = dict.fromkeys(PHASES, 0.0)
         self._steps = 0  # since the last report
         self._ended = 0  # number of the step that ended last
@@ -51,15 +56,17 @@ class PhaseClock:
         self._phases.append(phase)
 
     def leave(self, phase: str) -> None:
-        """End ``phase`` and whatever an exception has left open inside it; nothing if it is not open."""
+        """End ``phase``, and inner phases that an exception has left open. Do nothing if ``phase`` is not open."""
         if self.is_open(phase):
             self._cut()
             while self._phases.pop() != phase:
                 pass
 
     def end_step(self, step: int) -> None:
-        """Step number ``step`` has ended, if its number is not that of the call before. Reports what is due and
-        known."""
+        """Note the end of step number ``step``, and make the reports whose times are known by now.
+
+        A second call with the same number does nothing.
+        """
         if step == self._ended:
             return
         self._cut()
@@ -71,7 +78,7 @@ class PhaseClock:
         self._timers.read()
 
     def _cut(self) -> None:
-        """The phase in hand ends here, or another begins inside it."""
+        """Add the time since the last call to the innermost open phase."""
         now = self._timers.now()
         if self._last is not None:
             self._timers.add(self._last, now, functools.partial(self._add, self._phases[-1]), goes_on=True)
@@ -87,12 +94,13 @@ class PhaseClock:
 
 
 class PhaseObserver(StepObserver):
-    """Tell a clock of the phases of an engine's steps."""
+    """Observer that passes the phases of an engine's steps to a clock."""
 
     def __init__(self, clock: PhaseClock) -> None:
         self._clock = clock
 
     def on_backward_begin(self) -> None:
+        # A backward that raised has not ended its phase.
         if not self._clock.is_open(BACKWARD):
             self._clock.enter(BACKWARD)
 
@@ -110,7 +118,7 @@ class PhaseObserver(StepObserver):
 
 
 def watch_forward(clock: PhaseClock, module: torch.nn.Module) -> list[RemovableHandle]:
-    """Let ``clock`` see the forwards of ``module`` in training; returns the hooks."""
+    """Hook ``module`` so that ``clock`` measures its forwards in training mode. Returns the handles of the hooks."""
     return [
         _BeforeForward(clock).install(module.register_forward_pre_hook, prepend=True),
         _AfterForward(clock).install(module.register_forward_hook, always_call=True),
@@ -132,6 +140,6 @@ class _AfterForward(WeakHook[PhaseClock]):
 
 
 def describe(step: int, means: Mapping[str, float]) -> str:
-    """The line for people."""
+    """Return the line that is printed."""
     parts = ", ".join(f"{phase.replace('_', ' ')} {mean:.2f}" for phase, mean in means.items())
     return f"step {step}: ms a step: {parts}, all {sum(means.values()):.2f}"

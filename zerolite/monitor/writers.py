@@ -15,21 +15,21 @@ from types import ModuleType
 from .append_file import AppendFile
 
 Event = tuple[str, float, int]
-"""(name, value, step): one point of the curve ``name``; ``step`` is its place on the x axis."""
+"""(name, value, step): one point of the curve ``name``; ``step`` is its position on the x axis."""
 
-MAX_OPEN = 64  # CSV files; the one opened first is closed when there are more
+MAX_OPEN = 64  # open CSV files; one more closes the oldest, so that many names do not use up all file descriptors
 _STEP = "step"
 
 
 class Writer(ABC):
-    """One destination. Made on rank 0 only, when the engine is built."""
+    """One destination of events. It exists on rank 0 only, from the start of the engine."""
 
     name: str
-    """The block of the configuration that asked for it, and where it writes, for messages."""
+    """The block of the config that enables it and its destination, for messages."""
 
     @abstractmethod
     def write(self, events: Sequence[Event]) -> None:
-        """Write ``events``. When this returns, ending the process, in whatever way, does not lose them."""
+        """Write ``events``. When this returns, they survive the end of the process, also if it is killed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Writer(ABC):
 
 
 def by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
-    """The values of each step by name, steps in the order in which they come first."""
+    """Return {step: {name: value}}, with the steps in the order of their first event."""
     steps: dict[int, dict[str, float]] = {}
     for name, value, step in events:
         steps.setdefault(step, {})[name] = value
@@ -45,9 +45,13 @@ def by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 class CsvWriter(Writer):
-    """``Train/Samples/lr`` goes to ``<folder>/Train_Samples_lr.csv``: the header ``step,lr``, then a row per event.
+    """One CSV file per name, with a row per event.
 
-    A file that exists is continued. Raises OSError if the folder cannot be made.
+    ``Train/Samples/lr`` goes to ``<folder>/Train_Samples_lr.csv`` with the header ``step,lr``. Existing files are
+    continued.
+
+    Raises:
+        OSError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +62,7 @@ class CsvWriter(Writer):
         self._names: dict[str, str] = {}  # by file
 
     def write(self, events: Sequence[Event]) -> None:
-        """Raise ValueError if two names would share a file; all others are written first."""
+        """Write ``events``. If two names have the same file, write all others and raise ValueError."""
         rows: dict[str, list[tuple[int, float]]] = {}
         clash = ""
         for name, value, step in events:
@@ -98,10 +102,13 @@ def _file_name(name: str) -> str:
 
 
 class JsonlWriter(Writer):
-    """``<folder>/events.jsonl``: ``{"step": 96, "Train/Samples/lr": 0.001, ...}`` for each step of each write.
+    """``<folder>/events.jsonl``, with a line for each step of a write.
 
-    Values that are not finite, which JSON does not have, are null. A file that exists is continued. Raises OSError if
-    it cannot be opened.
+    A line is ``{"step": 96, "Train/Samples/lr": 0.001, ...}``. NaN and infinities are null, because JSON has neither.
+    An existing file is continued.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,7 +118,7 @@ class JsonlWriter(Writer):
         self._file = AppendFile(path)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Raise ValueError, after the others are written, for a value that is named like the x axis."""
+        """Write ``events``. If one is named "step", write all others and raise ValueError."""
         lines = []
         for step, values in by_step([event for event in events if event[0] != _STEP]).items():
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -125,8 +132,11 @@ class JsonlWriter(Writer):
 
 
 class TensorboardWriter(Writer):
-    """Event files in ``folder``, flushed at each write. Raises ImportError, with the extra to install, where
-    tensorboard is missing."""
+    """Event files of TensorBoard in ``folder``, flushed at each write.
+
+    Raises:
+        ImportError: tensorboard is not installed; the message names the extra.
+    """
 
     def __init__(self, folder: Path) -> None:
         summaries = _import("torch.utils.tensorboard", "tensorboard")
@@ -144,10 +154,16 @@ class TensorboardWriter(Writer):
 
 
 class WandbWriter(Writer):
-    """A run of ``project``; the one that the process has begun already, if there is one, which is then left open.
+    """Run in Weights & Biases. If the process has a run already, that one is used, and :meth:`close` leaves it open.
 
-    group, team: as in the run's page; None for the account's defaults. Raises ImportError, with the extra to install,
-    where wandb is missing, and what ``wandb.init`` raises.
+    Args:
+        project: name of the project.
+        group: group of runs; None for none.
+        team: team or user that owns the run; None for the account's default.
+
+    Raises:
+        ImportError: wandb is not installed; the message names the extra.
+        Exception: the errors of ``wandb.init``.
     """
 
     def __init__(self, project: str, group: str | None, team: str | None) -> None:
@@ -157,7 +173,7 @@ class WandbWriter(Writer):
         self._run = wandb.run or wandb.init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
-        """wandb's own process takes the values and sends them when it can. It drops steps that go backwards."""
+        """Pass ``events`` to the process of wandb, which sends them when it can. It drops steps that go backwards."""
         for step, values in by_step(events).items():
             self._run.log(values, step=step)
 
