@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,16 @@ def test_a_reduced_gradient_that_is_replaced_before_a_backward_past_the_engine_d
     engine.step()
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
     torch.testing.assert_close(model.weight, plain.weight, rtol=0, atol=0)
+
+
+def test_a_gradient_that_is_assigned_after_the_update_is_not_in_a_checkpoint(tmp_path: Path) -> None:
+    engine = engine_at(2, nn.Linear(3, 1))
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.update()
+    engine.publish()
+    values = [p.detach().clone() for p in engine.module.parameters()]
+    engine.module.weight.grad = torch.ones(1, 3)
+    engine.save_checkpoint(tmp_path)
+    engine.zero_grad()
+    engine.load_checkpoint(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(values, engine.module.parameters(), strict=True))

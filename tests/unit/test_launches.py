@@ -14,6 +14,7 @@ from zerolite.comm.null import NullCommunicator
 from zerolite.comm.transport import DryTransport
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
+from zerolite.zero.gradient_bucket import GradientBucket
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_ranks")
@@ -221,3 +222,21 @@ def test_what_rank_0_does_not_use_is_reduced_last() -> None:
     model.layers.extend(nn.Linear(8, 8, bias=False) for _ in range(2))
     train(make_engine(comm, model, 2), 2)
     assert comm.launched() == [*range(8), 1, 2, 3, 5, 6, 7, 0, 4]
+
+
+def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = Simulated(0, 4)
+    engine = make_engine(comm, stack(), 2, zero={"contiguous_gradients": False})
+    complete = GradientBucket.complete
+
+    def watched(self: GradientBucket, factor: float) -> torch.Tensor:
+        comm.log.append(("fill", self.bucket.index))
+        return complete(self, factor)
+
+    monkeypatch.setattr(GradientBucket, "complete", watched)
+    train(engine)
+    for bucket in range(2, 8):
+        order = [
+            comm.log.index((event, at)) for event, at in (("fill", bucket), ("wait", bucket - 2), ("launch", bucket))
+        ]
+        assert order == sorted(order)

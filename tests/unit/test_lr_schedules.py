@@ -213,6 +213,9 @@ def test_torch_schedulers_by_name():
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": 1.0}, "cycle_max_mom must be below 1"),
         ("StepLR", {"step_size": 2, "gama": 0.5}, "scheduler.params.gama: .*nearest: 'gamma'"),
         ("LambdaLR", {"lr_lambda": "lambda x: x"}, r"scheduler\.params(: LambdaLR|\.lr_lambda)"),
+        ("SequentialLR", {}, "scheduler.type: .*lr_scheduler="),
+        ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params: .*warmup_num_steps"),
+        ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr: missing"),
     ],
 )
 def test_mistakes_are_named(name, params, words):

@@ -109,6 +109,9 @@ def test_unknown_names_name_the_nearest(name, words):
         ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm: .*gradient_clipping"),
         ("AdamW", {"adam_w_mode": False}, "optimizer.params.adam_w_mode: .*set optimizer.type to 'Adam'"),
         ("AdamW", {"differentiable": True}, "optimizer.params.differentiable: expected false"),
+        ("SGD", {"params": []}, "optimizer.params.params: not a parameter"),
+        ("AdamW", {"lr": float("nan")}, "optimizer.params.lr: expected a number, got nan"),
+        ("Adam", {"torch_adam": "yes"}, "optimizer.params.torch_adam: expected true or false"),
     ],
 )
 def test_wrong_params_are_named(name, params, words):

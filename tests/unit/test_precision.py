@@ -207,3 +207,34 @@ def test_a_graph_that_missed_the_scale_is_an_error_in_every_step():
         with pytest.raises(RuntimeError, match="'(weight|bias)'.*engine"):
             backward(engine.module(x.half()).float().mean())
         engine.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda loss, logits: (logits, loss),
+        lambda loss, logits: [logits, {"ids": torch.arange(2), "losses": (loss,)}],
+        lambda loss, logits: {"loss": loss, "logits": logits},
+        lambda loss, logits: Output(logits, extra=loss),
+        ModelOutput,
+    ],
+)
+@pytest.mark.parametrize("loss_dtype", [torch.bfloat16, torch.float64])
+def test_beside_a_loss_outputs_keep_their_dtype(pack, loss_dtype):
+    logits = (torch.ones(3, requires_grad=True) * 2).bfloat16()
+    outputs = pack(logits.mean().to(loss_dtype), logits)
+    kept, widened = {}, torch.promote_types(loss_dtype, torch.float32)
+    for option in (None, True, False):
+        found = find_tensors(boundary(outputs_in_fp32=option)[0].leave(outputs))
+        kept[option] = ({t.dtype for t in found if t.dim() == 0}, any(t is logits for t in found))
+    assert kept == {None: ({widened}, True), True: ({widened}, False), False: ({widened}, True)}
+
+
+def test_a_gradient_that_the_loss_scale_reaches_too_late_is_an_error():
+    watch, _ = boundary(scale=8.0)
+    w = torch.ones(3, requires_grad=True)
+    loss, logits = watch.leave((w.mean().half(), (w * 2).half()))
+    loss.backward(retain_graph=True)
+    assert torch.equal(w.grad, torch.full((3,), 8 / 3))
+    with pytest.raises(RuntimeError, match=r'fp32 outputs, got one through a torch.float16 .*"output_dtype": "fp32"'):
+        logits.float().sum().backward()
