@@ -27,18 +27,18 @@ from zerolite.zero.commands import Command
 class Engine:
     """A model in training; made by :func:`zerolite.initialize`.
 
-    Two loops give the same numbers and counters at every stage and precision::
+    Two training loops give the same numbers and counters at every stage and precision::
 
         loss = engine(x)                         loss = engine(x)
         engine.backward(loss)                    loss.backward()
         engine.step()                            engine.optimizer.step()
                                                  engine.optimizer.zero_grad()
 
-    Attributes that the engine does not have are those of its module: ``engine.generate(...)``.
+    In the left loop ``engine.backward`` divides the loss by ``gradient_accumulation_steps``. ``engine.step`` updates
+    only at the end of a gradient accumulation. In the right loop the caller divides, and every ``optimizer.step()``
+    updates. Both average gradients over ranks, and both clear them in the step.
 
-    ``engine.backward`` divides the loss by ``gradient_accumulation_steps`` and ``engine.step`` applies only at the
-    boundary of an accumulation; the plain loop divides by itself and steps when it says so. Gradients are averaged over
-    ranks either way, and consumed by the step.
+    An attribute that the engine does not have is looked up in its module: ``engine.generate(...)``.
     """
 
     def __init__(self, components: Components) -> None:
@@ -48,9 +48,9 @@ class Engine:
         self.topology = c.topology
         self.optimizer = c.optimizer
         self.loaders = c.loaders
-        self.dataloader: Any = None  # of ``training_data``
+        self.dataloader: Any = None  # set by ``initialize`` if it was given ``training_data``
         self.loss_fn = c.loss_fn
-        self.monitor = c.monitor  # for values of the user's own, too
+        self.monitor = c.monitor  # users may write their own values to it
         self.step_log = c.step_log
         self.comms_logger = c.comms_logger
         self.checkpointer = c.checkpointer
@@ -62,7 +62,7 @@ class Engine:
         self.state_offload = c.state_offload
         self.activation_checkpointing = c.activation_checkpointing
         self.pending_gradients = c.pending_gradients
-        self.parameter_access = c.parameter_access  # what zerolite.get_full_grad and its like ask
+        self.parameter_access = c.parameter_access  # zerolite.get_full_grad and the like find it here
         self.full_state = c.full_state
         self._module = c.module
         self._comm = c.topology.data
@@ -76,15 +76,20 @@ class Engine:
         self._broadcast_buffers = c.broadcast_buffers
         self._schedule = c.schedule
         self._join: Join | None = None
-        self._batches: Iterator[Any] | None = None  # over ``dataloader``, again and again
+        self._batches: Iterator[Any] | None = None  # endless, over ``dataloader``
         c.reference.bind(self)
 
     # ---------------------------------------------------------------- the loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Floating inputs are cast to the compute dtype (fp16, bf16). A loss comes back in fp32;
-        where the module returns none, all 16-bit outputs do (docs/precision.md)."""
-        if self._reducer.current.open:  # an exception has cut this rank's backward short: launch what the others have
+        """Run the module's forward.
+
+        Floating inputs are cast to the compute dtype (fp16, bf16). If the module returns a loss, the loss alone comes
+        back in fp32; otherwise all 16-bit outputs do (docs/precision.md).
+        """
+        # An exception has ended this rank's backward early. The other ranks have launched all its reductions, so this
+        # rank launches the rest of them now: otherwise the next collective would meet another one.
+        if self._reducer.current.open:
             self._reducer.end_backward(complete=False)
         if self._same_inputs is not None:
             self._same_inputs.compare(find_tensors((args, kwargs)))
@@ -100,7 +105,7 @@ class Engine:
             except Exception as error:
                 if isinstance(error, RuntimeError):
                     self._pipeline.check_available()
-                    self._pipeline.written.take()  # says so if the module has been cast
+                    self._pipeline.written.take()  # raises the clearer error if the user has cast the module
                 explain(error, self._module, self.compute_dtype)
                 raise
         return self._boundary.leave(outputs)
@@ -115,17 +120,27 @@ class Engine:
         *,
         weight: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Backward through ``loss``, a scalar, divided by ``gradient_accumulation_steps`` unless ``scale_wrt_gas``
-        is False.
+        """Run the backward of ``loss``. Gradients of several calls before a step add up.
 
-        weight: how much this loss, a mean over tokens or samples, counts in the step: their number. The step's gradient
-        is then that of the one joint batch, sum(weight × loss) / sum(weight) over ranks and micro-batches, instead of
-        the mean over them. 0 for a batch in which nothing counts, even if its loss is not finite. A tensor is read from
-        its device, for which CUDA must be waited for: count on the host. All backwards of a step have a weight, on all
-        ranks, or none has.
+        Without weights the gradient of a step is the mean over ranks and micro-batches. With weights it is the gradient
+        of the joint batch: sum(weight × loss) / sum(weight) over ranks and micro-batches. Either all backwards of a
+        step have a weight, on all ranks, or none has.
 
-        Several calls before a step add up. Returns ``loss``. Raises ValueError for a loss that is not a scalar or
-        needs no gradient, and for a weight that is not a number of at least 0. Called on all ranks.
+        Args:
+            loss: a scalar.
+            scale_wrt_gas: divide the loss by ``gradient_accumulation_steps``.
+            retain_graph: as in ``torch.Tensor.backward``.
+            weight: the number of tokens or samples of which ``loss`` is the mean. 0 leaves the batch out, even if its
+                loss is not finite. Count on the host: the host waits for CUDA to read a tensor from a device.
+
+        Returns:
+            ``loss``, as it was given.
+
+        Raises:
+            ValueError: for a loss that is not a scalar or needs no gradient, and for a weight that is not a number of
+                at least 0.
+
+        Called on all ranks.
         """
         check_loss(loss)
         if self._reducer.current.open:
@@ -145,26 +160,35 @@ class Engine:
         try:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         except BaseException:
-            self._reducer.show_held()  # for the user to drop
+            # p.grad shows what has been accumulated, so that a user who catches the error can drop it.
+            self._reducer.show_held()
             if self.coordinator is not None:
-                with contextlib.suppress(RuntimeError):  # of a gather in flight: the first error is the one to see
+                # A gather in flight may fail because of the first error, and must not hide it.
+                with contextlib.suppress(RuntimeError):
                     self.coordinator.sweep()
             raise
         self._reducer.end_backward(complete=True)
         return loss
 
     def step(self, flush: bool = False) -> bool:
-        """End a micro-batch; at the boundary of an accumulation, update. True if an update was due.
+        """End a micro-batch. If it completes a gradient accumulation, update the parameters.
 
-        ``flush``: apply an accumulation that is not full, as the mean over the micro-batches it contains; nothing
-        happens if it is empty. Called on all ranks.
+        Args:
+            flush: also update if the accumulation is not complete, with the mean over the micro-batches so far. Nothing
+                happens if there are none.
+
+        Returns:
+            True if an update was due.
+
+        Called on all ranks.
         """
-        if flush and self._accumulation.empty:  # of backwards, which all ranks call alike, with or without gradients
+        # All ranks call the same backwards, so all see the same answer here, even if one got no gradients.
+        if flush and self._accumulation.empty:
             return False
         if self._join is not None:
-            self._pipeline.look_at_grads()  # what the others are told of it comes before the step
+            self._pipeline.look_at_grads()  # before the step: a command inside another is not announced
         with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._accumulation.forced_boundary)):
-            if flush:  # what the accumulation contains, before this call counts as a micro-batch
+            if flush:  # first, because on_engine_step counts this call as a micro-batch
                 if self.step_log is not None:
                     self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.outcomes.global_steps)
                 self._pipeline.gradient_scale.flush()
@@ -174,23 +198,29 @@ class Engine:
         return closes
 
     def follow_step(self, flush: bool, forced: int) -> None:
-        """A :meth:`step` of the ranks that go on, with their boundary. Called by :class:`Join`."""
+        """Run the :meth:`step` of the ranks that still have batches, with their boundary. Called by :class:`Join`."""
         self._accumulation.force_boundary(_FORCED[forced])
         self.step(flush)
 
     @contextlib.contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
-        """Context of a loop in which ranks may have different numbers of batches, 0 included: those that have finished
-        serve the others until all have, with gradients of zero, and end with the same parameters and counters.
+        """Context for a loop in which ranks may have different numbers of batches, 0 included.
 
-        divide_by_initial_world_size: gradients are divided by the number of all ranks to the end, as
-        ``torch.distributed.algorithms.Join`` does by default; False: by the number of those that still have batches.
-        With ``engine.backward(..., weight=)`` it does not matter: the gradient is that of the joint batch.
+        A rank that has finished takes part in the collectives of the others, with gradients of zero, until all have
+        finished. All ranks end with the same parameters and counters. :meth:`reduce` and :meth:`gather` are over the
+        ranks that still have batches. Collectives that the user launches do not know which ranks have finished. Each
+        forward, backward and step costs a small exchange on the host.
 
-        :meth:`reduce` and :meth:`gather` are over the ranks that go on. A call that needs all ranks (unfreezing,
-        ``zerolite.get_full_...``) raises RuntimeError once one has finished; so does every rank if one leaves with an
-        exception, or if they call the engine differently. Collectives of your own do not know who has finished. Costs a
-        small exchange on the host at each forward, backward and step. Called on all ranks.
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks, to the end, as
+                ``torch.distributed.algorithms.Join`` does by default. False: divide by the number of ranks that still
+                have batches. With ``engine.backward(..., weight=)`` both give the gradient of the joint batch.
+
+        Raises:
+            RuntimeError: for a call that needs all ranks (unfreezing, ``zerolite.get_full_...``) after one rank has
+                finished. On all ranks if one rank leaves with an exception, or if ranks call the engine differently.
+
+        Called on all ranks.
         """
         self._pipeline.check_available()
         if self._comm.world_size == 1 or self._comm.group is None:
@@ -209,27 +239,39 @@ class Engine:
     # ---------------------------------------------------------------- whole steps
 
     def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
-        """One whole step: ``gradient_accumulation_steps`` micro-batches from ``data_iter``, forward, backward, update.
-        With a pipeline this is how an engine trains.
+        """Run one full step: forward and backward of ``gradient_accumulation_steps`` micro-batches, and the update.
 
-        data_iter: gives this data-parallel rank's micro-batches: (inputs, targets) where ``initialize`` was given a
-        loss_fn, the model's arguments otherwise (a tuple, or a dict of keywords). Ranks with other parts of the same
-        model need the same ones. None: over ``engine.dataloader``, again from its start when it ends. Returns the mean
-        loss over micro-batches and data-parallel ranks, 0-dim fp32, the same on every rank. Raises StopIteration if the
-        iterator ends, RuntimeError inside :meth:`~zerolite.Engine.join` and in the middle of an accumulation. Called on
-        all ranks.
+        With a pipeline this is the only way to train.
+
+        Args:
+            data_iter: iterator over this data-parallel rank's micro-batches. Each is (inputs, targets) if a loss_fn was
+                given to ``initialize``, otherwise the model's arguments, a tuple or a dict of keywords. Ranks with
+                other parts of the same copy of the model need the same micro-batches. None takes them from
+                ``engine.dataloader``, which begins again when it ends.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks: 0-dim, fp32, the same on every rank.
+
+        Raises:
+            StopIteration: if the iterator ends.
+            RuntimeError: inside :meth:`~zerolite.Engine.join`, and in the middle of a gradient accumulation.
+
+        Called on all ranks.
         """
         return self.runner.train_batch(self._batches_of(data_iter, "train_batch"))
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
-        """The mean loss of as many micro-batches as a step has, without gradients, in eval mode: as
-        :meth:`train_batch` gives it.
+        """Compute the mean loss of as many micro-batches as a step has, in eval mode and without gradients.
 
         Args:
-            return_logits: also the model's outputs, a list over micro-batches (None on ranks that do not have the last
-                layers).
-            compute_loss: False gives the outputs alone.
+            data_iter: as in :meth:`train_batch`.
+            return_logits: also return the model's outputs.
+            compute_loss: False returns the outputs alone.
+
+        Returns:
+            The loss as :meth:`train_batch` returns it, the outputs, or (loss, outputs). Outputs are a list over
+            micro-batches; with a pipeline, None on ranks that do not have the last layers.
 
         Called on all ranks.
         """
@@ -239,7 +281,7 @@ class Engine:
         try:
             return self.runner.eval_batch(batches, return_logits, compute_loss)
         finally:
-            for module in training:  # those that the user has put in eval mode stay there
+            for module in training:  # modules that the user had put in eval mode stay in it
                 module.training = True
 
     def _batches_of(self, data_iter: Iterator[object] | None, call: str) -> Iterator[object]:
@@ -254,7 +296,8 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate. Stage 2 reduces them into shards all the same, to save memory."""
+        """Context in which backwards only accumulate gradients. Stages 2 and 3 still reduce them into shards, to save
+        memory."""
         self._accumulation.sync_disabled += 1
         try:
             yield
@@ -262,8 +305,11 @@ class Engine:
             self._accumulation.sync_disabled -= 1
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether the micro-batch in hand closes its accumulation, until said otherwise; None returns to
-        counting."""
+        """Decide by hand if the current micro-batch ends its gradient accumulation.
+
+        Args:
+            is_boundary: stays in force until the next call. None returns to counting micro-batches.
+        """
         self._accumulation.force_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -277,18 +323,20 @@ class Engine:
         self._pipeline.reduce()
 
     def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's mean gradient over all parameters, unscaled and before clipping; None before the
-        first step. From :meth:`update` on, the step is the one in hand.
+        """Return the L2 norm of the last step's mean gradient over all parameters, without loss scale, before clipping.
 
-        Sends nothing, so one rank alone may call it at any time, also inside an accumulation. It waits for the device.
-        :meth:`clip_gradients` returns the norm of gradients that no step has used yet.
+        None before the first step. After :meth:`update` the last step is the one whose phases are running. The call
+        sends nothing, so one rank alone may call it at any time. It waits for the device. For gradients that no step
+        has used yet, see :meth:`clip_gradients`.
         """
         return self._pipeline.outcomes.grad_norm()
 
     def memory_report(self) -> MemoryReport:
-        """Return what this rank's memory holds now: bytes by item, measured, and what the allocator says of the whole.
-        It has a table for people, ``str(report)``, and plain data, ``report.to_dict()``. Of this rank alone: nothing is
-        sent and the device is not waited for."""
+        """Measure this rank's memory: bytes by item, and the allocator's totals.
+
+        ``str(report)`` is a table, ``report.to_dict()`` plain data. The call sends nothing and does not wait for the
+        device, so one rank alone may make it.
+        """
         return memory_report(self.memory_parts)
 
     def offload_states(
@@ -298,41 +346,63 @@ class Engine:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Bring what this engine holds on its device to the host, between two steps, so that something else has the
-        device's memory until :meth:`reload_states`. What is offloaded already stays where it is.
+        """Move this engine's tensors from its device to the host, until :meth:`reload_states`.
+
+        Call it between two steps, to lend the device's memory to something else. Tensors that are offloaded already
+        stay where they are. Until they are reloaded, every call that trains, saves, loads or reads raises RuntimeError.
 
         Args:
-            include: some of DeepSpeed's names "optim_states", "hp_params" (separate master weights), "lp_params" (what
-                the modules compute with), "lp_grads" and "contiguous_grad_buffer"; None: all. Without "lp_params" the
-                module can still compute under ``torch.no_grad()``.
-            pin_memory: registered with CUDA, for fast copies.
-            non_blocking: return while copies are under way; the device's memory is free for what is queued after them.
+            include: a list of DeepSpeed's names: "optim_states", "hp_params" (separate master weights), "lp_params"
+                (the parameters that the modules compute with), "lp_grads" and "contiguous_grad_buffer". None moves all
+                of them. Without "lp_params" the module can still compute under ``torch.no_grad()``.
+            device: "cpu" is the only choice.
+            pin_memory: register the host's memory with CUDA, for fast copies.
+            non_blocking: return before the copies are complete. Work that is queued on the device afterwards may use
+                the memory at once.
 
-        Raises RuntimeError between ``update`` and ``publish``, inside :meth:`join` and if states are out already;
-        whatever trains, saves, loads or reads meanwhile raises RuntimeError as well. Called on all ranks.
+        Raises:
+            RuntimeError: between ``update`` and ``publish``, inside :meth:`join`, and after an earlier call.
+            ValueError: for another device or another name.
+
+        Called on all ranks.
         """
         if self._join is not None:
             raise RuntimeError("engine.offload_states: expected a call outside of engine.join()")
         self.state_offload.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo :meth:`offload_states`; nothing if it has not been called. non_blocking: accepted for DeepSpeed's loops;
-        the memory on the host goes when this returns, so it waits for the copies. An engine that goes while states are
-        out gives the model's back. Called on all ranks."""
+        """Undo :meth:`offload_states`. Without such a call, nothing happens.
+
+        An engine that is deleted while its states are on the host gives the model its parameters back.
+
+        Args:
+            non_blocking: accepted for loops written for DeepSpeed, and without effect: this call frees the memory on
+                the host, so it must wait for the copies.
+
+        Called on all ranks.
+        """
         self.state_offload.reload()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the pending gradients to L2 norm ``max_norm`` instead of the config's, and return their norm before, as
-        ``torch.nn.utils.clip_grad_norm_`` does; ``float("inf")`` clips nothing. Called on all ranks."""
+        """Clip the pending gradients to an L2 norm, and return the norm before, as ``torch.nn.utils.clip_grad_norm_``.
+
+        Args:
+            max_norm: replaces the config's ``gradient_clipping`` for this step. ``float("inf")`` clips nothing.
+
+        Called on all ranks.
+        """
         return self._pipeline.clip(max_norm)
 
     def update(self) -> None:
-        """Update the master weights that this rank owns, or skip if a gradient is not finite; counters, scheduler
-        and loss scale follow. Called on all ranks; :meth:`publish` and :meth:`zero_grad` must follow."""
+        """Update the master weights that this rank owns, then counters, scheduler and loss scale.
+
+        If a gradient is not finite, the update is skipped. :meth:`publish` and :meth:`zero_grad` must follow. Called on
+        all ranks.
+        """
         self._pipeline.update()
 
     def publish(self) -> None:
-        """Bring updated master weights to the module's parameters on all ranks. Called on all ranks."""
+        """All-gather the updated values into the module's parameters. Called on all ranks."""
         self._pipeline.publish()
 
     def zero_grad(self) -> None:
@@ -351,42 +421,48 @@ class Engine:
         collate_fn: Callable[..., object] | None = None,
         num_local_io_workers: int = 0,
     ) -> Any:
-        """A loader of this rank's part of ``dataset``, in batches of ``batch_size`` samples (default: the config's
-        micro-batch), whose samples :meth:`gather_for_metrics` knows.
+        """Make a loader of this rank's part of ``dataset``, whose samples :meth:`gather_for_metrics` knows.
 
         Args:
-            route: "train" shuffles, in each pass anew, and obeys ``dataloader_drop_last``; "eval" and "predict" keep
-                the order and every sample.
-            pin_memory: where the engine's device is CUDA.
-            collate_fn: a list of samples to a batch; default: that of ``initialize``.
-            num_local_io_workers: processes that load; 0 loads in this one.
+            dataset: a map-style dataset, or an ``IterableDataset``.
+            batch_size: samples of a batch; default: the config's micro-batch.
+            route: "train" shuffles in every epoch, and follows ``dataloader_drop_last``. "eval" and "predict" keep the
+                order and every sample.
+            pin_memory: pin batches if the engine's device is CUDA.
+            collate_fn: makes a batch of a list of samples; default: the collate_fn of ``initialize``.
+            num_local_io_workers: number of processes that load. 0 loads in this process.
 
         Raises:
-            ValueError: for data that cannot be loaded.
-            TypeError: for data that cannot be loaded.
+            ValueError: for a wrong route or batch size, and for a dataset with too few samples.
+            TypeError: for a ``dataset`` that is not a dataset.
         """
         return self.loaders.make(dataset, batch_size, route, pin_memory, collate_fn, num_local_io_workers)
 
     def prepare_loader(self, loader: object) -> Any:
-        """``loader``, a torch DataLoader with a ``DistributedSampler`` (or without, on one process), so that
-        :meth:`gather_for_metrics` knows its samples: iterate over what this returns. Raises ValueError for other
-        loaders, which work as they are but without that."""
+        """Return a loader over the batches of ``loader``, whose samples :meth:`gather_for_metrics` knows.
+
+        Args:
+            loader: a torch DataLoader with a ``DistributedSampler``. On one process the sampler may be left out.
+
+        Raises:
+            ValueError: for other loaders. They can be iterated over as they are, without ``gather_for_metrics``.
+        """
         return self.loaders.prepare(loader)
 
     def reduce(self, value: object, op: str = "mean") -> Any:
-        """``value`` over all ranks, the same on all of them.
+        """Reduce ``value`` over all ranks, with the same result on all of them.
+
+        Floats are computed in float64, in rank order. Float tensors come back in their dtype, those of 16 bits and less
+        in float32. Integers stay integers, and a sum of integer tensors is int64. The mean of integers is a float, of
+        integer tensors float64. For bools, "max" means any, "min" all, and "sum" counts. NaN on one rank gives NaN.
 
         Args:
-            value: a number, a tensor, or nested dicts, lists and tuples of them; None stays.
-            op: "mean" (each rank counts the same), "sum", "max", "min".
-
-        Floats are computed in float64, in rank order; tensors come back in their dtype, those of 16 bits and less in
-        float32. Integers stay integers (tensors: a sum is int64); their mean is a float (tensors: float64). Of bools,
-        max is any, min is all, sum counts. NaN on one rank is NaN.
+            value: a number, a tensor, or nested dicts, lists and tuples of them. None stays None.
+            op: "mean" (each rank counts the same), "sum", "max" or "min".
 
         Raises:
-            ValueError: on all ranks if one passes something else or they differ in structure, dtype or shape.
-            RuntimeError: on all ranks if one passes something else or they differ in structure, dtype or shape.
+            ValueError: on all ranks if one passes a value or an ``op`` that cannot be reduced.
+            RuntimeError: on all ranks if their values differ in structure, dtype or shape.
 
         Called on all ranks.
         """
@@ -394,31 +470,49 @@ class Engine:
             return metrics.reduce(value, op, self._comm, self.device)
 
     def gather(self, tensors: object) -> Any:
-        """The rows of all ranks, in rank order, on all of them: tensors ``[rows, ...]``, any dtype, or nested dicts,
-        lists and tuples of them. Rows may differ from rank to rank, and be 0; a 0-dim tensor or number is one row.
-        Raises as :meth:`reduce` does. Called on all ranks."""
+        """Concatenate the rows of all ranks, in rank order, on all of them.
+
+        Args:
+            tensors: a tensor ``[rows, ...]`` of any dtype, or nested dicts, lists and tuples of such tensors. Ranks may
+                have different numbers of rows, and none. A 0-dim tensor or a number is one row.
+
+        Raises the errors of :meth:`reduce`. Called on all ranks.
+        """
         with self._pipeline.commands(Command.METRIC):
             return metrics.gather(tensors, self._comm, self.device)
 
     def gather_for_metrics(self, tensors: object, loader: object = None) -> Any:
-        """Gather as :meth:`gather` does; inside a pass over a loader of :meth:`deepspeed_io` or :meth:`prepare_loader`,
-        for values with one row for each sample of the batch in hand: in the order of the data set (or of its shuffle),
-        without the samples that were repeated to make ranks even.
+        """Gather one row for each sample, in the order of the data set, without samples that were repeated.
 
-        loader: such a loader; the rows are those of a whole pass over it, collected on this rank. Raises as
-        :meth:`reduce` does, and ValueError where the rows are not one for each sample. Called on all ranks.
+        Samplers repeat samples to give all ranks equally many; plain :meth:`gather` would count them twice. Call it
+        inside a loop over a loader of :meth:`deepspeed_io` or :meth:`prepare_loader`. If the loader shuffles, the rows
+        are in the order of the shuffle.
+
+        Args:
+            tensors: as in :meth:`gather`, with one row for each sample of the current batch.
+            loader: such a loader, after its loop: ``tensors`` are then this rank's rows of all its batches.
+
+        Raises the errors of :meth:`reduce`, and ValueError if there is not one row for each sample. Called on all
+        ranks.
         """
         with self._pipeline.commands(Command.METRIC):
             return metrics.gather(tensors, self._comm, self.device, self.loaders, loader)
 
     def absent_from_metric(self) -> None:
-        """Take part in the others' :meth:`reduce` or :meth:`gather` with nothing. Called by :class:`Join`."""
+        """Take part in the other ranks' :meth:`reduce` or :meth:`gather` without values. Called by :class:`Join`."""
         metrics.be_absent(self._comm, self.device)
 
     def comms_summary(self) -> list[dict[str, Any]]:
-        """Return what ``comms_logger`` has measured here: a dict for each kind of collective, with op, tag (what it is
-        for), ranks (that take part), nbytes (of one, of its full tensors), count, total_bytes, mean_ms, algbw and busbw
-        (10^9 bytes a second), and with ``debug`` the caller. Raises RuntimeError without a logger."""
+        """Return this rank's measurements by ``comms_logger``, one dict for each kind of collective.
+
+        Returns:
+            Dicts with ``op``, ``tag`` (its purpose), ``ranks`` (how many take part), ``nbytes`` (full tensors of one
+            collective), ``count``, ``total_bytes``, ``mean_ms``, ``algbw`` and ``busbw`` (10^9 bytes a second). With
+            ``debug`` also the ``caller``.
+
+        Raises:
+            RuntimeError: if the config has no comms_logger.
+        """
         if self.comms_logger is None:
             raise RuntimeError(
                 "engine.comms_summary: expected comms_logger.enabled = true in the config, got false; set it"
@@ -436,22 +530,21 @@ class Engine:
         exclude_frozen_parameters: bool = False,
         async_save: bool = False,
     ) -> str:
-        """Save everything that makes the next step the same, and return the checkpoint's directory, ``save_dir/tag``.
+        """Save everything that the next step depends on, and return the checkpoint's directory, ``save_dir/tag``.
 
         Gradients are not saved, so call it at the end of a gradient accumulation, after a :meth:`step` that returned
-        True. A save in its middle says so in the log: training goes on with them, but a job that continues from the
-        checkpoint begins that accumulation anew. Until the checkpoint is complete, what was there stays; one of the
-        same tag is replaced.
+        True. In the middle of one a warning is logged: this job goes on with its gradients, but a job that loads the
+        checkpoint begins the accumulation again. A checkpoint of the same tag is replaced when the new one is complete.
 
         Args:
-            save_dir: on a file system that all nodes share.
-            tag: default ``global_step<N>``.
-            client_state: plain data (numbers, strings, lists, dicts, tensors, …), that of rank 0, which
-                :meth:`load_checkpoint` gives back.
-            save_latest: let ``save_dir/latest`` name it.
-            exclude_frozen_parameters: leave out what is not trained, as for adapters.
-            async_save: return when all has been copied to host memory, and write in the background; what goes wrong
-                there is raised by the next call that saves, loads or waits.
+            save_dir: a directory on a file system that all nodes share.
+            tag: name of the checkpoint; default ``global_step<N>``.
+            client_state: rank 0's plain data (numbers, strings, lists, dicts, tensors, …), which
+                :meth:`load_checkpoint` returns.
+            save_latest: write the tag into ``save_dir/latest``.
+            exclude_frozen_parameters: leave out parameters that are not trained, as for adapters.
+            async_save: return after the copy to host memory, and write in the background. If that fails, the next call
+                that saves, loads or waits raises the error.
 
         Raises:
             CheckpointError: on all ranks (a full disk, a rank that does not come, …).
@@ -465,7 +558,7 @@ class Engine:
         return self.checkpointer.save(self.lr_scheduler, client_state, *request)
 
     def follow_save(self) -> None:
-        """A save of the ranks that go on. Called by :class:`Join`."""
+        """Take part in a save of the ranks that still have batches. Called by :class:`Join`."""
         self.checkpointer.follow_save(self.lr_scheduler)
 
     def load_checkpoint(
@@ -478,49 +571,81 @@ class Engine:
         load_module_only: bool = False,
         missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Continue from a checkpoint, saved at whichever stage and grid of ranks. Gradients that no step has used are
-        dropped. Returns its directory and the client state.
+        """Continue from a checkpoint of any stage and any grid of ranks. Gradients that no step has used are dropped.
 
         Args:
-            tag: default the one that ``load_dir/latest`` names, or, without that file, the newest complete one.
-            load_module_strict: the checkpoint must have exactly the model's parameters and buffers; False loads what
-                both have, also where an adapter has been put around a module or taken away.
-            load_optimizer_states: also the hyperparameters of param groups that have the same parameters.
-            load_lr_scheduler_states: False lets ``lr_scheduler`` begin anew, from the engine's own lr, momentum and
+            load_dir: the ``save_dir`` of :meth:`save_checkpoint`.
+            tag: default: the tag in ``load_dir/latest``, or without that file the newest complete checkpoint.
+            load_module_strict: require exactly the model's parameters and buffers. False loads those that both have,
+                also if an adapter has been put around a module or taken away.
+            load_optimizer_states: also load the hyperparameters of param groups that have the same parameters.
+            load_lr_scheduler_states: False lets ``lr_scheduler`` begin again, from the engine's own lr, momentum and
                 betas.
-            load_module_only: parameters and buffers, no counters, no random states.
-            missing_ok: (None, {}) if there is no checkpoint at all.
+            load_module_only: load parameters and buffers, but no counters and no random states.
+            missing_ok: return (None, {}) if there is no checkpoint at all.
 
-        Raises CheckpointError on all ranks: before anything is changed if it does not fit; when a part has been loaded
-        if a file turns out to be damaged. Called on all ranks with the same arguments.
+        Returns:
+            The checkpoint's directory, and the client state.
+
+        Raises:
+            CheckpointError: on all ranks. If the checkpoint does not fit, nothing has been changed; if a file turns out
+                to be damaged, a part has been loaded.
+
+        Called on all ranks with the same arguments.
         """
         flags = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, missing_ok
         return self.checkpointer.load(self.lr_scheduler, load_dir, tag, *flags)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for a save in the background. Raises CheckpointError if it has failed. Called on all ranks."""
+        """Wait for a save in the background. Raises CheckpointError if it fails. Called on all ranks."""
         self.checkpointer.wait()
 
     # ---------------------------------------------------------------- whole models
 
     def full_state_dict(self, rank0_only: bool = False, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The whole model's state dict at every stage, and however layers are spread over ranks: whole tensors, copies
-        on the CPU, tied ones shared. ``rank0_only``: other ranks get an empty dict, and need no memory for it. dtype:
-        None gives the compute dtype; ``torch.float32`` the master weights of what trains, ``torch.bfloat16`` and
-        ``torch.float16`` these rounded; other floating tensors are cast. Called on all ranks."""
+        """Return the full model's state dict, at every stage and on every grid of ranks.
+
+        Args:
+            rank0_only: return an empty dict on the other ranks, which then need no memory for it.
+            dtype: None gives the compute dtype. ``torch.float32`` gives the master weights of trained parameters;
+                ``torch.bfloat16`` and ``torch.float16`` round these. Other floating tensors are cast.
+
+        Returns:
+            Full tensors, copies on the CPU. Tied tensors are one object.
+
+        Called on all ranks.
+        """
         return self.full_state.get(rank0_only, dtype)
 
     def load_full_state_dict(self, state: Mapping[str, object] | None, strict: bool = True) -> None:
-        """Take rank 0's ``state`` of the whole model (other ranks may pass None) as the module's values, at every stage
-        and grid of ranks; master weights follow. Raises RuntimeError on all ranks, before anything is changed, if
-        shapes differ or, with ``strict``, names are missing or unexpected. Called on all ranks."""
+        """Load rank 0's state dict of the full model, at every stage and on every grid of ranks, masters included.
+
+        Args:
+            state: full tensors. Ranks other than 0 may pass None.
+            strict: require exactly the model's names.
+
+        Raises:
+            RuntimeError: on all ranks, before anything is changed, if shapes differ, or with ``strict`` if names are
+                missing or unexpected.
+
+        Called on all ranks.
+        """
         self.full_state.load(state, strict)
 
     def full_optimizer_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """The optimizer's states with whole tensors, in the form of ``torch.optim.Optimizer.state_dict``: by position
-        of the parameters in ``engine.optimizer.param_groups``, copies on the CPU, for an optimizer of the same class
-        over the whole model in plain PyTorch. ``rank0_only``: other ranks get an empty dict. Raises RuntimeError with a
-        pipeline. Called on all ranks, between steps."""
+        """Return the optimizer's states with full tensors, as ``torch.optim.Optimizer.state_dict`` has them.
+
+        An optimizer of the same class over the full model in plain PyTorch can load them. States are keyed by the
+        position of the parameter in ``engine.optimizer.param_groups``; tensors are copies on the CPU.
+
+        Args:
+            rank0_only: return an empty dict on the other ranks.
+
+        Raises:
+            RuntimeError: with a pipeline.
+
+        Called on all ranks, between steps.
+        """
         return self.full_state.of_optimizer(rank0_only)
 
     def save_16bit_model(
@@ -529,29 +654,39 @@ class Engine:
         max_shard_size: str | int = "5GB",
         exclude_frozen_parameters: bool = False,
     ) -> None:
-        """Write the model into the directory ``save_dir`` as Hugging Face's ``from_pretrained`` reads it:
-        ``model.safetensors``, or files of at most ``max_shard_size`` bytes ("5GB", "500MB") and an index. All floating
-        tensors in the engine's 16-bit dtype, bf16 if it computes in fp32; tied weights once. exclude_frozen_parameters:
-        only what trains, such as adapters. Raises CheckpointError on all ranks if rank 0, which writes, cannot; what
-        was there is left then. Called on all ranks."""
+        """Write the model in 16 bits, in the format of Hugging Face's ``from_pretrained``.
+
+        Floating tensors are written in the engine's 16-bit dtype, or in bf16 if it computes in fp32. Tied weights are
+        written once. Rank 0 writes.
+
+        Args:
+            save_dir: a directory, for ``model.safetensors``, or for several files and an index.
+            max_shard_size: bytes of a file at most, such as "5GB" or "500MB".
+            exclude_frozen_parameters: write only trained parameters, such as adapters.
+
+        Raises:
+            CheckpointError: on all ranks if rank 0 cannot write. Older files are left as they were.
+
+        Called on all ranks.
+        """
         self.full_state.save_16bit(save_dir, max_shard_size, exclude_frozen_parameters)
 
     # ---------------------------------------------------------------- state
 
     @property
     def module(self) -> torch.nn.Module:
-        """The user's module, its parameters up to date."""
+        """The user's module. Access waits until updated parameters have been gathered."""
         self._param_gatherer.wait_all()
         return self._module
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype of the module's parameters; None in fp32 and under autocast, where each keeps its own."""
+        """The 16-bit dtype of the module's parameters. None in fp32 and under autocast, where each keeps its own."""
         return self._precision.compute
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule that the engine steps after every update, or None."""
+        """The learning rate schedule that the engine steps after every update, or None."""
         self._pipeline.outcomes.settle()
         return self._schedule.scheduler
 
@@ -561,25 +696,25 @@ class Engine:
 
     @property
     def global_steps(self) -> int:
-        """Windows that ended in an update or in a skipped one."""
+        """Number of steps so far: updates, and updates that were skipped."""
         return self._pipeline.outcomes.global_steps
 
     @property
     def global_samples(self) -> int | None:
-        """Samples of :attr:`global_steps` steps over all ranks, the x axis of the monitors; None if the config leaves
-        the batch size to the user's loader."""
+        """Samples of :attr:`global_steps` steps over all ranks, the x axis of the monitors. None if the config does not
+        set the batch size."""
         size = self.config.train_batch_size
         return None if size is None else self._pipeline.outcomes.global_steps * size
 
     @property
     def skipped_steps(self) -> int:
-        """Updates skipped because a gradient was not finite."""
+        """Number of updates that were skipped because a gradient was not finite."""
         self._pipeline.outcomes.settle()
         return self._pipeline.outcomes.counters.skipped_steps
 
     @property
     def micro_steps(self) -> int:
-        """Backwards so far: micro-batches, where each has one."""
+        """Number of backwards so far. It is the number of micro-batches if each has one backward."""
         return self._pipeline.outcomes.counters.micro_steps
 
     @property
@@ -589,7 +724,7 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """Among all processes of the job."""
+        """Rank among all processes of the job."""
         return self.topology.world.rank
 
     @property
@@ -598,8 +733,7 @@ class Engine:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank's batches among those of a step, for samplers. The rank, where no other kind of
-        parallelism is."""
+        """Rank among the data-parallel ranks, for samplers. Equal to :attr:`rank` with data parallelism alone."""
         return self.topology.data.rank
 
     @property
@@ -608,7 +742,7 @@ class Engine:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Index of this rank's part of each layer."""
+        """Index of this rank's shard of each layer."""
         return self.topology.tensor.rank
 
     @property
@@ -626,7 +760,7 @@ class Engine:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The ranks as a grid with the dimensions "pipe", "data" and "tensor"; None with data parallelism alone."""
+        """The grid of ranks with the dimensions "pipe", "data" and "tensor". None with data parallelism alone."""
         return self.topology.mesh
 
     @property
@@ -639,12 +773,12 @@ class Engine:
 
     @property
     def train_batch_size(self) -> int | None:
-        """Samples per update over all ranks; None if the config leaves it to the user's loader."""
+        """Samples per update over all ranks. None if the config does not set it."""
         return self.config.train_batch_size
 
     @property
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples per backward on one rank; None if the config leaves it to the user's loader."""
+        """Samples per backward on one rank. None if the config does not set it."""
         return self.config.train_micro_batch_size_per_gpu
 
     def get_lr(self) -> list[float]:
@@ -666,14 +800,15 @@ class Engine:
         return self.module.named_parameters(prefix, recurse)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's state dict, names without a prefix, in the compute dtype."""
+        """The module's own state dict: names without a prefix, values in the compute dtype."""
         return self.module.state_dict(*args, **kwargs)
 
-    if not TYPE_CHECKING:  # a checker knows the engine's own attributes only
+    if not TYPE_CHECKING:  # a type checker would take any misspelled attribute for one of the module
 
         def __getattr__(self, name: str) -> Any:
-            """An attribute of the module, for a name that the engine does not have."""
-            if hasattr(type(self), name):  # a property of the engine has failed: its error, not the module's
+            """Return the module's attribute, for a name that the engine does not have."""
+            # Python also calls this if a property of the engine raised AttributeError: raise that error again.
+            if hasattr(type(self), name):
                 return object.__getattribute__(self, name)
             if "_module" not in vars(self) or (name.startswith("__") and name.endswith("__")):
                 raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -695,9 +830,10 @@ class Engine:
         )
 
     def send_buffers(self) -> None:
-        """Buffers take the values of the first rank that has batches. Called on all ranks, before a forward."""
+        """Broadcast the buffers of the first rank that still has batches. Called on all ranks, before a forward."""
         source = self._join.source if self._join is not None else 0
         broadcast_together(self._module.buffers(), self._comm, self.device, "buffers", source)
 
 
-_FORCED = (None, False, True)  # boundaries said by hand, by the number that travels
+# Values of ``forced_boundary``. Inside join a rank announces the index, because only integers are exchanged.
+_FORCED = (None, False, True)
