@@ -21,15 +21,16 @@ logger = logging.getLogger("zerolite")
 def kernel_chooser(
     comm: Communicator, device: torch.device, updates: Sequence[torch.device]
 ) -> Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]:
-    """A function from an optimizer and the dtypes of its masters to the kernels' rule, or to None where torch's own
-    implementation updates.
+    """Return a function (optimizer, dtypes of its master weights) -> rule of the kernels.
+
+    The function returns None if torch's own implementation makes the update. If one rank cannot load the kernels, no
+    rank uses them, because at stage 0 all ranks must compute the same bits. Called on all ranks; it costs one small
+    all-reduce.
 
     Args:
-        device: of collectives.
-        updates: every one on which something is updated.
-
-    If one rank cannot have the kernels, none uses them: at stage 0 all ranks must compute the same bits. Called on all
-    ranks; one small all-reduce.
+        comm: communicator of all ranks.
+        device: device for collectives.
+        updates: all devices on which parameters are updated.
     """
     reasons = {} if comm.peers_agree else {on: why_unavailable(on) for on in updates}  # a dry run launches none
     lacking, reason = next(((on, why) for on, why in reasons.items() if why is not None), (device, None))
@@ -56,14 +57,18 @@ def kernel_chooser(
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:
-    """Torch's fused Adam(W), where no implementation is chosen: it exists on CPU and CUDA in every torch that
-    zerolite supports. (Adagrad's exists on CUDA only in the newest; SGD's takes no mixture of parameters with and
-    without a momentum buffer, which late parameters make.)"""
+    """Switch torch's Adam or AdamW to its fused implementation, unless the user has chosen one.
+
+    Every torch that zerolite supports has it on CPU and CUDA. The others stay as they are: fused Adagrad exists on
+    CUDA only in the newest torch. Fused SGD fails if only some parameters have a momentum buffer, which is the case
+    after parameters were unfrozen.
+    """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
         return
     if not any(unsupported(group) for group in optimizer.param_groups):
         for group in optimizer.param_groups:
             group["fused"] = True
+        # Torch's constructor sets this with fused=True; here the constructor has run already.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 

@@ -20,11 +20,11 @@ _WORDS = {
     "string_type": "a text",
     "list_type": "a list of numbers",
 }
-"""Words for what is expected, by the type of pydantic's error."""
+"""Name of the expected type in messages, by the type of pydantic's error."""
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """The words " (nearest: 'x')" with the nearest known word, or an empty text."""
+    """Return " (nearest: 'x')" with the known word that is most similar, or "" if none is."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.5)
     return f" (nearest: '{by_lower[close[0]]}')" if close else ""
@@ -38,17 +38,20 @@ def check_keyword_params(
     hidden: Collection[str] = (),
     also_known: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Turns `params` into keyword arguments for `cls`.
+    """Turn `params` into keyword arguments for `cls`.
+
+    "auto" leaves a parameter at its default. A list becomes a tuple if the default is a tuple. 20.0 becomes 20 if an
+    integer is expected.
 
     Args:
-        path: where `params` stands in the configuration, such as "optimizer.params".
+        path: path of `params` in the configuration, such as "optimizer.params".
+        cls: class whose constructor receives the arguments.
+        params: keys and values of the configuration.
         hidden: parameters of the constructor that the caller fills in.
-        also_known: further keys to offer as the nearest one; the caller has taken them out of `params` before.
+        also_known: keys that the caller has taken out of `params` already; messages list them as known.
 
-    "auto" leaves a parameter at its default; lists become tuples where the default is a tuple; 20.0 becomes 20 where a
-    whole number is meant.
-
-    Returns the keyword arguments that are fine, and (path, sentence) for each one that is not.
+    Returns:
+        The valid keyword arguments, and (path, sentence) for each invalid one.
     """
     known = {
         name: p
@@ -79,20 +82,21 @@ def check_keyword_params(
 
 
 def is_number(value: object) -> bool:
-    """A finite int or float; True and False are none."""
+    """Return True for a finite int or float, but not for True and False."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _signature(cls: Callable[..., object]) -> inspect.Signature:
     try:
         return inspect.signature(cls, eval_str=True)
-    except NameError:  # an annotation that only type checkers can read
+    except NameError:  # an annotation names something that is imported for type checkers only
         return inspect.signature(cls)
 
 
 def _converted(value: object, parameter: inspect.Parameter) -> object:
-    """The value as the parameter wants it. Raises ValidationError if it does not fit."""
+    """Return the value in the type of the parameter. Raises ValidationError if it does not fit."""
     default, kind = parameter.default, parameter.annotation
+    # Without an annotation, the default tells the type.
     if kind is inspect.Parameter.empty:
         kind = float if is_number(default) else type(default) if isinstance(default, (bool, str, tuple)) else Any
     elif isinstance(kind, str):
@@ -109,7 +113,7 @@ def _converted(value: object, parameter: inspect.Parameter) -> object:
 
 
 def _wanted(error: ValidationError, default: object) -> str:
-    """The sentence part for what is expected: "a number or a list of numbers"."""
+    """Return the expected types in words, such as "a number or a list of numbers"."""
     if isinstance(default, tuple):
         return f"a list of {len(default)} numbers such as {list(default)}"
     found = [each.get("ctx", {}).get("expected") or _WORDS.get(each["type"]) for each in error.errors()]

@@ -1,10 +1,11 @@
 """Learning rate schedules by name: DeepSpeed's five and torch's.
 
-`scheduler.step()` is called once after each applied update. With n such calls behind it a schedule holds the learning
-rate of update n + 1, and `last_epoch` is n. DeepSpeed counts from -1 (`last_batch_iteration` = n - 1) and that shows in
-its numbers, which are kept here: WarmupLR uses its lowest learning rate for the first two updates, and its highest from
-update `warmup_num_steps` + 1 ("log") or + 2 ("linear") on. `scheduler.step(n)` jumps: it sets `last_batch_iteration`
-to n.
+`scheduler.step()` is called once after each applied update. After n calls, `last_epoch` is n and the optimizer has the
+learning rate of update n + 1.
+
+DeepSpeed counts from -1: its `last_batch_iteration` is n - 1. Its learning rates follow from that, and are kept here.
+So WarmupLR has its lowest learning rate in the first two updates, and its highest from update `warmup_num_steps` + 1
+("log") or + 2 ("linear") on. `scheduler.step(n)` jumps: it sets `last_batch_iteration` to n.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ _PATH = "scheduler.params"
 
 
 def build_scheduler(type_name: str, params: Mapping[str, object] | None, optimizer: Optimizer) -> LRScheduler:
-    """The schedule for `{"scheduler": {"type": type_name, "params": params}}`, attached to `optimizer`.
+    """Build the schedule of `{"scheduler": {"type": type_name, "params": params}}` for `optimizer`.
 
     Args:
         type_name: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or a class of
             torch.optim.lr_scheduler, in upper or lower case.
         params: the constructor's parameters, without the optimizer; "auto" means the default.
+        optimizer: its learning rates are set.
 
-    Raises ConfigError with a sentence for each key that is unknown, missing or of the wrong type.
+    Raises:
+        ConfigError: with a sentence for each key that is unknown, missing or of the wrong type.
     """
     known = {**TORCH_SCHEDULES, **SCHEDULES}
     name = type_name.lower()
@@ -60,9 +63,10 @@ def build_scheduler(type_name: str, params: Mapping[str, object] | None, optimiz
 
 
 class _ClosedForm(LRScheduler):
-    """A schedule whose learning rates follow from the number of updates alone.
+    """Schedule whose learning rates depend on the number of updates alone.
 
-    Its state is that number, so a checkpoint does not overrule the configuration; loading it sets the learning rates.
+    Its state is only that number. So after loading a checkpoint, the configuration of the new job still decides the
+    learning rates.
     """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
@@ -73,11 +77,11 @@ class _ClosedForm(LRScheduler):
 
     @property
     def last_batch_iteration(self) -> int:
-        """DeepSpeed's count: -1 before the first update is done."""
+        """Number of updates done, counted like DeepSpeed: -1 before the first."""
         return self.last_epoch - 1
 
     def step(self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None) -> None:
-        """Move on by one update, or to a count of DeepSpeed's, which has both names."""
+        """Advance by one update, or jump to `last_batch_iteration`. DeepSpeed's schedules use both argument names."""
         jump = batch_iteration if last_batch_iteration is None else last_batch_iteration
         if jump is None:
             super().step()
@@ -87,12 +91,14 @@ class _ClosedForm(LRScheduler):
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """{"last_epoch": the number of updates done}."""
+        """Return {"last_epoch": number of updates done}."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, or from DeepSpeed's, {"last_batch_iteration": n}. The optimizer gets the
-        learning rates (and momenta) of the next update."""
+        """Continue from `state_dict()`, or from DeepSpeed's {"last_batch_iteration": n}.
+
+        This sets the optimizer's learning rates (and momenta) for the next update.
+        """
         if set(state_dict) == {"last_batch_iteration"}:
             self.step(state_dict["last_batch_iteration"])
             return
@@ -107,6 +113,7 @@ class _ClosedForm(LRScheduler):
     def _apply(self) -> None:
         lrs = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            # Write into the tensor: a CUDA graph or a compiled step may read its memory.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -120,14 +127,22 @@ class _ClosedForm(LRScheduler):
 class WarmupLR(_ClosedForm):
     """Warm-up from `warmup_min_lr` to `warmup_max_lr`, then constant.
 
-    Update n (from 1) with i = n - 2 and W = `warmup_num_steps` has the learning rate min + (max - min) * f, where f is
-    log(i + 1) / log(W) ("log") or i / W ("linear") while i < W, and 1 afterwards. The first two updates therefore both
-    use min. W = 0 means no warm-up: max from the first update on. W = 1 counts as 2.
+    Update n (from 1) has the learning rate min + (max - min) * f. With i = n - 2 and W = `warmup_num_steps`:
+
+        f = 0                      for i < 0
+        f = log(i + 1) / log(W)    for i < W, "log"
+        f = i / W                  for i < W, "linear"
+        f = 1                      afterwards
+
+    So the first two updates both use min. W = 0 means no warm-up: max from the first update on. W = 1 counts as 2.
 
     Args:
-        warmup_min_lr, warmup_max_lr: a number, or a list with one for each parameter group. warmup_max_lr = None: the
-            optimizer's own learning rate.
+        optimizer: its learning rates are set.
+        warmup_min_lr: a number, or a list with one per parameter group.
+        warmup_max_lr: the same. None: the optimizer's own learning rates.
+        warmup_num_steps: W.
         warmup_type: "log" or "linear".
+        last_batch_iteration: DeepSpeed's count of updates to start from.
     """
 
     def __init__(
@@ -146,7 +161,7 @@ class WarmupLR(_ClosedForm):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rates of the next update, one for each parameter group."""
+        """Return the learning rates of the next update, one per parameter group."""
         lows = self._per_group("warmup_min_lr", self.warmup_min_lr)
         if self.warmup_max_lr is None:
             highs = [float(lr) for lr in self.base_lrs]
@@ -162,12 +177,12 @@ class WarmupLR(_ClosedForm):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then linearly down to zero.
+    """WarmupLR, then a linear decay to `warmup_min_lr`.
 
-    After the warm-up, update n with i = n - 2, W = `warmup_num_steps` and T = `total_num_steps` has the learning rate
-    min + (max - min) * (T - i) / (T - W), and `warmup_min_lr` once i has reached T.
+    After the warm-up, update n has the learning rate min + (max - min) * (T - i) / (T - W), with i = n - 2, W =
+    `warmup_num_steps` and T = `total_num_steps`. For i >= T it is min.
 
-    The other parameters are WarmupLR's; the default of `warmup_max_lr` is 0.001.
+    The other arguments are those of WarmupLR, but the default of `warmup_max_lr` is 0.001.
     """
 
     def __init__(
@@ -191,12 +206,17 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_ClosedForm):
-    """The optimizer's own learning rate times a ratio: up to 1, then down to `cos_min_ratio` along half a cosine.
+    """Warm-up to the optimizer's own learning rate, then half a cosine down to `cos_min_ratio` of it.
 
-    Update n (from 1) with i = n - 2, W = `warmup_num_steps` and T = `total_num_steps`: the first update has the ratio
-    0. While i < W the ratio is m + (1 - m) * f with m = `warmup_min_ratio` and f as in WarmupLR; afterwards it is c +
-    (1 - c) * (1 + cos(pi * (i - W + 1) / (T - W))) / 2 with c = `cos_min_ratio`, and c after T. W = 0 means no warm-
-    up: the ratio of the first update is 1.
+    Update n (from 1) has the optimizer's learning rate times a ratio. With i = n - 2, W = `warmup_num_steps`, T =
+    `total_num_steps`, m = `warmup_min_ratio`, c = `cos_min_ratio` and f as in WarmupLR:
+
+        ratio = 0                                                           for i < 0
+        ratio = m + (1 - m) * f                                             for i < W
+        ratio = c + (1 - c) * (1 + cos(pi * (i - W + 1) / (T - W))) / 2     afterwards
+        ratio = c                                                           after T
+
+    W = 0 means no warm-up: the ratio of the first update is 1.
     """
 
     def __init__(
@@ -218,7 +238,7 @@ class WarmupCosineLR(_ClosedForm):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rates of the next update, one for each parameter group."""
+        """Return the learning rates of the next update, one per parameter group."""
         ratio = self._ratio(self.last_batch_iteration)
         return [float(lr) * ratio for lr in self.base_lrs]
 
@@ -234,12 +254,11 @@ class WarmupCosineLR(_ClosedForm):
 
 
 class LRRangeTest(_ClosedForm):
-    """Smith's range test: a learning rate that grows until training diverges, to find the largest useful one.
+    """Smith's range test: the learning rate grows until training diverges, which shows the largest useful one.
 
-    Update n (from 1) has `lr_range_test_min_lr` * (1 + `lr_range_test_step_rate` * (n - 1) /
-    `lr_range_test_step_size`); with `lr_range_test_staircase` the quotient is rounded down.
-
-    lr_range_test_min_lr: a number, or a list with one for each parameter group.
+    Update n (from 1) has the learning rate `lr_range_test_min_lr` * (1 + `lr_range_test_step_rate` * q) with q = (n -
+    1) / `lr_range_test_step_size`. With `lr_range_test_staircase`, q is rounded down. `lr_range_test_min_lr` is a
+    number, or a list with one per parameter group.
     """
 
     def __init__(
@@ -261,32 +280,35 @@ class LRRangeTest(_ClosedForm):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rates of the next update, one for each parameter group."""
+        """Return the learning rates of the next update, one per parameter group."""
         interval = self.last_epoch // self.step_size if self.staircase else self.last_epoch / self.step_size
         factor = 1 + self.step_rate * interval
         return [lr * factor for lr in self._per_group("lr_range_test_min_lr", self.min_lr)]
 
 
-# Adam's bias correction divides by 1 - beta, so a momentum that decays upwards stops here.
+# After the cycle the momentum grows. It stops here, because Adam's bias correction divides by 1 - beta**step.
 _LARGEST_MOMENTUM = 0.9999
 
 
 class OneCycle(_ClosedForm):
     """Smith's one-cycle policy: the learning rate up and down again, the momentum down and up, then an optional decay.
 
-    In the cycle, update n (from 1) with e = n - 1 has the learning rate min + (max - min) * s, where s rises from 0
-    to 1 over the first `cycle_first_step_size` updates and falls back to 0 over `cycle_second_step_size` (default:
-    the first). With a stair count k above 0 a half moves in k stairs. After the cycle the learning rate is min / (1 +
-    `decay_lr_rate` * d / `decay_step_size`), where d is the number of updates since; without a rate or a size it
+    Learning rate: in the cycle it is min + (max - min) * s. The height s is 0 in the first update. It rises
+    to 1 over `cycle_first_step_size` updates, and falls back to 0 over `cycle_second_step_size` updates (default: as
+    many). If the stair count of a half is k > 0, s moves in k stairs. After the cycle the learning rate is min / (1 +
+    `decay_lr_rate` * d / `decay_step_size`), where d counts the updates since the cycle. Without a rate or a size it
     stays at min.
 
-    `cycle_momentum` moves `betas[0]`, or `momentum` where that is in use (not 0), as max - (max - min) * s between
-    `cycle_max_mom` and `cycle_min_mom`, and afterwards max * (1 + `decay_mom_rate` * d / `decay_step_size`), at most
-    0.9999. The first update alone has `cycle_min_mom`, as in DeepSpeed. Two things differ from DeepSpeed: `betas[1]`
-    stays what the optimizer was given (DeepSpeed: 0.99), and `momentum` is cycled too. An optimizer with neither is
-    left alone, with a warning.
+    Momentum, with `cycle_momentum`: this is `betas[0]`, or `momentum` if that is not 0. In the cycle it is max - (max -
+    min) * s with `cycle_max_mom` and `cycle_min_mom`. Afterwards it is max * (1 + `decay_mom_rate` * d /
+    `decay_step_size`), at most 0.9999. The first update has `cycle_min_mom`, as in DeepSpeed. An optimizer without a
+    momentum is left alone, with a warning.
 
-    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: a number, or a list with one for each parameter group.
+    Two things differ from DeepSpeed: `betas[1]` stays as the optimizer has it (DeepSpeed: 0.99), and `momentum` is
+    cycled too.
+
+    `cycle_min_lr`, `cycle_max_lr`, `cycle_min_mom` and `cycle_max_mom` are numbers, or lists with one per parameter
+    group.
     """
 
     def __init__(
@@ -331,7 +353,7 @@ class OneCycle(_ClosedForm):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rates of the next update, one for each parameter group."""
+        """Return the learning rates of the next update, one per parameter group."""
         lows = self._per_group("cycle_min_lr", self.min_lr)
         highs = self._per_group("cycle_max_lr", self.max_lr)
         beyond = self._beyond()
@@ -341,7 +363,7 @@ class OneCycle(_ClosedForm):
         return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
 
     def get_momentum(self) -> list[float] | None:
-        """The momenta of the next update, one for each parameter group; None when they are not cycled."""
+        """Return the momenta of the next update, one per parameter group; None if they are not cycled."""
         if not self.cycle_momentum:
             return None
         lows = self._per_group("cycle_min_mom", self.min_mom)
@@ -364,11 +386,11 @@ class OneCycle(_ClosedForm):
                 group["momentum"] = momentum
 
     def _beyond(self) -> int:
-        """The number of updates since the end of the cycle: 0 while it lasts, 1 for the first one after it."""
+        """Return the number of updates since the end of the cycle; 0 during the cycle."""
         return max(0, self.last_epoch - self.first_size - self.second_size)
 
     def _height(self) -> float:
-        """0 at the foot of the cycle, 1 at its top."""
+        """Return the position in the cycle: 0 at the lowest learning rate, 1 at the highest."""
         if self.last_epoch == self.first_size + self.second_size:
             return 0.0
         if self.last_epoch <= self.first_size:
@@ -386,7 +408,7 @@ def _momentum_key(group: Mapping[str, object]) -> str | None:
 
 
 def _per_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) -> list[float]:
-    """One number for each parameter group."""
+    """Return one number per parameter group. Raises ValueError for a list of another length."""
     count = len(optimizer.param_groups)
     values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
@@ -399,19 +421,19 @@ def _per_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) 
 
 
 def _warming_up(iteration: int, steps: int) -> bool:
-    """Iteration -1, the first update, belongs to the warm-up, but only where there is one."""
+    """Return True during the warm-up. The first update, iteration -1, belongs to it, but only if there is one."""
     return steps > 0 and iteration < steps
 
 
 def _warmup_fraction(iteration: int, steps: int, kind: str) -> float:
-    """Return the progress of the warm-up, from 0 to 1. iteration: from -1 to steps - 1."""
+    """Return the progress of the warm-up from 0 to 1, for an ``iteration`` from -1 to ``steps`` - 1."""
     if iteration < 0:
         return 0.0
     return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
 
 
 def _warmup_steps(steps: int) -> int:
-    """0 means none; 1 counts as 2, because log(1) is 0."""
+    """Check the length of the warm-up and return it. 0 means none; 1 counts as 2, because log(1) is 0."""
     _check_whole(0, warmup_num_steps=steps)
     return steps if steps == 0 else max(2, steps)
 

@@ -10,11 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 _NOT_HIDDEN = re.compile(r"(^|\.)([^.]*embed[^.]*|(lm_)?head|classifier|score)(\.|$)")
-"""Qualified names of parameters that are no hidden layer's."""
+"""Pattern of the names of parameters outside of hidden layers: embeddings and output heads."""
 
 
 class MuonWithAdamW(Optimizer):
-    """torch.optim.Muon over param groups with ``use_muon``, torch.optim.AdamW over the others. Needs torch 2.9."""
+    """torch.optim.Muon for param groups with ``use_muon``, torch.optim.AdamW for the others. Needs torch 2.9."""
 
     zerolite_elementwise = False
 
@@ -33,12 +33,21 @@ class MuonWithAdamW(Optimizer):
         muon_lr: float | None = None,
         adam_lr: float | None = None,
     ) -> None:
-        """
+        """A group without the key ``use_muon`` uses Muon if all its parameters are matrices.
+
         Args:
-            lr, weight_decay: of both.
-            muon_lr, adam_lr: of one of them, instead.
-            betas, eps: AdamW's. The others are Muon's. A group that does not say ``use_muon`` uses it if all its
-                parameters are matrices.
+            params: parameters or param groups.
+            lr: learning rate of both optimizers.
+            weight_decay: weight decay of both.
+            momentum: of Muon, and so are the next four.
+            nesterov: see torch.optim.Muon.
+            ns_coefficients: see torch.optim.Muon.
+            ns_steps: see torch.optim.Muon.
+            adjust_lr_fn: see torch.optim.Muon.
+            betas: of AdamW.
+            eps: of AdamW.
+            muon_lr: learning rate of Muon in place of ``lr``.
+            adam_lr: learning rate of AdamW in place of ``lr``.
         """
         muon: Any = torch.optim.Muon
         self._muon: Optimizer = muon(
@@ -56,7 +65,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError for a parameter with ``use_muon`` that is no matrix."""
+        """Add a group, with the defaults of its optimizer. Raises ValueError if Muon would get a non-matrix."""
         group = dict(param_group)
         given = group["params"]
         group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -76,23 +85,29 @@ class MuonWithAdamW(Optimizer):
             part.param_groups = [group for group in self.param_groups if bool(group["use_muon"]) is uses]
             part.state = self.state
             step: Any = type(part).step
-            if part.param_groups:  # without torch's wrapper, whose hooks are of the whole step
+            # Call step() without torch's wrapper: its hooks belong to the whole step, which has that wrapper itself.
+            if part.param_groups:
                 (step.__wrapped__ if getattr(step, "hooked", False) else step)(part)
         return loss
 
 
 def muon_groups(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``groups`` with each one that does not say ``use_muon`` in two: what Muon updates, and the rest.
+    """Split each group without the key ``use_muon`` into two: the parameters for Muon, and the others.
 
-    Where parameters have an attribute ``use_muon``, it decides, and those without it are of the rest. Otherwise Muon
-    updates matrices that belong to no embedding and whose qualified names have no part such as "lm_head", "head",
-    "classifier", "score" or one with "embed". Raises ValueError for a parameter marked so that is no matrix.
+    If any parameter of the model has the attribute ``use_muon``, the attribute decides, and parameters without it are
+    not for Muon. Otherwise Muon updates all matrices of hidden layers: not the weights of embeddings, and no parameter
+    with a part of its name such as "lm_head", "head", "classifier", "score" or "*embed*".
+
+    Raises:
+        ValueError: the attribute is True for a parameter that is no matrix.
     """
     chosen: dict[int, bool] = {}
     marked = any(hasattr(parameter, "use_muon") for parameter in model.parameters())
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, embeddings)}
-    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one by all of its names
+    # A tied parameter has several names, and any of them can exclude it.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        # At stage 3 a sharded parameter has another shape; ds_shape is the full one.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if marked:
             hidden = bool(getattr(parameter, "use_muon", False))

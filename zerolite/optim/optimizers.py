@@ -25,8 +25,8 @@ TORCH_OPTIMIZERS: dict[str, type[Optimizer]] = {
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 }
 
-# Each element's update depends on that element's parameter, gradient and state, and on scalars that are the same for
-# the whole parameter.
+# Optimizers that update each element from its own parameter, gradient and state, and from scalars that are the same for
+# the whole parameter. Ranks can update their shards on their own.
 _ELEMENTWISE_NAMES = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD"  # torch.optim
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {Lion} | {TORCH_OPTIMIZERS[name.lower()] for name in _ELEMENTWISE_NAMES.split() if name.lower() in TORCH_OPTIMIZERS}
@@ -43,19 +43,19 @@ NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
     if name.lower() in TORCH_OPTIMIZERS
 } | {MuonWithAdamW: _WHY_NOT_ELEMENTWISE["Muon"]}
 
-# Classes of other libraries, and what inherits from them.
+# Classes of other libraries that need whole parameters, in lower case; their subclasses do too.
 _WHOLE_NAMES = frozenset(
     "adafactor muon muonwithauxadam singledevicemuon singledevicemuonwithauxadam lamb lars shampoo distributedshampoo "
     "soap came adammini".split()
 )
 
-# These never work with an engine, at no stage.
+# Optimizers that do not work with an engine at any stage.
 _UNUSABLE = {
     "lbfgs": "it needs a closure that evaluates the loss anew several times a step, and engine.step() has none",
     "sparseadam": "it needs sparse gradients, and zerolite keeps gradients in flat, dense buffers",
 }
 
-# DeepSpeed's names that have no class here, with the nearest that has one.
+# Optimizers of DeepSpeed that do not exist here, and the nearest one that does.
 _DEEPSPEED_ONLY = {
     "onebitadam": "Adam",
     "zerooneadam": "Adam",
@@ -69,7 +69,7 @@ _COMPRESSION_KEYS = frozenset(
     "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler local_step_clipper "
     "coeff_beta factor_max factor_min factor_threshold max_coeff min_coeff eps_inside_sqrt".split()
 )
-# Keys of DeepSpeed's own Adam and Lion: the only value that is supported, and what the other one would mean.
+# Keys of DeepSpeed's Adam and Lion: the only supported value, and the reason.
 _DEEPSPEED_SWITCHES = {
     "set_grad_none": (True, "gradients are always released by zero_grad()"),
 }
@@ -77,11 +77,12 @@ _DEEPSPEED_SWITCHES = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer of the configuration, ready to be made.
+    """Checked optimizer block of the configuration.
 
     Attributes:
+        cls: class of the optimizer.
         defaults: arguments of the constructor.
-        options: entries of the param groups that only zerolite's kernels follow.
+        options: entries of the param groups that only zerolite's kernels support.
     """
 
     cls: type[Optimizer]
@@ -89,7 +90,7 @@ class OptimizerSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, groups: Any) -> Optimizer:
-        """The optimizer over these parameters or param groups."""
+        """Make the optimizer of ``groups``, which are parameters or param groups."""
         optimizer = self.cls(groups, **self.defaults)
         optimizer.defaults.update(self.options)
         for group in optimizer.param_groups:
@@ -99,7 +100,7 @@ class OptimizerSpec:
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, object] | None = None) -> OptimizerSpec:
-    """The class and the constructor arguments for `{"optimizer": {"type": type_name, "params": params}}`.
+    """Find the class and the constructor's arguments for `{"optimizer": {"type": type_name, "params": params}}`.
 
     Args:
         type_name: "Lion" or any class of torch.optim, in upper or lower case.
@@ -112,12 +113,14 @@ def resolve_optimizer(type_name: str, params: Mapping[str, object] | None = None
     - "AdamW" is torch's AdamW with torch's weight decay of 0.01 (DeepSpeed: 0.01 with `torch_adam`, else 0.0).
     - "Lion" has DeepSpeed's defaults lr = 1e-3, betas = (0.9, 0.999) (the paper and `zerolite.ops.Lion`: 1e-4, (0.9,
       0.99)).
-    - "Muon" is `zerolite.optim.muon.MuonWithAdamW`: torch's Muon with AdamW for what is no matrix of a hidden layer.
+    - "Muon" is `zerolite.optim.muon.MuonWithAdamW`: Muon for the matrices of hidden layers, AdamW for everything else.
     - `torch_adam` is accepted and has no effect: Adam is always torch's.
-    - `"bias_correction": false` and `"fp32_optimizer_states": false` (moments in bf16), of Adam and AdamW, are
-      zerolite's own and cannot be combined with torch's variants and implementations.
+    - Adam and AdamW have two more keys: `"bias_correction": false` and `"fp32_optimizer_states": false` (moments in
+      bf16). Only zerolite's kernels support them, so they cannot be combined with keys that choose an implementation
+      or a variant of torch's.
 
-    Raises ConfigError with a sentence for each key that is unknown, unsupported or of the wrong type.
+    Raises:
+        ConfigError: with a sentence for each key that is unknown, unsupported or of the wrong type.
     """
     cls = _find_class(type_name)
     rest = dict(params or {})
@@ -145,7 +148,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, object] | None = None
 
 
 def _contradictions(options: Mapping[str, object], kwargs: Mapping[str, object]) -> Errors:
-    """Keys that only zerolite's kernels follow beside one that asks for an implementation of torch."""
+    """Return an error for each key that needs zerolite's kernels, if another key asks for torch's implementation."""
     other = unsupported(kwargs)
     if other is None:
         return []
@@ -154,11 +157,11 @@ def _contradictions(options: Mapping[str, object], kwargs: Mapping[str, object])
 
 
 def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:
-    """Return None if ranks may update a part of a parameter each, otherwise a sentence that says why not.
+    """Return None if each rank may update its own shard of a parameter, otherwise a sentence that says why not.
 
-    Known are the classes of torch.optim and `zerolite.ops.Lion`, exactly: a subclass may change anything. Another
-    class is taken at its word when it says `zerolite_elementwise = True` in its own body; an inherited one does not
-    count.
+    The classes of torch.optim and `zerolite.ops.Lion` are known. Their subclasses are not, because a subclass may
+    compute anything. Another class counts as elementwise if its own body has `zerolite_elementwise = True`; the value
+    is not inherited, for the same reason.
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if cls in ELEMENTWISE:
@@ -179,8 +182,11 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:
 
 
 def needs_whole(optimizer: Optimizer | type[Optimizer]) -> bool:
-    """Return whether this class is known to update whole parameters only: it is one of those of torch, of other
-    libraries by its name, or says `zerolite_elementwise = False` in its own body."""
+    """Return True if this class is known to need whole parameters.
+
+    These are some classes of torch, some classes of other libraries (by name), and classes whose own body has
+    `zerolite_elementwise = False`.
+    """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     if cls in ELEMENTWISE or "zerolite_elementwise" in vars(cls):
         return vars(cls).get("zerolite_elementwise") is False
@@ -188,7 +194,7 @@ def needs_whole(optimizer: Optimizer | type[Optimizer]) -> bool:
 
 
 def check_usable(optimizer: Optimizer | type[Optimizer]) -> None:
-    """Raise ValueError for what never works with an engine, at no stage."""
+    """Raise ValueError for an optimizer that does not work with an engine at any stage."""
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     for base in cls.__mro__:
         why = _UNUSABLE.get(base.__name__.lower()) if base in NOT_ELEMENTWISE else None
@@ -220,7 +226,7 @@ def _find_class(type_name: str) -> type[Optimizer]:
 
 
 def _take_adam_keys(name: str, rest: dict[str, object], errors: Errors) -> type[Optimizer]:
-    """Take DeepSpeed's own keys out of `rest`; return the class they mean."""
+    """Take DeepSpeed's own keys out of `rest`. Return torch's class with the same weight decay."""
     _take_switches(tuple(_DEEPSPEED_SWITCHES), rest, errors)
     _take_bool("torch_adam", True, rest, errors)
     decoupled = _take_bool("adam_w_mode", True, rest, errors)
@@ -247,7 +253,7 @@ def _take_switches(keys: tuple[str, ...], rest: dict[str, object], errors: Error
 
 
 def _take_foreign_keys(rest: dict[str, object], errors: Errors) -> None:
-    """Keys of DeepSpeed that belong elsewhere."""
+    """Take keys out of `rest` that are not parameters of this optimizer, with an error for each."""
     for key in [key for key in rest if key in _COMPRESSION_KEYS]:
         del rest[key]
         sentence = "belongs to DeepSpeed's Lamb and 1-bit optimizers, which are not supported; remove it"
@@ -258,13 +264,15 @@ def _take_foreign_keys(rest: dict[str, object], errors: Errors) -> None:
 
 
 def _hidden(cls: type[Optimizer]) -> tuple[str, ...]:
-    """`decoupled_weight_decay` of Adam is what `adam_w_mode` says; two keys for one thing could contradict each
-    other."""
+    """Return the constructor's parameters that the configuration does not offer.
+
+    Adam's `decoupled_weight_decay` means the same as `adam_w_mode`, and two keys could contradict each other.
+    """
     return ("decoupled_weight_decay",) if cls is torch.optim.Adam else ()
 
 
 def _config_defaults(name: str, cls: type[Optimizer]) -> dict[str, object]:
-    """Defaults of the configuration that are not the class's."""
+    """Return the defaults in which the configuration differs from the class."""
     if name == "adam" and cls is torch.optim.AdamW:
         return {"weight_decay": 0.0}
     if cls is Lion:
@@ -273,7 +281,7 @@ def _config_defaults(name: str, cls: type[Optimizer]) -> dict[str, object]:
 
 
 def _try_to_make(cls: type[Optimizer], defaults: dict[str, Any]) -> None:
-    """Let the class check its arguments on a tiny parameter, so that an error names the block it stands in."""
+    """Let the class check its arguments on a tiny parameter, so that an error can name the block of the config."""
     try:
         cls([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **defaults)
     except Exception as error:  # torch checks few of these values: any exception is about them

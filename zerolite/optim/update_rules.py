@@ -16,16 +16,16 @@ Group = Mapping[str, Any]
 Row = tuple[float, ...]
 
 ONLY_HERE = ("bias_correction", "fp32_optimizer_states")
-"""Keys of a param group that only the kernels (and their reference) follow, where they are False."""
+"""Keys of a param group that, if False, only the kernels (and their reference) support."""
 
 
-# What a param group may say that only torch's implementation does.
+# Keys of a param group that only torch's implementation supports.
 _VARIANTS = ("amsgrad", "capturable", "differentiable")
 _CHOICES = ("foreach", "fused")
 
 
 def unsupported(group: Group) -> str | None:
-    """The key of a param group that the kernels cannot follow, or None."""
+    """Return the first key of a param group that the kernels do not support, or None."""
     for key, value in group.items():
         chosen = key in _VARIANTS and value or key in _CHOICES and value is not None
         if chosen or (isinstance(value, torch.Tensor) and value.is_cuda):
@@ -35,16 +35,17 @@ def unsupported(group: Group) -> str | None:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An optimizer as the kernels see it.
+    """Description of an optimizer for the kernels.
 
     Attributes:
-        number: the rule of csrc/kernels.h.
-        operator: name in torch.ops.zerolite.
+        number: number of the rule in csrc/kernels.h.
+        operator: name of the operator in torch.ops.zerolite.
         states: names of the states, as in ``optimizer.state[p]``.
-        counts_steps: whether that has a ``step`` as well.
-        row: param group and number of the step, from 1, to the scalars of csrc/rules.h, computed in double.
-        has_states: whether the states exist for a group.
-        initial: what they start from.
+        counts_steps: True if ``optimizer.state[p]`` has a ``step`` as well.
+        row: function (param group, number of the step from 1) that returns the scalars of csrc/rules.h. Python computes
+            them in double precision.
+        has_states: function that returns True if a param group needs the states.
+        initial: function that returns the initial value of the states.
     """
 
     number: int
@@ -66,20 +67,27 @@ class UpdateRule:
         factor: torch.Tensor | None,
         skip: torch.Tensor | None,
     ) -> None:
-        """One call of the operator; see zerolite.ops.call.UpdateCall for the arguments."""
+        """Call the operator. For the arguments see :class:`zerolite.ops.call.UpdateCall`."""
+        # Without states the operator still takes its lists of states; they are empty.
         operator = getattr(torch.ops.zerolite, self.operator)
         operator(params, grads, *(states or [[]] * len(self.states)), outs, table, rows, factor, skip)
 
     unsupported = staticmethod(unsupported)
 
     def only_here(self, groups: Sequence[Group]) -> bool:
-        """True if a group asks for an option that torch's optimizer does not have: no bias correction, or 16-bit
-        states."""
+        """Return True if a group has an option that torch's optimizer lacks: no bias correction, or 16-bit states."""
         return any(group.get(key) is False for group in groups for key in ONLY_HERE)
 
     def state_dtype(self, groups: Sequence[Group], update: torch.dtype) -> torch.dtype:
-        """``update``: dtype of the update's arithmetic as torch's optimizer would do it. Raises ValueError if param
-        groups differ in ``fp32_optimizer_states``."""
+        """Return the dtype of the states.
+
+        Args:
+            groups: all param groups.
+            update: dtype in which torch's optimizer would compute the update.
+
+        Raises:
+            ValueError: the groups differ in ``fp32_optimizer_states``.
+        """
         halves = {group.get("fp32_optimizer_states") is False for group in groups}
         if len(halves) > 1:
             raise ValueError("expected fp32_optimizer_states to be the same in all param groups, got both")
@@ -154,9 +162,12 @@ _RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """The kernels' rule for an optimizer of exactly one of the classes that they know; None for others, and where the
-    user has chosen an implementation of torch (``foreach``, ``fused``, ``capturable``) or a variant that is only there
-    (``amsgrad``, a learning rate in a CUDA tensor)."""
+    """Return the rule of the kernels for an optimizer, or None if they do not support it.
+
+    They support exactly the classes of the table, and no subclass. They do not support a group that chooses an
+    implementation of torch's (``foreach``, ``fused``, ``capturable``) or a variant that only torch has (``amsgrad``, a
+    learning rate in a CUDA tensor).
+    """
     rule = _RULES.get(type(optimizer))
     if rule is None or any(unsupported(group) for group in optimizer.param_groups):
         return None
