@@ -22,7 +22,7 @@ Found = Iterator[tuple[str, str]]  # paths with blanks between them, sentence
 
 
 def find_contradictions(config: ZeroliteConfig) -> list[Contradiction]:
-    """Every contradiction in the configuration, in a fixed order."""
+    """Yield every contradiction in the configuration, in a fixed order."""
     return [Contradiction(paths.split(), sentence) for check in _CHECKS for paths, sentence in check(config)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, in one message.
+    """All mistakes of a configuration, in one message.
 
     Attributes:
         errors: (JSON path, sentence) of each error. The path is "" where the error concerns the source as a whole.

@@ -22,13 +22,13 @@ from .values import Block, as_number, block_model, join, sentence, show
 from .without_effect import leave_out, needs_stage_3
 
 _MOST_HINTS = 20
-"""Unknown keys for which the nearest known one is looked for: each search takes milliseconds."""
+"""Number of unknown keys that get a suggestion: each search for one takes milliseconds."""
 
 _LONGEST_HINT = 100
-"""Characters: no known key is near a longer one."""
+"""Length in characters up to which a key gets a suggestion: no known key is similar to a longer one."""
 
 _NEAR = 0.6
-"""Similarity of two keys, from 0 to 1, from which on one may be meant by the other."""
+"""Smallest similarity of two keys, from 0 to 1, at which one is suggested for the other."""
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 

@@ -145,7 +145,7 @@ def _default_for_null(value: object) -> object:
 
 
 def _listed(value: object) -> object:
-    """pydantic takes any iterable for a tuple."""
+    """Return a list or tuple as a tuple, and refuse the rest: pydantic would take any iterable."""
     return tuple(value) if isinstance(value, (list, tuple)) else object()
 
 

@@ -20,7 +20,7 @@ _Found = tuple[str, str, dict[str, Any]]  # key of `zero_optimization`, why, wha
 
 
 def needs_stage_3(stage: int, value: object) -> str:
-    """The sentence for a setting of stage 3 at a lower stage."""
+    """Return the sentence for a setting of stage 3 at a lower stage."""
     return f"got {show(value)}, which has an effect at zero_optimization.stage 3 only, and the stage is {stage}"
 
 
