@@ -26,9 +26,14 @@ OptimizerLike = Optimizer | type[Optimizer] | Callable[[Any], Optimizer]
 def param_groups_of(
     model: torch.nn.Module, optimizer: OptimizerLike | None, model_parameters: Any, staged: bool = False
 ) -> Groups:
-    """Param groups over the model's own parameters: the given optimizer's, those of ``model_parameters``, or one of
-    all. staged: the model is one stage of a pipeline, and parameters of the others are left out, of an optimizer
-    too."""
+    """Return param groups over the model's own parameters.
+
+    They are the given optimizer's groups, those of ``model_parameters``, or one group with all trainable parameters.
+
+    Args:
+        staged: the model is one stage of a pipeline, so parameters of other stages are left out, also of the
+            optimizer's groups.
+    """
     if isinstance(optimizer, Optimizer):
         if model_parameters is not None:
             raise ValueError(
@@ -64,8 +69,8 @@ def param_groups_of(
 
 
 def freeze(model: torch.nn.Module, config: ZeroliteConfig, model_parameters: object, lr_scheduler: object) -> Groups:
-    """Let no parameter require a gradient, and return the param groups of an engine without an optimizer: an empty one.
-    Raises ConfigError where something else asks for training."""
+    """Freeze all parameters, and return the one empty param group of an engine without an optimizer. Raises ConfigError
+    if another argument asks for training."""
     block = 'the config\'s block "scheduler"'
     asked = {"model_parameters": model_parameters, "lr_scheduler": lr_scheduler, block: config.scheduler}
     for name, given in asked.items():
@@ -136,9 +141,8 @@ class OptimizerChoice:
 
     Attributes:
         make: the user's instance, or a function from param groups to an optimizer.
-        untested: whether it updates parts of parameters although nothing is known of its class, because the config
-            allows it.
-        whole: whether each parameter belongs whole to one rank.
+        untested: it updates parts of parameters although its class is unknown, because the config allows it.
+        whole: each parameter belongs as a whole to one rank.
     """
 
     make: Callable[[Groups], Optimizer] | Optimizer
@@ -154,8 +158,8 @@ class OptimizerChoice:
 def choose_optimizer(
     optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups, cut: bool = False
 ) -> OptimizerChoice:
-    """The optimizer, and what of each parameter a rank updates. cut: ranks have parts of layers. Raises ConfigError or
-    ValueError where it cannot work."""
+    """Choose the optimizer, and decide if a rank updates parts of parameters or whole ones. Raises ConfigError or
+    ValueError if it cannot work at this stage. ``cut``: ranks have parts of layers (tensor parallelism)."""
     if optimizer is not None and config.optimizer is not None:
         sentence = "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave one out"
         raise ConfigError([("optimizer", sentence)])
@@ -189,7 +193,7 @@ def choose_optimizer(
 def _maker(
     optimizer: OptimizerLike | None, config: ZeroliteConfig, groups: Groups
 ) -> tuple[Callable[[Groups], Optimizer] | Optimizer, type[Optimizer]]:
-    """The user's instance, or a function from param groups to an optimizer; and its class."""
+    """Return the user's instance or a function from param groups to an optimizer, and the optimizer's class."""
     if optimizer is None:
         assert config.optimizer is not None
         spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
@@ -248,7 +252,7 @@ def check_loss(loss: object) -> None:
 
 
 def checked_weight(weight: float | torch.Tensor, scale_wrt_gas: bool) -> float:
-    """Return the weight of a loss, as ``Engine.backward`` takes it. Raises ValueError for what is none."""
+    """Return the weight of a loss as a float. Raises ValueError if it is not a finite number of at least 0."""
     if not scale_wrt_gas:
         raise ValueError(
             "engine.backward: a weight takes the place of the division by gradient_accumulation_steps; leave "

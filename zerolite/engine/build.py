@@ -104,13 +104,13 @@ from zerolite.zero.step import StepPipeline
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import PreparedStage
 
-_PADDED = 1.5  # times the elements of the model, from which on buckets of whole parameters deserve a warning
+_PADDED = 1.5  # warn if buckets of whole parameters have more than 1.5 times the elements of the model
 
 logger = logging.getLogger("zerolite")
 
 
 def check_model(model: object) -> None:
-    """Raise ValueError for what is no model that an engine can be made of."""
+    """Raise ValueError if ``model`` is no module, or is wrapped already."""
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"zerolite.initialize: expected model to be a torch.nn.Module, got {type(model).__name__}")
     check_not_wrapped(model)
@@ -136,15 +136,15 @@ def build_engine(
     staged: PreparedStage | None = None,
     loss_fn: LossFunction | None = None,
 ) -> Engine:
-    """Make the engine of ``model``, of which this rank has its part, on ``device``. Called on all ranks, with equal
-    arguments.
+    """Make the engine of ``model`` on ``device``. Called on all ranks, with equal arguments.
 
     Args:
-        resolved: the config for as many ranks as the topology has data ranks.
-        kind: the type of device for which memory is managed, where it is not that of ``device``: a dry run for CUDA has
-            its tensors on the CPU.
-        staged: the pipeline that ``model`` is a stage of.
-        loss_fn: (outputs, targets) to a scalar, for ``engine.train_batch``.
+        model: this rank's part of the full model.
+        resolved: the config, resolved for the number of data ranks in ``topology``.
+        kind: type of device whose rules of memory apply; default: that of ``device``. A dry run for CUDA has its
+            tensors on the CPU, and passes "cuda".
+        staged: the pipeline stage, if ``model`` is one.
+        loss_fn: function from (outputs, targets) to a scalar, for ``engine.train_batch``.
     """
     comm = topology.data
     optimizer, model_parameters = arguments.optimizer, arguments.model_parameters
@@ -190,8 +190,8 @@ _NOT_IN_P_GRAD = (
 
 
 class Assembly:
-    """Builds an engine part by part: each method needs what those before it have made. All of it is called on all ranks
-    in the same order."""
+    """Builds an engine part by part. Each method uses the parts that earlier methods have made. Called on all ranks, in
+    the same order."""
 
     def __init__(
         self,
@@ -225,7 +225,12 @@ class Assembly:
             warn_of_few_threads(self.placements, os.environ)
 
     def make_parts(self, make_inner: object, groups: Groups) -> None:
-        """Make what a step needs. make_inner, groups: of the optimizer."""
+        """Make the parts of a step: buffer, reducer, optimizer and pipeline.
+
+        Args:
+            make_inner: the user's optimizer, or a function from param groups to one.
+            groups: its param groups.
+        """
         trained = self._trained(groups)
         self._make_buffer(trained)
         synchronize_rest(self.model, trained, self.precision, self.comm, self.device)
@@ -235,8 +240,8 @@ class Assembly:
     def make_engine(
         self, adopts: bool, broadcast_buffers: bool, loss_fn: LossFunction | None, scheduler: object
     ) -> Engine:
-        """Install the hooks and make the engine, complete. adopts: whether parameters that are unfrozen later join the
-        param group that there is."""
+        """Install the hooks and make the complete engine. ``adopts``: parameters that are unfrozen later join the only
+        param group."""
         pipeline, topology, observers = self.pipeline, self.topology, self.observers
         boundary = connect_backward(
             pipeline, self.reducer, self.param_gatherer, self.scaler, self.precision, self.model, observers
@@ -343,7 +348,7 @@ class Assembly:
         return Loaders(self.comm.rank, self.comm.world_size, self.device.type, size, drops)
 
     def _end_with(self, engine: Engine, offload: StateOffload, hooks: list[RemovableHandle]) -> None:
-        """Register the clean-up that follows when ``engine`` has gone."""
+        """Register the clean-up for the time when ``engine`` is deleted."""
         for parameter in self.owned:
             OWNERS[parameter] = self.reference
         finalize_before_exit(engine, offload.restore)
@@ -365,14 +370,14 @@ class Assembly:
         return trained
 
     def _specs_of(self, trained: Parameters, names: dict[int, str], groups: Groups) -> list[ParameterSpec]:
-        # What Muon leaves to an elementwise optimizer can be divided.
+        # Muon leaves some parameters to an elementwise optimizer. These can be divided between ranks.
         whole = {id(p) for group in groups for p in group["params"] if self.whole and group.get("use_muon", True)}
         specs = []
         for p in trained:
             kind = f"{self.precision.compute_dtype(p)} sent as {self.communication(p)}"
             if id(p) in whole:
                 kind += ", whole"
-            if id(p) in self.ties:  # in a bucket of its own: the other stages cut theirs in the same parts
+            if id(p) in self.ties:  # gets its own bucket, so that all stages that have it divide it in the same way
                 kind += f", shared as {self.ties[id(p)].key}"
             specs.append(ParameterSpec(names[id(p)], whole_numel(p), kind, id(p) in whole))
         return specs
@@ -422,7 +427,8 @@ class Assembly:
             observers=self.observers,
         )
         self.scaler = loss_scaler(config) if self.trains else None
-        # Of the shards of many ranks, or of stage 3's small units, one update takes several: few large calls.
+        # With many ranks, or with stage 3's small groups, shards are small. One update then takes several of them, so
+        # that there are few large calls.
         numel = min(bucket_numel(self.specs, config, comm.world_size), AUTO_BUCKET)
         options = step_options(config, numel, self.kind in SKIPS_ON_DEVICE)
         checks, look = self._checks(options.check_finite)
@@ -448,7 +454,7 @@ class Assembly:
         )
 
     def _spread(self) -> None:
-        """Tell the step what ranks beside the data ranks have."""
+        """Tell the step about the model-parallel ranks, for norms and shared gradients."""
         topology = self.topology
         if topology.trivial:
             return
@@ -459,7 +465,7 @@ class Assembly:
             self.beside += sums.comms
 
     def _checks(self, check_finite: bool) -> tuple[StepChecks | None, UpdatedWeights | None]:
-        """Make the checks of a step beside those of its gradients, and the one of them that looks at its update."""
+        """Make the checks that a step's statistics carry, and the one of them that looks at updated weights."""
         interval, world, sharded = self.config.consistency_check_interval, self.topology.world, self.sharded
         consistency = updated = None
         if interval and world.world_size > 1:
@@ -497,13 +503,13 @@ class Assembly:
         return self.staged.runner(parts)
 
     def _checkpoint_activations(self) -> Attached:
-        """Before other hooks of forward, which then see what they see where the model itself calls the checkpoint."""
+        """Install activation checkpointing. It comes before all other forward hooks, which then run as they would if
+        the model itself called the checkpoint function."""
         settings, tensor = self.config.activation_checkpointing, self.topology.tensor
         return attach(self.model, settings, self.device, tensor if tensor.world_size > 1 else None)
 
     def _make_checkpointer(self, adopts: bool, loaders: Loaders, schedule: LearningRateSchedule) -> Checkpointer:
-        """Connect the objects that must know of parameters that are trained from some step on: all that there is by
-        now."""
+        """Make the checkpointer, and connect everything that must know when a parameter becomes trainable."""
         pipeline, observers = self.pipeline, self.observers
         event = observers.before_backward if self.partitioned is None else observers.before_forward
         unfrozen = UnfrozenParams(self, adopts, event if self.trains else [])
@@ -527,7 +533,7 @@ class Assembly:
         return PartitionLayout.build(added, self.comm.world_size, numel)
 
     def tell(self, parameters: Parameters) -> None:
-        """They have a place."""
+        """Tell the other parts that these parameters have been added to the layout."""
         self._spread()
         for parameter in parameters:
             OWNERS[parameter] = self.reference
@@ -536,7 +542,7 @@ class Assembly:
 
 
 def _warn_of_padding(layout: PartitionLayout) -> None:
-    """Say so if a parameter is too large to be balanced over the ranks."""
+    """Warn if a parameter is too large to be balanced over the ranks."""
     largest, numel = max(layout.slots, key=lambda slot: slot.numel), sum(slot.numel for slot in layout.slots)
     if layout.numel > max(_PADDED * numel, AUTO_BUCKET):
         logger.warning(

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 class EngineRef:
-    """A weak reference to an engine that is still being made. Called, it gives the engine: None before it is made and
-    after it has gone."""
+    """Weak reference to an engine, made before the engine is. A call returns the engine; None before it is made and
+    after it was deleted."""
 
     def __init__(self) -> None:
         self._known: weakref.ref[Engine] | None = None
@@ -67,18 +67,18 @@ class Components:
     """Everything that an engine consists of.
 
     Attributes:
-        module: the user's; its parameters have their places in buffers and buckets.
-        topology: the grid of ranks; ``topology.data`` are the data-parallel ones.
-        reference: knows the engine weakly, for hooks that outlive it.
-        call: what the forward calls.
-        same_inputs: compares inputs where ranks share layers; None elsewhere.
-        runner: of whole steps.
-        coordinator: at stage 3; gathers and releases.
+        module: the user's module, whose parameters have been moved into buffers and buckets.
+        topology: the grid of ranks; ``topology.data`` has the data-parallel ones.
+        reference: weak reference to the engine, for hooks that outlive it.
+        call: the function that the forward calls.
+        same_inputs: compares inputs if ranks share layers, else None.
+        runner: runs whole steps.
+        coordinator: gathers and releases parameters at stage 3, else None.
         memory: the parts that hold tensors.
         step_log: on rank 0, if a monitor is enabled.
         broadcast_buffers: send rank 0's buffers before each training forward.
-        loss_fn: of ``initialize``.
-        schedule: what moves the learning rates after every update.
+        loss_fn: the loss function given to ``initialize``.
+        schedule: steps the learning rates after every update.
     """
 
     module: torch.nn.Module

@@ -1,4 +1,4 @@
-"""Connections of an engine's parts with what is the user's: the model's hooks, the optimizer's methods."""
+"""Connections of an engine's parts: the model's hooks, and the checks of collectives."""
 
 from __future__ import annotations
 

@@ -63,16 +63,17 @@ def loss_scaler(config: ZeroliteConfig) -> LossScaler | None:
 
 
 EXACT_SUMS_FROM = 64
-"""Data-parallel ranks from which bf16 gradients travel in fp32, unless the config says otherwise. A ring adds the
-values of one rank after the other, and rounds each time: in bf16 the relative error of the sum grows, in a simulation,
-from 3e-3 at 8 ranks to 3.5e-2 at 1,024."""
+"""From this number of data-parallel ranks on, bf16 gradients are reduced in fp32, unless the config says otherwise.
+
+A ring adds the values of one rank after the other, and rounds each time. In a simulation in bf16 the relative error of
+the sum grows from 3e-3 at 8 ranks to 3.5e-2 at 1,024."""
 
 
 def communication_dtypes(
     model: torch.nn.Module, config: ZeroliteConfig, precision: Precision, world_size: int
 ) -> Callable[[torch.nn.Parameter], torch.dtype | None]:
-    """Return the dtype in which a parameter's gradient travels between ``world_size`` data ranks; None: the one it
-    has."""
+    """Return a function from a parameter to the dtype in which its gradient is reduced over ``world_size`` data ranks.
+    It returns None for the gradient's own dtype."""
 
     def by_default(parameter: torch.nn.Parameter) -> torch.dtype | None:
         long = world_size >= EXACT_SUMS_FROM
@@ -109,7 +110,7 @@ def communication_dtypes(
 
 
 def _public_name(cls: type) -> str:
-    """torch.nn.Linear rather than torch.nn.modules.linear.Linear."""
+    """Return the name that users write: torch.nn.Linear, not torch.nn.modules.linear.Linear."""
     return f"torch.nn.{cls.__qualname__}" if getattr(torch.nn, cls.__qualname__, None) is cls else ""
 
 
@@ -123,7 +124,13 @@ def reduction_options(
     keep_buckets: bool,
     alone: bool,
 ) -> ReductionOptions:
-    """alone: whether there is one process, whose gradients the statistics look at anyway."""
+    """Return the options of gradient reduction.
+
+    Args:
+        accumulation: backwards of a step.
+        communication: the dtype in which a parameter's gradient is reduced.
+        alone: there is only one process. A gradient that is not finite then need not be traced to its rank.
+    """
     zero = config.zero_optimization
     asked = config.data_types.grad_accum_dtype
     if asked is not None:
@@ -131,8 +138,8 @@ def reduction_options(
     else:
         accumulate = torch.float32 if precision.separate_masters else None
     predivide = float(comm.world_size) if config.prescale_gradients else config.gradient_predivide_factor
-    # Multiplying by a power of two is exact, so where nothing else is asked for the mean is taken while gradients
-    # move into their buckets. Not in fp16, whose small numbers it would push below the smallest.
+    # Dividing by a power of two is exact. So by default the mean is taken while gradients are copied into their
+    # buckets, at no cost. Not in fp16, where it could push small gradients below the smallest number.
     free = predivide == 1.0 and comm.world_size & (comm.world_size - 1) == 0 and precision.compute != torch.float16
     return ReductionOptions(
         reduce_each_backward=policy.shard_gradients,

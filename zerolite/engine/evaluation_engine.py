@@ -23,7 +23,7 @@ class EvaluationPipeline(StepPipeline):
     """A pipeline that never steps. A backward may pass through the model to its inputs."""
 
     def begin_backward(self, engine_scaled: bool | None = None, weight: float | None = None) -> None:
-        """Look whether a parameter has been unfrozen; there is nothing to begin."""
+        """Check that no parameter has been unfrozen. There is nothing to begin."""
         self.check_available()
         for notify in self._observers.before_backward:
             notify()
@@ -63,7 +63,7 @@ def _refuses(call: str) -> Callable[..., NoReturn]:
 
 
 class EvaluationEngine(Engine):
-    """See the module. ``optimizer`` is None; whatever trains raises RuntimeError; the rest is an engine's."""
+    """Engine without an optimizer. ``optimizer`` is None, and methods that train raise RuntimeError."""
 
     def __init__(self, components: Components) -> None:
         super().__init__(components)
@@ -71,9 +71,9 @@ class EvaluationEngine(Engine):
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See :class:`Engine`. No step follows in which ranks could compare the order of their modules, so stage 3
-        compares it before some calls: those whose number is a power of two. All ranks count alike, because calls inside
-        :meth:`join`, where ranks may make different numbers of them, do not count."""
+        """Run the module's forward, see :class:`Engine`."""
+        # Ranks of an engine that trains compare the order of their modules in each step. Here no step follows, so stage
+        # 3 compares it before calls 1, 2, 4, 8, … Calls inside join do not count: ranks may differ in their number.
         if self.coordinator is not None and self._join is None:
             self._calls += 1
             if not self._calls & (self._calls - 1):

@@ -40,17 +40,17 @@ logger = logging.getLogger("zerolite")
 
 _EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
 
-_allowed = 0  # calls under way that know what they do
+_allowed = 0  # calls in progress that may see a rank's part of the state
 
 
 def _cut(module: torch.nn.Module, prefix: str) -> list[str]:
-    """The names of a module's parameters of which this rank has a part."""
+    """Return the names of a module's parameters of which this rank has only a part."""
     named = module.named_parameters(remove_duplicate=False)
     return [prefix + key for key, parameter in named if shard_spec_of(parameter) is not None]
 
 
 class _Guard(ModuleHook):
-    """Calls ``refuse``. A copy of the module keeps it if it has parts of parameters too."""
+    """Hook that calls ``refuse``. A copy of the module keeps the hook if it has parts of parameters too."""
 
     def __init__(self, refuse: Callable[..., None], module: torch.nn.Module) -> None:
         self._refuse, self._module = refuse, weakref.ref(module)
@@ -90,8 +90,11 @@ def _guard_state_dict(model: torch.nn.Module) -> None:
 
 
 def guard_parts(model: torch.nn.Module, topology: Topology) -> None:
-    """Let ``state_dict`` and ``load_state_dict`` of ``model``, of which this rank has a part, raise RuntimeError where
-    it would be taken for the whole: of all modules with cut parameters, and of a stage as a whole. For good."""
+    """Let ``state_dict`` and ``load_state_dict`` raise RuntimeError where a part would be taken for the full model.
+
+    This holds for all modules with tensor-parallel shards, and for the model of a pipeline stage. The hooks are never
+    removed, because the model stays a part of the full one when its engine is deleted.
+    """
     if topology.tensor.world_size > 1:
         _guard_state_dict(model)
     if topology.pipe.world_size > 1:
@@ -110,7 +113,7 @@ def _refuse_stage(what: str, remedy: str, module: torch.nn.Module, *rest: Any) -
 
 
 class FullState:
-    """The whole model of one engine, and the states of its optimizer: on the CPU and in files. All methods are called
+    """Full state dicts of one engine's model and optimizer, and export of the model into files. All methods are called
     on all ranks."""
 
     def __init__(
@@ -138,8 +141,8 @@ class FullState:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any] | None, strict: bool) -> None:
-        """See ``Engine.load_full_state_dict``. Rank 0's whole values go into parameters and buffers, one by one, and
-        modules get their extra state. Raises RuntimeError on all ranks, before anything is written."""
+        """See ``Engine.load_full_state_dict``. Rank 0 sends parameters and buffers one by one, then the modules' extra
+        state. Raises RuntimeError on all ranks, before anything is written."""
         self._pipeline.check_available()
         self._param_gatherer.wait_all()
         model, topology, device = self._states.model, self._topology, self._device
@@ -180,9 +183,16 @@ class FullState:
 
     @torch.no_grad()
     def save_16bit(self, save_dir: Any, max_shard_size: str | int, exclude_frozen: bool) -> None:
-        """See ``Engine.save_16bit_model``: rank 0 writes (:class:`ModelWriter`), while all ranks gather one parameter
-        after the other. exclude_frozen: only trained parameters, and the buffers of the modules that have some. Raises
-        ValueError for a size that is none, CheckpointError on all ranks if rank 0 cannot write."""
+        """See ``Engine.save_16bit_model``. All ranks gather one parameter after the other, and rank 0 writes it
+        (:class:`ModelWriter`).
+
+        Args:
+            exclude_frozen: write only trained parameters, and the buffers of modules that have some.
+
+        Raises:
+            ValueError: for a wrong ``max_shard_size``.
+            CheckpointError: on all ranks if rank 0 cannot write.
+        """
         computes = self._precision.compute or self._precision.autocast
         dtype = computes if computes in HALF else torch.bfloat16
         assert dtype is not None
@@ -194,7 +204,7 @@ class FullState:
             logger.warning("save_16bit_model: left out what is no tensor: %s", listed(left_out))
         if exclude_frozen:
             tensors = _training(tensors)
-        first: dict[str, str] = {}  # name of a tensor
+        first: dict[str, str] = {}  # first name of a tensor, by its owner
         for name, known in tensors.items():
             first.setdefault(known.owner, name)
         written = {clean(name): tensors[name] for name in first.values()}
@@ -248,7 +258,7 @@ def _training(tensors: Mapping[str, Known]) -> dict[str, Known]:
 
 
 class _Gathered:
-    """The whole values of a file's tensors, one by one; iterated over on all ranks at the same time."""
+    """Iterator over the full values of a file's tensors. All ranks iterate at the same time."""
 
     def __init__(self, file: ModelFile, get: Callable[[ToStore], torch.Tensor | None]) -> None:
         self._entries = iter(file.entries)
@@ -270,8 +280,8 @@ class _Gathered:
 def _on_rank0(
     work: Callable[[], object], comm: Communicator, device: torch.device, values: _Gathered | None = None
 ) -> None:
-    """Rank 0 does ``work``, for which the others only iterate over ``values``. If it raises, all ranks do: the others
-    CheckpointError. Called on all ranks."""
+    """Run ``work`` on rank 0, while the other ranks only iterate over ``values``. If it raises, all ranks raise: the
+    others CheckpointError. Called on all ranks."""
     failure: Exception | None = None
     if comm.rank == 0:
         try:
@@ -281,12 +291,12 @@ def _on_rank0(
                 raise  # a collective's error, not rank 0's own
             failure = error
     if values is not None:
-        deque(values, maxlen=0)  # also what rank 0 has not asked for
+        deque(values, maxlen=0)  # rank 0 too takes part in the gathers that its failed work has left over
     raise_together(comm, device, "checkpoint", failure, "engine.save_16bit_model", CheckpointError)
 
 
 def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules that add something else to a state dict, by its key."""
+    """Return the modules with a ``get_extra_state`` of their own, by its key in a state dict."""
     plain = torch.nn.Module.get_extra_state
     return {
         f"{prefix}.{_EXTRA}" if prefix else _EXTRA: module
@@ -298,8 +308,14 @@ def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _spread(
     given: torch.Tensor | None, known: Known, here: torch.Tensor | None, topology: Topology, device: torch.device
 ) -> None:
-    """Rank 0's whole values, ``given`` there, into the tensor ``here``, or this rank's part of them. Called on all
-    ranks."""
+    """Send rank 0's full values, or this rank's part of them, into the tensor ``here``.
+
+    Called on all ranks.
+
+    Args:
+        given: the values, on rank 0 alone.
+        here: None if this rank's stage does not have the tensor.
+    """
     if topology.trivial and here is not None and handle_of(here) is None:
         if given is not None:
             here.data.copy_(given)
@@ -326,7 +342,7 @@ def _agree(
     device: torch.device,
     strict: bool,
 ) -> set[str]:
-    """The names that rank 0 has, known to all; RuntimeError on all ranks if they do not fit."""
+    """Return the names that rank 0 has. Raises RuntimeError on all ranks if they or their shapes do not fit."""
     names = list(targets)
     flags = torch.zeros(len(names) + 1, dtype=torch.int64, device="cpu")
     unexpected: list[str] = []
@@ -338,7 +354,7 @@ def _agree(
         )
         flags[-1] = len(unexpected)
     flags = flags.to(device)
-    # All ranks need the names that rank 0 has, and make the same message of them: no errors are exchanged.
+    # Rank 0's findings go to all ranks, which make the same message of them. So no error need be exchanged.
     comm.broadcast(flags, "initial_sync")
     codes = [int(value) for value in host_values(flags)]
     missing = [name for name, code in zip(names, codes, strict=False) if code == 0]
@@ -384,7 +400,8 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
         index: {name: _describe(states, shard, name, value) for name, value in state.items()}
         for index, (shard, state) in own.items()
     }
-    # All ranks walk through the same parameters and states: what any of them has, from the first that has it.
+    # All ranks must walk through the same states, because each is a collective: the union of all ranks' states, with
+    # the description of the first rank that has it.
     known: dict[int, dict[str, tuple[Any, int]]] = {}
     host = HostGroup(states.topology.world, "whole model")  # not that of checkpoints: a save may be under way
     for row, source in host.gather((described, states.comm.rank)):
@@ -407,7 +424,8 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
 
 
 def _describe(states: ModelState, shard: Any, name: str, value: object) -> tuple[object, ...]:
-    """A state's kind; its value if it is one number, otherwise its dtype, and its shape if that is not the shard's."""
+    """Return a state's kind, then its value if it is one number, otherwise its dtype, and its shape if that is not the
+    shard's."""
     if not torch.is_tensor(value) or states.is_scalar(name, value, shard):
         return _NUMBER, value.cpu() if torch.is_tensor(value) else value
     if value.shape == states.shape_of(shard):
@@ -416,7 +434,7 @@ def _describe(states: ModelState, shard: Any, name: str, value: object) -> tuple
 
 
 def _sent(states: ModelState, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
-    """A state that one data-parallel rank has whole, or all of them."""
+    """Broadcast a state that one data-parallel rank, or each of them, has as a whole."""
     device = states.buffer.placements.device
     value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
     states.comm.broadcast(value, "access", source)

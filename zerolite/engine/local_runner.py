@@ -14,7 +14,8 @@ from zerolite.zero.accumulation import GradAccumulation
 
 
 class LocalRunner:
-    """The same two methods as a pipeline's runner. comm: of the data-parallel ranks."""
+    """Loops of `train_batch` and `eval_batch`, the two methods of every runner. ``comm``: over the data-parallel
+    ranks."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class LocalRunner:
         return engine
 
     def train_batch(self, batches: Iterator[object]) -> torch.Tensor:
-        """One step, as ``Engine.train_batch`` says."""
+        """Run ``Engine.train_batch``."""
         if not self._accumulation.empty:
             raise RuntimeError(
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.step(flush=True) "
@@ -67,6 +68,6 @@ class LocalRunner:
         return (loss, outputs) if return_logits else loss
 
     def _mean_over_data(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """0-dim fp32, the same on all data-parallel ranks."""
+        """Return the mean over micro-batches and data-parallel ranks: 0-dim, fp32, the same on all these ranks."""
         flat = torch.stack(losses).mean().reshape(1)
         return self._comm.all_reduce(flat, "loss", self._comm.world_size).wait().reshape(())

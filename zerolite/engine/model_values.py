@@ -13,7 +13,7 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
 def fill_buckets(buffer: ParameterBuffer, precision: Precision, comm: Communicator, device: torch.device) -> None:
-    """Fill the buckets that are not filled yet: whole parameters, with rank 0's values, or shards."""
+    """Fill new buckets, with whole parameters that have rank 0's values, or with shards."""
     if isinstance(buffer, PartitionedParameterBuffer):
         buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
         return
@@ -35,8 +35,8 @@ def synchronize_rest(
     comm: Communicator,
     device: torch.device,
 ) -> None:
-    """Buffers and (where they are whole) frozen parameters: on the device, with rank 0's values, each in the dtype that
-    ``precision`` says."""
+    """Move buffers and frozen parameters to the device, with rank 0's values and the dtypes of ``precision``. Frozen
+    parameters that stage 3 shards are left out."""
     in_layout = {id(p) for p in trained}
     others = [p for p in model.parameters() if id(p) not in in_layout and handle_of(p) is None]
     rest: list[torch.Tensor] = [p.data for p in others]
@@ -51,8 +51,8 @@ def synchronize_rest(
 
 
 def _move_rest(model: torch.nn.Module, device: torch.device) -> None:
-    """Bring to ``device`` the buffers, shared ones once, and what modules of the user's move in an ``_apply`` of their
-    own; parameters stay where they are."""
+    """Move buffers to ``device``, and all tensors that a user's module moves in its own ``_apply``. A shared buffer is
+    moved once. Parameters stay where they are."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the original, which is kept alive
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _move_rest(model: torch.nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = move(buffer)
-        # Those of torch itself (nn.LSTM) lay out parameters anew, which have their places by now.
+        # torch's own overrides (nn.LSTM) would copy the parameters into new memory, out of their buckets.
         own = not type(module)._apply.__module__.startswith("torch.")
         if own and device.type != "cpu" and all(handle_of(p) is None and p.grad is None for p in module.parameters()):
             module._apply(move)

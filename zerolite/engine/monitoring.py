@@ -30,8 +30,8 @@ _OF_THE_ALLOCATOR = ("allocated", "allocated_peak", "reserved", "reserved_peak",
 
 
 class Monitoring:
-    """The config's monitors as observers of one engine, in the order in which its parts are made. All of it is called
-    on all ranks."""
+    """Opens the config's monitors as observers of one engine. Its methods are called in the order below, as the parts
+    of the engine are made. Called on all ranks."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class Monitoring:
             self._report_every(self._report_collectives)
 
     def watch_module(self, module: torch.nn.Module, call: ModuleCall) -> list[RemovableHandle]:
-        """Measure forwards, if the config says so; returns the hooks on ``module``. call: what the engine calls."""
+        """Measure forwards if the config asks for it, and return the hooks on ``module``. ``call``: the function that
+        the engine's forward calls."""
         if self._config.flops_profiler.enabled and self._main:
 
             def write(step: int, values: Mapping[str, float]) -> None:
@@ -80,12 +81,12 @@ class Monitoring:
         return watch_forward(clock, module)
 
     def watch_memory(self, parts: MemoryParts) -> None:
-        """Report what this rank's memory holds, if the config says so."""
+        """Report this rank's memory by item, if the config asks for it."""
         if self._config.memory_breakdown and self._main:
             self._report_every(lambda step: self._report_memory(step, parts))
 
     def watch_communication(self, topology: Topology, coordinator: PartitionedParameterCoordinator | None) -> None:
-        """Log the collectives, if the config says so. Called when other watchers of collectives are there already."""
+        """Log the collectives, if the config asks for it. Called after other watchers of collectives are installed."""
         if self.comms_logger is None:
             return
         self.comms_logger.watch(topology.data)
@@ -95,14 +96,14 @@ class Monitoring:
             self.comms_logger.watch(beside)
 
     def end_with(self, engine: Engine) -> None:
-        """Write and close when ``engine`` has gone, at the end of the process at the latest."""
+        """Write the last step and close when ``engine`` is deleted, or at the end of the process."""
         if self.monitor.enabled:
             weakref.finalize(engine, _finish, self._outcomes, self.monitor)
         if self._profiler is not None:
             weakref.finalize(engine, self._profiler.close)
 
     def _report_every(self, report: Callable[[int], None]) -> None:
-        """Call ``report`` with the number of each step that is a multiple of the interval, when it is settled."""
+        """Call ``report`` with the step's number once in each interval, when the outcome of that step is known."""
         every = self._every
 
         def on_settled(step: int, norm: float) -> None:
@@ -140,7 +141,7 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
 
 
 def _finish(outcomes: Outcomes, monitor: Monitor) -> None:
-    """The engine is gone or the process ends: write the last step, whose outcome may not have been read yet."""
+    """Write the last step, whose outcome may not have been read yet, and close the monitor."""
     try:
         outcomes.settle()
     finally:

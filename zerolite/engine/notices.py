@@ -12,7 +12,7 @@ from zerolite.zero.outcomes import Outcomes
 
 
 class Progress(StepObserver):
-    """Prints a line every ``steps_per_print`` steps. Of rank 0 alone."""
+    """Prints a line every ``steps_per_print`` steps. Exists on rank 0 alone."""
 
     def __init__(self, engine: EngineRef) -> None:
         self._engine = engine
@@ -40,12 +40,12 @@ class LearningRateSchedule(StepObserver):
         self.scheduler, self._outcomes = scheduler, outcomes
 
     def use(self, scheduler: object) -> None:
-        """Move ``scheduler`` from now on; None: nothing."""
+        """Step ``scheduler`` from now on; None for no schedule."""
         self.scheduler = scheduler
 
     def settle(self) -> None:
-        """Bring the param groups up to date, which the schedule changes when the outcome of a step is read. Nothing
-        without one: a loop that steps a schedule of its own need not wait for the device."""
+        """Bring the learning rates up to date: the schedule is stepped when the outcome of a step is read. Without a
+        schedule nothing is read, so a loop that steps its own schedule does not wait for the device."""
         if self.scheduler is not None:
             self._outcomes.settle()
 

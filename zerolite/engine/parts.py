@@ -24,8 +24,13 @@ def part_of_model(
     device: torch.device,
     loss_fn: LossFunction | None,
 ) -> tuple[PreparedStage | None, LossFunction | None]:
-    """Leave in ``model`` this rank's stage, and of its layers this rank's part. Gives what the engine needs of the
-    pipeline, None without one, and the loss function: the given one, or the model's. Called on all ranks."""
+    """Reduce ``model`` to this rank's pipeline stage and its tensor-parallel shards.
+
+    Returns:
+        The prepared stage, None without a pipeline; and the loss function, the given one or the model's.
+
+    Called on all ranks.
+    """
     staged: Any = None
     if not topology.trivial:
         described = joined(describe_process(), describe_config(config))
@@ -44,7 +49,8 @@ def part_of_model(
 
 
 def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:
-    """A plan may be wrong, or match nothing, on one stage alone: all of them raise."""
+    """Shard the layers by the tensor-parallel plan. If the plan is wrong on one stage, all stages raise ValueError. It
+    may match nothing on some stages, but not on all."""
     from zerolite import tensor_parallel
     from zerolite.tensor_parallel.plan import no_plan, unmatched
 
@@ -55,14 +61,17 @@ def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, dev
         )
     )
     nowhere = set.intersection(*map(set, unused))
-    if nowhere and len(unused) == stages > 1:  # a dry run hears of one
+    if nowhere and len(unused) == stages > 1:  # a dry run sees its own stage only, so it cannot tell
         sentence = no_plan(model) if "auto" in nowhere else f"{unmatched(min(nowhere), ())}, on any stage"
         raise ValueError(f"tensor_parallel.plan: {sentence}")
 
 
 def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
-    """``config`` without patterns of modules that other stages have and this one has not: layers of a LayerSpec are
-    made where they live. Raises ConfigError on all ranks for those that no stage has. Called on all ranks."""
+    """Return ``config`` without the patterns that match only modules of other stages.
+
+    A LayerSpec makes its layer on its own stage alone, so the other stages do not have that module. Raises ConfigError
+    on all ranks for a pattern that matches on no stage. Called on all ranks.
+    """
     if topology.pipe.world_size == 1:
         return config
     wanted = {
@@ -81,7 +90,7 @@ def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topolog
         for pattern in patterns
         if pattern not in everywhere[key]
     ]
-    if errors and len(told) == topology.pipe.world_size:  # a dry run hears of one stage
+    if errors and len(told) == topology.pipe.world_size:  # a dry run sees its own stage only, so it cannot tell
         raise ConfigError(errors)
     kept = {key: tuple(p for p in patterns if p in here[key]) for key, patterns in wanted.items()}
     checkpointing = {"modules": kept["activation_checkpointing.modules"]}
@@ -96,7 +105,7 @@ def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topolog
 
 
 def _some_match(model: torch.nn.Module, pattern: str) -> bool:
-    """True if a module's name, or its class's, matches; the keys themselves are stricter, each in its way."""
+    """True if the name of a module, or of its class, matches. Each key has stricter rules of its own, applied later."""
     for name, module in model.named_modules(remove_duplicate=False):
         mro = type(module).__mro__
         classes = [text for cls in mro for text in (cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")]

@@ -10,7 +10,7 @@ from zerolite.engine.evaluation_engine import EvaluationEngine
 
 
 def refuse(call: str) -> NoReturn:
-    """Raise RuntimeError for a part of a loop, by its name."""
+    """Raise RuntimeError for ``call``, a method that belongs to a user's own training loop."""
     raise RuntimeError(
         f"{call}: a pipeline runs forwards, backwards and updates in an order of its own; use "
         "engine.train_batch(data_iter) and engine.eval_batch(data_iter)"
@@ -22,7 +22,8 @@ def _refuses(call: str) -> Callable[..., NoReturn]:
 
 
 class PipelineEngine(Engine):
-    """See the module; ``train_batch`` and ``eval_batch`` are those of :class:`Engine`, over all stages."""
+    """Engine of one pipeline stage. ``train_batch`` and ``eval_batch`` run over all stages. Methods for single
+    forwards, backwards and steps raise RuntimeError."""
 
     __call__ = forward = _refuses("engine(...)")
     backward = _refuses("engine.backward")

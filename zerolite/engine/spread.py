@@ -1,8 +1,8 @@
 """Norm, overflow and tied-weight sums over model-parallel ranks, for the step.
 
-Gradients that ranks share (tied weights, sequence-parallel weights) are summed once a step, when the data ranks have
-reduced them: what a rank then owns of such a parameter, all ranks of its group own, so the sum is one all-reduce over
-that.
+Gradients of shared parameters (tied weights, sequence-parallel weights) are summed once a step, after the data ranks
+have reduced them. By then all ranks of a group own the same part of such a parameter, so the sum is one all-reduce of
+that part.
 """
 
 from __future__ import annotations
@@ -29,18 +29,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedGradients:
-    """Trained parameters (indices in the layout) whose gradient is the sum over ``comm``, where all ranks have them in
-    this order and own the same parts of each."""
+    """Trained parameters whose gradient is the sum over the ranks of ``comm``.
+
+    Attributes:
+        comm: all its ranks have these parameters in this order, and own the same part of each.
+        indices: of the parameters in the layout.
+    """
 
     comm: Communicator
     indices: tuple[int, ...]
 
 
 class GradientSums:
-    """All methods are called on all ranks, in the same order, by the step pipeline."""
+    """Sums of the gradients of shared parameters. The step pipeline calls all methods on all ranks, in the same
+    order."""
 
     def __init__(self, groups: Sequence[SharedGradients], reducer: GradReducer, rank: int) -> None:
-        """rank: among the data ranks."""
+        """``rank``: this rank's index among the data ranks."""
         self._groups = [group for group in groups if group.indices and group.comm.world_size > 1]
         self._reducer = reducer
         self._rank = rank
@@ -54,15 +59,15 @@ class GradientSums:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Sum what :meth:`GradReducer.finish` has left. Once for the gradients that have come by now."""
+        """Sum the gradients after :meth:`GradReducer.finish`. Later calls do nothing until new gradients come."""
         if self._summed:
             return
         self._summed = True
         for group in self._groups:
             parts = self._parts(group)
             flags = [index in self._reducer.used for index in group.indices]
-            # A rank may own no element of them. It asks a parameter for its dtype and device alone: at stage 3 values
-            # would be gathered, from ranks that do not take part.
+            # A rank may own no element of these parameters. It then reads dtype and device of a parameter, but no
+            # values: at stage 3 that would launch a gather, and not all of its ranks are here.
             like: torch.Tensor = parts[0] if parts else self._reducer.parameters[group.indices[0]]
             dtype, device = like.dtype, like.device
             uses = torch.ones(len(flags), dtype=dtype, device=device)
@@ -73,14 +78,14 @@ class GradientSums:
             *totals, used = flat.split([*(part.numel() for part in parts), len(flags)])
             for part, total in zip(parts, totals, strict=True):
                 part.copy_(total)
-            if not all(flags):  # another rank may have used it
+            if not all(flags):  # another rank may have used a parameter that this rank has not
                 known = zip(group.indices, host_values(used), strict=True)
                 self._reducer.used.update(index for index, users in known if users)
 
     @torch.no_grad()
     def reopen(self) -> None:
-        """More gradients are coming for the same step. The sum stays with the first rank of each group, so that the
-        next one counts it once."""
+        """Prepare for more gradients of the same step. Only the first rank of each group keeps the sum, so that the
+        next sum counts it once."""
         if self._summed:
             for group in self._groups:
                 for part in self._parts(group) if group.comm.rank else ():
@@ -88,7 +93,7 @@ class GradientSums:
         self._summed = False
 
     def clear(self) -> None:
-        """The gradients have been consumed or dropped."""
+        """Forget the sum, after the gradients have been used or dropped."""
         self._summed = False
 
     def _parts(self, group: SharedGradients) -> list[torch.Tensor]:
@@ -114,13 +119,13 @@ def spread_over(
     reducer: GradReducer,
     device: torch.device,
 ) -> tuple[Across, GradientSums]:
-    """For the trained parameters of this rank. Called on all ranks.
+    """Make the norm's rule and the gradient sums for this rank's trained parameters. Called on all ranks.
 
     Args:
-        ties: by the id of a parameter that several stages have, which (``Tie``).
-        shared: by the key of a tie, the communicator of its stages. The first call fills it, which is a collective,
-            for frozen parameters too: where they begin to train, a later call comes on one stage while another waits
-            for its message.
+        ties: the ``Tie`` of each parameter that several stages have, by the parameter's id.
+        shared: communicators by the key of a tie. The first call makes them, a collective, for frozen parameters too.
+            When such a parameter is unfrozen later, one stage calls this while another waits for its message, so no
+            collective could run then.
     """
 
     def counts(index: int) -> bool:

@@ -1,7 +1,7 @@
 """``engine.offload_states()``: move all states of an engine from its device to the host and back.
 
-For the time in which something else needs the device: another model that generates, as in training by reinforcement
-learning, or an evaluation. Storages are emptied and filled again, so every view of them is valid afterwards.
+Use it while something else needs the device's memory, such as a model that generates in reinforcement learning, or an
+evaluation. Storages are emptied and filled again instead of being replaced, so every view of them stays valid.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ KINDS = {
     "lp_grads": GRADIENTS,
     "contiguous_grad_buffer": BUCKETS,
 }
-"""DeepSpeed's names (OffloadStateTypeEnum), and the item of memory that each is here: optimizer states; master weights
-where they are separate; what the modules compute with; reduced gradients that wait for the step; buckets of gradients
-that are kept to be used again."""
+"""DeepSpeed's names (OffloadStateTypeEnum), and the memory item that each stands for.
+
+In this order: optimizer states, separate master weights, parameters that the modules compute with, reduced gradients
+before the step, and gradient buckets that are kept for the next backward."""
 
 
 class StateOffload:
-    """Offload of one engine's states between phases; on this rank alone, but for what stage 3 gathers again."""
+    """Offload of one engine's states. Only :meth:`reload` at stage 3 is a collective: it gathers persistent
+    parameters."""
 
     def __init__(
         self, parts: MemoryParts, pipeline: StepPipeline, coordinator: PartitionedParameterCoordinator | None
@@ -42,13 +44,13 @@ class StateOffload:
         self._parts = parts
         self._pipeline = pipeline
         self._coordinator = coordinator
-        self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # what is emptied, and what was in it
-        self._items: list[str] = []  # of ``_out``
-        self._whole: list[Any] = []  # handles of stage 3's parameters that stay whole
+        self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # emptied storages, and their bytes on the host
+        self._items: list[str] = []  # memory items of ``_out``
+        self._whole: list[Any] = []  # handles of stage 3's persistent parameters
 
     @torch.no_grad()
     def offload(self, include: Iterable[object] | None, device: object, pin_memory: bool, non_blocking: bool) -> None:
-        """See :meth:`Engine.offload_states`. Nothing is changed before all memory on the host is there."""
+        """See :meth:`Engine.offload_states`. All memory on the host is allocated before anything is changed."""
         kinds = _kinds(include)
         if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f'engine.offload_states: expected device to be "cpu", got {device!r}')
@@ -90,13 +92,14 @@ class StateOffload:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore this rank's states without the other ranks: all when the engine is gone, and its model stays."""
+        """Restore this rank's states, without a collective. This is enough if the engine is deleted and its model
+        stays."""
         if not self._pipeline.suspended:
             return
         for storage, there in self._out:
             resize(storage, there.numel())
             _bytes_of(storage).copy_(there, non_blocking=True)
-        self._synchronize()  # before the host's memory goes
+        self._synchronize()  # the copies must be complete before the host's memory is freed
         self._out = []
         self._pipeline.suspend("")
         if self._coordinator is not None:
@@ -105,16 +108,17 @@ class StateOffload:
             _take_back(parameter)
 
     def memory(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that are on the host now, and whose they are."""
+        """Return the tensors that are on the host now, each with its memory item."""
         return [(item, there) for item, (_, there) in zip(self._items, self._out, strict=False)]
 
     def _chosen(self, items: Collection[str]) -> list[tuple[str, torch.UntypedStorage]]:
-        """The device's storages that belong to ``items``, each once."""
+        """Return the device's storages that belong to ``items``, each once."""
         seen: set[int] = set()
         chosen = []
         for item, tensor in self._held():
             storage = tensor.untyped_storage()
-            first = storage._cdata not in seen  # masters that are the parameters themselves are parameters
+            # In fp32 masters are the parameters themselves. Their storages count as parameters, which come first.
+            first = storage._cdata not in seen
             seen.add(storage._cdata)
             if item in items and first and _moves(tensor, self._parts.device):
                 chosen.append((item, storage))
@@ -130,7 +134,7 @@ class StateOffload:
                 )
 
     def _let_go(self) -> None:
-        """Stage 3's whole copies go, and none is gathered."""
+        """Release stage 3's gathered parameters, and refuse gathers from here on."""
         if self._coordinator is not None:
             self._coordinator.sweep()
             self._whole = [handle for handle in self._coordinator.handles if handle.persistent]
@@ -152,8 +156,8 @@ class StateOffload:
         yield from parts.reducer.memory()
 
     def _synchronize(self) -> None:
-        """Copies run in the order of the device's stream, and so does what takes the device's memory next: only the
-        host must wait, for its own."""
+        """Let the host wait for the copies, before it uses or frees its own memory. The device needs no wait: later
+        work that takes over its memory runs in the order of the stream."""
         if self._parts.device.type == "cuda":
             torch.cuda.current_stream(self._parts.device).synchronize()
 
@@ -186,7 +190,7 @@ def _kinds(include: Iterable[object] | None) -> list[str]:
 
 
 def _moves(tensor: torch.Tensor, device: torch.device) -> bool:
-    """True if the tensor is memory of the device's allocator: tensors of other placements stay."""
+    """True if the tensor's memory belongs to the device's allocator. Tensors of other placements stay."""
     storage = tensor.untyped_storage()
     return tensor.device.type == device.type and storage.resizable() and bool(storage.nbytes())
 
@@ -196,7 +200,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class OffloadedParameter(torch.nn.Parameter):
-    """Class of a whole parameter whose memory is on the host for a time: reading it would read nothing."""
+    """Class of a parameter whose memory is on the host for a time. Its storage is empty, so reading it raises."""
 
     @classmethod
     def __torch_function__(

@@ -1,6 +1,6 @@
 """Parameters that become trainable later: unfrozen midway, or added in a param group.
 
-They get buckets of their own behind the existing ones, so gradients, masters and states of the others stay in place.
+They get new buckets behind the existing ones, so gradients, masters and states of the other parameters stay in place.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ Parameters = Sequence[torch.nn.Parameter]
 
 
 class UnfrozenParams:
-    """All of it is called on all ranks at the same point, for the same parameters: the user's ``requires_grad_`` and
-    ``add_param_group`` are calls of all ranks, as the engine's methods are. Which parameters they are is compared."""
+    """Registers parameters that become trainable. Called on all ranks at the same point, for the same parameters.
+
+    So the user must call ``requires_grad_`` and ``add_param_group`` on all ranks, like the engine's methods. The ranks
+    compare which parameters they register.
+    """
 
     def __init__(self, assembly: Assembly, adopts: bool, event: list[Callable[[], None]]) -> None:
         """
         Args:
-            assembly: of the engine, with all parts that must know of such parameters.
-            adopts: whether a parameter that is unfrozen and is in no param group joins the only one; otherwise the user
-                has chosen what is trained.
-            event: the listeners of that in which :meth:`register_unfrozen_params` is due.
+            assembly: the engine's parts, which must learn of such parameters.
+            adopts: an unfrozen parameter without a param group joins the only group. False if the user has chosen which
+                parameters are trained.
+            event: list of listeners to which :meth:`register_unfrozen_params` is added.
         """
         self._assembly, self._adopts, self._event = assembly, adopts, event
         self._frozen: list[torch.nn.Parameter] = []
         self._watch([p for p in assembly.model.parameters() if not p.requires_grad])
 
     def _watch(self, parameters: Parameters) -> None:
-        """Train these as soon as they require a gradient."""
+        """Register these as soon as they require a gradient."""
         if parameters and not self._frozen and self.register_unfrozen_params not in self._event:
             self._event.append(self.register_unfrozen_params)
         self._frozen += parameters
 
     def register_unfrozen_params(self) -> None:
-        """Train what was frozen when the engine was made and requires a gradient now. Before a backward's first
-        gradient, and at stage 3 before the forward that uses it."""
+        """Train parameters that were frozen and require a gradient now. Called before a backward's first gradient, at
+        stage 3 before the forward."""
         unfrozen = [p for p in self._frozen if p.requires_grad]
         if not unfrozen:
             return
@@ -64,7 +67,8 @@ class UnfrozenParams:
         self._train(unfrozen)
 
     def add_group(self, group: Mapping[str, object]) -> None:
-        """engine.optimizer.add_param_group. Frozen parameters of the group are trained when they are unfrozen."""
+        """Run ``engine.optimizer.add_param_group``. Frozen parameters of the group are trained once they are
+        unfrozen."""
         given: Any = group["params"]
         parameters: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
         names = self._names()

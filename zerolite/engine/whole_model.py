@@ -1,8 +1,8 @@
 """Whole tensors of a sharded model, gathered over data, tensor and pipeline ranks.
 
-The model is the union over the stages. A tensor's values come from the first stage that has it: there each rank's part
-is gathered over the data-parallel ranks, and is then sent to the ranks of one copy of the model (``Topology.model``,
-tensor × pipe), which put the parts together. One tensor at a time.
+The full model is the union of all stages. A tensor's values come from the first stage that has it. There each rank's
+part is gathered over the data-parallel ranks. Then it is broadcast to the ranks of one copy of the model
+(``Topology.model``, tensor × pipe), which put the parts together. This goes one tensor at a time, to save memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ TAG = "checkpoint"
 
 @dataclass(frozen=True)
 class Known:
-    """A tensor of the model, as all ranks know it: which one it is (names that are tied to each other have the same
-    ``owner``), its full shape, dtype, and whether it is a parameter and trained.
+    """Description of one tensor of the full model, equal on all ranks.
 
     Attributes:
-        stage: the first that has it.
-        cuts: what each tensor-parallel rank of that stage has of it; none where they have it whole.
+        owner: its first name. Tied names have the same owner.
+        shape: the full shape.
+        parameter: it is a parameter, not a buffer.
+        trained: an engine trains it.
+        stage: the first pipeline stage that has it.
+        cuts: the shard of each tensor-parallel rank of that stage; empty if each rank has the full tensor.
     """
 
     owner: str
@@ -45,8 +48,12 @@ class Known:
 
 
 def known(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) -> Known:
-    """``tensor`` as this rank knows it, whose ``value`` in a state dict may be empty. owner: the first of its names
-    here."""
+    """Describe ``tensor`` from this rank's point of view.
+
+    Args:
+        owner: the first of its names on this rank.
+        value: its entry in the state dict, empty if the parameter is partitioned.
+    """
     names, cut = names_of(tensor), shard_spec_of(tensor)
     shape = cut.full_shape if cut is not None else tuple(full_shape(tensor, value))
     parameter = isinstance(tensor, torch.nn.Parameter)
@@ -55,13 +62,13 @@ def known(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) 
 
 
 def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
-    """Return the shape of what this rank's data-parallel ranks have together."""
+    """Return the shape that this rank's data-parallel ranks have together."""
     return whole_shape(tensor) if handle_of(tensor) is not None else value.shape
 
 
 def union(own: Mapping[str, object], topology: Topology) -> dict[str, Any]:
-    """Join the entries of all stages by name, :class:`Known` or plain values; of a name that several stages have, the
-    first one's. Called on all ranks."""
+    """Join the entries of all stages by name, :class:`Known` or plain values. If several stages have a name, the first
+    one's entry counts. Called on all ranks."""
     if topology.model.world_size == 1:
         return dict(own)
     rows = HostGroup(topology.model, "whole model").gather(own)  # not that of checkpoints: a save may be under way
@@ -79,10 +86,11 @@ def union(own: Mapping[str, object], topology: Topology) -> dict[str, Any]:
 
 
 def owners_of(model: torch.nn.Module, state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict; of parameters and buffers these themselves, so that tied ones are one object."""
+    """Return the tensors of a state dict. Parameters and buffers themselves replace their entries, so that tied ones
+    are one object."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)):
-        found[clean(name)] = tensor  # wrappers of modules leave their names out of a state dict, some of them
+        found[clean(name)] = tensor  # some wrappers of modules leave their own name out of a state dict
     return {name: found.get(clean(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
@@ -95,11 +103,11 @@ def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
 
 
 class WholeModel:
-    """The entries of the whole model's state dict. Made on all ranks.
+    """Entries of the full model's state dict. Made on all ranks.
 
     Args:
-        state: of this rank's part, in which partitioned parameters are empty.
-        masters: gives the master weights of what an engine trains.
+        state: state dict of this rank's part, in which partitioned parameters are empty.
+        masters: access to the master weights.
     """
 
     def __init__(
@@ -127,8 +135,8 @@ class WholeModel:
         return ((name, entry) for name, entry in self.entries.items() if isinstance(entry, Known))
 
     def get(self, entry: Known, dtype: torch.dtype | None, rank0_only: bool) -> torch.Tensor | None:
-        """The whole values, a copy on the CPU; None on ranks that do not get it. dtype: see
-        :func:`~zerolite.checkpoint.huggingface.exported_dtype`. Called on all ranks, with the same arguments."""
+        """Return the full values, a copy on the CPU, or None on ranks that are not to have them. Called on all ranks,
+        with the same arguments. ``dtype``: see :func:`~zerolite.checkpoint.huggingface.exported_dtype`."""
         topology = self._topology
         wanted = not rank0_only or topology.world.rank == 0
         if topology.model.world_size == 1:
@@ -142,7 +150,7 @@ class WholeModel:
     def _put_together(
         self, entry: Known, dtype: torch.dtype, part: torch.Tensor | None, wanted: bool
     ) -> torch.Tensor | None:
-        """The parts, as they come from the ranks of the stage that has them."""
+        """Receive the parts from the ranks of the stage that has them, and put them together."""
         model, first = self._topology.model, entry.stage * self._topology.tensor.world_size
         if not entry.cuts:
             values = part if model.rank == first else torch.empty(entry.shape, dtype=dtype, device="cpu")
@@ -159,8 +167,8 @@ class WholeModel:
         return full
 
     def _part(self, entry: Known, dtype: torch.dtype | None, kept: bool) -> torch.Tensor | None:
-        """Return what the data-parallel ranks of this one have together, on the CPU; None if it is not ``kept``. Called
-        on all of them."""
+        """Return the values that this rank's data-parallel ranks have together, on the CPU; None unless ``kept``.
+        Called on all of these ranks."""
         owner, value = self._here[entry.owner]
         target = exported_dtype(value.dtype, dtype)
         index = self._trained.get(id(owner)) if target != value.dtype else None

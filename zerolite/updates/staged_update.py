@@ -1,7 +1,7 @@
-"""Staged update: what rests off the device comes within reach by sub-groups, and goes back.
+"""Staged update: offloaded tensors are staged in by sub-groups, updated and written back.
 
-A sub-group goes through three stages that overlap: its masters, states, gradients and compute parameters are staged in
-while the one before is updated, and its results are written back while the next one is.
+A sub-group goes through three stages that overlap. Its masters, states, gradients and compute parameters are staged in
+while the sub-group before it is updated. Its results are written back while the next one is updated.
 
     sub-group 0   stage in   update     write back
     sub-group 1              stage in   update       write back
@@ -29,12 +29,21 @@ from zerolite.zero.optim_shards import Hand, UpdateMethod
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.spans import Span, sub_groups
 
-_SEVERAL = 16  # sub-groups at most where the config allows fewer
-_SMALLEST = 1 << 22  # elements of a sub-group that the config does not ask for
+# A sub-group is at most a 16th of all elements, so that there are several and their stages can overlap. Below 4 Mi
+# elements it is not divided any further for that: each stage would cost more than it hides.
+_SEVERAL = 16
+_SMALLEST = 1 << 22
 
 
 class _Part(NamedTuple):
-    """One tensor that an update reads or writes: its storage, and if it must be staged before the update."""
+    """One tensor of a span that an update reads or writes.
+
+    Attributes:
+        offloaded: its storage, a range of the bucket's flat tensor.
+        placement: the placement of that storage.
+        brought: it must be staged in before the update.
+        written: the update changes it.
+    """
 
     offloaded: torch.Tensor
     placement: Placement
@@ -43,25 +52,25 @@ class _Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of a staging buffer."""
+        """Bytes that it needs in a staging buffer."""
         return whole_blocks(self.offloaded.numel() * self.offloaded.element_size()) if self.brought else 0
 
 
 class _Wanted(NamedTuple):
-    """All parts of a span, by name: "gradient", "master", its states, and "out" where that is written."""
+    """All tensors of a span by name: "gradient", "master", the optimizer's states, and "out" if it is written."""
 
     span: Span
     parts: dict[str, _Part]
 
     def hand(self, tensors: dict[str, torch.Tensor]) -> Hand:
-        """tensors: of the parts, within reach of the update."""
+        """Return the span's tensors as an update takes them. ``tensors``: those that the update can access, by name."""
         gradient, master, out = (tensors.pop(name, None) for name in ("gradient", "master", "out"))
         assert gradient is not None and master is not None
         return Hand(self.span, gradient, master, tensors, out)
 
 
 class _SubGroup(Staged):
-    """A sub-group on its way to the update, in hand, or on its way back."""
+    """A sub-group that is being staged in, updated or written back."""
 
     def __init__(
         self,
@@ -73,15 +82,16 @@ class _SubGroup(Staged):
     ) -> None:
         """
         Args:
-            device: of the update, where that is not the host.
-            numel: bytes of the staging buffer on the host, the same for all sub-groups, so that it fits the next.
-            longest: bytes of a part on its way between disk and device.
+            device: device of the update; None for the host.
+            numel: bytes of the staging buffer on the host. All sub-groups have the same size, so that the next one can
+                use the buffer again.
+            longest: bytes of the largest tensor, for copies between disk and device.
         """
         buffer = transfers.pool.take(numel, torch.uint8) if device is None else None
         super().__init__(transfers.pool, buffer)
         self._device, self._transfers, self._longest = device, transfers, longest
         self._copies: list[tuple[torch.Tensor, _Part]] = []
-        self._position = 0  # in the buffer
+        self._position = 0  # next free byte of the buffer
         try:
             self.hands = [w.hand({name: self._stage_in(part) for name, part in w.parts.items()}) for w in wanted]
         except BaseException:
@@ -105,7 +115,8 @@ class _SubGroup(Staged):
         return here
 
     def write_back(self) -> None:
-        """After the update: send what it has written to where it rests. The device sees it there."""
+        """Send updated tensors back to their placements. Tensors on the device are complete when this returns, because
+        the next work on the device reads them."""
         for here, part in self._copies:
             if part.written:
                 sent = self._transfers.write_back(here, part.offloaded, part.placement, self._longest)
@@ -116,7 +127,7 @@ class _SubGroup(Staged):
 
 
 class StagedSpans:
-    """The sub-groups of what an update cannot reach where it rests. Called on all ranks; nothing here is a
+    """Sub-groups of the buckets that an update cannot access without staging. Called on all ranks; nothing here is a
     collective."""
 
     def __init__(
@@ -134,7 +145,7 @@ class StagedSpans:
     def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
         alignment = SPAN_ALIGNMENT if self._method.cuts_buckets else 0
         elements = sum(numel for of_place in buckets.values() for _, numel in of_place)
-        several = max(_SMALLEST, elements // _SEVERAL)  # there is something to overlap
+        several = max(_SMALLEST, elements // _SEVERAL)
         most = min(self._placements.sub_group_numel, several)
         self.groups = [group for of_place in buckets.values() for group in sub_groups(of_place, most, alignment)]
 
@@ -147,7 +158,7 @@ class StagedSpans:
         wanted = [[self._wanted(span, publish) for span in spans] for spans in self.groups]
         sizes = [[part.nbytes for of_span in group for part in of_span.parts.values()] for group in wanted]
         numel, longest = max(map(sum, sizes)), max(map(max, sizes))
-        coming: deque[_SubGroup] = deque()  # the first is in hand
+        coming: deque[_SubGroup] = deque()  # the first is the one to update
         leaving: deque[_SubGroup] = deque()
         try:
             for index in range(len(self.groups)):
@@ -175,7 +186,7 @@ class StagedSpans:
         buckets = [of_span.span.bucket for of_span in wanted]
         self._param_gatherer.wait(buckets)
         for bucket in buckets:
-            self._reducer.reduced(bucket)  # has arrived
+            self._reducer.reduced(bucket)  # waits for the bucket's reduction
         on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.apart
         return _SubGroup(wanted, None if on_host else self._placements.device, self._transfers, numel, longest)
 

@@ -39,20 +39,20 @@ class TorchUpdate:
         self._shards: list[list[OptimParamShard]] = []
         self._update_dtypes: list[torch.dtype] = []
         self._sizes: list[list[int]] = []
-        self._doubtful: frozenset[int] = frozenset()  # parameters that the device may leave out of the update in hand
-        self._new_states: dict[int, torch.Tensor] = {}  # of those, shards that had no state before, by index
-        # States on disk, by bucket and name, laid out like the masters; those of the shards are views of them.
+        self._doubtful: frozenset[int] = frozenset()  # parameters that the device may leave out of this update
+        self._new_states: dict[int, torch.Tensor] = {}  # shards of doubtful parameters without a state yet, by index
+        # States on disk, by bucket and name, laid out like the masters. The shards' states are views of them.
         self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
         # Memory of states that do not exist yet, by index of the parameter: see _reserve.
         self._reserved: dict[int, list[torch.Tensor]] = {}
         self._known_states: dict[tuple[int, torch.dtype, int], dict[str, torch.dtype]] = {}
         step: Any = type(inner).step
-        # Without torch's wrapper: hooks on the user's optimizer are of a whole step.
+        # Without torch's wrapper, which calls the user's hooks: one step may call this several times.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self.extend(shards, update_dtypes)
 
     def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None:
-        """The shards of further buckets."""
+        """Add the shards of further buckets."""
         self._update_dtypes += update_dtypes
         for members in shards:
             bucket = len(self._shards)
@@ -64,12 +64,12 @@ class TorchUpdate:
             self._reserve(members)
 
     def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
-        """Steps are counted in the states."""
+        """Begin an update. ``used`` is not needed: torch's optimizers count steps in their states."""
         self._doubtful = doubtful
         self._new_states.clear()
 
     def leave_out(self, indices: Iterable[int]) -> None:
-        """Steps are counted on the device."""
+        """Drop the new states of parameters that the device has left out. Their step counts are on the device."""
         for index in indices:
             tensor = self._new_states.pop(index, None)
             if tensor is not None:  # torch gives a parameter without gradient no state
@@ -96,14 +96,16 @@ class TorchUpdate:
             if hand.out is not None:
                 sync_master_from_param_(hand.master, hand.out)
             self._bind(hand)
-            if used is not None and used <= self._doubtful:  # earlier than the others, which scale in place
+            # An update of doubtful parameters comes before that of the others, which use the same gradient memory.
+            # So it scales copies, and the others then scale in place.
+            if used is not None and used <= self._doubtful:
                 self._show_apart(here, hand.gradient, factor)
             else:
                 exact.append(hand.gradient.to(self._update_dtypes[hand.span.bucket]))
                 self._show(here, exact[-1])
             shards += here
             taken.append(hand)
-        if self._reserved:  # torch makes the states now
+        if self._reserved:  # free the reserved memory, because torch makes the states in this step
             for shard in shards:
                 self._reserved.pop(shard.fragment.slot.index, None)
         if exact and (isinstance(factor, torch.Tensor) or factor != 1.0):
@@ -136,7 +138,7 @@ class TorchUpdate:
     def _show_apart(
         self, shards: Sequence[OptimParamShard], gradient: torch.Tensor, factor: float | torch.Tensor
     ) -> None:
-        """The same with scaled copies, for parameters that the device may leave out."""
+        """Let the ``grad`` of shards be scaled copies, for parameters that the device may leave out."""
         for shard in shards:
             dtype = self._update_dtypes[shard.fragment.slot.bucket]
             shard.tensor.grad = self._buffer.view_of(shard.fragment, gradient).to(dtype) * factor
@@ -144,7 +146,7 @@ class TorchUpdate:
                 self._new_states[shard.fragment.slot.index] = shard.tensor
 
     def _name_states(self, shards: Iterable[OptimParamShard]) -> None:
-        """Say whose memory the states are, and where."""
+        """Tag the states' memory with its purpose and place."""
         for shard in shards:
             place = self._buffer.placements.of_optimizer(shard.fragment.slot.bucket).place
             if listeners or place != DEVICE:
@@ -153,8 +155,8 @@ class TorchUpdate:
                         tag_memory(value, STATES, HOST if place == DISK and not value.dim() else place)
 
     def forget_last(self) -> None:
-        """Torch's fused kernels count steps on the device, where they see the skip; a parameter that no rank has used
-        keeps no state of it."""
+        """Drop states that a skipped update has made. Torch's fused kernels need no more: they count steps on the
+        device, where they see the skip."""
         self.leave_out(list(self._new_states))
 
     @property
@@ -163,14 +165,14 @@ class TorchUpdate:
         if not self._takes_found_inf:
             return False
         if isinstance(self._inner, torch.optim.SGD):
-            return False  # its kernel would leave a first momentum buffer uninitialised
+            return False  # if the first update is skipped, its kernel leaves the momentum buffer uninitialised
         return all(group.get("fused") for group in self._inner.param_groups)
 
     def state_of(self, shard: OptimParamShard) -> State:
         return dict(self._inner.state.get(shard.tensor) or {})
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """The states' tensors, and the memory that is reserved for those that do not exist yet."""
+        """Return the states' tensors, and the memory that is reserved for states that do not exist yet."""
         for tensors in self._reserved.values():
             yield from tensors
         for shards in self._shards:
@@ -222,9 +224,11 @@ class TorchUpdate:
         return places
 
     def _reserve(self, shards: Iterable[OptimParamShard]) -> None:
-        """Take the memory of the states that torch's optimizers make in their first update, so that a job that cannot
-        fit fails at once; it is given back right before that update. Making the states early would change numbers:
-        some of them start from the first gradient, or from the learning rate of that step."""
+        """Reserve the memory of states that torch's optimizers make in their first update.
+
+        A job that cannot fit then fails at once. The memory is freed right before that update. Making the states
+        themselves early would change numbers: some start from the first gradient or the learning rate of that step.
+        """
         for shard in shards:
             numel, bucket = shard.fragment.numel, shard.fragment.slot.bucket
             if not numel or self._inner.state.get(shard.tensor):
@@ -232,14 +236,17 @@ class TorchUpdate:
             placement, device = self._buffer.placements.of_optimizer(bucket), self._device_of(shard)
             for name, dtype in self._states_to_come(shard, device).items():
                 if placement.place == DISK:
-                    self._disk_flat(bucket, name, dtype)  # stays: the state will rest there
+                    self._disk_flat(bucket, name, dtype)  # is not freed: the state will be stored there
                 else:
                     memory = tag_memory(torch.empty(numel, dtype=dtype, device=device), STATES, placement.place)
                     self._reserved.setdefault(shard.fragment.slot.index, []).append(memory)
 
     def _states_to_come(self, shard: OptimParamShard, device: torch.device) -> dict[str, torch.dtype]:
-        """States that have a value for each element, learnt from an update of a tiny tensor. Empty for classes that are
-        neither torch's nor zerolite's: a step of a copy could change what it shares with the original."""
+        """Return the dtypes of states with a value for each element, learnt from an update of a tiny tensor.
+
+        Empty for classes that are neither torch's nor zerolite's: a step of a copy of the optimizer could change
+        objects that it shares with the original.
+        """
         inner, kind = self._inner, type(self._inner)
         slot = shard.fragment.slot
         dims = len(whole_shape(self._buffer.parameters[slot.index])) if self._buffer.keeps_shape(slot) else 1
@@ -252,7 +259,7 @@ class TorchUpdate:
             vars(copy).update(vars(inner), state=defaultdict(dict))
             copy.param_groups = [{**inner.param_groups[shard.group], "params": [tiny]}]
             if kind.__module__.split(".")[0] in ("torch", "zerolite"):
-                # What it cannot do is said by a check of its own, or by the first update.
+                # An error here is raised again by a check of its own, or by the first update.
                 with torch.no_grad(), contextlib.suppress(AssertionError, RuntimeError, TypeError, ValueError):
                     self._step(copy)
             states = copy.state[tiny].items()
@@ -269,8 +276,8 @@ class TorchUpdate:
         return torch.device("cpu") if placements.updates_on_host(bucket) else placements.device
 
     def _rest_states(self, shards: Iterable[OptimParamShard]) -> None:
-        """States that have a value for each element are where the shards are updated, or on disk where the placement
-        is."""
+        """Move states with a value for each element to the device of the update, or to disk if their placement is
+        there."""
         for shard in shards:
             bucket = shard.fragment.slot.bucket
             placement, state = self._buffer.placements.of_optimizer(bucket), self._inner.state.get(shard.tensor) or {}
@@ -293,7 +300,7 @@ class TorchUpdate:
 
     @contextlib.contextmanager
     def _only(self, shards: Sequence[OptimParamShard]) -> Iterator[None]:
-        """Show the inner optimizer these shards and nothing else."""
+        """Context in which the inner optimizer has these shards as its only parameters."""
         everything = self._inner.param_groups
         outside = [group["params"] for group in everything]
         chosen: dict[int, list[torch.Tensor]] = {}
@@ -328,8 +335,8 @@ class TorchUpdate:
         return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
 
     def _bind(self, hand: Hand) -> None:
-        """Let the shards be views of the master in hand, or of a copy in the dtype of the update, and their states of
-        those in hand."""
+        """Let the shards be views of the hand's master, or of a copy in the dtype of the update, and let their states
+        be views of the hand's states."""
         bucket, staged = hand.span.bucket, self._is_staged(hand)
         if not staged and not self._temporary(bucket):
             return
@@ -342,7 +349,7 @@ class TorchUpdate:
                 state.update({name: self._buffer.view_of(shard.fragment, flat) for name, flat in held.items()})
 
     def _unbind(self, hand: Hand) -> None:
-        """The reverse. What the update has not written in place reaches what is in hand."""
+        """Undo :meth:`_bind`. Results that the update has not written in place are copied to the hand's tensors."""
         bucket, staged = hand.span.bucket, self._is_staged(hand)
         shards = self._shards[bucket]
         if staged:
@@ -357,11 +364,11 @@ class TorchUpdate:
             self._rest_states(shards)
 
     def _is_staged(self, hand: Hand) -> bool:
-        """True if the update is not given the master itself."""
+        """True if the hand has a staging copy of the master, not the master itself."""
         return hand.master is not self._buffer.master[hand.span.bucket]
 
     def _write_back(self, bucket: int, master: torch.Tensor) -> None:
-        """Let ``master`` have the values of the shards, which are copies, and these no memory."""
+        """Copy the shards, which are copies in another dtype, into ``master``, and free their memory."""
         for shard in self._shards[bucket]:
             if shard.tensor.numel():
                 self._buffer.view_of(shard.fragment, master).copy_(shard.tensor)
