@@ -8,8 +8,7 @@ from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 
 
 class GatheredGradient(torch.Tensor):
-    """A view of a whole gradient that was gathered: for reading. Values that are written to it would be lost, so that
-    raises."""
+    """View of a gathered gradient, for reading. Writing to it raises RuntimeError, because the values would be lost."""
 
     @classmethod
     def __torch_function__(
@@ -30,5 +29,5 @@ class GatheredGradient(torch.Tensor):
 
 
 def read_only(view: torch.Tensor) -> torch.Tensor:
-    """Let writing to ``view`` raise."""
+    """Return ``view`` as a tensor that raises RuntimeError when it is written to."""
     return view if view.is_inference() else view.as_subclass(GatheredGradient)

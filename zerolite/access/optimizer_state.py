@@ -11,7 +11,7 @@ from zerolite.zero.sharded_optimizer import ShownState
 
 
 class StateOfParameter(dict[str, Any]):
-    """One parameter's states on this rank, to read. A copy of it is an ordinary dict."""
+    """One parameter's states on this rank, read-only. A copy is an ordinary dict."""
 
     def _refuse(self, *ignored: Any, **more: Any) -> NoReturn:
         _refuse()
@@ -23,17 +23,24 @@ class StateOfParameter(dict[str, Any]):
 
 
 class GuardedState(ShownState):
-    """The states of shards, by shard, for the optimizer that makes them. To the user it is a mapping from the model's
-    parameters to what this rank has of their states, in the shape of its shard, for reading."""
+    """Optimizer state with two kinds of keys.
+
+    The inner optimizer reads and writes states with its shards as keys. Users read, with the model's parameters as
+    keys, this rank's part of the states in the shape of its shard. Only parameters appear in iteration and length.
+    """
 
     def __init__(self, known: Mapping[Any, Any], read: Callable[[int], dict[str, Any]]) -> None:
-        """read: from the index of a parameter to its states on this rank."""
+        """
+        Args:
+            known: the states so far, by shard.
+            read: function from the index of a parameter to its states on this rank.
+        """
         super().__init__(dict, known)
         self._read = read
         self._parameters: dict[int, tuple[int, torch.Tensor]] = {}  # by id: index, parameter
 
     def use(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take these for the model's parameters; any other key is a shard."""
+        """Take these as the model's parameters. Any other key is a shard."""
         self._parameters = {id(parameter): (index, parameter) for index, parameter in enumerate(parameters)}
 
     def __getitem__(self, key: object) -> Any:

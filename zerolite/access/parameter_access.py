@@ -1,8 +1,8 @@
-"""Access to gradients, master weights and optimizer states by parameter, whole, at every stage.
+"""Access to full gradients, master weights and optimizer states by parameter, at every stage.
 
-Each function takes one parameter or several; several are one collective over the data-parallel ranks, and one for each
-that tensor parallelism has cut: values are those of the full parameter. All of them are called on all ranks that have
-the parameters (all, or those of a pipeline's stage), with the same parameters in the same order.
+Each function takes one parameter or several. Several need one collective over the data-parallel ranks, and one more for
+each parameter that tensor parallelism shards. Values are those of the full parameter. The functions are called on all
+ranks that have the parameters (all, or those of a pipeline stage), with the same parameters in the same order.
 """
 
 from __future__ import annotations
@@ -28,31 +28,48 @@ Parameters = torch.nn.Parameter | Iterable[torch.nn.Parameter]
 Result = TypeVar("Result")
 
 OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By parameter, a weak reference to the engine that trains it; the parameter is known weakly, too."""
+"""Weak reference to the engine that trains a parameter, by the parameter, which is referenced weakly too."""
 
 
 def get_full_grad(parameters: Parameters) -> Any:
-    """The pending gradient: mean over ranks, unscaled, before clipping; fp32 in the parameter's shape, a copy on its
-    device. None for a parameter that got no gradient on any rank, or if nothing is pending.
+    """Return the pending gradient: the mean over ranks, without loss scale, before clipping.
 
-    ``parameters``: one of the engine's, or several (then a list comes back). Ends the reduction of what is pending.
-    Raises ValueError for a parameter that no engine trains. Called on all ranks, with the same parameters.
+    The call completes the reduction of pending gradients.
+
+    Args:
+        parameters: one trained parameter, or several of one engine.
+
+    Returns:
+        A copy on the parameter's device: fp32, in the full parameter's shape. None if no rank has a gradient for it.
+        For several parameters, a list.
+
+    Raises:
+        ValueError: for a parameter that no engine trains.
+
+    Called on all ranks, with the same parameters.
     """
     return _for_all(parameters, lambda access, indices: access.gradients(indices))
 
 
 def set_full_grad(parameters: Parameters, value: object) -> None:
-    """Let the next step use ``value`` (whole, unscaled, the same on all ranks) instead of the pending gradient; None
-    leaves the parameter out of the step. For several parameters, as many values. Clipping and the norm see it.
+    """Replace the pending gradient for the next step. The norm and clipping use the new one.
 
-    Raises ValueError for a wrong shape, RuntimeError with a pipeline, whose steps leave no gradient pending. Called on
-    all ranks, with the same arguments, after the accumulation's backwards.
+    Args:
+        parameters: as in :func:`get_full_grad`.
+        value: the full gradient without loss scale, the same on all ranks. None leaves the parameter out of the step.
+            For several parameters, as many values.
+
+    Raises:
+        ValueError: for a wrong shape.
+        RuntimeError: with a pipeline, whose steps leave no gradient pending.
+
+    Called on all ranks, with the same arguments, after the backwards of a gradient accumulation.
     """
     _set(parameters, value, lambda access, index, one: access.set_gradient(index, one))
 
 
 def get_full_master(parameters: Parameters) -> Any:
-    """The master weights that the optimizer updates, whole, in their own dtype (fp32 in mixed precision); copies.
+    """Return copies of the full master weights, in their own dtype (fp32 in mixed precision).
 
     Arguments and errors are those of :func:`get_full_grad`. Called on all ranks.
     """
@@ -60,7 +77,7 @@ def get_full_master(parameters: Parameters) -> Any:
 
 
 def set_full_master(parameters: Parameters, value: object) -> None:
-    """Make ``value`` (whole, the same on all ranks) the master weights; the module's parameter follows at once.
+    """Set the master weights to ``value``, full and the same on all ranks. The module's parameter is set at once, too.
 
     Raises ValueError for a wrong shape or None. Called on all ranks, between steps.
     """
@@ -68,18 +85,35 @@ def set_full_master(parameters: Parameters, value: object) -> None:
 
 
 def get_full_optimizer_state(parameters: Parameters, name: str) -> Any:
-    """The optimizer's state ``name`` as torch calls it (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, …), whole,
-    a copy in its dtype; ``step`` as a 0-dim tensor. None before the parameter's first update.
+    """Return a copy of one full optimizer state, in its dtype.
 
-    Raises ValueError on all ranks if there are states and none has that name. Called on all ranks.
+    Args:
+        parameters: as in :func:`get_full_grad`.
+        name: torch's name of the state: ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, …, or ``step``.
+
+    Returns:
+        The state in the full parameter's shape; ``step`` as a 0-dim tensor. None before the parameter's first update.
+
+    Raises:
+        ValueError: on all ranks, if the parameter has states and none of them has that name.
+
+    Called on all ranks.
     """
     return _for_all(parameters, lambda access, indices: access.states(indices, name))
 
 
 def set_full_optimizer_state(parameters: Parameters, name: str, value: object) -> None:
-    """Make ``value`` (whole, the same on all ranks) the state ``name``; ``step`` takes a number.
+    """Set one optimizer state.
 
-    Raises ValueError for a wrong shape, and before the parameter's first update. Called on all ranks, between steps.
+    Args:
+        parameters: as in :func:`get_full_grad`.
+        name: torch's name of the state.
+        value: the full state, the same on all ranks; a number for ``step``.
+
+    Raises:
+        ValueError: for a wrong shape, and before the parameter's first update.
+
+    Called on all ranks, between steps.
     """
     _set(parameters, value, lambda access, index, one: access.set_state(index, name, one))
 
@@ -128,11 +162,11 @@ def _set(parameters: Parameters, value: Any, put: Callable[[ParameterAccess, int
             put(access, index, single)
 
 
-# -------------------------------------------------------------------- one engine's
+# -------------------------------------------------------------------- access to one engine
 
 
 class ParameterAccess:
-    """The parts of an engine that hold what the functions above give."""
+    """Access to one engine's gradients, masters and states, by the index of the parameter in the layout."""
 
     def __init__(
         self,
@@ -198,7 +232,8 @@ class ParameterAccess:
         return self._full(indices, self.parts_of_masters(indices))
 
     def parts_of_masters(self, indices: list[int]) -> list[torch.Tensor]:
-        """Return the masters that the data-parallel ranks have together: of sharded parameters this rank's part."""
+        """Return the masters that this rank's data-parallel ranks have together: without tensor parallelism the full
+        ones, otherwise this rank's shards."""
         self._pipeline.check_available()
         self._pipeline.written.take_all()
         parts = {index: self._master(shard) for index, shard in self._shards(indices).items()}
@@ -254,8 +289,13 @@ class ParameterAccess:
         return [found.get(index) for index in indices]
 
     def whole_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """A state with a value for each element of a parameter, from this rank's ``part`` and those of the others.
-        Called on all ranks, with the same index and dtype."""
+        """Gather a state that has a value for each element of its parameter.
+
+        Called on all ranks, with the same index and dtype.
+
+        Args:
+            part: this rank's part; None if it has none.
+        """
         return self._full([index], self.whole([index], {} if part is None else {index: part}, dtype))[0]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
@@ -293,8 +333,8 @@ class ParameterAccess:
         return {p.fragment.slot.index: p for p in self._optimizer.shards() if p.fragment.slot.index in wanted}
 
     def _flat(self, index: int, value: object) -> torch.Tensor:
-        """Return the part of ``value`` that this rank's data-parallel ranks have, in the order in which memory holds
-        the parameter."""
+        """Check the shape of ``value``, and return it flat, in the parameter's order in memory. With tensor parallelism
+        only this rank's shard of it is returned."""
         parameter = self._buffer.parameters[index]
         cut = shard_spec_of(parameter)
         shape = whole_shape(parameter) if cut is None else torch.Size(cut.full_shape)
@@ -310,15 +350,15 @@ class ParameterAccess:
         part = flat.narrow(0, fragment.param_start, fragment.numel)
         if place.shape == part.shape:
             place.copy_(part)
-        else:  # whole, in the parameter's shape
+        else:  # the optimizer needs full parameters, so the shard has the parameter's shape
             place.copy_(flat.as_strided(place.shape, self._reducer.strides[fragment.slot.index]))
 
     def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
-        """The largest over ranks, by default the data-parallel ones."""
+        """Return the maximum of each value over ranks, by default over the data-parallel ones."""
         return largest(values, comm or self._comm, self._buffer.placements.device, "access", torch.float64)
 
     def whole(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Each parameter's whole tensor from the ranks' parts, in one gather."""
+        """Return each parameter's tensor, put together from the parts of the data-parallel ranks by one all-gather."""
         if not self._buffer.shard:
             return [
                 self._shaped(index, flattened(parts[index].clone(), self._reducer.strides[index]))
@@ -335,7 +375,7 @@ class ParameterAccess:
         for index, width in zip(indices, widths, strict=True):
             if index in parts:
                 part = parts[index]
-                if part.dim() != 1:  # in its shape; as memory holds it, it is one range
+                if part.dim() != 1:  # in the parameter's shape: flatten it in the order of memory, as ranges count
                     part = flattened(part, self._reducer.strides[index])
                 own.narrow(0, position, part.numel()).copy_(part)
             position += width
@@ -352,7 +392,8 @@ class ParameterAccess:
         return results
 
     def _full(self, indices: list[int], parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The full tensors, whose ``parts`` here are those that tensor parallelism has left on this rank."""
+        """Return the full tensors of ``parts``, which are this rank's tensor-parallel shards where layers are
+        sharded."""
         results = []
         for index, part in zip(indices, parts, strict=True):
             cut = shard_spec_of(self._buffer.parameters[index])
@@ -361,12 +402,13 @@ class ParameterAccess:
                 continue
             full = part.new_zeros(cut.full_shape)
             cut.into(full, part)
-            self._tensor.all_reduce(full.view(-1), tag="access").wait()  # all other ranks have zeros there
+            # A sum puts the shards together: each rank has zeros outside of its own.
+            self._tensor.all_reduce(full.view(-1), tag="access").wait()
             results.append(full)
         return results
 
     def _ranges(self, index: int) -> list[tuple[int, int]]:
-        """Start and length in the parameter of each rank's fragment."""
+        """Return (start, length) of each rank's fragment in the parameter."""
         layout, slot = self._buffer.layout, self._slot(index)
         return [layout.range_of(slot, rank) for rank in range(layout.world_size)]
 
@@ -378,7 +420,8 @@ class ParameterAccess:
         return torch.empty(shape, dtype=dtype, device=self._buffer.placements.device)
 
 
-# What a rank knows of a state, in an order in which the largest is what all know together.
+# What a rank knows of a state. The order matters: ranks without elements of a parameter have no state of it, so the
+# maximum over ranks is what all know together.
 _NOTHING, _OTHER, _TENSOR = 0.0, 1.0, 2
 _DTYPES = (*FLOATS, torch.float64)
 

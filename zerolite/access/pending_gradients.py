@@ -22,8 +22,8 @@ Gather = Callable[[list[int], dict[int, torch.Tensor], torch.dtype], list[torch.
 
 
 class PendingGradients:
-    """One engine's gradients, by index of the parameter. All methods are called on all ranks. Reductions that are under
-    way end first, which may be a collective."""
+    """One engine's gradients, by index of the parameter. Called on all ranks: each method first completes the
+    reductions in progress, which may need a collective."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class PendingGradients:
     ) -> None:
         """
         Args:
-            gather: makes whole tensors from the ranks' parts, by index of the parameter, in one collective.
-            refusal: why this engine's gradients cannot be used through ``p.grad``, if they cannot.
+            gather: makes full tensors from the ranks' parts, by index of the parameter, in one collective.
+            refusal: the reason why this engine's gradients cannot be used through ``p.grad``; "" if they can.
         """
         self._pipeline = pipeline
         self._reducer = reducer
@@ -51,8 +51,8 @@ class PendingGradients:
 
     @torch.no_grad()
     def read(self, index: int) -> torch.Tensor:
-        """Return this rank's part as ``p.grad`` shows it, on the device and in the parameter's dtype: its own memory
-        where possible."""
+        """Return this rank's part as ``p.grad`` shows it, on the device and in the parameter's dtype. It is the
+        bucket's own memory if that needs no conversion."""
         self._finish([index])
         part, dtype = self._part(index), self._reducer.parameters[index].dtype
         scale = self._scale(index)
@@ -61,7 +61,7 @@ class PendingGradients:
         return (part.to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
 
     def _scale(self, index: int) -> Factor | None:
-        """Return what the values that are kept must be multiplied by, None for nothing."""
+        """Return the factor from stored values to those that ``p.grad`` shows; None for 1."""
         factor, divisor = (
             self._reducer.shown.factors.get(index),
             self._pipeline.gradient_scale.shown(self._pipeline.stats),
@@ -72,7 +72,7 @@ class PendingGradients:
 
     @torch.no_grad()
     def open(self, index: int) -> torch.Tensor:
-        """Return this rank's part to be written to, until :meth:`close`: its own memory, or a copy in fp32 or more."""
+        """Return this rank's part, to be written to until :meth:`close`: its own memory, or a copy in fp32 or more."""
         self._change([index])
         if index in self._reducer.shown.factors:
             self._pipeline.changes.apply_factors()
@@ -81,15 +81,19 @@ class PendingGradients:
 
     @torch.no_grad()
     def close(self, index: int, part: torch.Tensor) -> None:
-        """Take what has been written to ``part``."""
+        """Store ``part``, as :meth:`open` returned it, after it has been written to."""
         kept, scale = self._reducer.part(index), self._scale(index)
         if kept is not None and (kept.device != part.device or kept.data_ptr() != part.data_ptr()):
             kept.copy_(part if scale is None else part / scale)
         self._pipeline.changes.note_written(index)
 
     def whole(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the memory in which a gradient is kept, if that is all of it, as ``p.grad`` shows it. gradient: the
-        tensor through which the user is given it."""
+        """Return the bucket's own memory of a gradient, or None if this memory is not the full gradient as ``p.grad``
+        shows it (a shard, another dtype or device, or times a loss scale).
+
+        Args:
+            gradient: the tensor through which the user gets this memory.
+        """
         if self._reducer.keeps_shards:
             return None
         self._finish([index])
@@ -103,11 +107,11 @@ class PendingGradients:
         return part
 
     def lend(self, index: int) -> None:
-        """The user is given the memory that :meth:`whole` has returned."""
+        """Note that the user gets the memory of :meth:`whole` itself, and may write to it unseen."""
         self._pipeline.changes.expose_to_others(index)
 
     def _part(self, index: int) -> torch.Tensor:
-        """This rank's part on the device, as it is kept."""
+        """Return this rank's part on the device, as it is stored."""
         part = self._reducer.part(index)
         if part is not None:
             return part.to(self._device)
@@ -119,12 +123,12 @@ class PendingGradients:
 
     @torch.no_grad()
     def multiply(self, indices: Sequence[int], factor: Factor) -> None:
-        """Multiply these gradients by a number, which the update does."""
+        """Multiply these gradients by a number. The factor is stored, and normally applied by the update."""
         self._change(indices)
         if isinstance(factor, torch.Tensor) and factor.device != self._device:
             factor = float(factor)
         self._reducer.shown.multiply(indices, factor)
-        if self._pipeline.changes.exposed:  # the user may write to that memory, or read it, before the update
+        if self._pipeline.changes.exposed:  # the user has the gradient's memory itself, and expects the product there
             self._pipeline.changes.apply_factors()
 
     @torch.no_grad()
@@ -151,8 +155,8 @@ class PendingGradients:
 
     @torch.no_grad()
     def combine(self, values: torch.Tensor, largest: bool) -> torch.Tensor:
-        """Add ``values`` [n] over ranks, in place, or take the largest."""
-        if not self._reducer.keeps_shards:  # every rank has all of it
+        """Reduce ``values`` [n] over ranks, in place: their sum, or with ``largest`` their maximum."""
+        if not self._reducer.keeps_shards:  # every rank has the full gradient, and with it the same values
             return values
         if largest:
             self._comm.all_reduce_max(values, tag="access")
@@ -164,15 +168,16 @@ class PendingGradients:
 
     @torch.no_grad()
     def wholes(self, places: Sequence[Place], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return whole tensors from all ranks' parts. One collective, but for several dtypes, or several tensors of one
-        parameter."""
+        """Gather full tensors from all ranks' parts. One collective is enough, unless there are several dtypes, or
+        several tensors of one parameter."""
         if places[0].sharded and self._comm.world_size > 1 and self._comm.main:
             warn_of_collective(
                 f"this line needs all values of the gradient of '{places[0].name}', of which each rank owns a part: "
                 "they are gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for "
                 "several parameters at once"
             )
-        rounds: list[tuple[torch.dtype, dict[int, int]]] = []  # which of ``parts``, by index of the parameter
+        # One collective each: a dtype, and positions in ``parts`` by index of the parameter.
+        rounds: list[tuple[torch.dtype, dict[int, int]]] = []
         for position, (place, part) in enumerate(zip(places, parts, strict=True)):
             for dtype, members in rounds:
                 if dtype == part.dtype and place.index not in members:
@@ -190,7 +195,7 @@ class PendingGradients:
     # ---------------------------------------------------------------- whether it may be used
 
     def _check(self, indices: Sequence[int]) -> None:
-        """Raise RuntimeError where there is no gradient to be used."""
+        """Raise RuntimeError if one of these gradients cannot be used now."""
         why = self._refusal or self._pipeline.why_no_gradients()
         for index in indices:
             if why or not self._reducer.shown.is_shown(index):

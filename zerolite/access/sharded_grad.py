@@ -1,11 +1,11 @@
 """`ShardedGradient`: the tensor in ``p.grad`` between backward and step, the mean gradient of the joint batch.
 
-It has the parameter's shape and no memory of its own: it refers to the part of the reduced gradient that this rank
-owns. At stage 0 that is the whole gradient. An operation runs
+It has the parameter's shape and no memory: it refers to this rank's part of the reduced gradient. At stage 0 that is
+the full gradient. An operation runs
 
 - on that part, without a collective, if it is elementwise;
 - on that part, with one small collective, if it is a norm or another reduction to one number;
-- on the whole gradient otherwise, which is gathered for it, and written back if the operation has changed it.
+- on the full gradient otherwise. It is gathered first, and written back if the operation has changed it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ aten = torch.ops.aten
 Tensors = Sequence[torch.Tensor]
 Dims = int | Sequence[int] | None
 Rule = Callable[..., object]
-"""A function in place of one of torch's: takes that, and its arguments."""
+"""Replacement of one of torch's functions. It is called with that function and the function's arguments."""
 
 
 class ShardedGradient(GradientPlaceholder):
-    """See the module. ``part``: None for the gradient itself; for what an elementwise operation has made of it, this
-    rank's part of the result, so that ``p.grad.isfinite().all()`` gathers nothing.
+    """Tensor without memory that stands for a gradient, or for the result of an elementwise operation on one.
 
-    ``origin``: of ``p.grad.detach()``, the tensor in ``p.grad``, which thereby is known to be kept.
-
-    A backward that begins unannounced finds it in ``p.grad``, and autograd adds to it: ``arrived`` is then what came.
+    Attributes:
+        part: None for the gradient itself. For a result, this rank's part of it, so that ``p.grad.isfinite().all()``
+            gathers nothing.
+        origin: for ``p.grad.detach()``, the tensor in ``p.grad``, to which the alias thus holds a reference.
+        arrived: gradient that autograd has added, if a backward has found this tensor in ``p.grad``. That happens if
+            the engine did not learn of the backward before.
     """
 
     origin: ShardedGradient | None = None
@@ -48,7 +50,7 @@ class ShardedGradient(GradientPlaceholder):
     def of(
         place: Place, like: torch.Tensor, part: torch.Tensor | None = None, origin: ShardedGradient | None = None
     ) -> ShardedGradient:
-        """like: gives dtype and device."""
+        """Make a tensor at ``place`` with the dtype and device of ``like``."""
         gradient: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             ShardedGradient, place.shape, place.strides, dtype=like.dtype, device=like.device
         )
@@ -57,7 +59,7 @@ class ShardedGradient(GradientPlaceholder):
 
     @property
     def source(self) -> PendingGradients:
-        """The source of the values. Raises RuntimeError for the gradient of an earlier step."""
+        """The engine's pending gradients. Raises RuntimeError for the gradient of an earlier step."""
         if self.part is None and self.place.used:
             raise RuntimeError(
                 f"the gradient of parameter '{self.place.name}' cannot be used here: a step has used it, or it was "
@@ -73,23 +75,23 @@ class ShardedGradient(GradientPlaceholder):
         return self.source.read(self.place.index) if self.part is None else self.part
 
     def open(self) -> torch.Tensor:
-        """Return this rank's part to be written to, until :meth:`close`."""
+        """Return this rank's part, to be written to until :meth:`close`."""
         return self.source.open(self.place.index) if self.part is None else self.part
 
     def close(self, part: torch.Tensor) -> None:
-        """Take what has been written to ``part``."""
+        """Store ``part``, as :meth:`open` returned it, after it has been written to."""
         if self.part is None:
             self.source.close(self.place.index, part)
 
     def store(self, whole: torch.Tensor) -> None:
-        """Take this rank's part of ``whole``, in the parameter's shape."""
+        """Store this rank's part of ``whole``, which has the parameter's shape."""
         values, own = self.place.part_of(whole), self.open()
         if own.device != values.device or own.data_ptr() != values.data_ptr():
             own.copy_(values)
         self.close(own)
 
     def whole(self) -> torch.Tensor:
-        """Return all values: at stage 0 the gradient's own memory, else gathered."""
+        """Return the full gradient: at stage 0 its own memory, otherwise a gathered copy."""
         return _wholes([self])[0][0]
 
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
@@ -115,7 +117,8 @@ class ShardedGradient(GradientPlaceholder):
         cls, function: OpOverload, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():  # what is made in it can be no view of p.grad, nor be updated after it
+        # Inference tensors cannot be views of p.grad, and cannot be changed once inference mode has ended.
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(function, types, args, kwargs)
         if function in _ACCUMULATION and torch._C._current_graph_task_id() != -1:
@@ -133,7 +136,7 @@ class ShardedGradient(GradientPlaceholder):
 
 
 def _on_parts(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-    """An elementwise operation, on this rank's part; NotImplemented where it needs other elements."""
+    """Run an elementwise operation on this rank's part. Return NotImplemented if it needs other elements."""
     gradients = find_tensors((args, kwargs), ShardedGradient)
     place, written = gradients[0].place, written_arguments(function, args, kwargs)
     others = find_tensors((args, kwargs))
@@ -152,7 +155,7 @@ def _on_parts(function: OpOverload, args: Arguments, kwargs: Keywords) -> object
 
 
 def _on_lists(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-    """One of torch's ``_foreach`` functions of several gradients, on this rank's parts, in one call."""
+    """Run one of torch's ``_foreach`` functions on this rank's parts of several gradients, in one call."""
     targets = args[0]
     if not all(isinstance(target, ShardedGradient) for target in targets):
         return NotImplemented
@@ -193,12 +196,12 @@ def _part_at(place: Place) -> Callable[[object], object]:
 
 
 def _on_wholes(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-    """Any operation, on whole gradients."""
+    """Run any operation, on full gradients."""
     gradients = list({id(g): g for g in find_tensors((args, kwargs), ShardedGradient)}.values())
     values, copies = _wholes(gradients)
     wholes = dict(zip(map(id, gradients), values, strict=True))
     result = function(*map_tensors(_replaced(wholes), args), **map_tensors(_replaced(wholes), kwargs))
-    if function.namespace == "c10d":  # a collective of the user's own, which writes until it has ended
+    if function.namespace == "c10d":  # a collective that the user has launched writes until it has ended
         wait_for_result(result)
     for gradient in written_arguments(function, args, kwargs):
         if isinstance(gradient, ShardedGradient):
@@ -217,7 +220,7 @@ def _on_wholes(function: OpOverload, args: Arguments, kwargs: Keywords) -> objec
 
 
 def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return all values of each, and those of them that are copies."""
+    """Return the full gradients, and a list of those among them that are gathered copies."""
     found: dict[int, torch.Tensor] = {}
     copies: list[torch.Tensor] = []
     for source, ours in _by_source(gradients):
@@ -244,7 +247,7 @@ def _replaced(wholes: dict[int, torch.Tensor]) -> Callable[[object], object]:
 
 
 def _accumulate(function: OpOverload, held: object, gradient: torch.Tensor, **ignored: object) -> object:
-    """Autograd's addition to what is in ``p.grad``."""
+    """Run autograd's addition of a fresh gradient to the tensor in ``p.grad``."""
     if not isinstance(held, ShardedGradient) or held.part is not None:
         return NotImplemented
     arrived = held.collect()
@@ -261,7 +264,7 @@ def _alias(function: OpOverload, gradient: ShardedGradient, *ignored: object) ->
 
 
 def _like(function: OpOverload, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
-    """A tensor in the shape of the gradient, which needs none of its values."""
+    """Make a tensor in the shape of the gradient, such as ``zeros_like``. This needs no values."""
     template = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
     return function(template, *args, **{**kwargs, "device": kwargs.get("device") or gradient.device})
 
@@ -286,7 +289,7 @@ def _multiply(function: OpOverload, gradient: object, factor: Any) -> object:
 
 def _divide(function: OpOverload, gradient: object, divisor: Any) -> object:
     if isinstance(divisor, torch.Tensor) or not divisor or abs(math.frexp(divisor)[0]) != 0.5:
-        return NotImplemented  # the product with the inverse would have other bits
+        return NotImplemented  # only for powers of two is the product with the inverse equal in every bit
     return _multiply(function, gradient, 1.0 / divisor)
 
 
@@ -298,13 +301,13 @@ def _multiply_all(function: OpOverload, gradients: Tensors, factor: Any) -> obje
 
 
 def _are_pending(gradients: Tensors) -> TypeGuard[Sequence[ShardedGradient]]:
-    """Return True for the gradients themselves of one engine, and nothing else."""
+    """Return True if all are pending gradients of one engine, and not results of operations."""
     ours = [g for g in gradients if isinstance(g, ShardedGradient) and g.part is None]
     return len(ours) == len(gradients) and len({id(g.source) for g in ours}) == 1
 
 
 def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[PendingGradients, list[ShardedGradient]]]:
-    """Return the gradients of each engine."""
+    """Group gradients by their engine."""
     found: dict[PendingGradients, list[ShardedGradient]] = {}
     for gradient in gradients:
         found.setdefault(gradient.source, []).append(gradient)
@@ -312,14 +315,16 @@ def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[PendingGradie
 
 
 def _unscale(function: OpOverload, gradients: Tensors, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """GradScaler's ``unscale_``."""
+    """Run the kernel of GradScaler's ``unscale_``."""
     ours = [g for g in gradients if isinstance(g, ShardedGradient)]
     made = [g for g in ours if g.part is not None]  # p.grad = p.grad * mask
     others = [g.part if isinstance(g, ShardedGradient) else g for g in gradients]
     others = [tensor for tensor in others if tensor is not None]
-    if others:  # before statistics are collected, which take over what the user has put into p.grad
+    # First, because check_finite collects the statistics, which take over tensors that the user has put into p.grad.
+    if others:
         function(others, found_inf, inverse_scale)
-    for source in dict.fromkeys(g.source for g in made):  # other ranks have other parts
+    # Ranks have different parts of these results, so they must agree.
+    for source in dict.fromkeys(g.source for g in made):
         found_inf.copy_(source.combine(found_inf.reshape(1), largest=True).reshape(found_inf.shape))
     for source, pending in _by_source([g for g in ours if g.part is None]):
         indices = [g.place.index for g in pending]
@@ -351,8 +356,11 @@ def _norm_all(function: OpOverload, tensors: Tensors, order: float = 2, dtype: t
 
 
 def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
-    """Norms over all ranks, 0-dim float64, for which one collective for each engine at most is launched. In fp32 the
-    total that ``clip_grad_norm_`` makes of them would not clip with the bits of ``gradient_clipping`` in the config."""
+    """Return norms over all ranks, 0-dim float64, with at most one collective for each engine.
+
+    They are float64 so that ``clip_grad_norm_`` gives the bits of the config's ``gradient_clipping``. A total of norms
+    that were rounded to fp32 would give another factor.
+    """
     found: dict[int, torch.Tensor] = {}
     for source, ours in _by_source(gradients):
         found.update(zip(map(id, ours), _norms_of_one(source, ours, order), strict=True))
@@ -385,8 +393,13 @@ def _over_all(gradient: ShardedGradient, dim: Dims) -> bool:
 
 
 def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Rule:
-    """A rule for an operation that makes one number of all elements: ``neutral`` for no elements; over ranks the
-    largest (with ``sign``) or the sum."""
+    """Make the rule for an operation that reduces all elements to one number.
+
+    Args:
+        neutral: the result for no elements.
+        largest: combine ranks by the maximum, otherwise by the sum.
+        sign: -1.0 turns the maximum into a minimum.
+    """
 
     def rule(function: OpOverload, gradient: ShardedGradient, **kwargs: Any) -> object:
         part = gradient.read()
@@ -415,7 +428,7 @@ def _from_whole(function: Function, gradient: ShardedGradient, *args: Any, **kwa
 
 
 def _memory(gradient: ShardedGradient) -> torch.Tensor | None:
-    """Return the memory that is all of a gradient as ``p.grad`` shows it, for use without torch, if there is any."""
+    """Return the memory of a full gradient as ``p.grad`` shows it, for use outside of torch; None if there is none."""
     if gradient.place.sharded:
         return None
     if gradient.part is not None:
@@ -441,7 +454,7 @@ def _to_numpy(function: Function, gradient: ShardedGradient, *args: Any, **kwarg
     if memory is not None:
         return function(memory, *args, **kwargs)
     array = function(gradient.whole(), *args, **kwargs)
-    array.flags.writeable = False  # a copy: what is written to it would be lost
+    array.flags.writeable = False  # it is a copy, and values written to it would be lost
     return array
 
 
@@ -451,7 +464,7 @@ def _is_foreach(function: OpOverload) -> bool:
 
 
 _ACCUMULATION = (aten.add_.Tensor, aten.add.Tensor)
-# Elementwise operations that torch does not mark as such.
+# Elementwise operations that torch does not tag as pointwise.
 _ELEMENTWISE = frozenset(
     [
         *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default, aten.copysign_.Tensor),
@@ -486,7 +499,7 @@ _RULES: dict[object, Rule] = {
     aten.all.default: _reduction(1.0, largest=True, sign=-1.0),
 }
 _Tensor = torch.Tensor
-# Functions of Python that torch does not dispatch.
+# Methods of torch.Tensor that torch does not dispatch as one operation.
 _OUTSIDE_DISPATCH: dict[object, Rule] = {
     _Tensor.__repr__: lambda function, gradient, **ignored: ShardedGradient.__repr__(gradient),
     _Tensor.__setitem__: _set_item,
@@ -496,6 +509,7 @@ _OUTSIDE_DISPATCH: dict[object, Rule] = {
     **dict.fromkeys((_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage, _Tensor.__dlpack__), _from_memory),
 }
 
-# clip_grad_norm_ and torch's optimizers then call one function for all gradients. DTensor does the same.
+# torch calls its _foreach functions only for the types in these lists. With them clip_grad_norm_ and torch's optimizers
+# make one call for all gradients instead of one for each. DTensor adds itself in the same way.
 _torch_clip_types.append(ShardedGradient)
 _torch_optimizer_types.append(ShardedGradient)
