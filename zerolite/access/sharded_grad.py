@@ -39,7 +39,7 @@ class ShardedGradient(GradientPlaceholder):
     Attributes:
         part: None for the gradient itself. For a result, this rank's part of it, so that ``p.grad.isfinite().all()``
             gathers nothing.
-        origin: for ``p.grad.detach()``, the tensor in ``p.grad``, to which the alias thus holds a reference.
+        origin: for ``p.grad.detach()``, the tensor in ``p.grad``. This reference shows that the user still holds it.
         arrived: gradient that autograd has added, if a backward has found this tensor in ``p.grad``. That happens if
             the engine did not learn of the backward before.
     """

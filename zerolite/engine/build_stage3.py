@@ -26,14 +26,16 @@ from zerolite.zero.step import StepPipeline
 
 
 def bucket_numel(specs: list[ParameterSpec], config: ZeroliteConfig, world_size: int) -> int:
-    """Elements of a bucket, as the config says, or by the sizes of the model and of the data-parallel group."""
+    """Return the elements of a bucket: from the config, or chosen by the sizes of the model and the data-parallel
+    group."""
     zero = config.zero_optimization
-    # A bucket is the unit of reduction and of gathering, so the smaller of the two sizes rules.
+    # A bucket is reduced as one and gathered as one, so the smaller of the two sizes counts.
     sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
     if sizes:
         return min(sizes)
     total = sum(spec.numel for spec in specs)
-    divided = zero.offload_optimizer.enabled and 0 < zero.offload_optimizer.ratio < 1  # by whole buckets
+    # With a ratio whole buckets are on the host or on the device. At least 32 of them come close to any ratio.
+    divided = zero.offload_optimizer.enabled and 0 < zero.offload_optimizer.ratio < 1
     numel = auto_bucket_numel(total, world_size)
     return min(numel, -(-total // 32)) if divided else numel
 
@@ -47,7 +49,7 @@ def partitioned_buffer(
     comm: Communicator,
     placements: Placements,
 ) -> ParameterBuffer:
-    """Stage 3: shards in sliced buckets, one for each parameter group, where ``placements`` says."""
+    """Make stage 3's buffer: shards in sliced buckets, each bucket in its placement."""
     _check_leaves(partitioned.model, config)
     partitioned.plan(_stage3_options(config))
     layout = sliced_layout(partitioned, trained, specs, config, comm)
@@ -71,9 +73,11 @@ def sliced_layout(
     config: ZeroliteConfig,
     comm: Communicator,
 ) -> PartitionLayout:
-    """A bucket for each parameter group's share of ``parameters``; small ones have one together."""
+    """Make the layout of ``parameters``, with a bucket for each parameter group. Small neighbours share one."""
+    # Persistent parameters join a bucket of others, whose shards have the same placement then. Offloaded ones differ.
     together = not config.zero_optimization.offload_param.enabled
-    limit = bucket_numel(specs, config, world_size=1)  # does not grow with the ranks: gradients of a bucket are whole
+    # The limit does not grow with the number of ranks: before the reduction a bucket has full gradients on each rank.
+    limit = bucket_numel(specs, config, world_size=1)
     groups = bucket_groups(parameters, partitioned.groups, limit, together)
     return PartitionLayout.build_sliced(specs, groups, comm.world_size)
 
@@ -97,8 +101,11 @@ def _stage3_options(config: ZeroliteConfig) -> Stage3Options:
 
 
 def _check_leaves(model: torch.nn.Module, config: ZeroliteConfig) -> None:
-    """Raise ConfigError for leaf modules that the model does not have, which would otherwise be gathered in parts and
-    perhaps hang. DeepSpeed's block may list classes of other models beside one that is there."""
+    """Raise ConfigError for leaf modules that the model does not have.
+
+    With a misspelled name the module would be gathered in parts, and ranks might hang. DeepSpeed's block
+    ``leaf_module`` may list classes of other models, if at least one entry matches.
+    """
     zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
     modules = list(model.named_modules())
 
@@ -127,7 +134,8 @@ def _check_leaves(model: torch.nn.Module, config: ZeroliteConfig) -> None:
 def start_stage3(
     partitioned: PartitionedModel, pipeline: StepPipeline, reducer: GradReducer, observers: Observers
 ) -> PartitionedParameterCoordinator:
-    """Install what gathers. The engine keeps the coordinator alive, hooks know it weakly."""
+    """Install the hooks that gather parameters, and return their coordinator. The caller must keep it alive, because
+    hooks refer to it weakly."""
     coordinator = partitioned.start(StepLinks(observers, pipeline.begin_backward, reducer.on_group_end))
     observers.on_parameters_updated.append(coordinator.on_update)
     observers.on_gradients_dropped.append(coordinator.drop_failed)
@@ -137,8 +145,8 @@ def start_stage3(
 
 
 def follow_groups(partitioned: PartitionedModel, reducer: GradReducer) -> None:
-    """Tell the coordinator which parameters are trained, and let buckets be launched at the ends of their groups'
-    backwards, which is learned from here on."""
+    """Tell the coordinator which parameters are trained, and launch each bucket when the backward of its group has
+    ended. The order of these ends is learned from here on."""
     coordinator = partitioned.coordinator
     coordinator.train(reducer.parameters)
     groups = groups_of_buckets(reducer.layout, reducer.parameters, partitioned.groups)
