@@ -67,7 +67,7 @@ class FlatUpdate:
         self.extend(shards, update_dtypes)
 
     def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None:
-        """The shards of further buckets, which have not been updated yet."""
+        """Add the shards of further buckets, which have not been updated yet."""
         first = len(self._shards)
         groups = self._inner.param_groups
         self._state_dtypes += [self._rule.state_dtype(groups, dtype) for dtype in update_dtypes]
@@ -132,7 +132,7 @@ class FlatUpdate:
             )
 
     def forget_last(self) -> None:
-        """The last update was skipped on the device: it does not count."""
+        """Take back the count of the last update, which the device has skipped."""
         if self._counted:
             self._steps -= 1
             for index in self._idle:
@@ -219,7 +219,7 @@ class FlatUpdate:
         return self._steps - self._missed.get(shard.fragment.slot.index, 0)
 
     def _count(self, used: frozenset[int] | None, doubtful: frozenset[int], groups: Groups) -> None:
-        """One more step for those that take part in it and have states."""
+        """Count one more step for the parameters that take part in it and have states."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
@@ -241,7 +241,10 @@ class FlatUpdate:
     # ---------------------------------------------------------------- planning
 
     def _plan(self, hands: Sequence[Hand], used: frozenset[int] | None) -> list[_Launch]:
-        """A parameter that is updated apart may lag behind more in each step, and has no plan that lasts."""
+        """Return the launches for these tensors, from the cache if possible.
+
+        A parameter that is updated by itself may miss any step. Its step count changes the plan, so it is not cached.
+        """
         apart = used is not None and used <= self._known[1]
         key = tuple((hand.span, hand.gradient.dtype, hand.out is None) for hand in hands)
         plan = None if apart else self._launches.get(key)
@@ -260,7 +263,7 @@ class FlatUpdate:
         return by_kind(map(kind, hands))
 
     def _launch(self, spans: Sequence[Span], members: tuple[int, ...], used: frozenset[int] | None) -> _Launch | None:
-        """Neighbours of one group and one count of steps are one segment."""
+        """Make a launch for these spans. Adjacent shards with equal group and step count form one segment."""
 
         def owned(bucket: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
             for shard in self._shards[bucket]:

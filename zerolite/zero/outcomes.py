@@ -1,4 +1,4 @@
-"""Outcomes of steps: read when they are needed, they bring counters, loss scale and schedule up to date."""
+"""Outcomes of steps: the host reads them when needed, then updates counters, loss scale and schedules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepCounters:
     weight_unit: float = 1.0
 
     def count(self, outcome: GradStats, divisor: float, skipped: bool, scaled: bool) -> float:
-        """One more step has ended; gives its norm. scaled: a loss scale may change the unit of weights."""
+        """Count one more step and return its norm. scaled: a loss scale may change the unit of weights."""
         self.global_steps += 1
         self.last_norm = outcome.norm / divisor
         if outcome.weight and scaled and math.isfinite(outcome.weight):
@@ -96,7 +96,7 @@ class StepCounters:
 
 
 def describe_bad_losses(step: int, ranks: Sequence[int]) -> str:
-    """About a step that was applied."""
+    """Return the warning about losses that are not finite, in a step that was applied."""
     return (
         f"step {step}: a loss on {name_ranks(ranks)} is not finite although all gradients are; the step was applied. "
         "The part of the loss that is not finite has no gradient (a mask, torch.where, detach()): look for it there"
@@ -170,10 +170,12 @@ class _Unread:
 
 
 class Outcomes:
-    """A step is *settled* when the host has read its statistics. Where the device decides whether a step is skipped,
-    each rank settles it when it first needs what follows from it (rank 0 to print a loss scale, say). So what is wrong
-    with it is not raised then: the other ranks would wait for this one in their next collective. The next update raises
-    it, on all ranks."""
+    """Results of steps. A step is *settled* when the host has read its statistics.
+
+    If the device decides about a skip, each rank settles the step when it first needs the result: rank 0 to print a
+    loss scale, for example. An error found there is kept, and the next update raises it on all ranks. If it were
+    raised at once, the other ranks would wait for this one in their next collective.
+    """
 
     def __init__(
         self,
@@ -229,7 +231,7 @@ class Outcomes:
         return not self.check_finite or math.isfinite(outcome.norm)
 
     def act(self, outcome: GradStats) -> None:
-        """Raise what the statistics have shown, on all ranks, which all read them here."""
+        """Raise the errors that the statistics show. All ranks read the same ones here, so all of them raise."""
         if not outcome.inputs_agree:
             outcome.check_inputs()
         if self.checks is not None:
@@ -237,7 +239,7 @@ class Outcomes:
             self.checks.act()
 
     def leave_unread(self, stats: StatsVector, divisor: float, doubtful: frozenset[int]) -> None:
-        """A step has been taken, or skipped, by the device, for which the host does not wait."""
+        """Keep the statistics of a step that the device takes or skips. The host reads them later."""
         stats.start_read()
         self._unread = _Unread(stats, divisor, doubtful)
 
@@ -287,12 +289,12 @@ class Outcomes:
             raise failure
 
     def forget_failure(self) -> None:
-        """The weights have been replaced: what was wrong with steps before does not matter any more."""
+        """Drop the kept error of earlier steps, because the weights have been replaced."""
         self.settle()
         self._failure = None
 
     def end_step(self, outcome: GradStats, divisor: float) -> None:
-        """A step has been taken, or skipped. Raises FloatingPointError, on all ranks, if too many have been skipped."""
+        """Count a step that was taken or skipped. Raises FloatingPointError if too many have been skipped."""
         if self.schedules is not None:
             self.schedules.note(outcome.agreed)
         skipped = not self.applies(outcome)

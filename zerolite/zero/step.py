@@ -72,10 +72,10 @@ class SharedSums(Protocol):
         """Sum what the data ranks have reduced, unless that has been done for the gradients that have come by now."""
 
     def reopen(self) -> None:
-        """More gradients are coming for the same step."""
+        """Note that more gradients are coming for the same step."""
 
     def clear(self) -> None:
-        """The gradients have been consumed or dropped."""
+        """Forget the sums, because the gradients have been used or dropped."""
 
 
 class StepPipeline:
@@ -133,7 +133,7 @@ class StepPipeline:
         self._begin_accumulation()
 
     def count_buckets(self) -> None:
-        """Look at the layout anew: it has other buckets than before. Between steps."""
+        """Rebuild what depends on the buckets after the layout has changed. Called between steps."""
         layout = self._buffer.layout
         fragments = list(layout.fragments(self._buffer.rank))
         self._collector.use(layout, fragments, self._across)
@@ -223,7 +223,7 @@ class StepPipeline:
         self.outcomes.counters.micro_steps += 1
 
     def wait_for_reductions(self) -> None:
-        """Wait until no reduction is under way. Nothing is launched for it that is not launched anyway."""
+        """End an open backward and wait for its reductions. Gradients that are only accumulated stay unreduced."""
         self._reducer.end_backward(complete=False)
         self._reducer.wait()
 
@@ -235,7 +235,7 @@ class StepPipeline:
         self.finish_reductions()
 
     def finish_reductions(self) -> None:
-        """Run :meth:`reduce` where it is known that the user has not dropped the gradients."""
+        """Do the work of :meth:`reduce` after the caller has looked at ``p.grad`` with :meth:`look_at_grads`."""
         for begins in self._observers.on_phase_begin:
             begins(REDUCE_WAIT)
         try:
@@ -260,10 +260,12 @@ class StepPipeline:
         return "engine.update() has used it" if self._updated else ""
 
     def look_at_grads(self, before_backward: bool = False) -> None:
-        """Take over what the user has put into ``p.grad``: None drops a gradient, a tensor takes its place. None for
-        all parameters is :meth:`zero_grad` in other words, a call that all ranks make.
+        """Apply the user's changes of ``p.grad``: None drops a gradient, a tensor replaces it.
 
-        before_backward: tensors are noted only, because more gradients will be added to them.
+        If the user has set all of them to None, this calls :meth:`zero_grad`, which all ranks must do.
+
+        Args:
+            before_backward: only note the tensors, because more gradients will be added to them.
         """
         if self.suspended:
             self.check_available()

@@ -81,11 +81,11 @@ class StepUpdate:
         self.plan()
 
     def plan(self) -> None:
-        """Look anew at the layout, and at the order in which buckets are reduced: one of them has changed.
+        """Plan the updates again, after a change of the layout or of the order in which buckets are reduced.
 
-        Updates and gathers follow this plan: the bucket that is reduced last comes first, as its parameters are the
-        first that the next forward uses. All of it comes from the config, from sizes and from an order that are equal
-        on all ranks: no rank's free memory, and no gradient, has a say.
+        Updates and all-gathers follow this plan. The bucket that is reduced last comes first, because the next forward
+        uses its parameters first. The plan depends only on the config, on sizes and on an order that are equal on all
+        ranks, so all ranks launch the same all-gathers. Free memory and gradients differ between ranks.
         """
         buffer, placements = self._buffer, self._buffer.placements
         self._order = self._reducer.order.buckets
@@ -127,7 +127,7 @@ class StepUpdate:
             self._run_read(vector, given, max_norm, publish)
 
     def _run_read(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
-        """Every rank reads the same statistics here, so either all of them launch the gathers of an update or none."""
+        """Update or skip by the statistics, which all ranks read. So all ranks launch the all-gathers, or none does."""
         outcome = vector.get()
         self._outcomes.act(outcome)
         divisor = self._scale.own_divisor() * mean_weight(outcome)
@@ -139,9 +139,11 @@ class StepUpdate:
         self._outcomes.end_step(outcome, divisor)
 
     def _run_unread(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
-        """Update, or skip on the device, without reading the statistics: the same gathers on every rank, whatever the
-        outcome. Of parameters that this rank has not used the device leaves out those that no rank has. Where they are
-        many the host waits for the statistics to learn which, and does nothing else with them."""
+        """Update, or skip on the device, without reading the statistics. Every rank launches the same all-gathers.
+
+        A parameter that this rank has not used may have been used on another. The device decides for each of them, in
+        an update of its own. If there are too many, the host reads from the statistics which were used.
+        """
         divisor = self._scale.own_divisor()
         used: frozenset[int] | None = None
         doubtful: frozenset[int] = frozenset()
@@ -237,7 +239,7 @@ class StepUpdate:
                     self._param_gatherer.gather_bucket(hand.span.bucket, rounded=hand.out is not None)
 
     def published(self) -> None:
-        """The parameters of all ranks have the masters' values, or are about to."""
+        """Note that the parameters of all ranks have the masters' values, or that their all-gathers are launched."""
         self.unpublished = False
 
     def check_whole(self) -> None:
@@ -249,5 +251,5 @@ class StepUpdate:
             )
 
     def mend(self) -> None:
-        """All masters have new values."""
+        """Allow updates again after a failed one, because all masters have new values."""
         self.torn = ""
