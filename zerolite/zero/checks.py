@@ -1,4 +1,4 @@
-"""Interface of the checks that may ride on a step's statistics."""
+"""Interface of the checks that are exchanged with a step's statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerolite.zero.optim_shards import Hand
 
 
 class UpdateChecks(Extra, Protocol):
-    """Numbers that travel with the step's statistics, and what follows from them.
+    """Checks whose numbers are exchanged with the step's statistics.
 
     :meth:`note` is called by each rank when it reads the statistics; the others by all ranks in the same place, where
     they may communicate and raise.
@@ -25,7 +25,7 @@ class UpdateChecks(Extra, Protocol):
         """extra: what ``write`` has returned, and what the ranks have written, added, on the host."""
 
     def act(self) -> None:
-        """Raise on all ranks what the statistics have shown."""
+        """Raise the errors that the statistics show, on all ranks."""
 
     def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
         """Run the checks of a step before its statistics are needed.
@@ -41,10 +41,10 @@ class UpdateChecks(Extra, Protocol):
         """Look at everything at once, between two steps. Raises as :meth:`act` does."""
 
     def forget(self, update: bool) -> None:
-        """Values have been written, so that weights are not what the last update has left. update: all of them."""
+        """Forget the weights that the last update left, because values have been written. update: all of them."""
 
     def replan(self) -> None:
-        """The layout has other buckets than before."""
+        """Rebuild what depends on the buckets, because the layout has changed."""
 
 
 Update = Callable[[Sequence[Hand]], None]
@@ -55,4 +55,4 @@ class UpdateLook(Protocol):
     """Observer of the masters before and after each of the calls that make one update."""
 
     def __call__(self, update: Update) -> Update:
-        """An update begins. Return ``update`` with a look before and after it."""
+        """Begin an update. Return ``update`` wrapped so that each call also looks at the masters before and after."""

@@ -31,7 +31,7 @@ class Command(enum.IntEnum):
 
 
 class Announce(Protocol):
-    """Tell the other ranks of a command, around which this is a context."""
+    """Announce a command to the other ranks. Returns a context around the operation."""
 
     def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]: ...
 
@@ -40,8 +40,11 @@ NOTHING = contextlib.nullcontext()
 
 
 class Commands:
-    """Contexts of operations in which all ranks take part: ``with commands(Command.STEP): ...``. One object for all
-    parts of an engine. Unless something announces them, all ranks do the same by themselves."""
+    """Contexts of operations in which all ranks take part: ``with commands(Command.STEP): ...``.
+
+    An engine has one object for all its parts. Outside ``engine.join()`` nothing is announced, because every rank has
+    data and runs the same operations.
+    """
 
     def __init__(self) -> None:
         self._announce: Announce | None = None
@@ -50,15 +53,15 @@ class Commands:
         return NOTHING if self._announce is None else self._announce(command, *numbers)
 
     def announce_with(self, announce: Announce | None) -> None:
-        """Let ``announce`` tell the other ranks from now on; None: tell them nothing."""
+        """Announce commands with ``announce`` from now on, or stop announcing if it is None."""
         self._announce = announce
 
 
 def bits_of(number: float) -> int:
-    """A float as 64 bits, to travel beside integers."""
+    """Return the bits of a float as a 64-bit integer, to be sent with other integers."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 def number_of(bits: int) -> float:
-    """The inverse of :func:`bits_of`."""
+    """Return the float of these bits; inverse of :func:`bits_of`."""
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])

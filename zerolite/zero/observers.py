@@ -1,4 +1,4 @@
-"""Observers of an engine's steps: the interface, and the list of those that an engine has."""
+"""Observers of an engine's steps: their interface, and the lists that an engine calls."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ that happens; statistics, update, and bringing updated values to all ranks. Phas
 
 
 class StepObserver:
-    """An object that is told of what happens in an engine's steps. Every method does nothing here.
+    """Callbacks for the events of an engine's steps. Here every method does nothing.
 
-    Events come in the same order on all ranks, those of gathers excepted. Called by the parts of the engine; what an
-    observer raises reaches the user's call.
+    Events come in the same order on all ranks, except those of gathers. If an observer raises, the user's call raises.
     """
 
     def before_forward(self) -> None:
         """Stage 3: a forward begins that may have a backward; nothing has been gathered for it yet."""
 
     def before_backward(self) -> None:
-        """A backward begins, in which no gradient has come yet."""
+        """A backward begins; none of its gradients has come yet."""
 
     def on_backward_begin(self) -> None:
-        """The gradients that come from here on belong to the backward that has begun."""
+        """The backward has begun: later gradients belong to it."""
 
     def on_backward_end(self) -> None:
         """The backward has ended, or was cut short by an exception; what it reduces has been launched."""
@@ -33,10 +32,10 @@ class StepObserver:
         """A phase begins."""
 
     def on_phase_end(self, phase: str) -> None:
-        """It has ended, or has raised."""
+        """A phase has ended or raised."""
 
     def on_step_end(self, step: int) -> None:
-        """The update has been launched, skipped, or has raised. step: steps so far, this one included."""
+        """The update has been launched or skipped, or it has raised. step: number of steps, including this one."""
 
     def on_parameters_updated(self) -> None:
         """The last bucket of a step has its new values."""
@@ -45,15 +44,15 @@ class StepObserver:
         """An update is known not to have been skipped. The schedule of learning rates is one of these observers."""
 
     def on_settled(self, step: int, norm: float) -> None:
-        """The outcome of a step is known. norm: of its gradient, unscaled, before clipping."""
+        """The outcome of a step is known. norm: L2 norm of its unscaled gradient before clipping."""
 
     def on_gradients_dropped(self) -> None:
         """All gradients since the last step are about to be dropped."""
 
 
 class Observers:
-    """Listeners by event, in the order in which they were added; see :class:`StepObserver` for what the events are.
-    An event without listeners is an empty list, over which the engine's parts loop."""
+    """Lists of callbacks by event, in the order in which they were added. The events are those of
+    :class:`StepObserver`."""
 
     def __init__(self) -> None:
         self.before_forward: list[Callable[[], None]] = []
@@ -69,7 +68,7 @@ class Observers:
         self.on_gradients_dropped: list[Callable[[], None]] = []
 
     def add(self, observer: StepObserver) -> None:
-        """Tell ``observer`` of the events whose methods its class has. Before the first step."""
+        """Register the methods that the class of ``observer`` overrides. Called before the first step."""
         for event, listeners in vars(self).items():
             if getattr(type(observer), event) is not getattr(StepObserver, event):
                 listeners.append(getattr(observer, event))

@@ -25,8 +25,8 @@ _overlapping: weakref.WeakSet[ParamGatherer] = weakref.WeakSet()
 
 
 def _end_all_gathers() -> None:
-    """End all gathers before this process forks. The threads that gather are not in its child (a worker of a
-    DataLoader), which would wait for ever."""
+    """Wait for all gathers before this process forks. A child (a worker of a DataLoader) does not inherit the threads
+    that gather, so it would wait for ever."""
     for param_gatherer in list(_overlapping):
         param_gatherer.wait_all()
 
@@ -77,18 +77,20 @@ class ParamGatherer:
         self._arriving: Any = type("ArrivingParameter", (ArrivingParameter,), {"wait_for": staticmethod(wait_for)})
 
     def gather_bucket(self, bucket: int, rounded: bool = False) -> None:
-        """Launch the all-gather of a bucket: called for every bucket in one order by the update phase, on all ranks.
-        ``rounded``: the update has already written this rank's range of the compute parameters; it came after
-        :meth:`wait`."""
-        if bucket in self.pending:  # of the step before, if no forward has needed it since
+        """Launch the all-gather of a bucket. Called on all ranks, in the same order of buckets.
+
+        Args:
+            bucket: index of the bucket.
+            rounded: the update has already written this rank's range of the compute parameters, after :meth:`wait`.
+        """
+        if bucket in self.pending:  # left from the step before, because no forward has read these parameters
             self.wait([bucket])
         self._buffer.publish(bucket, rounded)
         if self._gather:
             self.pending[bucket] = self._comm.all_gather(self._buffer.compute[bucket], "parameters", bucket + 1)
 
     def end_step(self) -> None:
-        """End the gathers after the last bucket: without ``overlap_forward`` the parameters are whole when this
-        returns."""
+        """Call after the last bucket. Without ``overlap_forward`` this waits until all parameters are complete."""
         if self.overlaps:
             with self._lock:
                 self._leave_in_flight()
@@ -113,8 +115,11 @@ class ParamGatherer:
 
     @untraced
     def wait(self, buckets: Iterable[int]) -> None:
-        """Wait for the gathers of these buckets. Closes two hazards: a forward that reads parameters while a gather
-        writes them, and an update that writes what a gather still sends."""
+        """Wait for the gathers of these buckets.
+
+        Otherwise a forward could read parameters while a gather writes them, or an update could write parameters that
+        a gather still sends.
+        """
         for bucket in buckets:
             if bucket in self.pending:
                 with self._lock:
@@ -138,12 +143,12 @@ class ParamGatherer:
             for parameter in self._members(bucket):
                 if type(parameter) is self._arriving:
                     parameter.__class__ = nn.Parameter
-        # Last, because other threads look here first. Not of a gather that has failed: every read of its parameters
-        # says so.
+        # Deleted last, because other threads look here first to see if they must wait. A failed gather stays, so that
+        # every read of its parameters raises.
         del self.pending[bucket]
 
     def _finish_on(self, stream: Any, pending: Pending) -> None:
-        """Let the stream of the update wait, and the caller's, if it is another one."""
+        """Let the stream of the update wait for the gather, and the caller's stream for that one if they differ."""
         current = torch.cuda.current_stream(stream.device)
         with torch.cuda.stream(stream):
             pending.wait()
@@ -166,7 +171,7 @@ class ParamGatherer:
                 self.wait([bucket])
 
     def attach(self, root: nn.Module) -> None:
-        """Install the hooks before forward (nothing without ``overlap_forward``), in the place of those there are."""
+        """Replace the forward pre-hooks that wait for gathers. Without ``overlap_forward`` there are none."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
