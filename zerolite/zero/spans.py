@@ -9,7 +9,7 @@ Key = TypeVar("Key")
 
 
 class Span(NamedTuple):
-    """Elements [low, high) of this rank's part of a bucket. last: whether the bucket ends here."""
+    """Elements [low, high) of this rank's part of a bucket. last: True if the part ends at ``high``."""
 
     bucket: int
     low: int
@@ -22,10 +22,10 @@ def whole(bucket: int, numel: int) -> Span:
 
 
 def sub_groups(numels: Sequence[tuple[int, int]], limit: int, alignment: int) -> list[list[Span]]:
-    """Spans of ``(bucket, elements)`` in their order, in groups of at most ``limit`` elements.
+    """Divide buckets, given as ``(bucket, elements)``, in their order into groups of at most ``limit`` elements.
 
-    A bucket is cut where a group is full, at multiples of ``alignment`` elements; alignment 0 cuts none, so that a
-    larger bucket is a group of its own. Every bucket has a span, if an empty one.
+    If a group is full, its bucket is split at a multiple of ``alignment`` elements. With alignment 0 no bucket is
+    split, so a bucket above the limit is a group of its own. An empty bucket has an empty span.
     """
     groups: list[list[Span]] = []
     room = 0
@@ -52,7 +52,7 @@ def sub_groups(numels: Sequence[tuple[int, int]], limit: int, alignment: int) ->
 
 
 def by_kind(kinds: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
-    """Return the places of what is of one kind, for each kind; None is of none."""
+    """Return the indices of equal kinds, one tuple per kind. Entries that are None are left out."""
     found: dict[Hashable, list[int]] = {}
     for place, kind in enumerate(kinds):
         if kind is not None:
@@ -63,9 +63,14 @@ def by_kind(kinds: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
 def segments(
     spans: Iterable[Span], owned: Callable[[int], Iterable[tuple[int, int, Key]]]
 ) -> list[tuple[int, int, int, Key]]:
-    """(place in ``spans``, start, elements, key) of what lies in the spans. Neighbours of one key are one.
+    """Return the segments of the spans. Adjacent parts with equal keys form one segment.
 
-    owned: the parts of a bucket, in its order: start, elements and key of each.
+    Args:
+        spans: ranges of buckets.
+        owned: function that returns the parts of a bucket in order: start, elements and key of each.
+
+    Returns:
+        (index in ``spans``, start from the span's ``low``, elements, key) of each segment.
     """
     found: list[tuple[int, int, int, Key]] = []
     for place, (bucket, low, high, _) in enumerate(spans):

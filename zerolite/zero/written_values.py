@@ -1,4 +1,4 @@
-"""Values that are written into parameters outside of an update, which masters follow."""
+"""Values written into parameters outside an update, which are copied into the master weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from zerolite.zero.step_update import StepUpdate
 
 
 class WrittenValues:
-    """Called on all ranks in the same order: by the step pipeline before an update, and between steps by whatever
-    saves, loads or reads masters."""
+    """Copies values that the user has written into parameters to the master weights.
+
+    The step pipeline calls it before an update; code that saves, loads or reads masters calls it between steps. Called
+    on all ranks, in the same order.
+    """
 
     def __init__(
         self,
@@ -30,11 +33,11 @@ class WrittenValues:
         self._loaded: set[int] = set()  # parameters into which values have been loaded
 
     def use(self, shards: PartitionedParameterCoordinator) -> None:
-        """The model is at stage 3."""
+        """Collect writes through ``shards`` from now on, because the model is at stage 3."""
         self._shards = shards
 
     def note_loaded(self, indices: Iterable[int]) -> None:
-        """Values have been loaded into these parameters of the module: the next update starts from them."""
+        """Note that values have been loaded into these parameters. The next update starts from them."""
         self._loaded.update(indices)
 
     def note_loaded_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -43,12 +46,14 @@ class WrittenValues:
         self.note_loaded(index_of[id(p)] for p in parameters if id(p) in index_of)
 
     def forget(self) -> None:
-        """Masters have been loaded, and parameters follow those."""
+        """Forget the loaded parameters, because masters have been loaded, which overwrite them."""
         self._loaded.clear()
 
     def take(self) -> None:
-        """Masters follow the values that have been loaded into parameters, or put in their place by ``p.data =
-        values``. Raises RuntimeError if those have another shape or dtype."""
+        """Copy values into the masters that were loaded into parameters or assigned by ``p.data = values``.
+
+        Raises RuntimeError if their shape or dtype differs.
+        """
         if not self._update.unpublished:
             if self._param_gatherer.pending:
                 self._param_gatherer.wait_all()
@@ -59,12 +64,14 @@ class WrittenValues:
             self._buffer.refresh_masters(self._loaded)
             self._buffer.placements.written_in_place()
             self._loaded.clear()
-            if self._outcomes.checks is not None:  # weights are not what the last update has left
+            if self._outcomes.checks is not None:  # the weights differ from those that the last update left
                 self._outcomes.checks.forget(update=False)
 
     def take_all(self) -> None:
-        """Take all values now: those of :meth:`take`, those written into parameters in place, which an update would
-        take, and those of frozen parameters into their shards."""
+        """Do :meth:`take`, and copy now what was written in place: an update would do that later.
+
+        Values of frozen parameters are copied into their shards.
+        """
         self.take()
         if self._shards is not None:
             self._shards.collect_frozen_writes()
