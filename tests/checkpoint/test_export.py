@@ -290,7 +290,7 @@ def test_whole_states_in_any_dtype_and_the_model_in_files(stage: str, tmp_path: 
 
 
 def check_files(directory: Path, states: dict[Any, Any], half: torch.dtype, tied: dict[str, str]) -> None:
-    """What save_16bit_model has written, and what is exported from the checkpoint."""
+    """Check the files of save_16bit_model, and those that are exported from the checkpoint."""
 
     def check(written: Path, wanted: dict[str, torch.Tensor]) -> None:
         tensors, aliases = read_model(written)

@@ -27,7 +27,7 @@ Event = tuple[str, Any]
 
 
 class Watch:
-    """What happens in ``engine``, in order: ("module", name) when a module's forward begins, ("gradient", name) when
+    """Events in ``engine``, in order: ("module", name) when a module's forward begins, ("gradient", name) when
     its backward does, ("launch", names) when a gather is launched.
 
     ``peaks``: after each launch, elements that are live or in flight, and how many the open uses need.

@@ -218,7 +218,7 @@ def test_wrong_arguments_of_squares_are_refused(
 
 
 def _results() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What all updates change, and the sums of squares."""
+    """Return the tensors that all updates change, and the sums of squares."""
     every = {operator: _arguments(operator) for operator in STATES}
     for operator, arguments in every.items():
         _call(operator, arguments)

@@ -99,7 +99,7 @@ def test_without_sizes_the_loader_decides() -> None:
     ],
 )
 def test_all_errors_of_sizes_are_told_at_once(given: dict[str, Any], wrong: list[str]) -> None:
-    """Those of all keys at once: "auto" that cannot be derived, and sizes that do not fit."""
+    """Errors of all keys at once: "auto" that cannot be derived, and sizes that do not fit."""
     config = load_config(given)
     with pytest.raises(ConfigError) as caught:
         config.resolve(2)

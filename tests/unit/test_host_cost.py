@@ -1,4 +1,4 @@
-"""What a step costs on the host: instructions of Python for each parameter, beyond plain PyTorch's, and functions of
+"""Cost of a step on the host: instructions of Python for each parameter, beyond plain PyTorch's, and functions of
 zerolite that a plain step enters. They tell how long the way through the code is: a feature that is off adds none."""
 
 from __future__ import annotations

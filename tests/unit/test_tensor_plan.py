@@ -167,7 +167,7 @@ def _linear(model: nn.Module) -> list[str]:
     ],
 )
 def test_gradients_that_are_parts(kind: str, settings: dict[str, Any], names: set[str]) -> None:
-    """Those of norms of heads; with sequence parallelism those of all that is whole in blocks."""
+    """Norms of heads have them; with sequence parallelism all whole parameters in blocks do."""
     model = cut(Stack([Shapes(kind)]), **settings)
     partial = {name for name, parameter in model.named_parameters() if is_partial(parameter)}
     assert partial == {f"blocks.0.{name}" for name in names}

@@ -45,16 +45,16 @@ class GradReducer:
 
     Attributes:
         current: the backward under way, or the last one.
-        order: of the launches of buckets; equal on all ranks.
-        parameters: of the layout, by index.
-        strides: of the parameters when they are whole.
-        used: the parameters that got a gradient since the last step; complete between backwards.
-        shown: what ``p.grad`` shows; complete between backwards.
-        losses: of this rank's backwards, 0-dim fp32.
-        probes: sums of this rank's buckets: not finite if a gradient was not.
-        share: what the gradients of the next backward are multiplied by, unless its loss has a weight.
-        reduces_each_backward: a backward reduces its buckets whether it is the last of a step or not.
-        keeps_shards: :meth:`reduced` gives this rank's part, and not the whole.
+        order: order in which buckets are launched; equal on all ranks.
+        parameters: the layout's parameters, by index.
+        strides: strides of the whole parameters, by index.
+        used: indices of parameters that got a gradient since the last step; complete between backwards.
+        shown: the tensors that ``p.grad`` shows; complete between backwards.
+        losses: losses of this rank's backwards, 0-dim fp32.
+        probes: sums of this rank's buckets. A sum is not finite if a gradient was not.
+        share: factor of the next backward's gradients, if its loss has no weight.
+        reduces_each_backward: every backward reduces its buckets, and not only the last one of a step.
+        keeps_shards: this rank keeps its part of the mean gradient, and not the whole.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class GradReducer:
         """Open the buckets before the first gradient of a backward.
 
         Args:
-            reducing: it reduces its buckets; equal on all ranks.
-            end_with_backward: called inside backward, which is to call :meth:`end_backward` when it ends; otherwise the
-                caller does.
-            weight: of the loss; it says all about how much a rank counts. 0: gradients are dropped, as if no parameter
-                had got any, whatever their values.
-            divisor: what gradients are divided by.
+            reducing: this backward reduces its buckets; equal on all ranks.
+            end_with_backward: this is called inside of the backward, and autograd calls :meth:`end_backward` at its
+                end. Otherwise the caller does.
+            weight: weight of the loss; it takes the place of :attr:`share`. With 0 all gradients are dropped, whatever
+                their values, as if no parameter had got any.
+            divisor: number by which gradients are divided.
         """
         if self.current.open:
             return
@@ -172,8 +172,10 @@ class GradReducer:
             bucket.put_held(self.current.factor)
 
     def end_backward(self, complete: bool = True) -> None:
-        """When backward has ended, or was cut short (``complete=False``): launch what is left, so that ranks stay
-        in step."""
+        """End a backward: launch the remaining buckets, so that all ranks have launched the same collectives.
+
+        complete: False if an exception has cut the backward short.
+        """
         if not self.current.open:
             return
         self.current.end()
@@ -192,15 +194,18 @@ class GradReducer:
                 notify()
 
     def show_held(self) -> None:
-        """After a backward that has raised: let ``p.grad`` show the gradients of the accumulation."""
+        """Let ``p.grad`` show the gradients of the accumulation again, after a backward that has raised."""
         self.arrivals.close_all()
         self.arrivals.show(self._announced, several=self.current.accumulated > 1)
 
     # ---------------------------------------------------------------- events inside it
 
     def on_gradient(self, bucket: GradientBucket) -> None:
-        """A gradient has come into ``bucket``. When this rank launches is its own affair, as DDP's ranks do: the order
-        of the buckets is fixed, and nothing else is launched on this communicator before the backward has ended."""
+        """Count a gradient that has come into ``bucket``, and launch buckets that are complete.
+
+        The order of the buckets is fixed, and nothing else is launched on this communicator before the backward has
+        ended. So each rank may launch at its own time, as DDP's ranks do.
+        """
         if self._plan is not None:
             if self.current.learning:
                 self._plan.on_gradient(bucket.bucket.index)
@@ -212,7 +217,8 @@ class GradReducer:
 
     @torch.no_grad()
     def on_group_end(self, group: int) -> None:
-        """A parameter group's backward has ended. Called on all ranks, in the same order."""
+        """Launch the buckets that are due when the backward of ``group`` has ended. Called on all ranks, in the same
+        order."""
         if self._plan is None or not self.current.open:
             return
         with self.commands(Command.GROUP_END, group):
@@ -221,9 +227,11 @@ class GradReducer:
                     self._launch(self._buckets[index])
 
     def on_late_gradient(self, bucket: GradientBucket, slot: Slot) -> None:
-        """A gradient has come after the launch of its bucket. Raises RuntimeError if nothing was to come any more; at
-        stage 3 :meth:`_agree_on_late` does, because the use that has brought it may depart from the plan, which all
-        ranks see when it ends."""
+        """Note a gradient that has come after the launch of its bucket.
+
+        Raises RuntimeError if no such gradient may come any more. At stage 3 :meth:`_agree_on_late` raises it later:
+        the module execution that has brought the gradient may depart from the plan, which all ranks see at its end.
+        """
         if not self._late_possible:
             advice = (
                 "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."

@@ -29,7 +29,7 @@ class StepCounters:
         micro_steps: backwards.
         global_steps: updates, skipped ones included.
         last_norm: of the last step's gradient.
-        weight_unit: see ``StepPipeline.weight_unit``.
+        weight_unit: see :meth:`~zerolite.zero.gradient_scale.GradientScale.weight_unit`.
     """
 
     micro_steps: int = 0
