@@ -152,7 +152,7 @@ class StagedSpans:
     def run(self, publish: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
         if not publish:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
-                self._buffer.follow(bucket)
+                self._buffer.sync_master_from_param(bucket)
             self._placements.written_in_place()
         count = self._placements.buffer_count
         wanted = [[self._wanted(span, publish) for span in spans] for spans in self.groups]

@@ -184,7 +184,7 @@ class ParameterBuffer:
         like = self.parameters[fragment.slot.index].data
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + fragment.shard_start)
 
-    def publish(self, bucket: int, rounded: bool = False) -> None:
+    def sync_param_from_master(self, bucket: int, rounded: bool = False) -> None:
         """Round the masters of ``bucket`` into this rank's range of the compute parameters, unless the update has
         done so (``rounded``)."""
         if self.separate[bucket] and not rounded:
@@ -209,7 +209,7 @@ class ParameterBuffer:
         self._addresses = addresses(self.parameters)
 
     @torch.no_grad()
-    def follow(self, bucket: int) -> None:
+    def sync_master_from_param(self, bucket: int) -> None:
         """Masters take the values that the user has written into the compute parameters: where those are not what the
         masters round to. The kernels do it while they update."""
         if self.separate[bucket]:

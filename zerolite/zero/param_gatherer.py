@@ -85,7 +85,7 @@ class ParamGatherer:
         """
         if bucket in self.pending:  # left from the step before, because no forward has read these parameters
             self.wait([bucket])
-        self._buffer.publish(bucket, rounded)
+        self._buffer.sync_param_from_master(bucket, rounded)
         if self._gather:
             self.pending[bucket] = self._comm.all_gather(self._buffer.compute[bucket], "parameters", bucket + 1)
 

@@ -216,7 +216,7 @@ class StepUpdate:
                 gatherer.wait([span.bucket for span in chunk])
             if not follows:
                 for span in chunk:
-                    self._buffer.follow(span.bucket)
+                    self._buffer.sync_master_from_param(span.bucket)
             hands = [self._at_rest(span, follows) for span in chunk]
             update(hands)
             self._end(hands, publish)

@@ -76,5 +76,5 @@ class WrittenValues:
         if self._shards is not None:
             self._shards.collect_frozen_writes()
         for bucket in () if self._update.unpublished else range(len(self._buffer.layout.buckets)):
-            self._buffer.follow(bucket)
+            self._buffer.sync_master_from_param(bucket)
         self._buffer.placements.written_in_place()
