@@ -297,7 +297,7 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.EXTERNAL: Join._external,
     Command.ENGINE_STEP: lambda join, flush, forced: join._engine.follow_step(bool(flush), forced),
     Command.STEP: lambda join: join._pipeline.step(),
-    Command.UPDATE: lambda join, publish: join._pipeline.update(bool(publish)),
+    Command.UPDATE: lambda join, gather: join._pipeline.update(bool(gather)),
     Command.PUBLISH: lambda join: join._pipeline.publish(),
     Command.ZERO_GRAD: lambda join: join._pipeline.zero_grad(),
     Command.REDUCE: lambda join: join._pipeline.reduce(),

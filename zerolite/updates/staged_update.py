@@ -149,13 +149,13 @@ class StagedSpans:
         most = min(self._placements.sub_group_numel, several)
         self.groups = [group for of_place in buckets.values() for group in sub_groups(of_place, most, alignment)]
 
-    def run(self, publish: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
-        if not publish:
+    def run(self, gather: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
+        if not gather:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
                 self._buffer.sync_master_from_param(bucket)
             self._placements.written_in_place()
         count = self._placements.buffer_count
-        wanted = [[self._wanted(span, publish) for span in spans] for spans in self.groups]
+        wanted = [[self._wanted(span, gather) for span in spans] for spans in self.groups]
         sizes = [[part.nbytes for of_span in group for part in of_span.parts.values()] for group in wanted]
         numel, longest = max(map(sum, sizes)), max(map(max, sizes))
         coming: deque[_SubGroup] = deque()  # the first is the one to update
@@ -173,7 +173,7 @@ class StagedSpans:
                 leaving.append(coming.popleft())
                 while len(leaving) > max(0, count - 2):
                     leaving.popleft().finish()
-                end(in_hand.hands, publish)
+                end(in_hand.hands, gather)
             while leaving:
                 leaving.popleft().finish()
         except BaseException:
@@ -190,7 +190,7 @@ class StagedSpans:
         on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.apart
         return _SubGroup(wanted, None if on_host else self._placements.device, self._transfers, numel, longest)
 
-    def _wanted(self, span: Span, publish: bool) -> _Wanted:
+    def _wanted(self, span: Span, gather: bool) -> _Wanted:
         buffer, placements, bucket = self._buffer, self._placements, span.bucket
         on_host = placements.updates_on_host(bucket)
 
@@ -200,7 +200,7 @@ class StagedSpans:
 
         of_optimizer = placements.of_optimizer(bucket)
         parts = {name: part(flat, of_optimizer) for name, flat in self._method.states_of(bucket).items()}
-        if publish and buffer.separate[bucket]:
+        if gather and buffer.separate[bucket]:
             parts["out"] = part(buffer.owned[bucket], buffer.placement_of_compute(bucket))
         parts["gradient"] = part(self._reducer.place_of_reduced(bucket), of_optimizer, written=False)
         parts["master"] = part(buffer.master[bucket], buffer.placement_of_master(bucket))

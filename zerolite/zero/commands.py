@@ -19,7 +19,7 @@ class Command(enum.IntEnum):
     EXTERNAL = 6  # stage 3: the parameter group, and the parameter that it has from now on
     ENGINE_STEP = 7  # flush, and which boundary the user has set by hand
     STEP = 8
-    UPDATE = 9  # whether new values are published on the way
+    UPDATE = 9  # whether updated parameters are all-gathered in it
     PUBLISH = 10
     ZERO_GRAD = 11
     REDUCE = 12

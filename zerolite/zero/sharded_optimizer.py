@@ -48,7 +48,7 @@ class ShardedOptimizer(Optimizer):
     bucket they are that bucket's shards. So a learning rate changed by anybody, a scheduler on either object
     included, is seen by the update.
 
-    ``step`` and ``zero_grad`` are the engine's: reduce, clip, update, publish.
+    ``step`` and ``zero_grad`` are the engine's: reduce, clip, update, all-gather.
     """
 
     def __init__(

@@ -330,13 +330,13 @@ class StepPipeline:
             self.changes.apply_factors()
             return self.stats().get().norm / self.divisor()
 
-    def update(self, publish: bool = False) -> None:
+    def update(self, gather: bool = False) -> None:
         """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the
         loss scale."""
         self.look_at_grads()
-        self._apply(publish)
+        self._apply(gather)
 
-    def _apply(self, publish: bool) -> None:
+    def _apply(self, gather: bool) -> None:
         """Run :meth:`update` where it is known that the user has not dropped the gradients."""
         for begins in self._observers.on_phase_begin:
             begins(STEP)
@@ -347,13 +347,13 @@ class StepPipeline:
                 raise RuntimeError(
                     "engine.update() was called twice for the same gradients; call engine.zero_grad() first"
                 )
-            if self._step_update.unpublished:
+            if self._step_update.params_outdated:
                 raise RuntimeError("engine.update() was called twice without engine.publish() between")
-            with self.commands(Command.UPDATE, publish):
+            with self.commands(Command.UPDATE, gather):
                 if self._optimizer.run_hooks("pre"):
                     self.look_at_grads()
-                self._update(publish)
-                if publish:
+                self._update(gather)
+                if gather:
                     self._optimizer.run_hooks("post")
         finally:
             for phase_ended in self._observers.on_phase_end:
@@ -361,7 +361,7 @@ class StepPipeline:
             for ended in self._observers.on_step_end:
                 ended(self.outcomes.global_steps)
 
-    def _update(self, publish: bool) -> None:
+    def _update(self, gather: bool) -> None:
         checks, schedules = self.outcomes.checks, self.outcomes.schedules
         self.outcomes.raise_failure()
         if schedules is not None:
@@ -380,7 +380,7 @@ class StepPipeline:
         given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
         self._updated = True  # before the update: an exception in it leaves nothing to be applied twice
         self.changes.clear()  # from here on nothing corrects the statistics
-        self._step_update.run(stats, given, self._max_norm, publish)
+        self._step_update.run(stats, given, self._max_norm, gather)
 
     def on_weights_replaced(self) -> None:
         """Forget what was wrong with earlier steps: all weights have been loaded anew. Called on all ranks."""
@@ -404,9 +404,9 @@ class StepPipeline:
             for bucket in reversed(self._reducer.order.buckets):
                 self._param_gatherer.gather_bucket(bucket)
             self._param_gatherer.end_step()
-            if self._step_update.unpublished:
+            if self._step_update.params_outdated:
                 self._optimizer.run_hooks("post")
-        self._step_update.published()
+        self._step_update.on_params_gathered()
 
     def zero_grad(self) -> None:
         """Drop the gradients in hand, with their clipping and loss scale."""
@@ -422,7 +422,7 @@ class StepPipeline:
         """Run all phases. The gradients are gone afterwards."""
         self.look_at_grads()
         with self.commands(Command.STEP):
-            self._apply(publish=True)
+            self._apply(gather=True)
             self.zero_grad()
 
     # ---------------------------------------------------------------- checkpoints
@@ -437,7 +437,7 @@ class StepPipeline:
         is suspended."""
         self.look_at_grads()
         self.outcomes.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
-        if self._step_update.unpublished:
+        if self._step_update.params_outdated:
             raise RuntimeError(
                 "a checkpoint was asked for between engine.update() and engine.publish(), where master weights are "
                 "ahead of the parameters; call engine.publish() and engine.zero_grad() first"

@@ -34,8 +34,8 @@ class StagedUpdate(Protocol):
         """Divide buckets, in the order of their updates, with the elements of their masters. buckets: by whether the
         host updates them."""
 
-    def run(self, publish: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
-        """``update(hands)`` each sub-group, and ``end(hands, publish)`` it when its results are on their way back.
+    def run(self, gather: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
+        """``update(hands)`` each sub-group, and ``end(hands, gather)`` it when its results are on their way back.
         Raises OSError if the disk failed: then some masters are ahead of others."""
 
 
@@ -48,7 +48,7 @@ class StepUpdate:
 
     Attributes:
         torn: why masters are not all of one step; "" if they are.
-        unpublished: masters are ahead of the parameters.
+        params_outdated: masters are ahead of the parameters.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StepUpdate:
         self._world_size = world_size
         self._look = look
         self.torn = ""
-        self.unpublished = False
+        self.params_outdated = False
         self.plan()
 
     def plan(self) -> None:
@@ -110,23 +110,23 @@ class StepUpdate:
 
     # ---------------------------------------------------------------- one step
 
-    def run(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
+    def run(self, vector: StatsVector, given: Factor, max_norm: float, gather: bool) -> None:
         """Update what this rank owns, or skip the step on all ranks. Raises what is wrong with the step's statistics,
         on all ranks.
 
         Args:
             given: what the user has multiplied all gradients by.
             max_norm: clip to this L2 norm, 0 for never.
-            publish: bring new values to all ranks on the way.
+            gather: bring new values to all ranks on the way.
         """
         # Config, optimizer and layout alone decide this, and not which gradients came to this rank: an update whose
         # skip the host decides launches no gathers when it is skipped.
         if self._may_skip_on_device and self._method.can_skip_on_device and self._all_on_device:
-            self._run_unread(vector, given, max_norm, publish)
+            self._run_unread(vector, given, max_norm, gather)
         else:
-            self._run_read(vector, given, max_norm, publish)
+            self._run_read(vector, given, max_norm, gather)
 
-    def _run_read(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
+    def _run_read(self, vector: StatsVector, given: Factor, max_norm: float, gather: bool) -> None:
         """Update or skip by the statistics, which all ranks read. So all ranks launch the all-gathers, or none does."""
         outcome = vector.get()
         self._outcomes.act(outcome)
@@ -135,10 +135,10 @@ class StepUpdate:
             self._outcomes.check_used(outcome)
             factor = (clip_coefficient(outcome.norm / divisor, max_norm) if max_norm else 1.0) / divisor
             factor *= float(host_value(given)) if isinstance(given, torch.Tensor) else given
-            self._update(factor, outcome.used, None, publish)
+            self._update(factor, outcome.used, None, gather)
         self._outcomes.end_step(outcome, divisor)
 
-    def _run_unread(self, vector: StatsVector, given: Factor, max_norm: float, publish: bool) -> None:
+    def _run_unread(self, vector: StatsVector, given: Factor, max_norm: float, gather: bool) -> None:
         """Update, or skip on the device, without reading the statistics. Every rank launches the same all-gathers.
 
         A parameter that this rank has not used may have been used on another. The device decides for each of them, in
@@ -169,7 +169,7 @@ class StepUpdate:
             left_out = {index: unused | found_inf for index, unused in left_out.items()}
             found_inf = found_inf.float()
         left_out = {index: flag.float() for index, flag in left_out.items()}
-        self._update(factor, used, found_inf, publish, left_out)
+        self._update(factor, used, found_inf, gather, left_out)
         self._outcomes.leave_unread(vector, divisor, doubtful)
 
     def _update(
@@ -177,7 +177,7 @@ class StepUpdate:
         factor: Factor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
-        publish: bool,
+        gather: bool,
         doubtful: Mapping[int, torch.Tensor] = _NONE,
     ) -> None:
         """One update, with :meth:`UpdateMethod.update`'s arguments; consumes the gradients. doubtful: further
@@ -191,11 +191,11 @@ class StepUpdate:
         if doubtful:
             update = functools.partial(self._update_doubtful, rest=update, factor=factor, doubtful=doubtful)
         # Set before the first write: an exception in the middle leaves some masters ahead of others.
-        self.unpublished = not publish
+        self.params_outdated = not gather
         try:
-            self._sweep(update if self._look is None else self._look(update), publish)
+            self._sweep(update if self._look is None else self._look(update), gather)
         except BaseException as error:
-            self.torn, self.unpublished = f"{type(error).__name__}: {error}", False
+            self.torn, self.params_outdated = f"{type(error).__name__}: {error}", False
             raise
 
     def _update_doubtful(
@@ -208,8 +208,8 @@ class StepUpdate:
                 self._method.update(own, factor, frozenset([index]), left_out)
         rest(hands)
 
-    def _sweep(self, update: Update, publish: bool) -> None:
-        follows = publish and self._method.follows
+    def _sweep(self, update: Update, gather: bool) -> None:
+        follows = gather and self._method.follows
         gatherer = self._param_gatherer
         for chunk in self._near:
             if gatherer.pending:  # of the step before: a gather still sends what this update writes
@@ -219,10 +219,10 @@ class StepUpdate:
                     self._buffer.sync_master_from_param(span.bucket)
             hands = [self._at_rest(span, follows) for span in chunk]
             update(hands)
-            self._end(hands, publish)
+            self._end(hands, gather)
         if self._staged.groups:
-            self._staged.run(publish, update, self._end)
-        if publish:
+            self._staged.run(gather, update, self._end)
+        if gather:
             gatherer.end_step()
 
     def _at_rest(self, span: Span, writes: bool) -> Hand:
@@ -231,16 +231,16 @@ class StepUpdate:
         out = buffer.owned[bucket] if writes and buffer.separate[bucket] else None
         return Hand(span, self._reducer.reduced(bucket), buffer.master[bucket], self._method.states_of(bucket), out)
 
-    def _end(self, hands: Sequence[Hand], publish: bool) -> None:
+    def _end(self, hands: Sequence[Hand], gather: bool) -> None:
         for hand in hands:
             if hand.span.last:
                 self._reducer.release(hand.span.bucket)
-                if publish:
+                if gather:
                     self._param_gatherer.gather_bucket(hand.span.bucket, rounded=hand.out is not None)
 
-    def published(self) -> None:
+    def on_params_gathered(self) -> None:
         """Note that the parameters of all ranks have the masters' values, or that their all-gathers are launched."""
-        self.unpublished = False
+        self.params_outdated = False
 
     def check_whole(self) -> None:
         """Raise RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""

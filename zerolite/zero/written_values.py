@@ -54,7 +54,7 @@ class WrittenValues:
 
         Raises RuntimeError if their shape or dtype differs.
         """
-        if not self._update.unpublished:
+        if not self._update.params_outdated:
             if self._param_gatherer.pending:
                 self._param_gatherer.wait_all()
             self._buffer.bring_home()
@@ -75,6 +75,6 @@ class WrittenValues:
         self.take()
         if self._shards is not None:
             self._shards.collect_frozen_writes()
-        for bucket in () if self._update.unpublished else range(len(self._buffer.layout.buckets)):
+        for bucket in () if self._update.params_outdated else range(len(self._buffer.layout.buckets)):
             self._buffer.sync_master_from_param(bucket)
         self._buffer.placements.written_in_place()
