@@ -35,7 +35,7 @@ MET: list[Meeting] = []
 def ended() -> Iterator[None]:
     yield
     while MET:
-        MET.pop().board.close()
+        MET.pop().failure_store.close()
 
 
 def come(job: NodeJob, name: str = "") -> Meeting:

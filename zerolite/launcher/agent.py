@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from zerolite.launcher.board import LOST_S, Board
+from zerolite.launcher.failure_store import HEARTBEAT_TIMEOUT_S, FailureStore
 from zerolite.launcher.failures import Failure, NodeOutcome, count, exit_status, headline, in_order
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
 from zerolite.launcher.logs import RankLogs
@@ -66,16 +66,16 @@ class Agent(LocalElasticAgent):
         self.stopping = False
         self.failures: list[Failure] = []
         self._outcome = outcome
-        self._noted_done = False
+        self._noted_success = False
         self._memory_kills = MemoryKills()
         self._unfinished_since: dict[int, float] = {}
         self._told_of: set[int] = set()
         super().__init__(make_spec(job, self.meeting), self.logs)
 
     @property
-    def board(self) -> Board | None:
-        """Board of the current attempt; None where there is one node."""
-        return self.meeting.board
+    def failure_store(self) -> FailureStore | None:
+        """FailureStore of the current attempt; None where there is one node."""
+        return self.meeting.failure_store
 
     @property
     def ranks_run(self) -> bool:
@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
         meeting = self.meeting
         nodes, world = len(meeting.hosts), worker_group.workers[0].world_size
         self._remaining_restarts = max(0, self.job.max_restarts - meeting.restarts)
-        self.failures, self._unfinished_since, self._noted_done = [], {}, False
+        self.failures, self._unfinished_since, self._noted_success = [], {}, False
         self._told_of = set()
         self.logs.begin_attempt(meeting.attempt)
         if meeting.attempt and meeting.node == 0:
@@ -148,8 +148,8 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             return RunResult(WorkerState.HEALTHY if None in codes.values() else WorkerState.FAILED)
         failed = self._failed_ranks(codes)
-        board = self.board
-        if failed or (board is not None and (board.failures or board.gone) and not board.all_done):
+        store = self.failure_store
+        if failed or (store is not None and (store.failures or store.disconnected) and not store.all_succeeded):
             return self._fail(worker_group, failed)
         if None in codes.values() or not self._done_everywhere():
             return RunResult(WorkerState.HEALTHY)
@@ -179,11 +179,11 @@ class Agent(LocalElasticAgent):
         seen = dict.fromkeys(failed, time.time())
         self._settle(failed, seen)
         self.failures = [self._failure(worker_group, rank, code, seen[rank]) for rank, code in failed.items()]
-        board = self.board
-        if board is not None and board.gone and not board.failures:
+        store = self.failure_store
+        if store is not None and store.disconnected and not store.failures:
             sentence = f"the first node, {self.meeting.address}, has gone: its agent has ended or cannot be reached"
             self.failures.append(Failure(host=self.host, seen=time.time(), of_agent=sentence))
-        everywhere = in_order(self.failures + (board.failures if board is not None else []))
+        everywhere = in_order(self.failures + (store.failures if store is not None else []))
         if everywhere and all(failure.consequence for failure in everywhere):
             ended = [rank for rank, code in self._exit_codes().items() if code == 0]
             self.failures += [self._failure(worker_group, rank, 0, time.time()) for rank in ended]
@@ -191,8 +191,8 @@ class Agent(LocalElasticAgent):
             self.meeting.note_failure(headline(everywhere[0]) if everywhere else "another node failed")
         else:
             self._remaining_restarts = 0
-            if board is not None and self.failures:
-                board.post(self.failures)
+            if store is not None and self.failures:
+                store.post(self.failures)
         ending = time.time()
         self.processes.end()
         self._note_what_came_to_light(worker_group, failed, ending)
@@ -201,13 +201,17 @@ class Agent(LocalElasticAgent):
     def _can_restart(self) -> bool:
         if self._remaining_restarts <= 0:
             return False
-        board = self.board
-        return board is None or not board.gone and len(self.meeting.hosts) - len(board.lost) >= self.job.min_nodes
+        store = self.failure_store
+        return (
+            store is None
+            or not store.disconnected
+            and len(self.meeting.hosts) - len(store.lost_hosts) >= self.job.min_nodes
+        )
 
     def _settle(self, failed: dict[int, int], seen: dict[int, float]) -> None:
         """Wait a little: for ranks that have reported an error and are about to end, and for the cause of it all."""
         start = time.monotonic()
-        while failed and not (self.board is not None and self.board.failures):
+        while failed and not (self.failure_store is not None and self.failure_store.failures):
             waited = time.monotonic() - start
             if waited > (SETTLE_S if self._cause_is_missing(failed) else LEAVING_S if self._leaving(failed) else 0.0):
                 return
@@ -256,25 +260,25 @@ class Agent(LocalElasticAgent):
 
     def _done_everywhere(self) -> bool:
         """This node's ranks have succeeded. Whether those of the others have; if one fails, all may start again."""
-        if self.board is not None and not self._noted_done:
-            self._noted_done = True
-            self.board.note_done()
-        return self.board is None or self.board.all_done
+        if self.failure_store is not None and not self._noted_success:
+            self._noted_success = True
+            self.failure_store.note_success()
+        return self.failure_store is None or self.failure_store.all_succeeded
 
     def _exit_barrier(self) -> None:
         """Return at once: this node succeeds when all have succeeded."""
 
     def outcome(self) -> NodeOutcome:
         """Return the outcome of the job, as this node knows it."""
-        if self.board is None:
+        if self.failure_store is None:
             return NodeOutcome(self.failures, True, self.meeting.attempt)
-        speaks = self.meeting.node == 0 or self.board.gone
-        return NodeOutcome(self.failures + self.board.failures, speaks, self.meeting.attempt)
+        speaks = self.meeting.node == 0 or self.failure_store.disconnected
+        return NodeOutcome(self.failures + self.failure_store.failures, speaks, self.meeting.attempt)
 
     def leave(self) -> None:
         """Let the other nodes go on without this one; the first node lets them leave before it."""
-        if self.board is not None and not self.board.gone:
-            self.board.leave()
+        if self.failure_store is not None and not self.failure_store.disconnected:
+            self.failure_store.exit_barrier()
 
 
 def make_spec(job: NodeJob, meeting: Meeting) -> WorkerSpec:
@@ -320,8 +324,8 @@ class Guard:
         while True:
             if select.select([self._lifeline], [], [], 0.5)[0]:
                 self._obey(os.read(self._lifeline, 1))
-            board = self.agent.board if self.agent is not None else None
-            if board is not None and board.silent_s > LOST_S:
+            store = self.agent.failure_store if self.agent is not None else None
+            if store is not None and store.silence_s > HEARTBEAT_TIMEOUT_S:
                 self._cut_off()
 
     def _obey(self, letter: bytes) -> None:
@@ -336,7 +340,7 @@ class Guard:
         """This node has lost the first one, so that nothing can be told to anybody."""
         assert self.agent is not None
         sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.meeting.address}, for "
-        failure = Failure(host=self.agent.host, of_agent=f"{sentence}{LOST_S:.0f} s")
+        failure = Failure(host=self.agent.host, of_agent=f"{sentence}{HEARTBEAT_TIMEOUT_S:.0f} s")
         tell(self._outcome, NodeOutcome([failure]).to_json())
         self._end_everything()
 

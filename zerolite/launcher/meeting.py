@@ -13,7 +13,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from zerolite.launcher.board import Board
+from zerolite.launcher.failure_store import FailureStore
 from zerolite.launcher.job import NodeJob
 from zerolite.utils import network
 from zerolite.utils.listening import keep_store
@@ -50,7 +50,7 @@ class Meeting(RendezvousHandler):
         restarts: how many of them followed a failure.
         node: this node's number in the current attempt.
         hosts: the host names of the current attempt's nodes, by number.
-        board: of the current attempt; None where there is one node.
+        failure_store: of the current attempt; None where there is one node.
     """
 
     def __init__(self, job: NodeJob, host: str) -> None:
@@ -64,7 +64,7 @@ class Meeting(RendezvousHandler):
         self._number = job.node_rank
         self.node = self._number
         self.hosts: list[str] = []
-        self.board: Board | None = None
+        self.failure_store: FailureStore | None = None
 
     @property
     def use_agent_store(self) -> bool:
@@ -76,9 +76,9 @@ class Meeting(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until the nodes of the next attempt are there. Raises MeetingError naming those that do not come."""
-        if self.board is not None:
-            self.board.close()
-            self.board = None
+        if self.failure_store is not None:
+            self.failure_store.close()
+            self.failure_store = None
         self.attempt += 1
         if self.attempt == 0 and self._number:
             self._find_attempt()
@@ -94,7 +94,7 @@ class Meeting(RendezvousHandler):
             self.rank_store = connect_to(self.address, port)
         if len(nodes) > 1:
             own = connect_to(self.address, int(self.store.port))
-            self.board = Board(own, self.attempt, self.node, self.hosts, _AGAIN.format(self.attempt))
+            self.failure_store = FailureStore(own, self.attempt, self.node, self.hosts, _AGAIN.format(self.attempt))
         return RendezvousInfo(store, self.node, len(nodes), RendezvousStoreInfo(self.address, port))
 
     def _find_attempt(self) -> None:
@@ -173,7 +173,7 @@ class Meeting(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """More than 0 if a node wants all to start again."""
-        return 0 if self.board is None else self.board.waiting
+        return 0 if self.failure_store is None else self.failure_store.nodes_waiting
 
     def get_run_id(self) -> str:
         return self._run_id

@@ -12,53 +12,53 @@ from torch.distributed import PrefixStore, TCPStore
 
 from zerolite.launcher.failures import Failure
 
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 """How often a node looks for what the others have posted."""
 
-LOST_S = 20.0
+HEARTBEAT_TIMEOUT_S = 20.0
 """Seconds without a sign of life after which a node is lost."""
 
-LEAVE_S = 5.0
+EXIT_BARRIER_S = 5.0
 """Seconds for which the first node, which hosts the store, waits for the others to have left."""
 
-_CLOSE_S = 2.0
+_JOIN_THREAD_S = 2.0
 
 
-class Board:
-    """One attempt's board. A thread of its own looks at it until :meth:`close`.
+class FailureStore:
+    """Failures of one attempt, shared by all nodes. A thread of its own reads them until :meth:`close`.
 
     Args:
         store: a connection to the first node's store that nothing else uses.
         attempt: what is posted in one attempt is not seen in another.
         node: this node's number.
         hosts: the nodes' host names, by number.
-        again: key of the store that counts the nodes which want all to start again.
+        restart_requests: key of the store that counts the nodes which want all to start again.
 
     Attributes:
-        gone: whether the connection to the store is broken.
-        all_done: whether the ranks of all nodes have succeeded.
-        waiting: how many nodes want all to start again.
+        disconnected: whether the connection to the store is broken.
+        all_succeeded: whether the ranks of all nodes have succeeded.
+        nodes_waiting: how many nodes want all to start again.
     """
 
-    def __init__(self, store: TCPStore, attempt: int, node: int, hosts: Sequence[str], again: str) -> None:
+    def __init__(self, store: TCPStore, attempt: int, node: int, hosts: Sequence[str], restart_requests: str) -> None:
         self._root = store
-        self._again = again
-        self._store = PrefixStore(f"zerolite/board_{attempt}", store)
+        self._restart_requests = restart_requests
+        self._store = PrefixStore(f"zerolite/failures_{attempt}", store)
         self._node = node
         self._hosts = list(hosts)
         self._last_seen = time.monotonic()
         self._posts: dict[int, list[Failure]] = {}
         self._read = 0
-        self._beats: dict[int, tuple[int, float]] = {}
-        self.gone = False
-        self.all_done = False
-        self.waiting = 0
+        self._heartbeats: dict[int, tuple[int, float]] = {}
+        self.disconnected = False
+        self.all_succeeded = False
+        self.nodes_waiting = 0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="zerolite board", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="zerolite failure store", daemon=True)
         self._thread.start()
 
     @property
-    def silent_s(self) -> float:
+    def silence_s(self) -> float:
         """Seconds since the store answered last; 0 when it is not asked any more."""
         return time.monotonic() - self._last_seen if self._thread.is_alive() else 0.0
 
@@ -68,7 +68,7 @@ class Board:
         return [failure for posted in list(self._posts.values()) for failure in posted]
 
     @property
-    def lost(self) -> list[str]:
+    def lost_hosts(self) -> list[str]:
         """Hosts of the nodes that gave no sign of life for too long."""
         return [self._hosts[node] for node, posted in list(self._posts.items()) if any(f.of_agent for f in posted)]
 
@@ -78,43 +78,43 @@ class Board:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"post/{self._store.add('posts', 1)}", text)
 
-    def note_done(self) -> None:
+    def note_success(self) -> None:
         """Say that this node's ranks have succeeded."""
         with contextlib.suppress(RuntimeError):
-            self._store.add("done", 1)
+            self._store.add("succeeded", 1)
 
-    def leave(self) -> None:
+    def exit_barrier(self) -> None:
         """Say that this node's ranks have ended. The first node then waits for the others, for a while."""
         self.close()
         with contextlib.suppress(RuntimeError):
             self._store.add("left", 1)
-            deadline = time.monotonic() + LEAVE_S
+            deadline = time.monotonic() + EXIT_BARRIER_S
             while self._node == 0 and time.monotonic() < deadline:
-                if self._store.add("left", 0) + len(self.lost) >= len(self._hosts):
+                if self._store.add("left", 0) + len(self.lost_hosts) >= len(self._hosts):
                     return
-                time.sleep(LOOK_S / 4)
+                time.sleep(POLL_INTERVAL_S / 4)
 
     def close(self) -> None:
         """End the thread. A request that comes back while the interpreter ends would abort the process, so this waits
         for the one under way, unless the store is silent."""
         self._closed.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(_JOIN_THREAD_S)
 
-    def _watch(self) -> None:
-        beat = 0.0
-        while not self._closed.wait(LOOK_S):
+    def _poll(self) -> None:
+        next_heartbeat = 0.0
+        while not self._closed.wait(POLL_INTERVAL_S):
             try:
-                if time.monotonic() >= beat:
-                    beat = time.monotonic() + 1.0
-                    self._store.add(f"alive/{self._node}", 1)
+                if time.monotonic() >= next_heartbeat:
+                    next_heartbeat = time.monotonic() + 1.0
+                    self._store.add(f"heartbeat/{self._node}", 1)
                     if self._node == 0:
-                        self._look_for_lost()
+                        self._find_lost_nodes()
                 self._read_posts()
-                self.all_done = self._store.add("done", 0) >= len(self._hosts)
-                self.waiting = self._root.add(self._again, 0)
+                self.all_succeeded = self._store.add("succeeded", 0) >= len(self._hosts)
+                self.nodes_waiting = self._root.add(self._restart_requests, 0)
                 self._last_seen = time.monotonic()
             except RuntimeError:
-                self.gone = not self._closed.is_set()
+                self.disconnected = not self._closed.is_set()
                 return
 
     def _read_posts(self) -> None:
@@ -124,17 +124,19 @@ class Board:
             if node != self._node:
                 self._posts[node] = [Failure.from_json(one) for one in posted]
 
-    def _look_for_lost(self) -> None:
+    def _find_lost_nodes(self) -> None:
         now = time.monotonic()
         for node in range(1, len(self._hosts)):
-            beats = self._store.add(f"alive/{node}", 0)
-            known, since = self._beats.setdefault(node, (beats, now))
+            beats = self._store.add(f"heartbeat/{node}", 0)
+            known, since = self._heartbeats.setdefault(node, (beats, now))
             if beats != known:
-                self._beats[node] = (beats, now)
-            elif now - since > LOST_S and node not in self._posts:
+                self._heartbeats[node] = (beats, now)
+            elif now - since > HEARTBEAT_TIMEOUT_S and node not in self._posts:
                 sentence = (
-                    f"host {self._hosts[node]} gave no sign of life for {LOST_S:.0f} s: its agent has ended, the "
-                    "machine is down, or the network to it is broken"
+                    f"host {self._hosts[node]} gave no sign of life for {HEARTBEAT_TIMEOUT_S:.0f} s: its agent has "
+                    "ended, the machine is down, or the network to it is broken"
                 )
-                self._posts[node] = [Failure(host=self._hosts[node], seen=time.time() - LOST_S, of_agent=sentence)]
+                self._posts[node] = [
+                    Failure(host=self._hosts[node], seen=time.time() - HEARTBEAT_TIMEOUT_S, of_agent=sentence)
+                ]
                 self.post(self._posts[node], node)
