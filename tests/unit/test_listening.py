@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from zerolite.comm import objects
-from zerolite.launcher import meeting
+from zerolite.launcher import node_rendezvous
 from zerolite.launcher.job import NodeJob
 from zerolite.utils.listening import SECRET_VARIABLE, keep_store, listen_at
 
@@ -58,7 +58,7 @@ def test_a_store_on_one_machine_cannot_be_reached_by_another_address() -> None:
 
 
 def test_the_launchers_store_listens_where_the_first_node_is() -> None:
-    store, _ = meeting.connect(NodeJob(["train.py"], job_id="job"))
+    store, _ = node_rendezvous.open_store(NodeJob(["train.py"], job_id="job"))
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
 

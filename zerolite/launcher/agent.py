@@ -26,8 +26,8 @@ from zerolite.launcher.failure_store import HEARTBEAT_TIMEOUT_S, FailureStore
 from zerolite.launcher.failures import Failure, NodeOutcome, count, exit_status, headline, in_order
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
 from zerolite.launcher.logs import RankLogs
-from zerolite.launcher.meeting import REACHED, Meeting, MeetingError, host_name
 from zerolite.launcher.memory_kills import MemoryKills
+from zerolite.launcher.node_rendezvous import FIRST_NODE_ADDRESS_KEY, NodeRendezvous, NodeRendezvousError, host_name
 from zerolite.launcher.processes import JobProcesses, send
 from zerolite.launcher.rank import BIND_VARIABLE, PARENT_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, rank_command
@@ -60,7 +60,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, job: NodeJob, log_dir: str, outcome: int) -> None:
         self.job = job
         self.host = host_name()
-        self.meeting = Meeting(job, self.host)
+        self.rendezvous = NodeRendezvous(job, self.host)
         self.logs = RankLogs(log_dir, job.log_dir is not None, job.tee, rank_variables(job))
         self.processes = JobProcesses(os.environ[JOB_ID_VARIABLE], spare=[os.getppid()])
         self.stopping = False
@@ -70,12 +70,12 @@ class Agent(LocalElasticAgent):
         self._memory_kills = MemoryKills()
         self._unfinished_since: dict[int, float] = {}
         self._told_of: set[int] = set()
-        super().__init__(make_spec(job, self.meeting), self.logs)
+        super().__init__(make_spec(job, self.rendezvous), self.logs)
 
     @property
     def failure_store(self) -> FailureStore | None:
         """FailureStore of the current attempt; None where there is one node."""
-        return self.meeting.failure_store
+        return self.rendezvous.failure_store
 
     @property
     def ranks_run(self) -> bool:
@@ -83,11 +83,11 @@ class Agent(LocalElasticAgent):
 
     def _choose_interface(self) -> None:
         """Have gloo use the interface that leads to the first node, unless the user has chosen one."""
-        if GLOO_VARIABLE in os.environ or len(self.meeting.hosts) == 1:
+        if GLOO_VARIABLE in os.environ or len(self.rendezvous.hosts) == 1:
             return
         first = self.job.node_rank == 0
-        interface = interface_of(self.meeting.store.get(REACHED).decode()) if first else None
-        interface = interface or interface_towards(self.meeting.address)
+        interface = interface_of(self.rendezvous.store.get(FIRST_NODE_ADDRESS_KEY).decode()) if first else None
+        interface = interface or interface_towards(self.rendezvous.address)
         if interface is not None:
             os.environ[GLOO_VARIABLE] = interface
         if interface is not None and first:
@@ -105,15 +105,15 @@ class Agent(LocalElasticAgent):
         return {} if self._pcontext is None else dict(self._pcontext.pids())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
-        meeting = self.meeting
-        nodes, world = len(meeting.hosts), worker_group.workers[0].world_size
-        self._remaining_restarts = max(0, self.job.max_restarts - meeting.restarts)
+        rendezvous = self.rendezvous
+        nodes, world = len(rendezvous.hosts), worker_group.workers[0].world_size
+        self._remaining_restarts = max(0, self.job.max_restarts - rendezvous.restarts)
         self.failures, self._unfinished_since, self._noted_success = [], {}, False
         self._told_of = set()
-        self.logs.begin_attempt(meeting.attempt)
-        if meeting.attempt and meeting.node == 0:
-            why = meeting.why_last_failed() or "nodes have come or gone"
-            say(f"attempt {meeting.attempt} starts: {count(world, 'rank')} on {count(nodes, 'node')}, because {why}")
+        self.logs.begin_attempt(rendezvous.attempt)
+        if rendezvous.attempt and rendezvous.node == 0:
+            why = rendezvous.last_failure() or "nodes have come or gone"
+            say(f"attempt {rendezvous.attempt} starts: {count(world, 'rank')} on {count(nodes, 'node')}, because {why}")
         self._choose_interface()
         if self.stopping:
             os._exit(1)
@@ -157,7 +157,7 @@ class Agent(LocalElasticAgent):
 
     def _tell_of_exits(self, codes: dict[int, int | None]) -> None:
         """Tell all ranks which of them have ended with status 0: those that wait for one of them end with an error."""
-        store = self.meeting.rank_store
+        store = self.rendezvous.rank_store
         for worker in self._worker_group.workers:
             if codes[worker.local_rank] == 0 and worker.local_rank not in self._told_of:
                 self._told_of.add(worker.local_rank)
@@ -181,14 +181,14 @@ class Agent(LocalElasticAgent):
         self.failures = [self._failure(worker_group, rank, code, seen[rank]) for rank, code in failed.items()]
         store = self.failure_store
         if store is not None and store.disconnected and not store.failures:
-            sentence = f"the first node, {self.meeting.address}, has gone: its agent has ended or cannot be reached"
+            sentence = f"the first node, {self.rendezvous.address}, has gone: its agent has ended or cannot be reached"
             self.failures.append(Failure(host=self.host, seen=time.time(), of_agent=sentence))
         everywhere = in_order(self.failures + (store.failures if store is not None else []))
         if everywhere and all(failure.consequence for failure in everywhere):
             ended = [rank for rank, code in self._exit_codes().items() if code == 0]
             self.failures += [self._failure(worker_group, rank, 0, time.time()) for rank in ended]
         if self._can_restart():
-            self.meeting.note_failure(headline(everywhere[0]) if everywhere else "another node failed")
+            self.rendezvous.note_failure(headline(everywhere[0]) if everywhere else "another node failed")
         else:
             self._remaining_restarts = 0
             if store is not None and self.failures:
@@ -205,7 +205,7 @@ class Agent(LocalElasticAgent):
         return (
             store is None
             or not store.disconnected
-            and len(self.meeting.hosts) - len(store.lost_hosts) >= self.job.min_nodes
+            and len(self.rendezvous.hosts) - len(store.lost_hosts) >= self.job.min_nodes
         )
 
     def _settle(self, failed: dict[int, int], seen: dict[int, float]) -> None:
@@ -271,9 +271,9 @@ class Agent(LocalElasticAgent):
     def outcome(self) -> NodeOutcome:
         """Return the outcome of the job, as this node knows it."""
         if self.failure_store is None:
-            return NodeOutcome(self.failures, True, self.meeting.attempt)
-        speaks = self.meeting.node == 0 or self.failure_store.disconnected
-        return NodeOutcome(self.failures + self.failure_store.failures, speaks, self.meeting.attempt)
+            return NodeOutcome(self.failures, True, self.rendezvous.attempt)
+        speaks = self.rendezvous.node == 0 or self.failure_store.disconnected
+        return NodeOutcome(self.failures + self.failure_store.failures, speaks, self.rendezvous.attempt)
 
     def leave(self) -> None:
         """Let the other nodes go on without this one; the first node lets them leave before it."""
@@ -281,13 +281,13 @@ class Agent(LocalElasticAgent):
             self.failure_store.exit_barrier()
 
 
-def make_spec(job: NodeJob, meeting: Meeting) -> WorkerSpec:
+def make_spec(job: NodeJob, rendezvous: NodeRendezvous) -> WorkerSpec:
     # The agent expands `$` macros in arguments; a doubled `$` is a plain one.
     arguments = [part.replace("$", "$$") for part in rank_command(job)[1:]]
     return WorkerSpec(
         role="rank",
         local_world_size=job.nproc,
-        rdzv_handler=meeting,
+        rdzv_handler=rendezvous,
         entrypoint=sys.executable,
         args=tuple(arguments),
         max_restarts=job.max_restarts,
@@ -339,7 +339,7 @@ class Guard:
     def _cut_off(self) -> None:
         """This node has lost the first one, so that nothing can be told to anybody."""
         assert self.agent is not None
-        sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.meeting.address}, for "
+        sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.rendezvous.address}, for "
         failure = Failure(host=self.agent.host, of_agent=f"{sentence}{HEARTBEAT_TIMEOUT_S:.0f} s")
         tell(self._outcome, NodeOutcome([failure]).to_json())
         self._end_everything()
@@ -376,7 +376,7 @@ def main(argv: list[str]) -> NoReturn:
         result = agent.outcome()
     except Exception as error:  # nothing else would tell the supervisor what happened
         sentence = f"the agent on host {host_name()} failed: {type(error).__name__}: {error}"
-        record = FailureRecord("", traceback.format_exc() if not isinstance(error, MeetingError) else "")
+        record = FailureRecord("", traceback.format_exc() if not isinstance(error, NodeRendezvousError) else "")
         result = NodeOutcome([Failure(host=host_name(), of_agent=sentence, record=record)])
     tell(outcome, result.to_json())
     if agent is not None:

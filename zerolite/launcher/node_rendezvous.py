@@ -21,23 +21,23 @@ from zerolite.utils.listening import keep_store
 LAST_CALL_S = 10
 """Seconds for which an elastic job waits for further nodes when the fewest are there."""
 
-ATTEMPT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """Each address of the first node is tried for so long, in turn."""
 
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
-REACHED = "zerolite/reached"
+FIRST_NODE_ADDRESS_KEY = "zerolite/reached"
 """Key with the first node's address in numbers, as another node has reached it."""
 
-_AGAIN = "zerolite/again/{}"
+_RESTART_REQUESTS_KEY = "zerolite/again/{}"
 """Key that counts the nodes which want all to start again after an attempt: they have failed, or come later."""
 
 
-class MeetingError(RuntimeError):
+class NodeRendezvousError(RuntimeError):
     """The nodes of a job did not come together; the message says which, and what to do."""
 
 
-class Meeting(RendezvousHandler):
+class NodeRendezvous(RendezvousHandler):
     """The rendezvous of the agents, before each attempt: the first node decides which nodes take part.
 
     Those are all nodes, or in an elastic job those that come in time. The others start again for one that comes later.
@@ -56,13 +56,13 @@ class Meeting(RendezvousHandler):
     def __init__(self, job: NodeJob, host: str) -> None:
         self._job = job
         self._host = host
-        self.store, self.address = connect(job)
+        self.store, self.address = open_store(job)
         self.rank_store = self.store
         self._run_id: str = self.store.get("zerolite/run_id").decode()
         self.attempt = -1
         self.restarts = 0
-        self._number = job.node_rank
-        self.node = self._number
+        self._job_node = job.node_rank
+        self.node = self._job_node
         self.hosts: list[str] = []
         self.failure_store: FailureStore | None = None
 
@@ -75,64 +75,70 @@ class Meeting(RendezvousHandler):
         return "zerolite"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until the nodes of the next attempt are there. Raises MeetingError naming those that do not come."""
+        """Wait until the nodes of the next attempt are there.
+
+        Raises:
+            NodeRendezvousError: nodes have not come; the message names them.
+        """
         if self.failure_store is not None:
             self.failure_store.close()
             self.failure_store = None
         self.attempt += 1
-        if self.attempt == 0 and self._number:
-            self._find_attempt()
+        if self.attempt == 0 and self._job_node:
+            self._find_current_attempt()
         while True:
             store = PrefixStore(f"zerolite/attempt_{self.attempt}", self.store)
-            nodes, self.restarts, port = self._meet(store)
-            if self._number in nodes:
+            nodes, self.restarts, port = self._join_attempt(store)
+            if self._job_node in nodes:
                 break
-            self._ask_for_next()
-        self.node = nodes.index(self._number)
+            self._request_restart()
+        self.node = nodes.index(self._job_node)
         self.hosts = [store.get(f"host/{number}").decode() for number in nodes]
-        if self.attempt and self._number:
-            self.rank_store = connect_to(self.address, port)
+        if self.attempt and self._job_node:
+            self.rank_store = connect_to_store(self.address, port)
         if len(nodes) > 1:
-            own = connect_to(self.address, int(self.store.port))
-            self.failure_store = FailureStore(own, self.attempt, self.node, self.hosts, _AGAIN.format(self.attempt))
+            own = connect_to_store(self.address, int(self.store.port))
+            self.failure_store = FailureStore(
+                own, self.attempt, self.node, self.hosts, _RESTART_REQUESTS_KEY.format(self.attempt)
+            )
         return RendezvousInfo(store, self.node, len(nodes), RendezvousStoreInfo(self.address, port))
 
-    def _find_attempt(self) -> None:
+    def _find_current_attempt(self) -> None:
         """This node may have come later than the others: find the attempt that is to begin."""
         self.attempt = int(self.store.get("zerolite/attempt"))
         if not self.store.check([f"zerolite/attempt_{self.attempt}/start"]):
             return
         if not self._job.is_elastic:
-            raise MeetingError(
-                f"the job has begun already: another node was started as number {self._number}. Give each node a "
+            raise NodeRendezvousError(
+                f"the job has begun already: another node was started as number {self._job_node}. Give each node a "
                 "--node-rank of its own, 0 for the one at --master-addr."
             )
-        self._ask_for_next()
+        self._request_restart()
 
-    def _ask_for_next(self) -> None:
+    def _request_restart(self) -> None:
         """The current attempt runs without this node: have the others start again with it."""
-        self.store.add(_AGAIN.format(self.attempt), 1)
+        self.store.add(_RESTART_REQUESTS_KEY.format(self.attempt), 1)
         self.attempt += 1
 
-    def _meet(self, store: PrefixStore) -> tuple[list[int], int, int]:
+    def _join_attempt(self, store: PrefixStore) -> tuple[list[int], int, int]:
         """Come to an attempt. Return the numbers of the nodes that take part, how many attempts have failed before, and
         the port of the ranks' store."""
-        if store.add(f"came/{self._number}", 1) > 1:
-            other = store.get(f"host/{self._number}").decode()
-            raise MeetingError(
-                f"two nodes were started as number {self._number}: {other} and {self._host}. Give each node a "
+        if store.add(f"came/{self._job_node}", 1) > 1:
+            other = store.get(f"host/{self._job_node}").decode()
+            raise NodeRendezvousError(
+                f"two nodes were started as number {self._job_node}: {other} and {self._host}. Give each node a "
                 "--node-rank of its own, 0 for the one at --master-addr."
             )
-        store.set(f"host/{self._number}", self._host)
+        store.set(f"host/{self._job_node}", self._host)
         store.add("count", 1)
-        if self._number == 0:
+        if self._job_node == 0:
             nodes = self._choose_nodes(store)
             if self.attempt:  # when the ranks start again they need an empty store
-                self.rank_store = _keep_store(self._job, self.address, 0)
+                self.rank_store = _host_store(self._job, self.address, 0)
             restarts = self.store.add("zerolite/restarts", 0)
             store.set("start", json.dumps([nodes, restarts, int(self.rank_store.port)]))
         while not store.check(["start"]):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         nodes, restarts, port = json.loads(store.get("start"))
         return nodes, restarts, port
 
@@ -152,11 +158,11 @@ class Meeting(RendezvousHandler):
                     for number in range(job.max_nodes)
                     if not store.check([f"host/{number}"])
                 ]
-                raise MeetingError(
+                raise NodeRendezvousError(
                     f"of {job.min_nodes} nodes, number {', '.join(missing)} did not come within {job.join_s:.0f} s. "
                     "Start `zerolite` on every node with the same --num-nodes, --master-addr and --master-port."
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return [number for number in range(job.max_nodes) if store.check([f"host/{number}"])]
 
     def note_failure(self, why: str) -> None:
@@ -164,9 +170,9 @@ class Meeting(RendezvousHandler):
         if self.store.add(f"zerolite/failed_in/{self.attempt}", 1) == 1:
             self.store.set(f"zerolite/why/{self.attempt}", why)
             self.store.add("zerolite/restarts", 1)
-        self.store.add(_AGAIN.format(self.attempt), 1)
+        self.store.add(_RESTART_REQUESTS_KEY.format(self.attempt), 1)
 
-    def why_last_failed(self) -> str:
+    def last_failure(self) -> str:
         """Why the attempt before this one ended; "" if no failure ended it."""
         key = f"zerolite/why/{self.attempt - 1}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
@@ -188,19 +194,19 @@ class Meeting(RendezvousHandler):
         return True
 
 
-def connect(job: NodeJob) -> tuple[Any, str]:
-    """Return the job's store, which the first node hosts, and the first node's address. Raises MeetingError."""
+def open_store(job: NodeJob) -> tuple[Any, str]:
+    """Return the job's store, which the first node hosts, and the first node's address. Raises NodeRendezvousError."""
     if job.node_rank:
-        address, found = find_first(job)
-        store = connect_to(address, job.master_port, job.join_s)
-        store.set(REACHED, found)
+        address, found = find_first_node(job)
+        store = connect_to_store(address, job.master_port, job.join_s)
+        store.set(FIRST_NODE_ADDRESS_KEY, found)
         return store, address
     address = next(filter(network.resolve, (job.master_addr, *job.other_addresses)), job.master_addr)
     try:
-        store = _keep_store(job, address, job.master_port)
+        store = _host_store(job, address, job.master_port)
     except (RuntimeError, OSError) as error:
-        raise MeetingError(
-            f"the rendezvous store could not be started at {_shown(address, job.master_port)}: "
+        raise NodeRendezvousError(
+            f"the rendezvous store could not be started at {_endpoint(address, job.master_port)}: "
             f"{str(error).splitlines()[0]}. Choose another --master-port, and check that --master-addr is an address "
             "of this machine."
         ) from error
@@ -208,38 +214,38 @@ def connect(job: NodeJob) -> tuple[Any, str]:
     return store, address
 
 
-def find_first(job: NodeJob) -> tuple[str, str]:
+def find_first_node(job: NodeJob) -> tuple[str, str]:
     """Return the first address at which the first node's store is reached, as given and in numbers. Raises
-    MeetingError."""
+    NodeRendezvousError."""
     deadline = time.monotonic() + job.join_s
     while True:
         tried = []
         for address in (job.master_addr, *job.other_addresses):
             try:
-                with socket.create_connection((address, job.master_port), timeout=ATTEMPT_S) as connection:
+                with socket.create_connection((address, job.master_port), timeout=CONNECT_TIMEOUT_S) as connection:
                     return address, str(connection.getpeername()[0])
             except (OSError, UnicodeError) as error:
-                tried.append(f"{_shown(address, job.master_port)}: {getattr(error, 'strerror', None) or error}")
+                tried.append(f"{_endpoint(address, job.master_port)}: {getattr(error, 'strerror', None) or error}")
         if time.monotonic() > deadline:
-            raise MeetingError(
+            raise NodeRendezvousError(
                 f"host {host_name()} cannot reach the first node's rendezvous store within {job.join_s:.0f} s "
                 f"({'; '.join(tried)}). Check that the first node's command runs, the address (--master-addr) and port "
                 "(--master-port), and that no firewall closes the port."
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def connect_to(address: str, port: int, timeout_s: float = 10.0) -> TCPStore:
+def connect_to_store(address: str, port: int, timeout_s: float = 10.0) -> TCPStore:
     """Return a connection to a store of the first node. Raises RuntimeError."""
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def _keep_store(job: NodeJob, address: str, port: int) -> TCPStore:
+def _host_store(job: NodeJob, address: str, port: int) -> TCPStore:
     make = functools.partial(TCPStore, timeout=timedelta(seconds=job.join_s), wait_for_workers=False)
     return keep_store(make, address, port, torch.__version__)
 
 
-def _shown(address: str, port: int) -> str:
+def _endpoint(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 

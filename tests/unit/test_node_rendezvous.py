@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests.cli.helpers import free_port
-from zerolite.launcher import meeting
+from zerolite.launcher import node_rendezvous
 from zerolite.launcher.job import NodeJob
-from zerolite.launcher.meeting import Meeting, MeetingError
+from zerolite.launcher.node_rendezvous import NodeRendezvous, NodeRendezvousError
 
 
 @pytest.fixture
@@ -28,20 +28,20 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(4)
 
 
-MET: list[Meeting] = []
+RENDEZVOUS: list[NodeRendezvous] = []
 
 
 @pytest.fixture(autouse=True)
 def ended() -> Iterator[None]:
     yield
-    while MET:
-        MET.pop().failure_store.close()
+    while RENDEZVOUS:
+        RENDEZVOUS.pop().failure_store.close()
 
 
-def come(job: NodeJob, name: str = "") -> Meeting:
-    found = Meeting(job, name or f"host{job.node_rank}")
+def come(job: NodeJob, name: str = "") -> NodeRendezvous:
+    found = NodeRendezvous(job, name or f"host{job.node_rank}")
     found.next_rendezvous()
-    MET.append(found)
+    RENDEZVOUS.append(found)
     return found
 
 
@@ -52,7 +52,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def results(coming: list[Future[Meeting]]) -> list[Meeting]:
+def results(coming: list[Future[NodeRendezvous]]) -> list[NodeRendezvous]:
     return [future.result(30) for future in coming]
 
 
@@ -66,12 +66,12 @@ def test_all_nodes_come_and_start_again_together(nodes: list[NodeJob], threads: 
     wait_until(lambda: all(one.num_nodes_waiting() for one in found))
     for future in [threads.submit(one.next_rendezvous) for one in found]:
         future.result(30)
-    assert [(one.attempt, one.restarts, one.why_last_failed()) for one in found] == [(1, 1, "a rank failed")] * 3
+    assert [(one.attempt, one.restarts, one.last_failure()) for one in found] == [(1, 1, "a rank failed")] * 3
     assert found[0].rank_store.port != found[0].store.port, "the ranks begin with an empty store"
 
 
 def test_two_nodes_with_one_number(nodes: list[NodeJob], threads: ThreadPoolExecutor) -> None:
-    store, _ = meeting.connect(nodes[0])
+    store, _ = node_rendezvous.open_store(nodes[0])
     store.set("zerolite/attempt", "0")
     both = {threads.submit(come, nodes[1], name) for name in ("one", "other")}
     (refused,), (waiting,) = futures.wait(both, 30, futures.FIRST_COMPLETED)
@@ -82,14 +82,16 @@ def test_two_nodes_with_one_number(nodes: list[NodeJob], threads: ThreadPoolExec
 
 
 def test_nodes_that_do_not_come(nodes: list[NodeJob]) -> None:
-    with pytest.raises(MeetingError, match=r"of 3 nodes, number 1, 2 did not come within 0 s\. Start `zerolite` on"):
+    with pytest.raises(
+        NodeRendezvousError, match=r"of 3 nodes, number 1, 2 did not come within 0 s\. Start `zerolite` on"
+    ):
         come(dataclasses.replace(nodes[0], join_s=0.3))
 
 
 def test_an_elastic_job_takes_who_comes_later(
     nodes: list[NodeJob], threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "LAST_CALL_S", 1.0)
+    monkeypatch.setattr(node_rendezvous, "LAST_CALL_S", 1.0)
     jobs = [dataclasses.replace(job, min_nodes=2) for job in nodes]
     first, last = results([threads.submit(come, job) for job in (jobs[0], jobs[2])])
     assert first.hosts == last.hosts == ["host0", "host2"] and last.node == 1
@@ -103,5 +105,7 @@ def test_an_elastic_job_takes_who_comes_later(
 
 def test_the_first_node_is_not_reached(nodes: list[NodeJob]) -> None:
     job = dataclasses.replace(nodes[1], master_addr="127.0.0.1", other_addresses=["127.0.0.2"], join_s=0.5)
-    with pytest.raises(MeetingError, match=r"cannot reach .*127\.0\.0\.1:\d+: Connection refused; 127\.0\.0\.2:"):
-        Meeting(job, "host1")
+    with pytest.raises(
+        NodeRendezvousError, match=r"cannot reach .*127\.0\.0\.1:\d+: Connection refused; 127\.0\.0\.2:"
+    ):
+        NodeRendezvous(job, "host1")
