@@ -303,7 +303,7 @@ def rank_variables(job: NodeJob) -> dict[int, dict[str, str]]:
     return variables
 
 
-class Guard:
+class SupervisorListener:
     """A thread that does what the supervisor says, and ends everything when it, or the first node, has gone.
 
     Args:
@@ -318,17 +318,17 @@ class Guard:
         self.agent: Agent | None = None
         self._lifeline = lifeline
         self._outcome = outcome
-        threading.Thread(target=self._follow, name="zerolite guard", daemon=True).start()
+        threading.Thread(target=self._listen, name="zerolite supervisor listener", daemon=True).start()
 
-    def _follow(self) -> None:
+    def _listen(self) -> None:
         while True:
             if select.select([self._lifeline], [], [], 0.5)[0]:
-                self._obey(os.read(self._lifeline, 1))
+                self._on_letter(os.read(self._lifeline, 1))
             store = self.agent.failure_store if self.agent is not None else None
             if store is not None and store.silence_s > HEARTBEAT_TIMEOUT_S:
-                self._cut_off()
+                self._on_lost_first_node()
 
-    def _obey(self, letter: bytes) -> None:
+    def _on_letter(self, letter: bytes) -> None:
         """A letter of the supervisor's; none when it has ended."""
         if letter == b"" or self.agent is None or not self.agent.ranks_run:
             self._end_everything()
@@ -336,7 +336,7 @@ class Guard:
         if letter == INTERRUPT:
             send(self.agent.rank_pids().values(), signal.SIGINT, os.killpg)
 
-    def _cut_off(self) -> None:
+    def _on_lost_first_node(self) -> None:
         """This node has lost the first one, so that nothing can be told to anybody."""
         assert self.agent is not None
         sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.rendezvous.address}, for "
@@ -368,10 +368,10 @@ def main(argv: list[str]) -> NoReturn:
     if not line:
         os._exit(1)
     job = NodeJob.from_json(line)
-    guard = Guard(lifeline, outcome)
+    listener = SupervisorListener(lifeline, outcome)
     agent = None
     try:
-        agent = guard.agent = Agent(job, log_dir, outcome)
+        agent = listener.agent = Agent(job, log_dir, outcome)
         agent.run()
         result = agent.outcome()
     except Exception as error:  # nothing else would tell the supervisor what happened

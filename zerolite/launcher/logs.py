@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from zerolite.launcher.failures import TAIL_LINES
 
 _TAIL_BYTES = 16384
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _PROMPT_S = 0.3
 _CHUNK = 1 << 20  # bytes read at once
 
@@ -36,12 +36,12 @@ class RankLogs(LogsSpecs):
     ) -> None:
         super().__init__(directory)
         self._keep_all = keep_all
-        self._also = tee
+        self._tee_ranks = tee
         self._extra = extra
         self._attempt = 0
         self.outputs: dict[int, list[str]] = {}
         self.error_files: dict[int, str] = {}
-        self._followers: list[FileFollower] = []
+        self._tails: list[LogTail] = []
 
     def begin_attempt(self, number: int) -> None:
         """The files of :meth:`reify` are those of attempt ``number`` from now on."""
@@ -78,20 +78,20 @@ class RankLogs(LogsSpecs):
         chosen = {
             rank: paths
             for rank, paths in self.outputs.items()
-            if paths and (rank == 0 or self._also is None or rank in self._also)
+            if paths and (rank == 0 or self._tee_ranks is None or rank in self._tee_ranks)
         }
         prefixes = {rank: "" if rank == 0 else f"[rank {rank}] " for rank in chosen}
         for stream, place in ((sys.stdout, 0), (sys.stderr, 1)):
             if stream is None or not chosen:  # closed when the job was started, or nothing to show
                 continue
             files = {rank: paths[place] for rank, paths in chosen.items()}
-            self._followers.append(FileFollower(files, stream.buffer, prefixes))
+            self._tails.append(LogTail(files, stream.buffer, prefixes))
 
     def stop_tee(self) -> None:
         """Copy what is left; the ranks have ended."""
-        for follower in self._followers:
-            follower.stop()
-        self._followers.clear()
+        for tail in self._tails:
+            tail.stop()
+        self._tails.clear()
 
     def tail(self, rank: int) -> str:
         """The last lines of a rank's standard error, "" where it goes to the terminal."""
@@ -103,16 +103,16 @@ class RankLogs(LogsSpecs):
         return last.strip()
 
 
-class _File:
+class _TailedFile:
     """One file whose lines are copied."""
 
     def __init__(self, path: str, prefix: str) -> None:
         self._path, self._prefix = path, prefix.encode()
         self._file: BinaryIO | None = None
-        self._begun = b""  # a line without an end so far
+        self._partial_line = b""  # a line without an end so far
         self._read_at = 0.0
 
-    def take(self, last: bool = False) -> bytes:
+    def read_lines(self, last: bool = False) -> bytes:
         """Return what is to be written now, in whole lines. ``last``: nothing more comes."""
         if self._file is None:
             with contextlib.suppress(FileNotFoundError):
@@ -120,19 +120,19 @@ class _File:
         data = self._file.read(_CHUNK) if self._file is not None else b""
         if data:
             self._read_at = time.monotonic()
-        text = self._begun + data
+        text = self._partial_line + data
         whole, end, rest = text.rpartition(b"\n")
         # Without a prefix a rest may be a prompt or dots: it appears when nothing has followed it for a moment.
         alone = not self._prefix and time.monotonic() - self._read_at > _PROMPT_S
         if rest and (last or len(rest) > _CHUNK or alone):
             whole, end, rest = text, b"", b""
-        self._begun = rest
+        self._partial_line = rest
         if not self._prefix or not whole + end:
             return whole + end
         return b"".join(self._prefix + line + b"\n" for line in whole.split(b"\n"))
 
 
-class FileFollower:
+class LogTail:
     """Copies lines of several files to the terminal until :meth:`stop`. torch's TailLog writes half a line where one
     write crosses a page of the file, and takes a progress bar's `\\r` for the end of a line.
 
@@ -142,7 +142,7 @@ class FileFollower:
     """
 
     def __init__(self, files: Mapping[int, str], stream: BinaryIO, prefixes: Mapping[int, str]) -> None:
-        self._files = [_File(path, prefixes[rank]) for rank, path in files.items()]
+        self._files = [_TailedFile(path, prefixes[rank]) for rank, path in files.items()]
         self._stream = stream
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zerolite output", daemon=True)
@@ -154,7 +154,7 @@ class FileFollower:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(0 if self._copy() else _LOOK_S):
+        while not self._stop.wait(0 if self._copy() else _POLL_INTERVAL_S):
             pass
         while self._copy():
             pass
@@ -162,7 +162,7 @@ class FileFollower:
 
     def _copy(self, last: bool = False) -> bool:
         """Return whether there was anything."""
-        text = b"".join([file.take(last) for file in self._files])
+        text = b"".join([file.read_lines(last) for file in self._files])
         if text:
             with contextlib.suppress(OSError):  # the terminal has gone
                 self._stream.write(text)

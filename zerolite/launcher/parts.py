@@ -47,7 +47,7 @@ class Part:
         self._ended_by_itself = here or first_line is None
         self._tells = first_line is not None
         # mpirun, srun and pdsh do not care whether this process is still there.
-        guard = [] if self._tells else [sys.executable, *run_module("zerolite.launcher.guard")]
+        guard = [] if self._tells else [sys.executable, *run_module("zerolite.launcher.process_guard")]
         self._process = subprocess.Popen(
             [*guard, *command.argv],
             stdin=subprocess.PIPE,

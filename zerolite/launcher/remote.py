@@ -23,7 +23,7 @@ NODE = "zerolite.launcher.node"
 CHECK_S = 45.0
 """A host that has not answered by then does not take part."""
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 OWN_END_S = 7.0
 """Nodes end by themselves when one has failed; those that have not by then are ended."""
@@ -100,7 +100,7 @@ def start_parts(job: JobPlan, nodes: Sequence[NodeJob], parts: list[Part], signa
     while any(part.answer is None and not part.look() for part in parts) and not signals:
         if time.monotonic() > deadline:
             break
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
     if signals:
         for part in parts:
             part.end()
@@ -197,7 +197,7 @@ def follow_parts(job: JobPlan, parts: Sequence[Part], signals: list[signal.Signa
         if now >= kill_at:
             for part in parts:
                 part.kill()
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
     return 128 + signals[0] if signals else job_status(job, parts)
 
 

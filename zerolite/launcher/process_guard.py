@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from zerolite.launcher.processes import JobProcesses, adopt_orphans
 
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 
 TOOL_END_S = 5.0
 """mpirun and srun end all nodes within this time when they get SIGTERM."""
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     adopt_orphans()
     tool = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
     while tool.poll() is None:
-        if select.select([0], [], [], LOOK_S)[0] and not os.read(0, 64):
+        if select.select([0], [], [], POLL_INTERVAL_S)[0] and not os.read(0, 64):
             tool.terminate()
             with suppress(subprocess.TimeoutExpired):
                 tool.wait(TOOL_END_S)
