@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from zerolite.launcher import node, remote
+from zerolite.launcher import node_main, remote
 from zerolite.launcher.hosts import Host, HostsError
-from zerolite.launcher.job import NodeJob, run_module
-from zerolite.launcher.node import node_index
+from zerolite.launcher.job import NodeJob, module_arguments
+from zerolite.launcher.node_main import node_index
 from zerolite.launcher.options import LaunchRequest
-from zerolite.launcher.plan import check_reachable, first_addresses, make_node_jobs, make_plan, own_part
+from zerolite.launcher.plan import check_reachable, first_addresses, make_node_jobs, make_plan, own_node_job
 from zerolite.launcher.remote_commands import Route, exported_variables, make_commands, pack, unpack
 from zerolite.utils import network
 from zerolite.utils.listening import SECRET_VARIABLE
@@ -32,10 +32,10 @@ def test_ssh_runs_the_first_part_here_and_the_others_by_ssh() -> None:
     route = make_route("ssh", launcher_args=["-F", "my config"], ssh_port=2222)
     environ = {"PYTHONPATH": "/a b:/c", "PATH": "/bin", "NCCL_DEBUG": "INFO"}
     first, second, third = make_commands(route, "some.module", None, environ)
-    assert list(first.argv) == ["/opt/python", *run_module("some.module")] and list(first.nodes) == [0]
+    assert list(first.argv) == ["/opt/python", *module_arguments("some.module")] and list(first.nodes) == [0]
     assert second.argv[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in second.argv
     assert second.argv[-4:-1] == ["-p", "2222", "host2"] and third.argv[-2] == "host3"
-    start = f"/opt/python {shlex.join(run_module('some.module'))} ssh"
+    start = f"/opt/python {shlex.join(module_arguments('some.module'))} ssh"
     assert second.argv[-1] == f"cd '/work dir'; exec env 'PYTHONPATH=/a b:/c' {start}"
     assert shlex.split(second.shell_line()) == list(second.argv)
     route = Route("ssh", ["host1", "ann@fd00::3"], here=0, cwd="/", interpreter="python")
@@ -56,7 +56,9 @@ def test_one_command_for_all_hosts(launcher: str, start: list[str], node: str) -
     (command,) = make_commands(route, "some.module", "PAYLOAD", {})
     assert command.argv[: len(start)] == start and list(command.nodes) == [0, 1, 2]
     cwd = "/100%%" if launcher == "pdsh" else "/100%"
-    assert command.argv[-1] == f"cd {cwd}; exec /opt/python {shlex.join(run_module('some.module'))} PAYLOAD {node}"
+    assert (
+        command.argv[-1] == f"cd {cwd}; exec /opt/python {shlex.join(module_arguments('some.module'))} PAYLOAD {node}"
+    )
     assert any("host1:1,host2:1,host3:1" in word for word in command.argv) == (launcher == "openmpi")
     assert ("--nodelist=host1,host2,host3" in command.argv) == (launcher == "slurm")
     with pytest.raises(ValueError, match="cannot give each host"):
@@ -76,9 +78,9 @@ def test_a_process_learns_which_node_it_is() -> None:
     assert node_index("host2", NAMES, {}) == 1
     assert node_index("SLURMD_NODENAME", NAMES, {"SLURMD_NODENAME": "host3"}) == 2
     assert node_index("OMPI_COMM_WORLD_RANK", NAMES, {"OMPI_COMM_WORLD_RANK": "1"}) == 1
-    for told in ("3", "host9", "OMPI_COMM_WORLD_RANK"):
-        with pytest.raises(ValueError, match=f"started on '{told}', which is none of the hosts: host1, host2, host3"):
-            node_index(told, NAMES, {})
+    for value in ("3", "host9", "OMPI_COMM_WORLD_RANK"):
+        with pytest.raises(ValueError, match=f"started on '{value}', which is none of the hosts: host1, host2, host3"):
+            node_index(value, NAMES, {})
 
 
 @pytest.mark.parametrize(
@@ -99,16 +101,16 @@ def test_launchers_that_cannot_name_a_host(launcher: str, host: Host, complaint:
 def test_a_host_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").touch()
-    job = NodeJob(["t.py"], job_id="abc", nproc=3, cwd=str(tmp_path), versions=node.own_versions())
-    assert node.find_problems(job) == []
+    job = NodeJob(["t.py"], job_id="abc", nproc=3, cwd=str(tmp_path), versions=node_main.own_versions())
+    assert node_main.find_problems(job) == []
     other = dataclasses.replace(job, versions={**job.versions, "torch": "1.0"}, cwd="/nowhere")
-    torch, directory = node.find_problems(other)
+    torch, directory = node_main.find_problems(other)
     assert "where torch 1.0 was expected" in torch and "has no working directory '/nowhere'" in directory
-    assert "there is no script 'x.py'" in node.find_problems(dataclasses.replace(job, target=["x.py"]))[0]
+    assert "there is no script 'x.py'" in node_main.find_problems(dataclasses.replace(job, target=["x.py"]))[0]
     few = dataclasses.replace(job, env={"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert "has 2 CUDA devices and 3 slots in the hostfile" in node.find_problems(few)[0]
+    assert "has 2 CUDA devices and 3 slots in the hostfile" in node_main.find_problems(few)[0]
     last = dataclasses.replace(few, nproc=1, devices=[3])
-    assert "has 2 CUDA devices and 4 devices up to the last" in node.find_problems(last)[0]
+    assert "has 2 CUDA devices and 4 devices up to the last" in node_main.find_problems(last)[0]
 
 
 class Answered:
@@ -185,14 +187,14 @@ def test_several_nodes_need_a_hostfile_or_an_allocation(monkeypatch: pytest.Monk
 
 
 def test_a_node_with_a_command_of_its_own_finds_its_place(hostfile: str) -> None:
-    part = own_part(LaunchRequest(["t.py"], hostfile=hostfile), 29500)
+    part = own_node_job(LaunchRequest(["t.py"], hostfile=hostfile), 29500)
     assert (part.node_rank, part.nproc, part.max_nodes, part.master_port) == (0, 2, 3, 29500)
-    part = own_part(LaunchRequest(["t.py"], hostfile=hostfile, node_rank=2, master_addr="a", master_port=5), 29500)
+    part = own_node_job(LaunchRequest(["t.py"], hostfile=hostfile, node_rank=2, master_addr="a", master_port=5), 29500)
     assert (part.node_rank, part.nproc, part.master_addr, part.master_port) == (2, 4, "a", 5)
     with pytest.raises(HostsError, match="--node-rank is 3, and there are 3 hosts"):
-        own_part(LaunchRequest(["t.py"], hostfile=hostfile, node_rank=3), 29500)
+        own_node_job(LaunchRequest(["t.py"], hostfile=hostfile, node_rank=3), 29500)
     with pytest.raises(HostsError, match="this host is none of host2, host3"):
-        own_part(LaunchRequest(["t.py"], hostfile=hostfile, exclude=socket.gethostname()), 29500)
+        own_node_job(LaunchRequest(["t.py"], hostfile=hostfile, exclude=socket.gethostname()), 29500)
 
 
 def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +203,7 @@ def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line) for line in lines if not line.startswith("#")]
     route = make_plan(request).route
-    assert commands == [list(command.argv) for command in make_commands(route, "zerolite.launcher.node", None)]
+    assert commands == [list(command.argv) for command in make_commands(route, "zerolite.launcher.node_main", None)]
     jobs = [NodeJob.from_json(line.removeprefix("#   ")) for line in lines if line.startswith("#   ")]
     assert [(job.node_rank, job.nproc) for job in jobs] == [(0, 2), (1, 4), (2, 4)]
     assert all(job.script_args == ["a b"] for job in jobs)

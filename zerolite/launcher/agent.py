@@ -48,7 +48,7 @@ HANGING_S = 3.0
 """A rank that has reported an error and is still there after so long counts as failed."""
 
 
-class Agent(LocalElasticAgent):
+class NodeAgent(LocalElasticAgent):
     """torch's agent, which ends ranks within seconds and knows which of them failed first.
 
     Args:
@@ -69,7 +69,7 @@ class Agent(LocalElasticAgent):
         self._noted_success = False
         self._memory_kills = MemoryKills()
         self._unfinished_since: dict[int, float] = {}
-        self._told_of: set[int] = set()
+        self._announced_exits: set[int] = set()
         super().__init__(make_spec(job, self.rendezvous), self.logs)
 
     @property
@@ -109,7 +109,7 @@ class Agent(LocalElasticAgent):
         nodes, world = len(rendezvous.hosts), worker_group.workers[0].world_size
         self._remaining_restarts = max(0, self.job.max_restarts - rendezvous.restarts)
         self.failures, self._unfinished_since, self._noted_success = [], {}, False
-        self._told_of = set()
+        self._announced_exits = set()
         self.logs.begin_attempt(rendezvous.attempt)
         if rendezvous.attempt and rendezvous.node == 0:
             why = rendezvous.last_failure() or "nodes have come or gone"
@@ -143,7 +143,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._exit_codes()
-        self._tell_of_exits(codes)
+        self._announce_exits(codes)
         if self.stopping:
             self._remaining_restarts = 0
             return RunResult(WorkerState.HEALTHY if None in codes.values() else WorkerState.FAILED)
@@ -155,12 +155,12 @@ class Agent(LocalElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
 
-    def _tell_of_exits(self, codes: dict[int, int | None]) -> None:
+    def _announce_exits(self, codes: dict[int, int | None]) -> None:
         """Tell all ranks which of them have ended with status 0: those that wait for one of them end with an error."""
         store = self.rendezvous.rank_store
         for worker in self._worker_group.workers:
-            if codes[worker.local_rank] == 0 and worker.local_rank not in self._told_of:
-                self._told_of.add(worker.local_rank)
+            if codes[worker.local_rank] == 0 and worker.local_rank not in self._announced_exits:
+                self._announced_exits.add(worker.local_rank)
                 with contextlib.suppress(RuntimeError):  # the first node has gone
                     store.set(NUMBERED_EXIT.format(store.add(EXIT_COUNT, 1)), str(worker.global_rank))
 
@@ -315,7 +315,7 @@ class SupervisorListener:
     """
 
     def __init__(self, lifeline: int, outcome: int) -> None:
-        self.agent: Agent | None = None
+        self.agent: NodeAgent | None = None
         self._lifeline = lifeline
         self._outcome = outcome
         threading.Thread(target=self._listen, name="zerolite supervisor listener", daemon=True).start()
@@ -371,7 +371,7 @@ def main(argv: list[str]) -> NoReturn:
     listener = SupervisorListener(lifeline, outcome)
     agent = None
     try:
-        agent = listener.agent = Agent(job, log_dir, outcome)
+        agent = listener.agent = NodeAgent(job, log_dir, outcome)
         agent.run()
         result = agent.outcome()
     except Exception as error:  # nothing else would tell the supervisor what happened

@@ -77,9 +77,9 @@ def make_local_job(request: LaunchRequest) -> NodeJob:
     Raises ValueError, with a sentence, if the hostfile does not tell this node's part.
     """
     if request.hostfile is not None:
-        from zerolite.launcher.plan import own_part
+        from zerolite.launcher.plan import own_node_job
 
-        return own_part(request, DEFAULT_PORT)
+        return own_node_job(request, DEFAULT_PORT)
     fewest, most = request.num_nodes or (1, 1)
     nproc = default_nproc({**os.environ, **request.env}) if request.nproc is None else request.nproc
     job = NodeJob.of(request, nproc=nproc, min_nodes=fewest, max_nodes=most)

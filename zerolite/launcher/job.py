@@ -18,7 +18,7 @@ JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"
 """In the environment of every process of a job, so that none is overlooked when the job ends."""
 
 
-def run_module(module: str) -> list[str]:
+def module_arguments(module: str) -> list[str]:
     """Arguments of Python that run ``main`` of a module of zerolite, as `-m` would, but without the working directory
     on ``sys.path``: a user's file that is called like one of Python's modules would take its place."""
     return [

@@ -12,7 +12,7 @@ from typing import Any
 
 from zerolite.launcher.hosts import Host, HostsError, limit_hosts, read_hostfile, select_hosts
 from zerolite.launcher.job import NodeJob
-from zerolite.launcher.node import own_versions
+from zerolite.launcher.node_main import own_versions
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.remote_commands import Route, exported_variables
 from zerolite.utils import network
@@ -130,7 +130,7 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
     return [*names, *(known or (network.own_addresses() if here else []))] or [name]
 
 
-def make_part(request: LaunchRequest, hosts: Sequence[Host], rank: int, **fields: Any) -> NodeJob:
+def make_node_job(request: LaunchRequest, hosts: Sequence[Host], rank: int, **fields: Any) -> NodeJob:
     """Return the part of the job that one of the hosts runs; ``fields`` are what is not said by the host itself."""
     devices = hosts[rank].devices
     return NodeJob.of(
@@ -153,7 +153,7 @@ def make_node_jobs(request: LaunchRequest, job: JobPlan) -> list[NodeJob]:
         variables.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
     first, *others = job.addresses
     return [
-        make_part(
+        make_node_job(
             request,
             job.hosts,
             i,
@@ -171,7 +171,7 @@ def make_node_jobs(request: LaunchRequest, job: JobPlan) -> list[NodeJob]:
     ]
 
 
-def own_part(request: LaunchRequest, default_port: int) -> NodeJob:
+def own_node_job(request: LaunchRequest, default_port: int) -> NodeJob:
     """Return this host's part of a job whose nodes are each started by a command of their own, with a hostfile.
 
     Args:
@@ -190,4 +190,4 @@ def own_part(request: LaunchRequest, default_port: int) -> NodeJob:
     if not 0 <= rank < len(hosts):
         raise HostsError(f"--node-rank is {rank}, and there are {len(hosts)} hosts, counted from 0: {', '.join(names)}")
     address, port = request.master_addr or names[0], request.master_port or default_port
-    return make_part(request, hosts, rank, master_addr=address, master_port=port)
+    return make_node_job(request, hosts, rank, master_addr=address, master_port=port)

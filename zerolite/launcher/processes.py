@@ -65,7 +65,7 @@ class JobProcesses:
             Those that not even SIGKILL could end; normally none.
         """
         start = time.monotonic()
-        told: set[int] = set()
+        signalled: set[int] = set()
         while True:
             waited = time.monotonic() - start
             if hurry():
@@ -76,9 +76,9 @@ class JobProcesses:
             if waited >= grace_s:
                 send(left, signal.SIGKILL)
             else:
-                send(left.keys() - told, signal.SIGTERM)
-                send(left.keys() - told, signal.SIGCONT)  # a stopped process takes no SIGTERM
-                told.update(left)
+                send(left.keys() - signalled, signal.SIGTERM)
+                send(left.keys() - signalled, signal.SIGCONT)  # a stopped process takes no SIGTERM
+                signalled.update(left)
             time.sleep(SCAN_INTERVAL_S)
 
 

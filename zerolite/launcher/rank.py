@@ -52,7 +52,7 @@ def is_consequence(error: BaseException) -> bool:
     return not names.isdisjoint(_NETWORK_ERRORS) and any(part in str(error) for part in _PEER_IS_GONE)
 
 
-def own_part(tb: types.TracebackType | None) -> types.TracebackType | None:
+def script_traceback(tb: types.TracebackType | None) -> types.TracebackType | None:
     """The traceback from the script's own first frame on; None if no frame is the script's."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     part = tb
@@ -64,7 +64,7 @@ def own_part(tb: types.TracebackType | None) -> types.TracebackType | None:
 def report(error: BaseException) -> int:
     """Print an error that ended the script as Python would, except Ctrl-C, leave its record, and return the exit
     status."""
-    tb = own_part(error.__traceback__)
+    tb = script_traceback(error.__traceback__)
     error.__traceback__ = tb
     lines = traceback.format_exception(type(error), error, tb)
     message = "".join(traceback.format_exception_only(type(error), error)).strip()

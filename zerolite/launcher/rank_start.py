@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from zerolite.launcher.job import NodeJob, run_module
+from zerolite.launcher.job import NodeJob, module_arguments
 
 
 def rank_command(job: NodeJob) -> list[str]:
@@ -16,7 +16,7 @@ def rank_command(job: NodeJob) -> list[str]:
         what = ["--module", *job.target[1:]]
     else:
         what = ["--script", *job.target]
-    return [sys.executable, *run_module("zerolite.launcher.rank"), *what, *job.script_args]
+    return [sys.executable, *module_arguments("zerolite.launcher.rank"), *what, *job.script_args]
 
 
 def node_environment(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:

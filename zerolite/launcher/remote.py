@@ -11,14 +11,14 @@ from typing import Any
 from zerolite.launcher import supervisor
 from zerolite.launcher.hosts import HostsError
 from zerolite.launcher.job import NodeJob, find_port_problem
-from zerolite.launcher.node import check, find_device_problems
+from zerolite.launcher.node_main import check, find_device_problems
+from zerolite.launcher.node_process import NodeProcess
 from zerolite.launcher.options import LaunchRequest
-from zerolite.launcher.parts import Part
-from zerolite.launcher.plan import JobPlan, make_node_jobs, make_part, make_plan
+from zerolite.launcher.plan import JobPlan, make_node_job, make_node_jobs, make_plan
 from zerolite.launcher.remote_commands import Route, make_commands, pack
 from zerolite.launcher.supervisor import INTERRUPT_S, say
 
-NODE = "zerolite.launcher.node"
+NODE_MODULE = "zerolite.launcher.node_main"
 
 CHECK_S = 45.0
 """A host that has not answered by then does not take part."""
@@ -39,7 +39,7 @@ class CannotStart(Exception):
     """Some hosts cannot take part; the message says which, and what to do."""
 
 
-def note_signals() -> list[signal.Signals]:
+def record_signals() -> list[signal.Signals]:
     """Return the list in which the signals appear that this process gets from now on, to be handed to the nodes."""
     received: list[signal.Signals] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -59,14 +59,14 @@ def run(request: LaunchRequest) -> int:
             return print_commands(job, nodes)
         if job.route.here == 0 and (problem := find_port_problem(job.port)) is not None:
             raise CannotStart(problem)
-        signals = note_signals()
-        parts: list[Part] = []
+        signals = record_signals()
+        processes: list[NodeProcess] = []
         try:
-            start_parts(job, nodes, parts, signals)
-            return follow_parts(job, parts, signals)
+            start_nodes(job, nodes, processes, signals)
+            return wait_for_nodes(job, processes, signals)
         finally:
-            for part in parts:
-                part.kill()
+            for process in processes:
+                process.kill()
     except (HostsError, CannotStart) as error:
         say(str(error))
         return 2
@@ -76,45 +76,47 @@ def run(request: LaunchRequest) -> int:
 
 def run_here(request: LaunchRequest, job: JobPlan) -> int:
     """Run a job whose only host is this one."""
-    part = make_part(request, job.hosts, 0, job_id=job.job_id, master_port=request.master_port or 0)
+    node = make_node_job(request, job.hosts, 0, job_id=job.job_id, master_port=request.master_port or 0)
     if request.dry_run:
-        supervisor.print_dry_run(part)
+        supervisor.print_dry_run(node)
         return 0
-    return supervisor.run_node(part)
+    return supervisor.run_node(node)
 
 
-def start_parts(job: JobPlan, nodes: Sequence[NodeJob], parts: list[Part], signals: list[signal.Signals]) -> None:
+def start_nodes(
+    job: JobPlan, nodes: Sequence[NodeJob], processes: list[NodeProcess], signals: list[signal.Signals]
+) -> None:
     """Start all nodes; by ssh, when all have said that they can take part. Raises CannotStart."""
     lines = [node.to_json() for node in nodes]
     names = [host.name for host in job.hosts]
     if job.route.launcher != "ssh":
-        (command,) = make_commands(job.route, NODE, pack({"hosts": names, "jobs": lines}))
-        parts.append(start(command.argv[0], command, None))
+        (command,) = make_commands(job.route, NODE_MODULE, pack({"hosts": names, "jobs": lines}))
+        processes.append(start_process(command.argv[0], command, None))
         return
-    commands = make_commands(job.route, NODE, None)
+    commands = make_commands(job.route, NODE_MODULE, None)
     here = job.route.here
     for i, command in enumerate(commands):
         if i != here:
-            parts.append(start(names[i], command, lines[i]))
+            processes.append(start_process(names[i], command, lines[i]))
     deadline = time.monotonic() + CHECK_S
-    while any(part.answer is None and not part.look() for part in parts) and not signals:
+    while any(process.answer is None and not process.poll() for process in processes) and not signals:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_INTERVAL_S)
     if signals:
-        for part in parts:
-            part.end()
+        for process in processes:
+            process.close_input()
         return
-    check_answers(job, nodes, {part.name: part for part in parts})
-    for part in parts:
-        part.go()
+    check_answers(job, nodes, {process.name: process for process in processes})
+    for process in processes:
+        process.start_ranks()
     if here is not None:
-        parts.insert(here, Part(names[here], commands[here], lines[here], here=True))
+        processes.insert(here, NodeProcess(names[here], commands[here], lines[here], here=True))
 
 
-def start(name: str, command: Any, first_line: str | None) -> Part:
+def start_process(name: str, command: Any, first_line: str | None) -> NodeProcess:
     try:
-        return Part(name, command, first_line)
+        return NodeProcess(name, command, first_line)
     except OSError as error:
         raise CannotStart(
             f"nothing was started: {command.argv[0]!r} cannot be run ({error.strerror}): install it, or choose another "
@@ -122,15 +124,15 @@ def start(name: str, command: Any, first_line: str | None) -> Part:
         ) from None
 
 
-def check_answers(job: JobPlan, nodes: Sequence[NodeJob], parts: dict[str, Part]) -> None:
+def check_answers(job: JobPlan, nodes: Sequence[NodeJob], processes: dict[str, NodeProcess]) -> None:
     """Raise CannotStart with the problems of all hosts, if there are any."""
     problems: list[tuple[str, str]] = []
     devices: dict[int, int] = {}
     for i, node in enumerate(nodes):
         name = job.hosts[i].name
-        answer = check(node) if i == job.route.here else parts[name].answer
+        answer = check(node) if i == job.route.here else processes[name].answer
         if answer is None:
-            problems.append((name, describe_silence(job.route, parts[name], job.hosts[i].login)))
+            problems.append((name, describe_no_answer(job.route, processes[name], job.hosts[i].login)))
             continue
         devices[i] = answer["devices"]
         problems += [(name, problem) for problem in answer["problems"]]
@@ -147,13 +149,13 @@ def check_answers(job: JobPlan, nodes: Sequence[NodeJob], parts: dict[str, Part]
     raise CannotStart("\nzerolite: ".join(lines))
 
 
-def describe_silence(route: Route, part: Part, login: str) -> str:
+def describe_no_answer(route: Route, process: NodeProcess, login: str) -> str:
     """Say why a host has not answered."""
-    if part.status is None:
+    if process.status is None:
         return f"has not answered within {CHECK_S:.0f} s: check that it is up, and what its login shell does"
-    errors = part.errors.decode(errors="replace").strip()
+    errors = process.errors.decode(errors="replace").strip()
     last = errors.splitlines()[-1] if errors else "no message"
-    if part.status == 255:
+    if process.status == 255:
         by_hand = shlex.join(["ssh", *route.launcher_args, login])
         return (
             f"cannot be reached by ssh ({last}): check its name and the network, and that {by_hand!r} works without a "
@@ -161,15 +163,15 @@ def describe_silence(route: Route, part: Part, login: str) -> str:
         )
     if "No module named 'zerolite" in errors or "No module named zerolite" in errors:
         return f"has no zerolite for {route.interpreter!r}: install it there as here, or share the directory it is in"
-    if part.status in (126, 127):
+    if process.status in (126, 127):
         return (
             f"cannot run {route.interpreter!r}, the Python of this job ({last}): install the same environment at the "
             f"same path, or share it"
         )
-    return f"has not reported; ssh ended with status {part.status} ({last})"
+    return f"has not reported; ssh ended with status {process.status} ({last})"
 
 
-def follow_parts(job: JobPlan, parts: Sequence[Part], signals: list[signal.Signals]) -> int:
+def wait_for_nodes(job: JobPlan, processes: Sequence[NodeProcess], signals: list[signal.Signals]) -> int:
     """Wait for all nodes, end all when one fails, and return the job's exit status.
 
     Nodes end by themselves or are told to, and are cut off if that does not help.
@@ -177,64 +179,64 @@ def follow_parts(job: JobPlan, parts: Sequence[Part], signals: list[signal.Signa
     passed = 0
     end_at = kill_at = float("inf")
     known: set[str] = set()
-    while not have_ended(parts):
+    while not poll_all(processes):
         now = time.monotonic()
         for number in signals[passed:]:
             passed += 1
-            for part in parts:
-                part.pass_on(number)
+            for process in processes:
+                process.forward_signal(number)
             gently = number is signal.SIGINT and passed == 1
             end_at = min(end_at, now + OWN_END_S + (INTERRUPT_S if gently else 0.0))
-        for part in parts:
-            if part.status is not None and part.name not in known:
-                known.add(part.name)
+        for process in processes:
+            if process.status is not None and process.name not in known:
+                known.add(process.name)
                 if not signals:
-                    end_at = min(end_at, now + time_left(job, part, parts))
+                    end_at = min(end_at, now + seconds_until_end(job, process, processes))
         if now >= end_at:
             end_at, kill_at = float("inf"), min(kill_at, now + CLOSED_END_S)
-            for part in parts:
-                part.end()
+            for process in processes:
+                process.close_input()
         if now >= kill_at:
-            for part in parts:
-                part.kill()
+            for process in processes:
+                process.kill()
         time.sleep(POLL_INTERVAL_S)
-    return 128 + signals[0] if signals else job_status(job, parts)
+    return 128 + signals[0] if signals else job_status(job, processes)
 
 
-def have_ended(parts: Sequence[Part]) -> bool:
+def poll_all(processes: Sequence[NodeProcess]) -> bool:
     """Look at all, and return whether none runs any more."""
-    return sum(part.look() for part in parts) == len(parts)
+    return sum(process.poll() for process in processes) == len(processes)
 
 
-def time_left(job: JobPlan, part: Part, parts: Sequence[Part]) -> float:
+def seconds_until_end(job: JobPlan, process: NodeProcess, processes: Sequence[NodeProcess]) -> float:
     """Return the seconds after which the other nodes are told to end, now that this one has ended."""
-    if part.status == 0:
+    if process.status == 0:
         return float("inf")
-    if not part.lost:
+    if not process.lost:
         return OWN_END_S
-    left = len([other for other in parts if not other.lost])
-    what = f"the connection to {part.name} is lost (ssh ended with status {part.status})"
-    if may_go_on(job, parts):
-        say(f"{what}; the job goes on with {left} of {len(parts)} hosts, and needs {job.min_nodes}")
+    left = len([other for other in processes if not other.lost])
+    what = f"the connection to {process.name} is lost (ssh ended with status {process.status})"
+    if may_go_on(job, processes):
+        say(f"{what}; the job goes on with {left} of {len(processes)} hosts, and needs {job.min_nodes}")
         return float("inf")
     say(f"{what}; the job ends on all hosts")
     return LOST_END_S
 
 
-def may_go_on(job: JobPlan, parts: Sequence[Part]) -> bool:
+def may_go_on(job: JobPlan, processes: Sequence[NodeProcess]) -> bool:
     """True if an elastic job still has the first host, which keeps the nodes together, and enough others."""
-    left = [part for part in parts if not part.lost]
-    return job.may_lose and len(left) >= job.min_nodes and parts[0] in left
+    left = [process for process in processes if not process.lost]
+    return job.may_lose and len(left) >= job.min_nodes and processes[0] in left
 
 
-def job_status(job: JobPlan, parts: Sequence[Part]) -> int:
+def job_status(job: JobPlan, processes: Sequence[NodeProcess]) -> int:
     """The status of the first node, which knows the first failure; else of another that failed by itself; else 1."""
-    if may_go_on(job, parts):
-        parts = [part for part in parts if not part.lost]
-    own = [part.status for part in parts if part.status and not part.lost and not part.closed]
+    if may_go_on(job, processes):
+        processes = [process for process in processes if not process.lost]
+    own = [process.status for process in processes if process.status and not process.lost and not process.closed_here]
     if own:
         return own[0]
-    return 1 if any(part.status for part in parts) else 0
+    return 1 if any(process.status for process in processes) else 0
 
 
 def print_commands(job: JobPlan, nodes: Sequence[NodeJob]) -> int:
@@ -245,9 +247,9 @@ def print_commands(job: JobPlan, nodes: Sequence[NodeJob]) -> int:
         print(f"# on {', '.join(names)}, where the last words but one hold:")
         for line in lines:
             print(f"#   {line}")
-        print(make_commands(job.route, NODE, pack({"hosts": names, "jobs": lines}))[0].shell_line())
+        print(make_commands(job.route, NODE_MODULE, pack({"hosts": names, "jobs": lines}))[0].shell_line())
         return 0
-    for i, command in enumerate(make_commands(job.route, NODE, None)):
+    for i, command in enumerate(make_commands(job.route, NODE_MODULE, None)):
         place = f"{names[i]}, this host" if i == job.route.here else names[i]
         print(f"# {place}; to its standard input this line, then 'g' to start:\n#   {lines[i]}")
         print(command.shell_line())

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerolite.launcher.job import run_module
+from zerolite.launcher.job import module_arguments
 
 CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S, KEEPALIVES = 5, 4
@@ -98,7 +98,7 @@ def python_line(route: Route, module: str, arguments: Sequence[str], environ: Ma
     """
     settings = [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith("PYTHON")]
     environment = ["env", *settings] if settings else []
-    argv = [*environment, route.interpreter, *run_module(module), *arguments]
+    argv = [*environment, route.interpreter, *module_arguments(module), *arguments]
     return f"cd {shlex.quote(route.cwd)}; exec {shlex.join(argv)}"
 
 
@@ -130,7 +130,7 @@ def make_commands(
 def ssh_command(route: Route, index: int, module: str, payload: str | None, environ: Mapping[str, str]) -> Invocation:
     arguments = [] if payload is None else [payload, str(index)]
     if index == route.here:
-        return Invocation([index], [route.interpreter, *run_module(module), *arguments])
+        return Invocation([index], [route.interpreter, *module_arguments(module), *arguments])
     arguments = arguments or ["ssh"]
     options = [word for key, value in SSH_OPTIONS.items() for word in ("-o", f"{key}={value}")]
     if route.ssh_port is not None:

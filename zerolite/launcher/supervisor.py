@@ -19,7 +19,7 @@ import time
 from types import FrameType
 
 from zerolite.launcher.failures import NodeOutcome, count, describe, exit_status, signal_name, were
-from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, run_module
+from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, module_arguments
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, node_environment, rank_command, threads_per_rank
@@ -284,7 +284,7 @@ def has_output(directory: str) -> bool:
 
 def agent_command() -> list[str]:
     """The agent's command, without its file descriptors."""
-    return [sys.executable, *run_module("zerolite.launcher.agent")]
+    return [sys.executable, *module_arguments("zerolite.launcher.agent")]
 
 
 def share_cores(job: NodeJob) -> None:

@@ -11,8 +11,8 @@ import threading
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from zerolite.launcher.job import run_module
-from zerolite.launcher.node import GO, MARK
+from zerolite.launcher.job import module_arguments
+from zerolite.launcher.node_main import GO, MARK
 from zerolite.launcher.remote_commands import Invocation
 
 BYTE_OF_SIGNAL = {signal.SIGINT: b"\x03", signal.SIGTERM: b"\x14", signal.SIGHUP: b"\x01"}
@@ -20,13 +20,13 @@ BYTE_OF_SIGNAL = {signal.SIGINT: b"\x03", signal.SIGTERM: b"\x14", signal.SIGHUP
 _terminal = threading.Lock()
 
 
-class Part:
+class NodeProcess:
     """A process that runs one node, or, with mpirun, srun or pdsh, all of them.
 
     Attributes:
         name: of the host, or of the tool.
         status: exit status, 128 + n if signal n ended it; None while it runs.
-        closed: whether it was ended from here.
+        closed_here: whether it was ended from here.
         answer: what the host said before its start; None if it has not said anything.
         errors: what came on stderr until then.
     """
@@ -41,13 +41,13 @@ class Part:
         self.name = name
         self.tool = command.argv[0]
         self.status: int | None = None
-        self.closed = False
+        self.closed_here = False
         self.answer: dict[str, Any] | None = None
         self.errors = b""
         self._ended_by_itself = here or first_line is None
-        self._tells = first_line is not None
+        self._takes_input = first_line is not None
         # mpirun, srun and pdsh do not care whether this process is still there.
-        guard = [] if self._tells else [sys.executable, *run_module("zerolite.launcher.process_guard")]
+        guard = [] if self._takes_input else [sys.executable, *module_arguments("zerolite.launcher.process_guard")]
         self._process = subprocess.Popen(
             [*guard, *command.argv],
             stdin=subprocess.PIPE,
@@ -65,7 +65,7 @@ class Part:
         if first_line is not None:
             self._write(first_line.encode() + b"\n")
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Return whether it has ended, and note how."""
         if self.status is None and self._process.poll() is not None:
             for thread in self._forwarders:
@@ -79,21 +79,21 @@ class Part:
         """True if it has ended without a word of the node: the connection, or the node, has gone."""
         return self.status not in (None, 0) and not self._ended_by_itself
 
-    def go(self) -> None:
+    def start_ranks(self) -> None:
         """Have the node, which has been checked, start its ranks."""
         self._write(GO)
 
-    def pass_on(self, number: signal.Signals) -> None:
+    def forward_signal(self, number: signal.Signals) -> None:
         """Hand a signal to the node. mpirun, srun and pdsh know no Ctrl-C that leaves time, so they end."""
-        if self._tells and self.status is None:
+        if self._takes_input and self.status is None:
             self._write(BYTE_OF_SIGNAL[number])
         else:
-            self.end()
+            self.close_input()
 
-    def end(self) -> None:
+    def close_input(self) -> None:
         """Have the node's part end: nothing more comes through its input."""
         if self.status is None:
-            self.closed = True
+            self.closed_here = True
             assert self._process.stdin is not None
             with suppress(OSError):
                 self._process.stdin.close()
@@ -118,9 +118,9 @@ class Part:
                     self._ended_by_itself = True
                 else:
                     self.answer = message
-            elif self._tells and self.answer is None:
+            elif self._takes_input and self.answer is None:
                 self.errors += line  # a greeting of the login shell, or why there is no answer
-            elif not (self.closed and line.startswith(b"zerolite: ")):  # that it was ended is no news
+            elif not (self.closed_here and line.startswith(b"zerolite: ")):  # that it was ended is no news
                 with _terminal, suppress(OSError, ValueError):
                     target.write(line)
                     target.flush()

@@ -95,12 +95,12 @@ def node_index(node: str, hosts: Sequence[str], environ: Mapping[str, str]) -> i
     Raises:
         ValueError: it is none of them.
     """
-    told = environ.get(node, node)
-    if told in hosts:
-        return list(hosts).index(told)
-    if told.isdecimal() and int(told) < len(hosts):
-        return int(told)
-    raise ValueError(f"this process was started on {told!r}, which is none of the hosts: {', '.join(hosts)}")
+    value = environ.get(node, node)
+    if value in hosts:
+        return list(hosts).index(value)
+    if value.isdecimal() and int(value) < len(hosts):
+        return int(value)
+    raise ValueError(f"this process was started on {value!r}, which is none of the hosts: {', '.join(hosts)}")
 
 
 def read_job(argv: Sequence[str], environ: Mapping[str, str]) -> NodeJob:
