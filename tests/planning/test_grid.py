@@ -20,7 +20,7 @@ from zerolite.planning.bubble import bubble
 from zerolite.planning.errors import PlanError
 from zerolite.planning.grids import Speeds, compare_grids
 from zerolite.planning.make import plan
-from zerolite.planning.places import Grid, messages_between_nodes, ring_between_nodes
+from zerolite.planning.rank_grid import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.report import Screen, render
 from zerolite.planning.result import Comparison, Plan
 from zerolite.planning.traffic import summarize
@@ -61,8 +61,8 @@ def test_orders_that_never_end() -> None:
 
 def test_which_part_of_a_ring_leaves_the_node() -> None:
     grid = Grid(pipe=2, data=2, tensor=4)
-    assert [grid.place(rank) for rank in (0, 5, 15)] == [(0, 0, 0), (0, 1, 1), (1, 1, 3)]
-    assert [grid.rank(*grid.place(rank)) for rank in range(16)] == list(range(16))
+    assert [grid.coordinates(rank) for rank in (0, 5, 15)] == [(0, 0, 0), (0, 1, 1), (1, 1, 3)]
+    assert [grid.rank(*grid.coordinates(rank)) for rank in range(16)] == list(range(16))
     assert ring_between_nodes(grid, 2, "tensor") == ring_between_nodes(grid, 4, "tensor") == 0
     assert ring_between_nodes(grid, 8, "tensor") == Fraction(1, 2)  # 2 ranks a node: every other link
     assert (ring_between_nodes(grid, 2, "data"), ring_between_nodes(grid, 4, "data")) == (0, 1)

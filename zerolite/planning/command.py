@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zerolite.config import ConfigError, load_config
 from zerolite.planning.errors import PlanError
-from zerolite.planning.places import grid_of
+from zerolite.planning.rank_grid import grid_of
 from zerolite.utils.sizes import parse_size
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from zerolite.engine.parts import part_of_model
 from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.planning.failures import explained, refusals
 from zerolite.planning.fakes import DryMachine, WithoutMemory, on_the_cpu, without_memory
-from zerolite.planning.places import Grid
+from zerolite.planning.rank_grid import Grid
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step, walk_through_parameters
 from zerolite.planning.tracker import MADE, Flops, Fullest, MemoryTracker
@@ -82,11 +82,11 @@ class Job:
     @property
     def stage(self) -> int:
         """Pipeline stage of the rank."""
-        return self.grid.place(self.rank)[0]
+        return self.grid.coordinates(self.rank)[0]
 
     def at_stage(self, stage: int) -> Job:
         """Return the job of the rank with the same place in another stage."""
-        _, data, tensor = self.grid.place(self.rank)
+        _, data, tensor = self.grid.coordinates(self.rank)
         return replace(self, rank=self.grid.rank(stage, data, tensor))
 
     @property

@@ -26,7 +26,7 @@ from zerolite.planning.host_room import (
     offloads,
 )
 from zerolite.planning.make import plan_of, silent, with_defaults
-from zerolite.planning.places import Grid
+from zerolite.planning.rank_grid import Grid
 from zerolite.planning.result import Plan, spoken
 from zerolite.planning.settings import cheapest, with_zero
 from zerolite.planning.skeleton import DrySkeleton

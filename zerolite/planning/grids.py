@@ -12,8 +12,8 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run_stages
-from zerolite.planning.make import ConfigLike, bubble_of, check_places, job_of, parsed, plan_of_stages
-from zerolite.planning.places import Grid, messages_between_nodes, ring_between_nodes
+from zerolite.planning.make import ConfigLike, bubble_of, check_arguments, job_of, parsed, plan_of_stages
+from zerolite.planning.rank_grid import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.result import Comparison, Plan, Stage, Traffic
 from zerolite.planning.settings import Trials, with_blocks
 
@@ -126,7 +126,7 @@ def compare_grids(
     fit, as its model states alone are too large, and what cannot be faster than one that fits. Arguments as for
     :func:`~zerolite.planning.make.plan`, raises what it does.
     """
-    check_places(world_size, nodes, None, device)
+    check_arguments(world_size, nodes, None, device)
     memory = parsed("device_memory", device_memory), parsed("host_memory", host_memory)
 
     def job(config: ZeroliteConfig) -> Job:

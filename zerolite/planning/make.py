@@ -13,7 +13,7 @@ from zerolite.config.parallelism import TWO_CHUNKS
 from zerolite.planning.bubble import ASSUMED, bubble
 from zerolite.planning.dry_run import Job, Outcome, run_stages
 from zerolite.planning.errors import PlanError
-from zerolite.planning.places import grid_of
+from zerolite.planning.rank_grid import grid_of
 from zerolite.planning.result import Items, Peak, Plan, Stage, TimePoint
 from zerolite.planning.steps import required_parameters
 from zerolite.planning.tracker import Fullest
@@ -70,7 +70,7 @@ def plan(
 
     Needs no process group and starts none; may be called anywhere.
     """
-    check_places(world_size, nodes, rank, device)
+    check_arguments(world_size, nodes, rank, device)
     memory = parsed("device_memory", device_memory), parsed("host_memory", host_memory)
     job = job_of(model_fn, load_config(config), world_size, nodes, rank or 0, device, batch, loss)
     return plan_of_stages(job, run_stages(job, range(job.grid.pipe)), nodes, *memory, at_rank=rank is not None)
@@ -116,7 +116,7 @@ def with_defaults(config: ZeroliteConfig, keys: Iterable[str]) -> ZeroliteConfig
     return config.model_copy(update={name: fields[name].get_default(call_default_factory=True) for name in keys})
 
 
-def check_places(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
+def check_arguments(world_size: int, nodes: int | None, rank: int | None, device: str) -> None:
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"plan: expected world_size, a number of ranks, 1 or more, got {world_size!r}")
     if rank is not None and not 0 <= rank < world_size:

@@ -19,7 +19,7 @@ from zerolite.monitor.memory_report import Holding, holdings
 from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.initialize import initialize
 from zerolite.planning.make import ConfigLike, of_micro_batch, silent
-from zerolite.planning.places import Grid
+from zerolite.planning.rank_grid import Grid
 from zerolite.planning.result import AT_REST, Items, Traffic
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, train_one_step, walk_through_parameters
 from zerolite.planning.tracker import MemoryTracker

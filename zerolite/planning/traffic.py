@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from zerolite.planning.places import Grid, messages_between_nodes, ring_between_nodes
+from zerolite.planning.rank_grid import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.result import Traffic
 
 if TYPE_CHECKING:

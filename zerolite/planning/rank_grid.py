@@ -24,17 +24,17 @@ class Grid(NamedTuple):
         """Among all."""
         return (pipe * self.data + data) * self.tensor + tensor
 
-    def place(self, rank: int) -> tuple[int, int, int]:
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(pipe, data, tensor) of ``rank``."""
         return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
 
     def groups(self, dimension: str) -> Iterator[list[int]]:
         """All groups of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", each in order."""
         inside = {"model": ("pipe", "tensor"), "world": self._fields}.get(dimension, (dimension,))
-        found: dict[tuple[int, ...], list[int]] = {}  # by the places in the other dimensions
+        found: dict[tuple[int, ...], list[int]] = {}  # by the coordinates in the other dimensions
         for rank in range(self.world_size):
-            places = zip(self._fields, self.place(rank), strict=True)
-            found.setdefault(tuple(place for name, place in places if name not in inside), []).append(rank)
+            coordinates = zip(self._fields, self.coordinates(rank), strict=True)
+            found.setdefault(tuple(one for name, one in coordinates if name not in inside), []).append(rank)
         yield from found.values()
 
     def __str__(self) -> str:
