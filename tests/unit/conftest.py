@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zerolite.planning.fakes import DryMachine
+from zerolite.planning.fake_backend import DryMachine
 from zerolite.utils import device_timers
 from zerolite.utils.accelerator import use_machine
 

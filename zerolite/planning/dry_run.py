@@ -21,7 +21,7 @@ from zerolite.engine.engine import Engine
 from zerolite.engine.parts import part_of_model
 from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.planning.failures import explained, refusals
-from zerolite.planning.fakes import DryMachine, WithoutMemory, on_the_cpu, without_memory
+from zerolite.planning.fake_backend import DryFakeMode, DryMachine, as_fake, move_meta_to_fake_cpu
 from zerolite.planning.rank_grid import Grid
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step, walk_through_parameters
@@ -150,7 +150,7 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int,
 
 def _run(job: Job, points: int, dry_pipeline: DryPipeline | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
-    with _without_ranks(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_kept():
+    with _simulated_rank(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_kept():
         with collector_off():  # the same run gives the same numbers
             return _Run(job, tracker, mode, dry_pipeline).outcome(points)
 
@@ -176,7 +176,7 @@ def older_objects_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_ranks(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[WithoutMemory]:
+def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryFakeMode]:
     """Inside, this process plays ``job.rank``. A loop that trains records gradients, whatever is set where a plan is
     asked for, and no value is looked at."""
     with (
@@ -190,7 +190,7 @@ def _without_ranks(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[Witho
         unrecorded(),
         contextlib.nullcontext() if dry_pipeline is None else dry_pipeline.running(),
         use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size)),
-        WithoutMemory() as mode,
+        DryFakeMode() as mode,
     ):
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)  # by torch's code
         yield mode
@@ -200,7 +200,7 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
     """Learn what each part of the pipeline gives the next one: one forward of every part, in their order."""
     from zerolite.pipe.dry_stage import learn_boundaries
 
-    with _without_ranks(job, dry_pipeline) as mode:
+    with _simulated_rank(job, dry_pipeline) as mode:
         runners: list[Any] = []
         batches: Iterator[Any] = iter(())
         for stage in range(job.grid.pipe):
@@ -216,7 +216,7 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
 class _Run:
     """Needs the modes that :func:`_run` sets."""
 
-    def __init__(self, job: Job, tracker: MemoryTracker, mode: WithoutMemory, dry_pipeline: DryPipeline | None) -> None:
+    def __init__(self, job: Job, tracker: MemoryTracker, mode: DryFakeMode, dry_pipeline: DryPipeline | None) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
         dry = machine()
         assert isinstance(dry, DryMachine)
@@ -239,7 +239,7 @@ class _Run:
         warm_up = tracker.fullest
         tracker.measure_from_here()
         tracker.record()
-        self._machine.waits = 0
+        self._machine.host_waits = 0
         with record() as recorder:
             self._step(engine)
         later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
@@ -257,7 +257,7 @@ class _Run:
             at_rest=dict(tracker.items[DEVICE]),
             course=tracker.course(points),
             recorder=recorder,
-            host_waits=self._machine.waits,
+            host_waits=self._machine.host_waits,
             checkpoint=engine.checkpointer.nbytes(),
             made=made,
             most_in_host_memory=tracker.most_in_host_memory,
@@ -277,7 +277,7 @@ class _Run:
         if not (getattr(model, "is_pipeline_module", False) and not model.built):  # otherwise built where it lives
             if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
                 model = DrySkeleton(model).model  # the user's: it stays as it is
-            on_the_cpu(model)
+            move_meta_to_fake_cpu(model)
         return model
 
     def make_engine(self, model: torch.nn.Module) -> Engine:
@@ -324,7 +324,7 @@ class _Run:
     def batch(self) -> Any:
         if self._job.batch is None:
             return torch.zeros(())
-        return map_tensors(without_memory, self._job.batch())
+        return map_tensors(as_fake, self._job.batch())
 
     @contextlib.contextmanager
     def _phase(self, phase: str) -> Iterator[None]:

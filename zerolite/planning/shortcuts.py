@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zerolite.utils.nested import find_tensors
 
 if TYPE_CHECKING:
-    from zerolite.planning.fakes import WithoutMemory
+    from zerolite.planning.fake_backend import DryFakeMode
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
@@ -55,7 +55,7 @@ NUMBERS = _operators("linspace arange arange.start arange.start_step")
 """Operators whose values may be known, with :data:`_LIFT`."""
 
 
-def call(mode: WithoutMemory, func: Any, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any]) -> Any:
+def call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any]) -> Any:
     """Return the result of ``func``, which ``otherwise()`` returns, without asking it twice for the same sizes."""
     if func is _LIFT and type(args[0]) is torch.Tensor and args[0].device == _CPU and not args[0].numel():
         return _make(mode, _Tensor(args[0].shape, args[0].stride(), args[0].dtype))  # it has no values
@@ -77,7 +77,7 @@ def call(mode: WithoutMemory, func: Any, args: Any, kwargs: dict[str, Any], othe
     return None if known is None else _make(mode, known)
 
 
-def _view(mode: WithoutMemory, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _view(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a view's kernel for the meta device, which shares the storage: several times as fast as torch's way to it.
 
     This is torch's ``in_kernel_invocation_manager``, whose generator takes as long as the kernel."""
@@ -113,7 +113,7 @@ def _returns(func: Any) -> _Returns | None:
     return None
 
 
-def _describe(mode: WithoutMemory, values: Iterable[Any], key: list[Any]) -> bool:
+def _describe(mode: DryFakeMode, values: Iterable[Any], key: list[Any]) -> bool:
     """Add to ``key`` all that the sizes of a result depend on. False if ``values`` has something else."""
     for value in values:
         kind = type(value)
@@ -134,14 +134,14 @@ def _describe(mode: WithoutMemory, values: Iterable[Any], key: list[Any]) -> boo
     return True
 
 
-def _is_plain(tensor: Any, mode: WithoutMemory) -> bool:
+def _is_plain(tensor: Any, mode: DryFakeMode) -> bool:
     known = tensor.constant is not None and tensor.numel()  # values
     plain = tensor.fake_mode is mode and not known and tensor.fake_device == _CPU
     return plain and tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
 def _ask(
-    mode: WithoutMemory, returns: _Returns, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any], key: Any
+    mode: DryFakeMode, returns: _Returns, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any], key: Any
 ) -> Any:
     """Return ``otherwise()``, and remember it if it is what the operator's schema says."""
     given = find_tensors((args, kwargs))
@@ -156,7 +156,7 @@ def _ask(
     return out
 
 
-def _is_whole(tensor: Any, mode: WithoutMemory, taken: set[int]) -> bool:
+def _is_whole(tensor: Any, mode: DryFakeMode, taken: set[int]) -> bool:
     """True if ``tensor`` has memory of its own, no more than it needs. taken: memory of others; its own is added."""
     if type(tensor) is not FakeTensor or not _is_plain(tensor, mode):
         return False
@@ -167,7 +167,7 @@ def _is_whole(tensor: Any, mode: WithoutMemory, taken: set[int]) -> bool:
     return own and storage.nbytes() == numel * tensor.element_size()
 
 
-def _make(mode: WithoutMemory, spec: _Tensor) -> FakeTensor:
+def _make(mode: DryFakeMode, spec: _Tensor) -> FakeTensor:
     with torch._C._DisableTorchDispatch():
         made = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=_META)
     return mode.wrapped(made)

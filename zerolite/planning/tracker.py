@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from zerolite.monitor.flop_formulas import OperatorFlops
 from zerolite.planning import shortcuts
-from zerolite.planning.fakes import WithoutMemory
+from zerolite.planning.fake_backend import DryFakeMode
 from zerolite.planning.steps import STEP
 from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
@@ -182,7 +182,7 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].fake_device  # asked as often as anything is computed
         given = kwargs or {}
         self._op, mode = func, fake_mode()
-        if type(mode) is WithoutMemory:  # asked here already: its own turn would come after another dispatch by torch
+        if type(mode) is DryFakeMode:  # asked here already: its own turn would come after another dispatch by torch
             out = shortcuts.call(mode, func, args, given, lambda: func(*args, **given))
         else:
             out = func(*args, **given)

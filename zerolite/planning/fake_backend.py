@@ -34,7 +34,7 @@ class _Converter(FakeTensorConverter):
             super().set_tensor_memo(t, v)
 
 
-class WithoutMemory(FakeMode):
+class DryFakeMode(FakeMode):
     """The mode of a dry run. Copies of its tensors (``copy.deepcopy``) are its own too."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class WithoutMemory(FakeMode):
         # An optimizer may read its numbers, mostly counts of steps: they are 2, as some divide by 1 minus a number.
         self.stepping = False
 
-    def __deepcopy__(self, memo: Any) -> WithoutMemory:
+    def __deepcopy__(self, memo: Any) -> DryFakeMode:
         return self
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ class WithoutMemory(FakeMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         return shortcuts.call(
-            self, func, args, given, lambda: super(WithoutMemory, self).__torch_dispatch__(func, types, args, given)
+            self, func, args, given, lambda: super(DryFakeMode, self).__torch_dispatch__(func, types, args, given)
         )
 
     def wrapped(self, tensor: torch.Tensor) -> FakeTensor:
@@ -109,7 +109,7 @@ class WithoutMemory(FakeMode):
         return out
 
 
-def on_the_cpu(model: torch.nn.Module) -> None:
+def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
     """Fake parameters and buffers of ``model`` that are on the meta device, to the CPU. Tied ones stay tied. Inside a
     FakeTensorMode."""
     made: dict[int, Any] = {}
@@ -117,17 +117,17 @@ def on_the_cpu(model: torch.nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and handle_of(parameter) is None and parameter.is_meta:
                 if id(parameter) not in made:
-                    made[id(parameter)] = torch.nn.Parameter(without_memory(parameter), parameter.requires_grad)
+                    made[id(parameter)] = torch.nn.Parameter(as_fake(parameter), parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(id(buffer), without_memory(buffer))
+                module._buffers[name] = made.setdefault(id(buffer), as_fake(buffer))
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:  # what was made of numbers (torch.tensor(0.5)) remembers them, with the dtype that it had
         tensor.constant = None
 
 
-def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+def as_fake(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` if it is fake and on the CPU, or one like it. Inside a FakeTensorMode."""
     if is_fake(tensor) and tensor.device.type == "cpu":
         return tensor
@@ -141,7 +141,7 @@ class DryMachine(Machine):
 
     def __init__(self) -> None:
         self.step = 0  # which one is under way
-        self.waits = 0  # reads that were taken in the step in which they had begun: the host waits for the device
+        self.host_waits = 0  # reads that were taken in the step in which they had begun: the host waits for the device
 
     def device(self, local_rank: int) -> torch.device:
         """Return the CPU."""
@@ -171,7 +171,7 @@ class DryEvent:
         self._machine, self._step = machine, machine.step
 
     def synchronize(self) -> None:
-        self._machine.waits += self._step == self._machine.step
+        self._machine.host_waits += self._step == self._machine.step
 
 
 class DryFile:
