@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from zerolite.planning.fake_backend import DryMachine
+from zerolite.planning.fake_backend import DryPlatform
 from zerolite.utils import device_timers
-from zerolite.utils.accelerator import use_machine
+from zerolite.utils.accelerator import use_platform
 
 
 class Device:
@@ -49,5 +49,5 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 @pytest.fixture
 def without_ranks() -> Iterator[None]:
-    with use_machine(DryMachine()):
+    with use_platform(DryPlatform()):
         yield

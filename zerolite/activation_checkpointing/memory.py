@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from zerolite.utils.accelerator import machine
+from zerolite.utils.accelerator import current_platform
 from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, HOST, tag_memory
 
@@ -77,7 +77,7 @@ class HostBuffers:
                 self._quiet()
                 self._free.pop()
             with torch.inference_mode(False):
-                memory = tag_memory(machine().host_memory(length, self._pin), ACTIVATIONS, HOST)
+                memory = tag_memory(current_platform().host_memory(length, self._pin), ACTIVATIONS, HOST)
         region = BorrowedMemory(memory)
         finalize_before_exit(region, self._free.append, memory)
         return region

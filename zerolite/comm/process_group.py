@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from zerolite.comm.environment import Rendezvous, find_local_rank, read_environment
 from zerolite.comm.flight_recorder import blocked
 from zerolite.comm.rendezvous import first_barrier, open_store
-from zerolite.utils.accelerator import default_device, machine, make_current
+from zerolite.utils.accelerator import current_platform, default_device, make_current
 from zerolite.utils.listening import is_loopback, loopback_interface
 from zerolite.utils.network import GLOO_VARIABLE, interface_towards
 
@@ -172,7 +172,7 @@ def init_distributed(
             0 cannot be reached.
     """
     global _started_here
-    if dist.is_initialized() or not machine().joins_jobs:
+    if dist.is_initialized() or not current_platform().joins_jobs:
         return
     if not dist.is_available():
         raise RuntimeError("init_distributed: this build of torch has no torch.distributed; install one that has it")

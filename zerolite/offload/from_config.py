@@ -17,7 +17,7 @@ from zerolite.config.offload import AioConfig, OffloadOptimizerConfig, OffloadPa
 from zerolite.offload.placements import DiskPlacement, HostPlacement, Placement, Placements
 from zerolite.offload.swap_file import SwapFile
 from zerolite.ops.async_io import AsyncIO
-from zerolite.utils.accelerator import machine
+from zerolite.utils.accelerator import current_platform
 from zerolite.utils.memory_tags import DEVICE
 
 logger = logging.getLogger("zerolite")
@@ -109,7 +109,7 @@ def _placement(
     if block.device == "cpu":
         return HostPlacement(pin)
     directory, key = os.path.expanduser(str(block.nvme_path)), f"zero_optimization.{name}.nvme_path"
-    return DiskPlacement(machine().file(lambda: disk.file(directory, key)), pin)
+    return DiskPlacement(current_platform().file(lambda: disk.file(directory, key)), pin)
 
 
 @functools.cache

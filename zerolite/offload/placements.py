@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from zerolite.utils.accelerator import machine
+from zerolite.utils.accelerator import current_platform
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, tag_memory
 
 SPAN_ALIGNMENT = 4096
@@ -74,7 +74,7 @@ class HostPlacement(Placement):
         self.pin = pin
 
     def zeros(self, numel: int, dtype: torch.dtype, item: str) -> torch.Tensor:
-        memory = machine().host_memory(numel * dtype.itemsize, self.pin)
+        memory = current_platform().host_memory(numel * dtype.itemsize, self.pin)
         return tag_memory(memory.view(dtype), item, self.place)
 
 

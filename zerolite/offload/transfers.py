@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zerolite.offload.placements import DiskPlacement, Placement, Placements, Transfer
-from zerolite.utils.accelerator import machine
+from zerolite.utils.accelerator import current_platform
 from zerolite.utils.memory_tags import HOST, STAGING, tag_memory
 
 _BLOCK = 4096  # bytes: what is written to disk directly ends at a multiple
@@ -104,7 +104,7 @@ class StagingPool:
             self._free = [other for other in self._free if other is not memory]
         else:
             with torch.inference_mode(False):  # whose tensors could not be written later
-                memory = tag_memory(machine().host_memory(nbytes, self._pin, like), STAGING, HOST)
+                memory = tag_memory(current_platform().host_memory(nbytes, self._pin, like), STAGING, HOST)
             storage = memory.untyped_storage()
             key = storage._cdata
             self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key, None))

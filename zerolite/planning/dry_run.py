@@ -21,13 +21,13 @@ from zerolite.engine.engine import Engine
 from zerolite.engine.parts import part_of_model
 from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.planning.failures import explained, refusals
-from zerolite.planning.fake_backend import DryFakeMode, DryMachine, as_fake, move_meta_to_fake_cpu
+from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
 from zerolite.planning.rank_grid import Grid
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step, walk_through_parameters
 from zerolite.planning.tracker import MADE, Flops, Fullest, MemoryTracker
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
-from zerolite.utils.accelerator import collector_off, is_fake, machine, use_machine
+from zerolite.utils.accelerator import collector_off, current_platform, is_fake, use_platform
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
 from zerolite.zero.stage3.partitioned_parameter import whole_numel
@@ -185,7 +185,7 @@ def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryF
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),
-        use_machine(DryMachine()),
+        use_platform(DryPlatform()),
         apart(),
         unrecorded(),
         contextlib.nullcontext() if dry_pipeline is None else dry_pipeline.running(),
@@ -218,9 +218,9 @@ class _Run:
 
     def __init__(self, job: Job, tracker: MemoryTracker, mode: DryFakeMode, dry_pipeline: DryPipeline | None) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
-        dry = machine()
-        assert isinstance(dry, DryMachine)
-        self._machine = dry
+        dry = current_platform()
+        assert isinstance(dry, DryPlatform)
+        self._platform = dry
         self._staged: Any = None
         if dry_pipeline is not None:
             dry_pipeline.phase = self._phase
@@ -239,7 +239,7 @@ class _Run:
         warm_up = tracker.fullest
         tracker.measure_from_here()
         tracker.record()
-        self._machine.host_waits = 0
+        self._platform.host_waits = 0
         with record() as recorder:
             self._step(engine)
         later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
@@ -257,7 +257,7 @@ class _Run:
             at_rest=dict(tracker.items[DEVICE]),
             course=tracker.course(points),
             recorder=recorder,
-            host_waits=self._machine.host_waits,
+            host_waits=self._platform.host_waits,
             checkpoint=engine.checkpointer.nbytes(),
             made=made,
             most_in_host_memory=tracker.most_in_host_memory,
@@ -319,7 +319,7 @@ class _Run:
         with explained("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
             train_one_step(engine, self.batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
-        self._machine.step += 1
+        self._platform.step += 1
 
     def batch(self) -> Any:
         if self._job.batch is None:

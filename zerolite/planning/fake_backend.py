@@ -1,4 +1,4 @@
-"""Simulated backend of a dry run: tensors without memory, and a machine without files and other ranks."""
+"""Simulated backend of a dry run: tensors without memory, and a platform without files and other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 
 from zerolite.offload.placements import Transfer
 from zerolite.planning import shortcuts
-from zerolite.utils.accelerator import FakeMode, Machine, is_fake
+from zerolite.utils.accelerator import FakeMode, Platform, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _MOST_NUMBERS = 4096
@@ -134,8 +134,8 @@ def as_fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-class DryMachine(Machine):
-    """Machine of a simulated rank."""
+class DryPlatform(Platform):
+    """Platform of a simulated rank."""
 
     joins_jobs = False
 
@@ -167,11 +167,11 @@ class DryMachine(Machine):
 class DryEvent:
     """Event of a read that has arrived when the step in which it began has ended."""
 
-    def __init__(self, machine: DryMachine) -> None:
-        self._machine, self._step = machine, machine.step
+    def __init__(self, platform: DryPlatform) -> None:
+        self._platform, self._step = platform, platform.step
 
     def synchronize(self) -> None:
-        self._machine.host_waits += self._step == self._machine.step
+        self._platform.host_waits += self._step == self._platform.step
 
 
 class DryFile:

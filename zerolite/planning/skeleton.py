@@ -25,7 +25,7 @@ class DrySkeleton(Skeleton):
     device = "cpu"
 
     def __init__(self, model: torch.nn.Module) -> None:
-        device = default_device(0)  # the dry run's machine is in place: the CPU
+        device = default_device(0)  # the dry run's platform is in place: the CPU
         self._context = CommContext(create_communicator(device), device)
         super().__init__(model)
         for module in self.model.modules():  # the engine puts hooks on tensors that come from parameters

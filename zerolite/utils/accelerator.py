@@ -41,7 +41,7 @@ def undispatched() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NO_CONTEXT
 
 
-class Machine:
+class Platform:
     """Resources of this process: its device, host memory and files. A dry run replaces it by a simulated one."""
 
     joins_jobs = True  # torch.distributed may be started
@@ -75,27 +75,27 @@ class Machine:
         return host, event
 
 
-_machines = [Machine()]
+_platforms = [Platform()]
 
 
-def machine() -> Machine:
-    """Return the current machine."""
-    return _machines[-1]
+def current_platform() -> Platform:
+    """Return the current platform."""
+    return _platforms[-1]
 
 
 @contextlib.contextmanager
-def use_machine(other: Machine) -> Iterator[None]:
-    """Context in which ``other`` is the current machine."""
-    _machines.append(other)
+def use_platform(other: Platform) -> Iterator[None]:
+    """Context in which ``other`` is the current platform."""
+    _platforms.append(other)
     try:
         yield
     finally:
-        _machines.remove(other)
+        _platforms.remove(other)
 
 
 def default_device(local_rank: int) -> torch.device:
     """Return ``cuda:<local_rank>`` (modulo the visible devices) if CUDA is usable, otherwise ``cpu``."""
-    return machine().device(local_rank)
+    return current_platform().device(local_rank)
 
 
 def make_current(device: torch.device) -> None:
@@ -177,12 +177,12 @@ def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 class HostRead:
     """A copy of a tensor to the host, in flight.
 
-    On CUDA the copy runs after the work queued so far, and ``get()`` waits only for the copy. In a dry run the machine
+    On CUDA the copy runs after the work queued so far, and ``get()`` waits only for the copy. In a dry run the platform
     provides the values of a tensor without memory.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._host, self._event = machine().read(tensor.detach())
+        self._host, self._event = current_platform().read(tensor.detach())
 
     def get(self) -> torch.Tensor:
         """Return the values, as a CPU tensor."""
