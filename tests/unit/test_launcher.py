@@ -28,10 +28,10 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     for nproc, threads in ((1, 8), (3, 2), (16, 1)):
         job = NodeJob(["t.py"], job_id="1", nproc=nproc)
         assert threads_per_rank(job, {}) == threads
-        supervisor.share_cores(job)
+        supervisor.say_threads_per_rank(job)
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and "8 cores" in line
-        supervisor.share_cores(dataclasses.replace(job, node_rank=1))
+        supervisor.say_threads_per_rank(dataclasses.replace(job, node_rank=1))
         assert capsys.readouterr().err == "", "said once for the job, not on each node"
 
 
@@ -212,8 +212,8 @@ def test_causes_come_before_consequences() -> None:
     peer = failure_of(0, 10.0, record=record_of("RuntimeError: reset by peer", 9.0, True))
     late = failure_of(1, 10.2)
     cause = failure_of(2, 10.3, record=record_of("ValueError: x", 10.1))
-    lost = Failure(host="node3", of_agent="host node3 gave no sign of life", seen=1.0)
-    assert failures.in_order([lost, peer, late, cause]) == [cause, late, lost, peer]
+    lost = Failure(host="node3", node_failure="host node3 gave no sign of life", seen=1.0)
+    assert failures.causes_first([lost, peer, late, cause]) == [cause, late, lost, peer]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from zerolite.launcher.failure_store import HEARTBEAT_TIMEOUT_S, FailureStore
-from zerolite.launcher.failures import Failure, NodeOutcome, count, exit_status, headline, in_order
+from zerolite.launcher.failures import Failure, NodeOutcome, causes_first, count, exit_status, headline
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, read_line
 from zerolite.launcher.logs import RankLogs
 from zerolite.launcher.memory_kills import MemoryKills
@@ -38,13 +38,13 @@ from zerolite.utils.network import GLOO_VARIABLE, interface_of, interface_toward
 
 MONITOR_INTERVAL_S = 0.05
 
-SETTLE_S = 2.0
+CAUSE_WAIT_S = 2.0
 """When all that failed say that another rank has gone, that one is waited for so long."""
 
-LEAVING_S = 1.0
+REPORTED_WAIT_S = 1.0
 """A rank that has reported an error is about to end, and gets so long before it is told to."""
 
-HANGING_S = 3.0
+HANG_TIMEOUT_S = 3.0
 """A rank that has reported an error and is still there after so long counts as failed."""
 
 
@@ -151,7 +151,7 @@ class NodeAgent(LocalElasticAgent):
         store = self.failure_store
         if failed or (store is not None and (store.failures or store.disconnected) and not store.all_succeeded):
             return self._fail(worker_group, failed)
-        if None in codes.values() or not self._done_everywhere():
+        if None in codes.values() or not self._all_nodes_succeeded():
             return RunResult(WorkerState.HEALTHY)
         return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
 
@@ -170,32 +170,32 @@ class NodeAgent(LocalElasticAgent):
         for worker in self._worker_group.workers:
             if codes[worker.local_rank] is None and os.path.exists(self.logs.error_files[worker.global_rank]):
                 since = self._unfinished_since.setdefault(worker.local_rank, time.monotonic())
-                if time.monotonic() - since > HANGING_S:
+                if time.monotonic() - since > HANG_TIMEOUT_S:
                     failed[worker.local_rank] = 1
         return failed
 
     def _fail(self, worker_group: WorkerGroup, failed: dict[int, int]) -> RunResult:
         """This node's ranks or another node failed: find out what there is to know, tell it, end the ranks."""
         seen = dict.fromkeys(failed, time.time())
-        self._settle(failed, seen)
+        self._wait_for_cause(failed, seen)
         self.failures = [self._failure(worker_group, rank, code, seen[rank]) for rank, code in failed.items()]
         store = self.failure_store
         if store is not None and store.disconnected and not store.failures:
             sentence = f"the first node, {self.rendezvous.address}, has gone: its agent has ended or cannot be reached"
-            self.failures.append(Failure(host=self.host, seen=time.time(), of_agent=sentence))
-        everywhere = in_order(self.failures + (store.failures if store is not None else []))
-        if everywhere and all(failure.consequence for failure in everywhere):
+            self.failures.append(Failure(host=self.host, seen=time.time(), node_failure=sentence))
+        failures = causes_first(self.failures + (store.failures if store is not None else []))
+        if failures and all(failure.consequence for failure in failures):
             ended = [rank for rank, code in self._exit_codes().items() if code == 0]
             self.failures += [self._failure(worker_group, rank, 0, time.time()) for rank in ended]
         if self._can_restart():
-            self.rendezvous.note_failure(headline(everywhere[0]) if everywhere else "another node failed")
+            self.rendezvous.note_failure(headline(failures[0]) if failures else "another node failed")
         else:
             self._remaining_restarts = 0
             if store is not None and self.failures:
                 store.post(self.failures)
         ending = time.time()
         self.processes.end()
-        self._note_what_came_to_light(worker_group, failed, ending)
+        self._add_late_failures(worker_group, failed, ending)
         return RunResult(WorkerState.FAILED)
 
     def _can_restart(self) -> bool:
@@ -208,12 +208,14 @@ class NodeAgent(LocalElasticAgent):
             and len(self.rendezvous.hosts) - len(store.lost_hosts) >= self.job.min_nodes
         )
 
-    def _settle(self, failed: dict[int, int], seen: dict[int, float]) -> None:
+    def _wait_for_cause(self, failed: dict[int, int], seen: dict[int, float]) -> None:
         """Wait a little: for ranks that have reported an error and are about to end, and for the cause of it all."""
         start = time.monotonic()
         while failed and not (self.failure_store is not None and self.failure_store.failures):
-            waited = time.monotonic() - start
-            if waited > (SETTLE_S if self._cause_is_missing(failed) else LEAVING_S if self._leaving(failed) else 0.0):
+            limit = REPORTED_WAIT_S if self._others_have_reported(failed) else 0.0
+            if self._cause_is_missing(failed):
+                limit = CAUSE_WAIT_S
+            if time.monotonic() - start > limit:
                 return
             time.sleep(MONITOR_INTERVAL_S)
             for local_rank, code in self._exit_codes().items():
@@ -226,7 +228,7 @@ class NodeAgent(LocalElasticAgent):
         records = [self._record(local_rank) for local_rank in failed]
         return all(record is not None and record.consequence for record in records)
 
-    def _leaving(self, failed: dict[int, int]) -> bool:
+    def _others_have_reported(self, failed: dict[int, int]) -> bool:
         """True if a rank that still runs has reported an error."""
         return any(self._record(w.local_rank) for w in self._worker_group.workers if w.local_rank not in failed)
 
@@ -250,7 +252,7 @@ class NodeAgent(LocalElasticAgent):
             tail=self.logs.tail(worker.global_rank),
         )
 
-    def _note_what_came_to_light(self, worker_group: WorkerGroup, failed: dict[int, int], ending: float) -> None:
+    def _add_late_failures(self, worker_group: WorkerGroup, failed: dict[int, int], ending: float) -> None:
         """The ranks have ended. Some may have failed by themselves, before they were told to end."""
         for local_rank, code in self._exit_codes().items():
             record = self._record(local_rank)
@@ -258,7 +260,7 @@ class NodeAgent(LocalElasticAgent):
                 failure = self._failure(worker_group, local_rank, code or 1, time.time())
                 self.failures.append(dataclasses.replace(failure, by_itself=False))
 
-    def _done_everywhere(self) -> bool:
+    def _all_nodes_succeeded(self) -> bool:
         """This node's ranks have succeeded. Whether those of the others have; if one fails, all may start again."""
         if self.failure_store is not None and not self._noted_success:
             self._noted_success = True
@@ -272,8 +274,8 @@ class NodeAgent(LocalElasticAgent):
         """Return the outcome of the job, as this node knows it."""
         if self.failure_store is None:
             return NodeOutcome(self.failures, True, self.rendezvous.attempt)
-        speaks = self.rendezvous.node == 0 or self.failure_store.disconnected
-        return NodeOutcome(self.failures + self.failure_store.failures, speaks, self.rendezvous.attempt)
+        prints_summary = self.rendezvous.node == 0 or self.failure_store.disconnected
+        return NodeOutcome(self.failures + self.failure_store.failures, prints_summary, self.rendezvous.attempt)
 
     def leave(self) -> None:
         """Let the other nodes go on without this one; the first node lets them leave before it."""
@@ -340,7 +342,7 @@ class SupervisorListener:
         """This node has lost the first one, so that nothing can be told to anybody."""
         assert self.agent is not None
         sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.rendezvous.address}, for "
-        failure = Failure(host=self.agent.host, of_agent=f"{sentence}{HEARTBEAT_TIMEOUT_S:.0f} s")
+        failure = Failure(host=self.agent.host, node_failure=f"{sentence}{HEARTBEAT_TIMEOUT_S:.0f} s")
         tell(self._outcome, NodeOutcome([failure]).to_json())
         self._end_everything()
 
@@ -377,7 +379,7 @@ def main(argv: list[str]) -> NoReturn:
     except Exception as error:  # nothing else would tell the supervisor what happened
         sentence = f"the agent on host {host_name()} failed: {type(error).__name__}: {error}"
         record = FailureRecord("", traceback.format_exc() if not isinstance(error, NodeRendezvousError) else "")
-        result = NodeOutcome([Failure(host=host_name(), of_agent=sentence, record=record)])
+        result = NodeOutcome([Failure(host=host_name(), node_failure=sentence, record=record)])
     tell(outcome, result.to_json())
     if agent is not None:
         agent.leave()

@@ -70,7 +70,7 @@ class FailureStore:
     @property
     def lost_hosts(self) -> list[str]:
         """Hosts of the nodes that gave no sign of life for too long."""
-        return [self._hosts[node] for node, posted in list(self._posts.items()) if any(f.of_agent for f in posted)]
+        return [self._hosts[node] for node, posted in list(self._posts.items()) if any(f.node_failure for f in posted)]
 
     def post(self, failures: Sequence[Failure], node: int | None = None) -> None:
         """Tell the other nodes that ``node``, this one by default, has failed."""
@@ -137,6 +137,6 @@ class FailureStore:
                     "ended, the machine is down, or the network to it is broken"
                 )
                 self._posts[node] = [
-                    Failure(host=self._hosts[node], seen=time.time() - HEARTBEAT_TIMEOUT_S, of_agent=sentence)
+                    Failure(host=self._hosts[node], seen=time.time() - HEARTBEAT_TIMEOUT_S, node_failure=sentence)
                 ]
                 self.post(self._posts[node], node)

@@ -34,7 +34,7 @@ class Failure:
         output: paths of the files with its standard output and error; empty where they go to the terminal.
         tail: the last lines of its standard error, "" where it goes to the terminal.
         by_itself: whether the rank ended without being told to; its exit status means something then.
-        of_agent: why the node's whole part failed, "" for the failure of a rank; then `rank` means nothing.
+        node_failure: why the node's whole part failed, "" for the failure of a rank; then `rank` means nothing.
     """
 
     rank: int = -1
@@ -49,7 +49,7 @@ class Failure:
     output: list[str] = field(default_factory=list)
     tail: str = ""
     by_itself: bool = True
-    of_agent: str = ""
+    node_failure: str = ""
 
     @property
     def time(self) -> float:
@@ -76,12 +76,12 @@ class NodeOutcome:
 
     Attributes:
         failures: of all nodes as far as known, none for success.
-        speaks: whether this node's supervisor prints the last lines; one node does.
+        prints_summary: whether this node's supervisor prints the last lines; one node does.
         attempt: which attempt it was, 0 for the first.
     """
 
     failures: list[Failure] = field(default_factory=list)
-    speaks: bool = True
+    prints_summary: bool = True
     attempt: int = 0
 
     def to_json(self) -> str:
@@ -94,21 +94,21 @@ class NodeOutcome:
         return cls(failures=failures, **fields)
 
 
-def in_order(failures: Sequence[Failure]) -> list[Failure]:
+def causes_first(failures: Sequence[Failure]) -> list[Failure]:
     """The failures by what they say of the cause, each kind as they happened: failures of ranks, then what an agent
     says of its node or another, then errors of ranks that only say that another one has gone, then ranks that have
     exited with status 0."""
 
     def place(failure: Failure) -> tuple[bool, bool, bool, float]:
         succeeded = failure.exitcode == 0
-        return succeeded, failure.consequence, bool(failure.of_agent), failure.time
+        return succeeded, failure.consequence, bool(failure.node_failure), failure.time
 
     return sorted(failures, key=place)
 
 
 def exit_status(failures: Sequence[Failure]) -> int:
     """The job's: that of the first rank that ended by itself, 128 + n for signal n; 0 if none failed."""
-    for failure in in_order(failures):
+    for failure in causes_first(failures):
         if failure.by_itself:
             return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     return 1 if failures else 0
@@ -116,14 +116,14 @@ def exit_status(failures: Sequence[Failure]) -> int:
 
 def ran_out_of_memory(failure: Failure) -> bool:
     """True if an error that the process itself noticed tells of it."""
-    text = said(failure) if failure.record is not None else last_line(failure.tail)
+    text = recorded_message(failure) if failure.record is not None else last_line(failure.tail)
     return any(part in text for part in _OUT_OF_MEMORY)
 
 
 def reason(failure: Failure) -> str:
     """Describe the end of the rank, and as far as known its cause, without a full stop: `exit status 1, ValueError:
     ...`."""
-    message = said(failure)
+    message = recorded_message(failure)
     if failure.killed_for_memory:
         return "killed by the kernel, since memory had run out (SIGKILL)"
     if not failure.by_itself:
@@ -153,8 +153,8 @@ def last_line(text: str) -> str:
 
 def headline(failure: Failure, attempt: int = 0) -> str:
     """One sentence of the rank, its host and its end."""
-    if failure.of_agent:
-        return failure.of_agent
+    if failure.node_failure:
+        return failure.node_failure
     where = f"rank {failure.rank} of {failure.world_size} on host {failure.host} (process {failure.pid})"
     if failure.exitcode == 0:
         return f"{where} had exited with status 0"
@@ -166,19 +166,21 @@ def describe(outcome: NodeOutcome, host: str) -> list[str]:
 
     A message or traceback that rank 0 has written to the terminal itself is not repeated.
     """
-    first, *others = in_order(outcome.failures)
-    same = [other for other in others if said(other) and said(other) == said(first)]
+    first, *others = causes_first(outcome.failures)
+    message = recorded_message(first)
+    same = [other for other in others if message and recorded_message(other) == message]
     lines = [f"zerolite: {headline(first, outcome.attempt)}"]
     if any(failure.rank == 0 and not failure.output for failure in (first, *same)):
-        lines[0] += " (see above)" if details(first) else ""
+        lines[0] += " (see above)" if detail_lines(first) else ""
     else:
-        lines.extend(details(first))
+        lines.extend(detail_lines(first))
     if first.output:
         where = "" if first.host == host else f" on host {first.host}"
         lines.append(f"zerolite: all output of rank {first.rank}{where}: {' and '.join(first.output)}")
     if same:
         lines.append(f"zerolite: {count(len(same), 'other rank')} ended with the same message")
-    later = [other for other in others if not other.consequence and not other.of_agent and other not in same][:_LATER]
+    own = [other for other in others if not other.consequence and not other.node_failure and other not in same]
+    later = own[:_LATER]
     lines.extend(
         f"zerolite: {'after' if failure.exitcode else 'before'} that, {headline(failure)}" for failure in later
     )
@@ -189,12 +191,12 @@ def describe(outcome: NodeOutcome, host: str) -> list[str]:
     return lines
 
 
-def said(failure: Failure) -> str:
+def recorded_message(failure: Failure) -> str:
     """The rank's own words, "" if it has left none."""
     return failure.record.message if failure.record is not None else ""
 
 
-def details(failure: Failure) -> list[str]:
+def detail_lines(failure: Failure) -> list[str]:
     """Lines below the headline: the traceback, the rest of a long message, or the end of the standard error."""
     record = failure.record
     if record is not None and record.message:

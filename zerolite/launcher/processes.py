@@ -55,20 +55,22 @@ class JobProcesses:
         found.update(pid for pid, session in sessions.items() if session in self._sessions)
         return {pid: names[pid] for pid in found - self._spare if pid in names}
 
-    def end(self, grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> dict[int, str]:
-        """SIGTERM to all of them, also to those that appear meanwhile; SIGKILL to what is left after ``grace_s``.
+    def end(self, grace_s: float = GRACE_S, stop_waiting: Callable[[], bool] = lambda: False) -> dict[int, str]:
+        """Send SIGTERM to all of them, also to those that appear meanwhile, and SIGKILL to what is left after ``grace_s``.
 
-        ``hurry`` is called before each look, and may collect children that have ended; once it returns True, the time
-        of grace is over.
+        Args:
+            grace_s: seconds between the two signals.
+            stop_waiting: called before each search, and may collect children that have ended; once it returns True,
+                SIGKILL is sent at once.
 
         Returns:
-            Those that not even SIGKILL could end; normally none.
+            Names of the processes that not even SIGKILL could end, by number; normally none.
         """
         start = time.monotonic()
         signalled: set[int] = set()
         while True:
             waited = time.monotonic() - start
-            if hurry():
+            if stop_waiting():
                 grace_s = min(grace_s, waited)
             left = self.find()
             if not left or waited > grace_s + KILL_WAIT_S:

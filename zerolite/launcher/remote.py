@@ -16,7 +16,7 @@ from zerolite.launcher.node_process import NodeProcess
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import JobPlan, make_node_job, make_node_jobs, make_plan
 from zerolite.launcher.remote_commands import Route, make_commands, pack
-from zerolite.launcher.supervisor import INTERRUPT_S, say
+from zerolite.launcher.supervisor import INTERRUPT_GRACE_S, say
 
 NODE_MODULE = "zerolite.launcher.node_main"
 
@@ -186,7 +186,7 @@ def wait_for_nodes(job: JobPlan, processes: Sequence[NodeProcess], signals: list
             for process in processes:
                 process.forward_signal(number)
             gently = number is signal.SIGINT and passed == 1
-            end_at = min(end_at, now + OWN_END_S + (INTERRUPT_S if gently else 0.0))
+            end_at = min(end_at, now + OWN_END_S + (INTERRUPT_GRACE_S if gently else 0.0))
         for process in processes:
             if process.status is not None and process.name not in known:
                 known.add(process.name)

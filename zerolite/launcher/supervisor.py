@@ -25,13 +25,13 @@ from zerolite.launcher.rank import BIND_VARIABLE
 from zerolite.launcher.rank_start import bound_cpus, node_environment, rank_command, threads_per_rank
 from zerolite.utils.listening import SECRET_VARIABLE
 
-INTERRUPT_S = 20.0
+INTERRUPT_GRACE_S = 20.0
 """Seconds that the ranks have after Ctrl-C."""
 
 LATE_GRACE_S = 2.0
 """The same as `GRACE_S` for what is left when the agent has ended the ranks, after that time already."""
 
-LEFTOVER_S = 10.0
+LEFTOVER_TIMEOUT_S = 10.0
 """After success, seconds for processes that the ranks have left behind."""
 
 INTERRUPT, STAND_BACK = b"I", b"P"
@@ -97,14 +97,14 @@ class Supervisor:
         os.close(lifeline)
         os.close(outcome)
         os.set_blocking(self._outcome, False)
-        self._tell_agent(self._job.to_json().encode() + b"\n")
+        self._send_to_agent(self._job.to_json().encode() + b"\n")
         return agent
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         if number != signal.SIGCHLD:
             self._signals.append(number)
 
-    def _tell_agent(self, text: bytes) -> None:
+    def _send_to_agent(self, text: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._lifeline, text)
 
@@ -118,19 +118,19 @@ class Supervisor:
         self._read_outcome()
         if self._interrupted_at is not None:
             self._end_all()
-            self._name_logs(only_if_filled=True)
+            self._say_log_dir(only_if_filled=True)
             return 128 + signal.SIGINT
         lines = self._text.decode().splitlines()
         if not lines or lines[-1] == READY:
             return self._agent_died()
         outcome = NodeOutcome.from_json(lines[-1])
         if not outcome.failures:
-            self._clear_up()
+            self._end_leftovers()
             return 0
         self._end_all(LATE_GRACE_S)
-        for line in describe(outcome, os.uname().nodename) if outcome.speaks else []:
+        for line in describe(outcome, os.uname().nodename) if outcome.prints_summary else []:
             write(line)
-        self._name_logs()
+        self._say_log_dir()
         return exit_status(outcome.failures)
 
     def _wait(self) -> None:
@@ -177,8 +177,8 @@ class Supervisor:
             return None
         if self._signals:
             return self._take_signal(self._signals.pop(0))
-        if self._interrupted_at is not None and time.monotonic() - self._interrupted_at > INTERRUPT_S:
-            say(f"the ranks did not finish within {INTERRUPT_S:.0f} s of Ctrl-C and are ended")
+        if self._interrupted_at is not None and time.monotonic() - self._interrupted_at > INTERRUPT_GRACE_S:
+            say(f"the ranks did not finish within {INTERRUPT_GRACE_S:.0f} s of Ctrl-C and are ended")
             self._end_all()
             return 128 + signal.SIGINT
         if self._job.watch_stdin and not self._stdin_open:
@@ -188,17 +188,17 @@ class Supervisor:
         return None
 
     def _take_signal(self, number: int) -> int | None:
-        if number == signal.SIGINT and self._interrupted_at is None and self._ready():
-            say(f"Ctrl-C: the ranks have {INTERRUPT_S:.0f} s to finish; press it again to end them at once")
+        if number == signal.SIGINT and self._interrupted_at is None and self._ranks_have_started():
+            say(f"Ctrl-C: the ranks have {INTERRUPT_GRACE_S:.0f} s to finish; press it again to end them at once")
             self._interrupted_at = time.monotonic()
-            self._tell_agent(INTERRUPT)
+            self._send_to_agent(INTERRUPT)
             return None
         self._end_all(0.0 if self._interrupted_at is not None else GRACE_S)
         say(f"received {signal_name(number)} and ended {count(self._job.nproc, 'rank')}")
-        self._name_logs(only_if_filled=True)
+        self._say_log_dir(only_if_filled=True)
         return 128 + (signal.SIGINT if self._interrupted_at is not None else number)
 
-    def _ready(self) -> bool:
+    def _ranks_have_started(self) -> bool:
         return self._text.startswith(READY.encode())
 
     def _agent_died(self) -> int:
@@ -206,27 +206,27 @@ class Supervisor:
         how = f"by signal {-code} ({signal_name(-code)})" if code < 0 else f"with exit status {code}"
         say(f"the agent (process {self._agent.pid}), which runs the ranks, ended {how}; the ranks are ended too")
         self._end_all()
-        self._name_logs()
+        self._say_log_dir()
         return 128 - code if code < 0 else code or 1
 
     def _end_all(self, grace_s: float = GRACE_S) -> None:
         """End every process of the job here, with SIGKILL at once if another signal comes."""
-        self._tell_agent(STAND_BACK)
+        self._send_to_agent(STAND_BACK)
         self._signals.clear()
         agent = set() if self._agent.returncode is not None else {self._agent.pid}
         # The agent goes last: the kernel kills the ranks when it does.
         ranks = JobProcesses(self._marker, spare=agent) if agent else self._processes
-        stuck = ranks.end(grace_s, self._hurry) | self._processes.end(0.0, self._hurry)
+        stuck = ranks.end(grace_s, self._signal_came) | self._processes.end(0.0, self._signal_came)
         for pid, name in stuck.items():
             say(f"process {pid} ({name}) does not end, not even by SIGKILL: it is stuck in the kernel")
 
-    def _hurry(self) -> bool:
+    def _signal_came(self) -> bool:
         self._reap()
         return bool(self._signals)
 
-    def _clear_up(self) -> None:
+    def _end_leftovers(self) -> None:
         """After success: end what the ranks have left behind, if it does not end by itself."""
-        deadline = time.monotonic() + LEFTOVER_S
+        deadline = time.monotonic() + LEFTOVER_TIMEOUT_S
         while left := self._processes.find():
             if time.monotonic() > deadline or self._signals:
                 names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
@@ -236,7 +236,7 @@ class Supervisor:
             time.sleep(0.1)
             self._reap()
 
-    def _name_logs(self, only_if_filled: bool = False) -> None:
+    def _say_log_dir(self, only_if_filled: bool = False) -> None:
         """Say where the output is, and keep it."""
         if not only_if_filled or has_output(self._log_dir):
             self.keeps_logs = True
@@ -260,7 +260,7 @@ def run_node(job: NodeJob) -> int:
         where = "a temporary directory" if job.log_dir is None else f"--log-dir {job.log_dir!r}"
         say(f"nothing was started: {where} cannot be made ({error.strerror}: {error.filename!r})")
         return 2
-    share_cores(job)
+    say_threads_per_rank(job)
     supervisor = Supervisor(job, log_dir)
     status = supervisor.run()
     if job.log_dir is None and not supervisor.keeps_logs:
@@ -287,7 +287,7 @@ def agent_command() -> list[str]:
     return [sys.executable, *module_arguments("zerolite.launcher.agent")]
 
 
-def share_cores(job: NodeJob) -> None:
+def say_threads_per_rank(job: NodeJob) -> None:
     """Say once for the job why OMP_NUM_THREADS is set, if it is."""
     threads = threads_per_rank(job, os.environ)
     if threads is None or job.node_rank != 0:
