@@ -16,7 +16,15 @@ from zerolite.launcher.job import NodeJob, module_arguments
 from zerolite.launcher.node_main import node_index
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import check_reachable, first_addresses, make_node_jobs, make_plan, own_node_job
-from zerolite.launcher.remote_commands import Route, exported_variables, make_commands, pack, unpack
+from zerolite.launcher.remote_commands import (
+    NODE_MODULE,
+    Route,
+    exported_variables,
+    pack,
+    ssh_commands,
+    tool_command,
+    unpack,
+)
 from zerolite.utils import network
 from zerolite.utils.listening import SECRET_VARIABLE
 
@@ -31,15 +39,15 @@ def make_route(launcher: str, **changes: object) -> Route:
 def test_ssh_runs_the_first_part_here_and_the_others_by_ssh() -> None:
     route = make_route("ssh", launcher_args=["-F", "my config"], ssh_port=2222)
     environ = {"PYTHONPATH": "/a b:/c", "PATH": "/bin", "NCCL_DEBUG": "INFO"}
-    first, second, third = make_commands(route, "some.module", None, environ)
-    assert list(first.argv) == ["/opt/python", *module_arguments("some.module")] and list(first.nodes) == [0]
+    first, second, third = ssh_commands(route, environ)
+    assert list(first.argv) == ["/opt/python", *module_arguments(NODE_MODULE)]
     assert second.argv[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in second.argv
     assert second.argv[-4:-1] == ["-p", "2222", "host2"] and third.argv[-2] == "host3"
-    start = f"/opt/python {shlex.join(module_arguments('some.module'))} ssh"
+    start = f"/opt/python {shlex.join(module_arguments(NODE_MODULE))} ssh"
     assert second.argv[-1] == f"cd '/work dir'; exec env 'PYTHONPATH=/a b:/c' {start}"
     assert shlex.split(second.shell_line()) == list(second.argv)
     route = Route("ssh", ["host1", "ann@fd00::3"], here=0, cwd="/", interpreter="python")
-    command = make_commands(route, "some.module", None, {})[1]
+    command = ssh_commands(route, {})[1]
     assert command.argv[0] == "ssh" and command.argv[-2] == "ann@fd00::3", "ssh gets the user"
 
 
@@ -53,16 +61,12 @@ def test_ssh_runs_the_first_part_here_and_the_others_by_ssh() -> None:
 )
 def test_one_command_for_all_hosts(launcher: str, start: list[str], node: str) -> None:
     route = make_route(launcher, launcher_args=["-x", "y"], cwd="/100%")
-    (command,) = make_commands(route, "some.module", "PAYLOAD", {})
-    assert command.argv[: len(start)] == start and list(command.nodes) == [0, 1, 2]
+    command = tool_command(route, "PAYLOAD", {})
+    assert command.argv[: len(start)] == start
     cwd = "/100%%" if launcher == "pdsh" else "/100%"
-    assert (
-        command.argv[-1] == f"cd {cwd}; exec /opt/python {shlex.join(module_arguments('some.module'))} PAYLOAD {node}"
-    )
+    assert command.argv[-1] == f"cd {cwd}; exec /opt/python {shlex.join(module_arguments(NODE_MODULE))} PAYLOAD {node}"
     assert any("host1:1,host2:1,host3:1" in word for word in command.argv) == (launcher == "openmpi")
     assert ("--nodelist=host1,host2,host3" in command.argv) == (launcher == "slurm")
-    with pytest.raises(ValueError, match="cannot give each host"):
-        make_commands(route, "some.module", None, {})
 
 
 def test_what_is_packed_comes_back_without_characters_that_shells_know() -> None:
@@ -203,7 +207,7 @@ def test_a_dry_run_prints_what_would_run(hostfile: str, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line) for line in lines if not line.startswith("#")]
     route = make_plan(request).route
-    assert commands == [list(command.argv) for command in make_commands(route, "zerolite.launcher.node_main", None)]
+    assert commands == [list(command.argv) for command in ssh_commands(route)]
     jobs = [NodeJob.from_json(line.removeprefix("#   ")) for line in lines if line.startswith("#   ")]
     assert [(job.node_rank, job.nproc) for job in jobs] == [(0, 2), (1, 4), (2, 4)]
     assert all(job.script_args == ["a b"] for job in jobs)

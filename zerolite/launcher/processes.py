@@ -56,7 +56,7 @@ class JobProcesses:
         return {pid: names[pid] for pid in found - self._spare if pid in names}
 
     def end(self, grace_s: float = GRACE_S, stop_waiting: Callable[[], bool] = lambda: False) -> dict[int, str]:
-        """Send SIGTERM to all of them, also to those that appear meanwhile, and SIGKILL to what is left after ``grace_s``.
+        """Send SIGTERM to all, also to those that appear meanwhile, and SIGKILL to those left after ``grace_s``.
 
         Args:
             grace_s: seconds between the two signals.

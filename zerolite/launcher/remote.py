@@ -6,7 +6,6 @@ import shlex
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from zerolite.launcher import supervisor
 from zerolite.launcher.hosts import HostsError
@@ -15,10 +14,8 @@ from zerolite.launcher.node_main import check, find_device_problems
 from zerolite.launcher.node_process import NodeProcess
 from zerolite.launcher.options import LaunchRequest
 from zerolite.launcher.plan import JobPlan, make_node_job, make_node_jobs, make_plan
-from zerolite.launcher.remote_commands import Route, make_commands, pack
+from zerolite.launcher.remote_commands import Invocation, Route, pack, ssh_commands, tool_command
 from zerolite.launcher.supervisor import INTERRUPT_GRACE_S, say
-
-NODE_MODULE = "zerolite.launcher.node_main"
 
 CHECK_S = 45.0
 """A host that has not answered by then does not take part."""
@@ -90,10 +87,10 @@ def start_nodes(
     lines = [node.to_json() for node in nodes]
     names = [host.name for host in job.hosts]
     if job.route.launcher != "ssh":
-        (command,) = make_commands(job.route, NODE_MODULE, pack({"hosts": names, "jobs": lines}))
+        command = tool_command(job.route, pack({"hosts": names, "jobs": lines}))
         processes.append(start_process(command.argv[0], command, None))
         return
-    commands = make_commands(job.route, NODE_MODULE, None)
+    commands = ssh_commands(job.route)
     here = job.route.here
     for i, command in enumerate(commands):
         if i != here:
@@ -114,7 +111,7 @@ def start_nodes(
         processes.insert(here, NodeProcess(names[here], commands[here], lines[here], here=True))
 
 
-def start_process(name: str, command: Any, first_line: str | None) -> NodeProcess:
+def start_process(name: str, command: Invocation, first_line: str | None) -> NodeProcess:
     try:
         return NodeProcess(name, command, first_line)
     except OSError as error:
@@ -247,9 +244,9 @@ def print_commands(job: JobPlan, nodes: Sequence[NodeJob]) -> int:
         print(f"# on {', '.join(names)}, where the last words but one hold:")
         for line in lines:
             print(f"#   {line}")
-        print(make_commands(job.route, NODE_MODULE, pack({"hosts": names, "jobs": lines}))[0].shell_line())
+        print(tool_command(job.route, pack({"hosts": names, "jobs": lines})).shell_line())
         return 0
-    for i, command in enumerate(make_commands(job.route, NODE_MODULE, None)):
+    for i, command in enumerate(ssh_commands(job.route)):
         place = f"{names[i]}, this host" if i == job.route.here else names[i]
         print(f"# {place}; to its standard input this line, then 'g' to start:\n#   {lines[i]}")
         print(command.shell_line())

@@ -14,6 +14,8 @@ from typing import Any
 
 from zerolite.launcher.job import module_arguments
 
+NODE_MODULE = "zerolite.launcher.node_main"
+
 CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S, KEEPALIVES = 5, 4
 """A connection over which nothing comes back for the product of these is lost."""
@@ -58,15 +60,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Invocation:
-    """A process to start on this host.
+    """Process to start on this host.
 
     Attributes:
-        nodes: indices of the hosts on which it starts something.
         argv: the command line.
         env: variables to set for it.
     """
 
-    nodes: Sequence[int]
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -90,76 +90,74 @@ def unpack(text: str) -> Any:
     return json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
 
 
-def python_line(route: Route, module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return what a shell on a host is to run: a module of zerolite, in the working directory, by the same Python.
+def node_line(route: Route, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the shell line that starts a node on a host: in the working directory, by the same Python.
 
-    Python's own variables, such as PYTHONPATH, are the same as here. Where the directory is missing the module starts
-    elsewhere, to say so.
+    Python's own variables, such as PYTHONPATH, are set as here. `cd` and Python are joined by `;`, not `&&`: if the
+    directory is missing, the node starts elsewhere and reports it.
     """
     settings = [f"{key}={value}" for key, value in sorted(environ.items()) if key.startswith("PYTHON")]
     environment = ["env", *settings] if settings else []
-    argv = [*environment, route.interpreter, *module_arguments(module), *arguments]
+    argv = [*environment, route.interpreter, *module_arguments(NODE_MODULE), *arguments]
     return f"cd {shlex.quote(route.cwd)}; exec {shlex.join(argv)}"
 
 
-def make_commands(
-    route: Route, module: str, payload: str | None, environ: Mapping[str, str] | None = None
-) -> list[Invocation]:
-    """Return the commands that run `main` of MODULE, with PAYLOAD and NODE if there is one, on every host.
+def ssh_commands(route: Route, environ: Mapping[str, str] | None = None) -> list[Invocation]:
+    """Return one command per host, in their order. Each node reads its job from its standard input.
 
-    NODE tells the process which host it is: its index, its name, or the environment variable in which either stands.
-
-    Args:
-        payload: of :func:`pack`; None if each process is told by its standard input, which only ssh can do. Those on
-            other hosts then get `ssh` as their only argument.
+    The node on this host needs no ssh; the others get `ssh` as their only argument.
     """
-    environ = os.environ if environ is None else environ
-    if route.launcher == "ssh":
-        return [ssh_command(route, i, module, payload, environ) for i in range(len(route.hosts))]
-    if payload is None:
-        raise ValueError(f"{route.launcher} cannot give each host a standard input of its own")
-    node = {"pdsh": "NODE", "openmpi": "OMPI_COMM_WORLD_RANK", "slurm": "SLURMD_NODENAME"}[route.launcher]
-    line = python_line(route, module, [payload, node], environ)
-    everywhere = range(len(route.hosts))
-    if route.launcher == "pdsh":
-        return [pdsh_command(route, line, environ)]
-    argv = openmpi_arguments(route) if route.launcher == "openmpi" else slurm_arguments(route)
-    return [Invocation(everywhere, [*argv, "/bin/sh", "-c", line])]
-
-
-def ssh_command(route: Route, index: int, module: str, payload: str | None, environ: Mapping[str, str]) -> Invocation:
-    arguments = [] if payload is None else [payload, str(index)]
-    if index == route.here:
-        return Invocation([index], [route.interpreter, *module_arguments(module), *arguments])
-    arguments = arguments or ["ssh"]
+    line = node_line(route, ["ssh"], os.environ if environ is None else environ)
     options = [word for key, value in SSH_OPTIONS.items() for word in ("-o", f"{key}={value}")]
     if route.ssh_port is not None:
         options += ["-p", str(route.ssh_port)]
-    line = python_line(route, module, arguments, environ)
-    return Invocation([index], ["ssh", *route.launcher_args, *options, route.hosts[index], line])
+    here = Invocation([route.interpreter, *module_arguments(NODE_MODULE)])
+    return [
+        here if i == route.here else Invocation(["ssh", *route.launcher_args, *options, host, line])
+        for i, host in enumerate(route.hosts)
+    ]
 
 
-def pdsh_command(route: Route, line: str, environ: Mapping[str, str]) -> Invocation:
-    """pdsh replaces %h by the host's name. Without -N it would put that before each line of output."""
+def tool_command(route: Route, payload: str, environ: Mapping[str, str] | None = None) -> Invocation:
+    """Return the one command by which pdsh, mpirun or srun starts the nodes of all hosts.
+
+    Every host runs the same line, `PAYLOAD NODE`. NODE tells the process which host it is on: the host's name, or an
+    environment variable with its name or index.
+
+    Args:
+        payload: all nodes' jobs, of :func:`pack`.
+    """
+    environ = os.environ if environ is None else environ
+    if route.launcher == "pdsh":
+        return pdsh_command(route, payload, environ)
+    is_openmpi = route.launcher == "openmpi"
+    line = node_line(route, [payload, "OMPI_COMM_WORLD_RANK" if is_openmpi else "SLURMD_NODENAME"], environ)
+    argv = openmpi_arguments(route) if is_openmpi else slurm_arguments(route)
+    return Invocation([*argv, "/bin/sh", "-c", line])
+
+
+def pdsh_command(route: Route, payload: str, environ: Mapping[str, str]) -> Invocation:
+    """Return pdsh's command. ssh's options go through a variable, since pdsh starts ssh itself."""
     options = " ".join(f"-o {key}={value}" for key, value in SSH_OPTIONS.items())
     if route.ssh_port is not None:
         options += f" -p {route.ssh_port}"
-    theirs = environ.get("PDSH_SSH_ARGS_APPEND", "")
-    hosts = ",".join(route.hosts)
-    argv = ["pdsh", "-R", "ssh", "-S", "-N", "-f", "1024", *route.launcher_args, "-w", hosts]
-    remote = line.replace("%", "%%").removesuffix("NODE") + "%h"
-    return Invocation(range(len(route.hosts)), [*argv, remote], {"PDSH_SSH_ARGS_APPEND": f"{theirs} {options}".strip()})
+    users = environ.get("PDSH_SSH_ARGS_APPEND", "")
+    # Without -N, pdsh would put the host's name before each line of output.
+    argv = ["pdsh", "-R", "ssh", "-S", "-N", "-f", "1024", *route.launcher_args, "-w", ",".join(route.hosts)]
+    # pdsh replaces %h by the host's name, and %% by %.
+    line = node_line(route, [payload], environ).replace("%", "%%") + " %h"
+    return Invocation([*argv, line], {"PDSH_SSH_ARGS_APPEND": f"{users} {options}".strip()})
 
 
 def openmpi_arguments(route: Route) -> list[str]:
-    """One process per host, in the order of the hosts, which may use all cores of its host."""
+    """Return the start of mpirun's command: one process per host, in the hosts' order, not bound to cores."""
     hosts = ",".join(f"{host}:1" for host in route.hosts)
     count = str(len(route.hosts))
     return ["mpirun", *route.launcher_args, "-n", count, "--map-by", "ppr:1:node", "--bind-to", "none", "-H", hosts]
 
 
 def slurm_arguments(route: Route) -> list[str]:
-    """One task per host, which may use all cores that the step has there. With -l or a prefix, checks would fail."""
+    """Return the start of srun's command: one task per host, not bound to the cores that the step has there."""
     count = len(route.hosts)
     argv = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     argv += ["--cpu-bind=none", "--unbuffered", *route.launcher_args]
