@@ -84,21 +84,21 @@ def check_reachable(hosts: Sequence[Host], launcher: str) -> None:
 
 def find_hosts(request: LaunchRequest) -> tuple[list[Host], bool]:
     """Return the hosts, and whether the user has named them. Raises HostsError."""
-    asked = request.num_nodes
+    asked, named = request.num_nodes, True
     if request.hostfile is not None:
-        hosts = select_hosts(read_hostfile(request.hostfile), request.include, request.exclude)
-        return limit_hosts(hosts, asked, request.nproc), True
-    if request.launcher == "slurm":
-        hosts = select_hosts(allocated_hosts(request.nproc), request.include, request.exclude)
-        return limit_hosts(hosts, asked, request.nproc), asked is not None or bool(request.include or request.exclude)
-    if asked is not None and asked[1] > 1:
+        hosts = read_hostfile(request.hostfile)
+    elif request.launcher == "slurm":
+        hosts = allocated_hosts(request.nproc)
+        named = asked is not None or bool(request.include or request.exclude)
+    elif asked is not None and asked[1] > 1:
         raise HostsError(
             f"--num-nodes asks for {asked[1]} hosts and nothing says which: give a --hostfile with lines such as "
             f"'worker-1 slots=8', or start each node by a command of its own, with --no-ssh, --node-rank and "
             f"--master-addr"
         )
-    here = Host("localhost", max(request.nproc or 0, default_nproc(os.environ)))
-    return limit_hosts(select_hosts([here], request.include, request.exclude), asked, request.nproc), True
+    else:
+        hosts = [Host("localhost", max(request.nproc or 0, default_nproc(os.environ)))]
+    return limit_hosts(select_hosts(hosts, request.include, request.exclude), asked, request.nproc), named
 
 
 def allocated_hosts(nproc: int | None) -> list[Host]:
