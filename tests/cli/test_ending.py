@@ -298,7 +298,7 @@ def test_all_ranks_start_again_after_a_failure(start) -> None:
 def test_processes_left_behind_by_success(start) -> None:
     job = start(PRELUDE + "subprocess.Popen(['setsid', 'sleep', '1000'])\n", "--nproc", "1")
     assert job.finish() == 0
-    assert "1 process left behind by the ranks was ended: sleep" in job.stderr and job.left() == []
+    assert "the ranks left 1 process behind, ended now: sleep" in job.stderr and job.left() == []
 
 
 def start_parts(start, directory: Path, script: str, *options: str) -> list[Job]:

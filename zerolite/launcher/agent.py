@@ -240,7 +240,6 @@ class NodeAgent(LocalElasticAgent):
         pid = self.rank_pids()[local_rank]
         return Failure(
             rank=worker.global_rank,
-            local_rank=local_rank,
             world_size=worker.world_size,
             host=self.host,
             pid=pid,

@@ -23,7 +23,7 @@ class Failure:
     """One rank's end, as the agent of its node saw it.
 
     Attributes:
-        rank, local_rank: the rank's number in the job, and on its node.
+        rank: the rank's number in the job.
         world_size: ranks of the job.
         host: name of its node.
         pid: its process.
@@ -38,7 +38,6 @@ class Failure:
     """
 
     rank: int = -1
-    local_rank: int = -1
     world_size: int = 0
     host: str = ""
     pid: int = 0
@@ -211,7 +210,3 @@ def count(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-def were(number: int) -> str:
-    return "was" if number == 1 else "were"

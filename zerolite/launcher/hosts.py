@@ -124,7 +124,7 @@ def parse_host(words: Sequence[str], where: str) -> Host:
     return Host(name, slots, user=user or None)
 
 
-def parse_filter(text: str, option: str, logins: Collection[str] = ()) -> dict[str, tuple[int, ...] | None]:
+def parse_filter(text: str, option: str, logins: Collection[str]) -> dict[str, tuple[int, ...] | None]:
     """Return the slots of each host of a filter such as `host1:0,2-3@host2`; None for all of a host.
 
     Args:

@@ -170,8 +170,8 @@ class LogTail:
         return bool(text)
 
 
-def read_tail(path: str, lines: int = TAIL_LINES) -> str:
-    """The last ``lines`` lines of a file, less where they are very long; "" if it cannot be read."""
+def read_tail(path: str) -> str:
+    """Return the last lines of a file, fewer if they are very long; "" if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -179,4 +179,4 @@ def read_tail(path: str, lines: int = TAIL_LINES) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.rstrip().splitlines()[-lines:])
+    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])

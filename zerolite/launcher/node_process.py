@@ -39,7 +39,6 @@ class NodeProcess:
             here: whether it runs on this host without a connection, and writes to the terminal itself.
         """
         self.name = name
-        self.tool = command.argv[0]
         self.status: int | None = None
         self.closed_here = False
         self.answer: dict[str, Any] | None = None

@@ -18,7 +18,7 @@ import tempfile
 import time
 from types import FrameType
 
-from zerolite.launcher.failures import NodeOutcome, count, describe, exit_status, signal_name, were
+from zerolite.launcher.failures import NodeOutcome, count, describe, exit_status, signal_name
 from zerolite.launcher.job import JOB_ID_VARIABLE, NodeJob, module_arguments
 from zerolite.launcher.processes import GRACE_S, JobProcesses, adopt_orphans
 from zerolite.launcher.rank import BIND_VARIABLE
@@ -87,8 +87,9 @@ class Supervisor:
         if self._job.max_nodes == 1:
             environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
         quiet = [] if CPP_LOG_VARIABLE in environ else [QUIET]
+        command = [sys.executable, *module_arguments("zerolite.launcher.agent")]
         agent = subprocess.Popen(
-            [*agent_command(), str(lifeline), str(outcome), self._log_dir, *quiet],
+            [*command, str(lifeline), str(outcome), self._log_dir, *quiet],
             env={CPP_LOG_VARIABLE: "ERROR", **environ},
             stdin=subprocess.DEVNULL if self._job.watch_stdin else None,
             pass_fds=(lifeline, outcome),
@@ -230,7 +231,7 @@ class Supervisor:
         while left := self._processes.find():
             if time.monotonic() > deadline or self._signals:
                 names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
-                say(f"{count(len(left), 'process')} left behind by the ranks {were(len(left))} ended: {names}")
+                say(f"the ranks left {count(len(left), 'process')} behind, ended now: {names}")
                 self._end_all()
                 return
             time.sleep(0.1)
@@ -272,7 +273,7 @@ def make_log_dir(job: NodeJob) -> str:
     """The directory for the ranks' output; one of the job's own below the one asked for."""
     if job.log_dir is None:
         return tempfile.mkdtemp(prefix="zerolite_")
-    path = os.path.join(os.path.abspath(job.log_dir), f"job_{job.job_id[:8]}")
+    path = os.path.join(job.log_dir, f"job_{job.job_id[:8]}")
     os.makedirs(path, exist_ok=True)
     return path
 
@@ -280,11 +281,6 @@ def make_log_dir(job: NodeJob) -> str:
 def has_output(directory: str) -> bool:
     """True if there is any file that is not empty below a directory."""
     return any(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
-
-
-def agent_command() -> list[str]:
-    """The agent's command, without its file descriptors."""
-    return [sys.executable, *module_arguments("zerolite.launcher.agent")]
 
 
 def say_threads_per_rank(job: NodeJob) -> None:
