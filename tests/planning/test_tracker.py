@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from zerolite.planning.tracker import MADE, MemoryTracker
+from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker
 from zerolite.utils import memory_tags
 from zerolite.utils.memory_tags import (
     ACTIVATIONS,
@@ -45,7 +45,7 @@ def test_storages_count_once_and_until_they_die(tracker: MemoryTracker) -> None:
     assert tracker.nbytes[DEVICE] == 4000
     views.clear()
     assert tracker.nbytes[DEVICE] == 0
-    assert tracker.fullest.nbytes == 12000
+    assert tracker.peak.nbytes == 12000
 
 
 def test_a_storage_that_is_resized_counts_with_its_new_length(tracker: MemoryTracker) -> None:
@@ -63,11 +63,11 @@ def test_a_storage_that_is_resized_counts_with_its_new_length(tracker: MemoryTra
 
 def test_memory_changes_hands(tracker: MemoryTracker) -> None:
     device, host = tracker.items[DEVICE], tracker.items[HOST]
-    tracker.item, tracker.place = MADE, HOST
+    tracker.item, tracker.place = ORIGINAL_MODEL, HOST
     tensor = torch.empty(100)
-    assert (tracker.nbytes[DEVICE], host[MADE]) == (0, 400)
+    assert (tracker.nbytes[DEVICE], host[ORIGINAL_MODEL]) == (0, 400)
     assert tag_memory(tensor, BUCKETS) is tensor
-    assert (tracker.nbytes[DEVICE], host[MADE], device[BUCKETS]) == (400, 0, 400)
+    assert (tracker.nbytes[DEVICE], host[ORIGINAL_MODEL], device[BUCKETS]) == (400, 0, 400)
     torch.empty(1)
     tag_memory(tensor.view(10, 10), GATHERED)
     assert (tracker.nbytes[DEVICE], device[BUCKETS], device[GATHERED]) == (400, 0, 400)
@@ -81,19 +81,19 @@ def test_every_place_has_its_own_account(tracker: MemoryTracker) -> None:
     states = tag_memory(torch.empty(1000), STATES, DISK)
     assert [tracker.nbytes[place] for place in (DEVICE, HOST, DISK)] == [0, 400, 4000]
     assert (place_of(masters.view(10, 10)), place_of(states[:10])) == (HOST, DISK)
-    assert tracker.fullest.nbytes == tracker.largest[DEVICE][OTHER] == 0  # both were said to be elsewhere at once
+    assert tracker.peak.nbytes == tracker.largest[DEVICE][OTHER] == 0  # both were said to be elsewhere at once
     tag_memory(masters, MASTERS)
-    assert tracker.fullest.nbytes == 400
+    assert tracker.peak.nbytes == 400
     assert (tracker.nbytes[HOST], tracker.items[DEVICE][MASTERS], place_of(masters)) == (0, 400, DEVICE)
     assert (tracker.largest[HOST][MASTERS], tracker.largest[DISK][STATES]) == (400, 4000)
     del states
     assert tracker.nbytes[DISK] == 0
-    assert tracker.most_in_host_memory == 400
+    assert tracker.host_peak == 400
 
 
 def test_results_are_where_their_operands_are(tracker: MemoryTracker) -> None:
     masters, weights, scalar = tag_memory(torch.ones(100), MASTERS, HOST), torch.ones(100), torch.ones(())
-    tracker.item, tracker.place = MADE, HOST
+    tracker.item, tracker.place = ORIGINAL_MODEL, HOST
     made = torch.ones(100)
     tracker.item, tracker.place = OTHER, DEVICE
     before = dict(tracker.nbytes)
@@ -121,7 +121,7 @@ def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
     with MemoryTracker(apart=False) as tracker:
         weights = torch.ones(100)
         masters = tag_memory(torch.ones(100), MASTERS, HOST)
-        assert (tracker.nbytes[DEVICE], tracker.nbytes[HOST], tracker.most_in_host_memory) == (400, 400, 800)
+        assert (tracker.nbytes[DEVICE], tracker.nbytes[HOST], tracker.host_peak) == (400, 400, 800)
         scratch = masters * 2  # from the device's allocator
         assert tracker.nbytes[DEVICE] == 800
     del weights, scratch
@@ -144,7 +144,7 @@ def test_the_course_keeps_the_fullest_moments(tracker: MemoryTracker) -> None:
     for _ in range(10):
         torch.empty(250)
     torch.empty(2500)
-    course = tracker.course(points=4)
+    course = tracker.timeline(points=4)
     assert len(course) <= 4
     assert [max(sum(items.values()) for items, _, _ in course)] == [10100]
     assert {phase for _, phase, _ in course} == {"forward"}
@@ -179,6 +179,6 @@ def test_the_module_at_work_is_known_in_forward_and_backward(tracker: MemoryTrac
     backward = [module for phase, module in seen if phase == "backward"]
     assert {"high.1", "high.0", "low", ""} <= set(backward)
     assert backward.index("high.0") < backward.index("low")
-    tracker.course(1)
+    tracker.timeline(1)
     tracker.modules.forget()
     assert tracker.modules.now() == ""

@@ -25,7 +25,7 @@ from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, mo
 from zerolite.planning.rank_grid import Grid
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step, walk_through_parameters
-from zerolite.planning.tracker import MADE, Flops, Fullest, MemoryTracker
+from zerolite.planning.tracker import ORIGINAL_MODEL, Flops, MemoryTracker, PeakMoment
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import collector_off, current_platform, is_fake, use_platform
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
@@ -110,17 +110,17 @@ class Outcome:
     trained_parameters: int  # of these
     tied_parameters: int  # of these, those that a stage before counts
     rank_parameters: int  # of what this rank has of them
-    initialize: Fullest
-    warm_up: Fullest
-    step: Fullest
+    initialize: PeakMoment
+    warm_up: PeakMoment
+    step: PeakMoment
     largest: dict[str, dict[str, int]]  # by place and item
     at_rest: dict[str, int]
-    course: list[tuple[dict[str, int], str, str]]
+    timeline: list[tuple[dict[str, int], str, str]]
     recorder: Recorder
     host_waits: int
     checkpoint: int
-    made: int  # of the host: what the model took, before the engine had it
-    most_in_host_memory: int  # with the device's, where that is the CPU
+    original_model: int  # of the host: what the model took, before the engine had it
+    host_peak: int  # with the device's, where that is the CPU
     of_peers: int  # in the communicators' memory: what the other ranks of this host have made, and this one maps
     recurrent: bool  # whether the model has layers whose kernels are fused over time
     flops: Flops | None
@@ -228,16 +228,16 @@ class _Run:
     def outcome(self, points: int) -> Outcome:
         tracker = self._tracker
         model = self.make_model()
-        made = tracker.items[HOST][MADE]
-        tracker.forget_most()
+        made = tracker.items[HOST][ORIGINAL_MODEL]
+        tracker.reset_host_peak()
         engine = self.make_engine(model)
         self._prepare_chunks(engine)
-        initialize = tracker.fullest
-        tracker.measure_from_here()
+        initialize = tracker.peak
+        tracker.reset_peak()
         for _ in range(self._job.warm_up):
             self._step(engine)
-        warm_up = tracker.fullest
-        tracker.measure_from_here()
+        warm_up = tracker.peak
+        tracker.reset_peak()
         tracker.record()
         self._platform.host_waits = 0
         with record() as recorder:
@@ -252,15 +252,15 @@ class _Run:
             rank_parameters=sum(map(whole_numel, model.parameters())),
             initialize=initialize,
             warm_up=warm_up,
-            step=tracker.fullest,
+            step=tracker.peak,
             largest=tracker.largest,
             at_rest=dict(tracker.items[DEVICE]),
-            course=tracker.course(points),
+            timeline=tracker.timeline(points),
             recorder=recorder,
             host_waits=self._platform.host_waits,
             checkpoint=engine.checkpointer.nbytes(),
-            made=made,
-            most_in_host_memory=tracker.most_in_host_memory,
+            original_model=made,
+            host_peak=tracker.host_peak,
             of_peers=_of_peers(engine),
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
             flops=None if self._job.batch is None else tracker.flops,
@@ -268,7 +268,7 @@ class _Run:
 
     def make_model(self) -> torch.nn.Module:
         tracker = self._tracker
-        tracker.item, tracker.place = (MADE, HOST) if self._job.device == "cuda" else (COMPUTE, DEVICE)
+        tracker.item, tracker.place = (ORIGINAL_MODEL, HOST) if self._job.device == "cuda" else (COMPUTE, DEVICE)
         with explained("the model's constructor"), self._mode.constructing():
             model = self._job.make_model()
         gc.collect()  # what the constructor has left in cycles: torch.load's state dicts
@@ -309,7 +309,7 @@ class _Run:
         """Prepare the pipeline's parts for the shapes of the micro-batches, which takes no memory in a real job."""
         if not isinstance(engine, PipelineEngine):
             return
-        with explained("the model's forward"), self._tracker.unnoticed():
+        with explained("the model's forward"), self._tracker.without_peaks():
             first = MicroBatch.of(next(micro_batches(engine, self.batch)), engine.loss_fn, engine.device)
             for chunk in self._staged.chunks:
                 chunk.prepare(first)

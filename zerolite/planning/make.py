@@ -16,7 +16,7 @@ from zerolite.planning.errors import PlanError
 from zerolite.planning.rank_grid import grid_of
 from zerolite.planning.result import Items, Peak, Plan, Stage, TimePoint
 from zerolite.planning.steps import required_parameters
-from zerolite.planning.tracker import Fullest
+from zerolite.planning.tracker import PeakMoment
 from zerolite.planning.traffic import summarize
 from zerolite.utils.memory_tags import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size, parse_size
@@ -156,7 +156,7 @@ def plan_of(
     """Make the plan of ``job`` from its ``outcome``; nodes, device_memory and host_memory as in :func:`plan`."""
     config = job.config
     looped = config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS  # parts in turn
-    peaks = [_peak(fullest, outcome) for fullest in (outcome.initialize, outcome.warm_up, outcome.step)]
+    peaks = [_peak(moment, outcome) for moment in (outcome.initialize, outcome.warm_up, outcome.step)]
     on_device = outcome.largest[DEVICE]
     states = dict.fromkeys(ITEMS, 0) | {item: on_device[item] for item in (*MODEL_STATES, BUFFERS)}
     return Plan(
@@ -183,12 +183,12 @@ def plan_of(
         peak=max(peaks, key=lambda peak: peak.bytes),
         initialize_peak=peaks[0],
         step_peak=peaks[2],
-        timeline=[TimePoint(items=items, phase=phase, module=module) for items, phase, module in outcome.course],
+        timeline=[TimePoint(items=items, phase=phase, module=module) for items, phase, module in outcome.timeline],
         traffic=summarize(outcome.recorder.calls, job.grid, nodes, job.stage, looped),
         host_waits=outcome.host_waits if job.device == "cuda" else 0,
         host=_any(outcome.largest[HOST]),
         disk=_any(outcome.largest[DISK]),
-        host_peak=outcome.most_in_host_memory,
+        host_peak=outcome.host_peak,
         checkpoint=outcome.checkpoint,
         flops=None if outcome.flops is None else outcome.flops.model,
         recomputed_flops=0 if outcome.flops is None else outcome.flops.recomputed,
@@ -248,15 +248,15 @@ def _any(items: dict[str, int]) -> Items | None:
     return _items(items) if any(items[item] for item in ITEMS) else None
 
 
-def _peak(fullest: Fullest, outcome: Outcome) -> Peak:
-    place = fullest.place
+def _peak(moment: PeakMoment, outcome: Outcome) -> Peak:
+    point = moment.point
     return Peak(
-        bytes=fullest.nbytes,
-        items=fullest.items,
-        phase=place.phase,
-        module=place.module,
-        module_class=outcome.classes.get(place.module, ""),
-        op=place.op.removesuffix(".default"),
+        bytes=moment.nbytes,
+        items=moment.items,
+        phase=point.phase,
+        module=point.module,
+        module_class=outcome.classes.get(point.module, ""),
+        op=point.op.removesuffix(".default"),
     )
 
 
@@ -304,8 +304,8 @@ def _notes(job: Job, outcome: Outcome) -> Iterator[str]:
             "numbers: 1 to 2 GB on most devices."
         )
         yield "Tensors of the plan are on the CPU, so attention and the like allocate what their CPU kernels do."
-        if outcome.made:
+        if outcome.original_model:
             yield (
-                f"Before the engine has it, the model takes {format_size(outcome.made)} of host memory in every "
-                "process; zerolite.zero.Init partitions it while it is made."
+                f"Before the engine has it, the model takes {format_size(outcome.original_model)} of host memory in "
+                "every process; zerolite.zero.Init partitions it while it is made."
             )

@@ -164,12 +164,12 @@ class _Account:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            self._tracker.measure_from_here()
+            self._tracker.reset_peak()
 
     def end_step(self) -> tuple[int, int]:
         """Bytes at rest after the step, and at most within it."""
         if not self._on_cuda:
-            return self._tracker.nbytes[DEVICE], self._tracker.fullest.nbytes
+            return self._tracker.nbytes[DEVICE], self._tracker.peak.nbytes
         torch.cuda.synchronize(self._device)
         held = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
         return held[0] - self._before, held[1] - self._before

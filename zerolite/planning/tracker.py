@@ -22,7 +22,7 @@ from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import find_tensors
 
-MADE = "made"
+ORIGINAL_MODEL = "original_model"
 """An item of the host's memory beside those of an engine: what a model is made in, until one takes it over."""
 
 
@@ -34,12 +34,12 @@ class TracePoint(NamedTuple):
     op: str
 
 
-class Fullest(NamedTuple):
+class PeakMoment(NamedTuple):
     """The moment of the most bytes so far."""
 
     nbytes: int
     items: dict[str, int]
-    place: TracePoint
+    point: TracePoint
 
 
 class Flops(NamedTuple):
@@ -123,7 +123,7 @@ class ModulesAtWork:
         self._changed.append(self._stack[-1] if self._stack else "")
 
 
-class _Known(NamedTuple):
+class _TrackedStorage(NamedTuple):
     """A storage that counts. ref: keeps the callback at its death."""
 
     ref: weakref.ref[torch.UntypedStorage]
@@ -146,14 +146,14 @@ class MemoryTracker(TorchDispatchMode):
         self.item, self.place = OTHER, DEVICE
         self.phase = "initialize"
         self.modules = ModulesAtWork()
-        self.items = {place: dict.fromkeys((*ITEMS, MADE), 0) for place in PLACES}  # bytes now
+        self.items = {place: dict.fromkeys((*ITEMS, ORIGINAL_MODEL), 0) for place in PLACES}  # bytes now
         self.nbytes = dict.fromkeys(PLACES, 0)  # the sums of these
         self._apart = apart
-        self._known: dict[int, _Known] = {}
-        self._fresh: tuple[int, TracePoint] | None = None  # the storage made last, whose owner may be unknown yet
-        self._fullest = Fullest(0, self._on_device(), _NOWHERE)
-        self._largest = self._now()
-        self._most = 0
+        self._storages: dict[int, _TrackedStorage] = {}
+        self._unreported: tuple[int, TracePoint] | None = None  # the storage made last, whose item may not be known yet
+        self._peak = PeakMoment(0, self._on_device(), _NOWHERE)
+        self._largest = self._items_by_place()
+        self._host_peak = 0
         self._op = ""
         self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
         self._before: dict[str, int] = {}
@@ -206,55 +206,55 @@ class MemoryTracker(TorchDispatchMode):
 
     def _place_of_result(self, args: Any) -> str:
         """The host, if what an engine keeps off the device is among the operands and nothing but numbers is on it."""
-        known = [
-            self._known.get(operand.untyped_storage()._cdata)
+        tracked = [
+            self._storages.get(operand.untyped_storage()._cdata)
             for operand in find_tensors(args)
             if operand.layout is torch.strided and operand.dim() > 0
         ]
-        places = {entry.place for entry in known if entry is not None and entry.item != MADE}
+        places = {entry.place for entry in tracked if entry is not None and entry.item != ORIGINAL_MODEL}
         return HOST if places and DEVICE not in places else self.place
 
     @property
-    def fullest(self) -> Fullest:
+    def peak(self) -> PeakMoment:
         """The device's fullest moment."""
-        self._settle()
-        return self._fullest
+        self._report_last()
+        return self._peak
 
     @property
     def largest(self) -> dict[str, dict[str, int]]:
         """Bytes of each item at its own most, by place."""
-        self._settle()
+        self._report_last()
         return self._largest
 
     @property
-    def most_in_host_memory(self) -> int:
-        """Bytes, since the beginning or :meth:`forget_most`."""
-        self._settle()
-        return self._most
+    def host_peak(self) -> int:
+        """Bytes, since the beginning or :meth:`reset_host_peak`."""
+        self._report_last()
+        return self._host_peak
 
-    def measure_from_here(self) -> None:
+    def reset_peak(self) -> None:
         """Begin anew with the fullest moment and the items' largest."""
-        self._settle()
-        self._fullest = Fullest(self.nbytes[DEVICE], self._on_device(), TracePoint(self.phase, "", ""))
-        self._largest = self._now()
+        self._report_last()
+        self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), TracePoint(self.phase, "", ""))
+        self._largest = self._items_by_place()
 
-    def forget_most(self) -> None:
+    def reset_host_peak(self) -> None:
         """Begin anew with the most in the host's memory."""
-        self._settle()
-        self._most = self._in_host_memory()
+        self._report_last()
+        self._host_peak = self._in_host_memory()
 
     @contextlib.contextmanager
-    def unnoticed(self) -> Iterator[None]:
+    def without_peaks(self) -> Iterator[None]:
         """Inside, nothing is the most: memory that a real job does not take."""
-        self._settle()
-        before = self._fullest, {place: dict(items) for place, items in self._largest.items()}, self._most
+        self._report_last()
+        before = self._peak, {place: dict(items) for place, items in self._largest.items()}, self._host_peak
         yield
-        self._settle()
-        self._fullest, self._largest, self._most = before
+        self._report_last()
+        self._peak, self._largest, self._host_peak = before
 
     def record(self) -> None:
-        """Begin to keep every change, for :meth:`course`, and to count FLOPs of forwards and backwards."""
-        self._settle()
+        """Begin to keep every change, for :meth:`timeline`, and to count FLOPs of forwards and backwards."""
+        self._report_last()
         self._events, self._before = [], self._on_device()
         self._flops = [0, 0]
 
@@ -264,10 +264,10 @@ class MemoryTracker(TorchDispatchMode):
         model, recomputed = self._flops or (0, 0)
         return Flops(model, recomputed, frozenset(self._operators.unknown), dict(self._flops_of))
 
-    def course(self, points: int) -> list[tuple[dict[str, int], str, str]]:
+    def timeline(self, points: int) -> list[tuple[dict[str, int], str, str]]:
         """(bytes by item, phase, module) at no more than ``points`` moments since :meth:`record`: of equal numbers of
         changes the fullest one."""
-        self._settle()
+        self._report_last()
         events, self._events = self._events or [], None
         width = max(1, -(-len(events) // points))
         items, total = dict(self._before), sum(self._before.values())
@@ -286,35 +286,35 @@ class MemoryTracker(TorchDispatchMode):
 
     def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         key = storage._cdata
-        known = self._known.get(key)
-        if known is None:
-            self._count(storage, item, place)
-        elif (known.item, known.place) != (item, place):
-            fresh = self._fresh is not None and self._fresh[0] == key
+        tracked = self._storages.get(key)
+        if tracked is None:
+            self._add(storage, item, place)
+        elif (tracked.item, tracked.place) != (item, place):
+            fresh = self._unreported is not None and self._unreported[0] == key
             if not fresh:
-                self._settle()
-            self._known[key] = known._replace(item=item, place=place)
-            self._change(known.item, known.place, -known.nbytes)
-            self._change(item, place, known.nbytes)
+                self._report_last()
+            self._storages[key] = tracked._replace(item=item, place=place)
+            self._change(tracked.item, tracked.place, -tracked.nbytes)
+            self._change(item, place, tracked.nbytes)
             if not fresh:
-                self._tell(known.item, known.place, -known.nbytes, self._here())
-                self._tell(item, place, known.nbytes, self._here())
+                self._report(tracked.item, tracked.place, -tracked.nbytes, self._point())
+                self._report(item, place, tracked.nbytes, self._point())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """``storage`` is there, and may have another length than before."""
-        known = self._known.get(storage._cdata)
-        if known is None:
-            self._count(storage, self.item, self.place)
-        elif known.nbytes != storage.nbytes():
-            self._settle()
-            more = storage.nbytes() - known.nbytes
-            self._known[storage._cdata] = known._replace(nbytes=storage.nbytes())
-            self._change(known.item, known.place, more)
-            self._tell(known.item, known.place, more, self._here())
+        tracked = self._storages.get(storage._cdata)
+        if tracked is None:
+            self._add(storage, self.item, self.place)
+        elif tracked.nbytes != storage.nbytes():
+            self._report_last()
+            more = storage.nbytes() - tracked.nbytes
+            self._storages[storage._cdata] = tracked._replace(nbytes=storage.nbytes())
+            self._change(tracked.item, tracked.place, more)
+            self._report(tracked.item, tracked.place, more, self._point())
 
     def claim(self, tensors: Iterable[torch.Tensor], item: str) -> None:
         """These are memory of ``item`` on the device."""
-        for inner in (inner for tensor in tensors for inner in _plain(tensor)):
+        for inner in (inner for tensor in tensors for inner in _tensors_with_memory(tensor)):
             self.tag_memory(inner.untyped_storage(), item, DEVICE)
 
     # ---------------------------------------------------------------- inside
@@ -324,52 +324,52 @@ class MemoryTracker(TorchDispatchMode):
             if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
                 self.resized(tensor.untyped_storage())
         elif not tensor.is_meta:  # of a model's structure alone, which has no memory in a real run either
-            for inner in _plain(tensor):
+            for inner in _tensors_with_memory(tensor):
                 self.resized(inner.untyped_storage())
 
-    def _count(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def _add(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         """It is told when the next change comes: until then it may be said that it is somewhere else."""
-        self._settle()
+        self._report_last()
         # torch makes one Python object for a storage and keeps it as long as the memory, so the end of its weak
         # reference is the release. The address may be used again by then: it is the key until that moment alone.
         key, nbytes = storage._cdata, storage.nbytes()
-        self._known[key] = _Known(weakref.ref(storage, lambda _: self._gone(key)), nbytes, item, place)
+        self._storages[key] = _TrackedStorage(weakref.ref(storage, lambda _: self._released(key)), nbytes, item, place)
         self._change(item, place, nbytes)
-        self._fresh = key, self._here()
+        self._unreported = key, self._point()
 
-    def _settle(self) -> None:
-        fresh, self._fresh = self._fresh, None
+    def _report_last(self) -> None:
+        fresh, self._unreported = self._unreported, None
         if fresh is not None:
-            _, nbytes, item, place = self._known[fresh[0]]
-            self._tell(item, place, nbytes, fresh[1])
+            _, nbytes, item, place = self._storages[fresh[0]]
+            self._report(item, place, nbytes, fresh[1])
 
-    def _gone(self, key: int) -> None:
-        self._settle()
-        known = self._known.pop(key)
-        self._change(known.item, known.place, -known.nbytes)
-        self._tell(known.item, known.place, -known.nbytes, self._here())
+    def _released(self, key: int) -> None:
+        self._report_last()
+        tracked = self._storages.pop(key)
+        self._change(tracked.item, tracked.place, -tracked.nbytes)
+        self._report(tracked.item, tracked.place, -tracked.nbytes, self._point())
 
     def _change(self, item: str, place: str, nbytes: int) -> None:
         self.items[place][item] += nbytes
         self.nbytes[place] += nbytes
 
-    def _tell(self, item: str, place: str, nbytes: int, where: TracePoint) -> None:
+    def _report(self, item: str, place: str, nbytes: int, where: TracePoint) -> None:
         """Report a change to the records of the fullest moment, and to the course of the device."""
         largest, now = self._largest[place], self.items[place][item]
         if now > largest[item]:
             largest[item] = now
         if nbytes > 0:  # less than before is never the most
-            self._most = max(self._most, self._in_host_memory())
+            self._host_peak = max(self._host_peak, self._in_host_memory())
         if place != DEVICE or not nbytes:
             return
-        if self.nbytes[DEVICE] > self._fullest.nbytes:
-            self._fullest = Fullest(self.nbytes[DEVICE], self._on_device(), where)
+        if self.nbytes[DEVICE] > self._peak.nbytes:
+            self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), where)
         if self._events is not None:
             self._events.append((item, nbytes, where.phase, where.module))
 
-    def _here(self) -> TracePoint:
+    def _point(self) -> TracePoint:
         # To ask autograd for the module takes longer than all else here, and most answers would be thrown away.
-        if self._events is None and self.nbytes[DEVICE] <= self._fullest.nbytes:
+        if self._events is None and self.nbytes[DEVICE] <= self._peak.nbytes:
             return _NOWHERE
         return TracePoint(self.phase, self.modules.now(), str(self._op))
 
@@ -379,11 +379,11 @@ class MemoryTracker(TorchDispatchMode):
     def _on_device(self) -> dict[str, int]:
         return {item: self.items[DEVICE][item] for item in ITEMS}
 
-    def _now(self) -> dict[str, dict[str, int]]:
+    def _items_by_place(self) -> dict[str, dict[str, int]]:
         return {place: dict(items) for place, items in self.items.items()}
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _tensors_with_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own behind ``tensor``."""
     if is_fake(tensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter):
         if tensor.layout is torch.strided:
@@ -392,4 +392,4 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         for name in wrapper.__tensor_flatten__()[0]:
-            yield from _plain(getattr(wrapper, name))
+            yield from _tensors_with_memory(getattr(wrapper, name))
