@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning.jobs import KINDS, planned, settings
 from zerolite.config import load_config
-from zerolite.planning import dry_run, shortcuts
+from zerolite.planning import dry_run, shape_cache
 from zerolite.planning.make import plan
 from zerolite.planning.settings import compare, plain_settings, with_zero
 
@@ -36,7 +36,7 @@ def test_kernels_of_the_meta_device_say_what_torch_says(
     """Without them every operator goes through torch's own FakeTensorMode; and later steps are like the third."""
     given = {"buckets": "small", "accumulation": 2, **setting}
     made = planned(kind, 4, nodes=2, **given)
-    monkeypatch.setattr(shortcuts, "call", lambda mode, func, args, kwargs, otherwise: otherwise())
+    monkeypatch.setattr(shape_cache, "cached_call", lambda mode, func, args, kwargs, run: run())
     monkeypatch.setattr(dry_run.Job, "warm_up", dry_run.WARM_UP)
     assert planned(kind, 4, nodes=2, **given) == made
 

@@ -14,13 +14,13 @@ _PARTITIONED = {1: ("master_weights", "optimizer_states"), 2: ("gradients",), 3:
 _OFFLOADED = ("master_weights", "optimizer_states", "gradients")
 
 _WORTH = 0.05
-"""Least part of what is missing that a measure must save to be named."""
+"""Least part of what is missing that a remedy must save to be named."""
 
 _TIMES = (2, 4, 8, 16)
 """Times as many ranks that may be advised."""
 
 
-class Measure(NamedTuple):
+class Remedy(NamedTuple):
     """Something to try, and the bytes that it saves at the peak. bound: whether it saves less than that."""
 
     action: str
@@ -64,12 +64,12 @@ def _of_device(plan: Plan, stages: bool) -> list[str]:
             f"Only making the engine needs that much: a step needs {format_size(plan.step_peak.bytes)}, which fits. "
             "At stage 3, a model that is built in `with zerolite.zero.Init():` is never whole on a rank."
         ]
-    measures = [*_ranks(plan, missing), *_rest(plan, missing), *(_stage(plan, missing) if stages else ())]
-    worth = [measure for measure in measures if measure.saved >= _WORTH * missing]
-    return [measure.sentence(missing) for measure in sorted(worth, key=lambda measure: -measure.saved)]
+    remedies = [*_ranks(plan, missing), *_rest(plan, missing), *(_stage(plan, missing) if stages else ())]
+    worth = [remedy for remedy in remedies if remedy.saved >= _WORTH * missing]
+    return [remedy.sentence(missing) for remedy in sorted(worth, key=lambda remedy: -remedy.saved)]
 
 
-def _stage(plan: Plan, missing: int) -> Iterator[Measure]:
+def _stage(plan: Plan, missing: int) -> Iterator[Remedy]:
     """The lowest stage that saves enough, or else the highest."""
     held: list[str] = []
     for stage in range(plan.stage + 1, 4):
@@ -78,11 +78,11 @@ def _stage(plan: Plan, missing: int) -> Iterator[Measure]:
         if held and (saved >= missing or stage == 3):
             gathers = ", and gathers what is at work" if stage == 3 else ""  # parameters, while they are used
             action = f"Stage {stage} (zero_optimization.stage) spreads {_listed(held)} over {plan.world_size} ranks"
-            yield Measure(action + gathers, saved, bound=stage == 3)
+            yield Remedy(action + gathers, saved, bound=stage == 3)
             return
 
 
-def _ranks(plan: Plan, missing: int) -> Iterator[Measure]:
+def _ranks(plan: Plan, missing: int) -> Iterator[Remedy]:
     """Twice as many ranks, or four times, ...: until the partitioned items are small enough."""
     names = [item for stage in range(1, plan.stage + 1) for item in _PARTITIONED[stage] if plan.peak.items[item] > 0]
     partitioned = total(plan.peak.items, names)
@@ -90,15 +90,15 @@ def _ranks(plan: Plan, missing: int) -> Iterator[Measure]:
         saved = partitioned - partitioned // times
         if saved >= missing:
             more = f"{times * plan.world_size} ranks instead of {plan.world_size}"
-            yield Measure(f"{more} spread {_listed(names)} further", saved, bound=False)
+            yield Remedy(f"{more} spread {_listed(names)} further", saved, bound=False)
             return
 
 
-def _rest(plan: Plan, missing: int) -> Iterator[Measure]:
+def _rest(plan: Plan, missing: int) -> Iterator[Remedy]:
     items, size = plan.peak.items, plan.micro_batch or 1
     activations = items["activations"]
     checkpointing = "Activation checkpointing (torch.utils.checkpoint) keeps the inputs of layers and no more of them"
-    yield Measure(checkpointing, activations)
+    yield Remedy(checkpointing, activations)
     if size > 1:  # the largest micro-batch that is small enough, or else 1, with which the batch can stay the same
         possible = [part for part in range(1, size) if size * plan.accumulation % part == 0]
         enough = [part for part in possible if activations - activations * part // size >= missing]
@@ -107,17 +107,17 @@ def _rest(plan: Plan, missing: int) -> Iterator[Measure]:
             f"A micro-batch of {smaller} instead of {size} (train_micro_batch_size_per_gpu), "
             f"{size * plan.accumulation // smaller} of them in a step, needs smaller activations"
         )
-        yield Measure(action, activations - activations * smaller // size, bound=False)
-    yield Measure("Smaller buckets (zero_optimization.reduce_bucket_size)", items["communication_buckets"])
+        yield Remedy(action, activations - activations * smaller // size, bound=False)
+    yield Remedy("Smaller buckets (zero_optimization.reduce_bucket_size)", items["communication_buckets"])
     fewer = "zero_optimization.stage3_max_live_parameters and stage3_prefetch_bucket_size"
-    yield Measure(f"Fewer parameters gathered at a time ({fewer})", items["gathered_parameters"])
+    yield Remedy(f"Fewer parameters gathered at a time ({fewer})", items["gathered_parameters"])
     held = [item for item in _OFFLOADED if items[item] > 0]
     if plan.stage >= 1 and held:
         action = f"zero_optimization.offload_optimizer on the host keeps {_listed(held)} there"
-        yield Measure(action, total(items, held))
+        yield Remedy(action, total(items, held))
     if plan.stage == 3:
         action = "zero_optimization.offload_param on the host keeps compute parameters there"
-        yield Measure(action, items["compute_parameters"])
+        yield Remedy(action, items["compute_parameters"])
 
 
 def _listed(items: list[str]) -> str:

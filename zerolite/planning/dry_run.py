@@ -20,12 +20,19 @@ from zerolite.engine.build import Arguments, build_engine, check_model
 from zerolite.engine.engine import Engine
 from zerolite.engine.parts import part_of_model
 from zerolite.engine.pipeline_engine import PipelineEngine
-from zerolite.planning.failures import explained, refusals
+from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
 from zerolite.planning.rank_grid import Grid
 from zerolite.planning.skeleton import DrySkeleton
-from zerolite.planning.steps import STEP, Batch, loss_fn_of, micro_batches, train_one_step, walk_through_parameters
 from zerolite.planning.tracker import ORIGINAL_MODEL, Flops, MemoryTracker, PeakMoment
+from zerolite.planning.training_step import (
+    STEP,
+    MakeBatch,
+    loss_fn_of,
+    micro_batches,
+    train_one_step,
+    walk_through_parameters,
+)
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import collector_off, current_platform, is_fake, use_platform
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
@@ -65,7 +72,7 @@ class Job:
     rank: int = 0
     device: str = "cuda"
     shared_memory: bool = True
-    batch: Batch | None = None
+    batch: MakeBatch | None = None
     loss: Callable[..., torch.Tensor] | None = None
     make_arguments: Callable[[], Arguments] = Arguments
     divided: bool = False
@@ -121,7 +128,7 @@ class Outcome:
     checkpoint: int
     original_model: int  # of the host: what the model took, before the engine had it
     host_peak: int  # with the device's, where that is the CPU
-    of_peers: int  # in the communicators' memory: what the other ranks of this host have made, and this one maps
+    mapped_from_peers: int  # in the communicators' memory: of other ranks on this host, which it maps
     recurrent: bool  # whether the model has layers whose kernels are fused over time
     flops: Flops | None
 
@@ -150,27 +157,27 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int,
 
 def _run(job: Job, points: int, dry_pipeline: DryPipeline | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
-    with _simulated_rank(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_kept():
+    with _simulated_rank(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_frozen():
         with collector_off():  # the same run gives the same numbers
             return _Run(job, tracker, mode, dry_pipeline).outcome(points)
 
 
-_keeping = False  # here, and not by a caller's own gc.freeze
+_freezing = False  # here, and not by a caller's own gc.freeze
 
 
 @contextlib.contextmanager
-def older_objects_kept() -> Iterator[None]:
+def older_objects_frozen() -> Iterator[None]:
     """Collect, and look only at what is made inside from then on: torch's own objects take half a second each time."""
-    global _keeping
-    inner, frozen = _keeping, not _keeping and gc.get_freeze_count() > 0  # by a caller
+    global _freezing
+    inner, frozen = _freezing, not _freezing and gc.get_freeze_count() > 0  # by a caller
     gc.collect()
     if not frozen:
         gc.freeze()
-    _keeping = not frozen
+    _freezing = not frozen
     try:
         yield
     finally:
-        _keeping = inner
+        _freezing = inner
         if not (inner or frozen):
             gc.unfreeze()
 
@@ -209,7 +216,7 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
             batches = micro_batches(engine, run.batch)
             assert isinstance(engine, PipelineEngine)
             runners.append(engine.runner)
-        with explained("the model's forward"):
+        with as_plan_error("the model's forward"):
             learn_boundaries(runners, batches)
 
 
@@ -261,7 +268,7 @@ class _Run:
             checkpoint=engine.checkpointer.nbytes(),
             original_model=made,
             host_peak=tracker.host_peak,
-            of_peers=_of_peers(engine),
+            mapped_from_peers=_mapped_from_peers(engine),
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
             flops=None if self._job.batch is None else tracker.flops,
         )
@@ -269,10 +276,10 @@ class _Run:
     def make_model(self) -> torch.nn.Module:
         tracker = self._tracker
         tracker.item, tracker.place = (ORIGINAL_MODEL, HOST) if self._job.device == "cuda" else (COMPUTE, DEVICE)
-        with explained("the model's constructor"), self._mode.constructing():
+        with as_plan_error("the model's constructor"), self._mode.constructing():
             model = self._job.make_model()
         gc.collect()  # what the constructor has left in cycles: torch.load's state dicts
-        with refusals():
+        with as_refusal():
             check_model(model)
         if not (getattr(model, "is_pipeline_module", False) and not model.built):  # otherwise built where it lives
             if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
@@ -284,7 +291,7 @@ class _Run:
         tracker, job = self._tracker, self._job
         topology, device = job.topology(), torch.device("cpu")
         loss_fn = loss_fn_of(model, job.grid.pipe, job.loss)
-        with refusals():
+        with as_refusal():
             if not job.divided:
                 with self._mode.constructing():
                     self._staged, loss_fn = part_of_model(model, job.config, topology, device, loss_fn)
@@ -309,14 +316,14 @@ class _Run:
         """Prepare the pipeline's parts for the shapes of the micro-batches, which takes no memory in a real job."""
         if not isinstance(engine, PipelineEngine):
             return
-        with explained("the model's forward"), self._tracker.without_peaks():
+        with as_plan_error("the model's forward"), self._tracker.without_peaks():
             first = MicroBatch.of(next(micro_batches(engine, self.batch)), engine.loss_fn, engine.device)
             for chunk in self._staged.chunks:
                 chunk.prepare(first)
 
     def _step(self, engine: Engine) -> None:
         """One accumulation of micro-batches."""
-        with explained("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
+        with as_plan_error("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
             train_one_step(engine, self.batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
         self._platform.step += 1
@@ -333,13 +340,13 @@ class _Run:
         self._mode.stepping = phase == STEP
         where = "the optimizer's step" if phase == STEP else f"the model's {phase}"
         try:
-            with explained(where, tracker.modules.now):
+            with as_plan_error(where, tracker.modules.now):
                 yield
         finally:
             self._mode.stepping = False
 
 
-def _of_peers(engine: Engine) -> int:
+def _mapped_from_peers(engine: Engine) -> int:
     comms = {id(comm): comm for comm in (engine.parts.comm, getattr(engine.coordinator, "comm", engine.parts.comm))}
     mapped = sum(tensor.untyped_storage().nbytes() for comm in comms.values() for tensor in comm.memory())
     ranks = engine.parts.comm.world_size

@@ -1,4 +1,4 @@
-"""Error messages of a dry run: model behaviour that it cannot follow, and refusals of the engine."""
+"""Error messages of a dry run: model behaviour that it cannot follow, and as_refusal of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN = str(Path(__file__).parents[1])
 
 
 @contextlib.contextmanager
-def explained(where: str, module: Callable[[], str] | None = None) -> Iterator[None]:
+def as_plan_error(where: str, module: Callable[[], str] | None = None) -> Iterator[None]:
     """Turn what goes wrong inside, in ``where``, into PlanError. module: the name of the module at work, asked when it
     has happened."""
     try:
@@ -50,7 +50,7 @@ def explained(where: str, module: Callable[[], str] | None = None) -> Iterator[N
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
+def as_refusal() -> Iterator[None]:
     """Turn what the engine refuses inside into RefusedError with its sentence."""
     try:
         yield

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from zerolite.offload.placements import Transfer
-from zerolite.planning import shortcuts
+from zerolite.planning import shape_cache
 from zerolite.utils.accelerator import FakeMode, Platform, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -73,7 +73,7 @@ class DryFakeMode(FakeMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        return shortcuts.call(
+        return shape_cache.cached_call(
             self, func, args, given, lambda: super(DryFakeMode, self).__torch_dispatch__(func, types, args, given)
         )
 
@@ -101,7 +101,7 @@ class DryFakeMode(FakeMode):
             out: Any = super().dispatch(func, types, args, kwargs)
         finally:
             self.cache_enabled = cached
-        few = func in shortcuts.NUMBERS and out.device.type == "cpu" and out.numel() <= _MOST_NUMBERS
+        few = func in shape_cache.NUMBERS and out.device.type == "cpu" and out.numel() <= _MOST_NUMBERS
         if self._constructing and few:
             with unset_fake_temporarily():
                 out.constant = func(*args, **(kwargs or {}))

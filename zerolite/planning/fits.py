@@ -157,7 +157,7 @@ def check_memory(
             short = _shortage(made.model_copy(update={"device_memory": free}), room, device, topology)
     if not largest([int(short is not None)], world, device, "memory")[0]:
         return
-    message = _told(short, world)
+    message = _message(short, world)
     if config.memory_check == "error":
         raise MemoryError(message)
     logger.warning("%s", message)
@@ -195,7 +195,7 @@ def _dry_run(
 
     job = Job(
         make_model=make_model,
-        config=_of_one_part(config),
+        config=_without_grid(config),
         grid=Grid(data=comm.world_size),
         rank=comm.rank,
         device="cuda" if device.type == "cuda" else "cpu",
@@ -203,24 +203,24 @@ def _dry_run(
         divided=True,
     )
     outcome = run(job)
-    return _own_share(plan_of(job, outcome, None, limit), outcome.of_peers)
+    return _own_share(plan_of(job, outcome, None, limit), outcome.mapped_from_peers)
 
 
-def _of_one_part(config: ZeroliteConfig) -> ZeroliteConfig:
+def _without_grid(config: ZeroliteConfig) -> ZeroliteConfig:
     """``config`` without the grid: the model has been divided."""
     return with_defaults(silent(config), ("tensor_parallel", "pipeline"))
 
 
-def _own_share(made: Plan, of_peers: int) -> Plan:
+def _own_share(made: Plan, mapped_from_peers: int) -> Plan:
     """``made`` without what the other ranks of the host have made of the memory that all of them map: each rank has an
     equal share of what the host has free, and counts its own."""
     peaks = []
     for peak in (made.peak, made.initialize_peak, made.step_peak):
-        less = min(of_peers, peak.items[BUCKETS])
+        less = min(mapped_from_peers, peak.items[BUCKETS])
         items = {**peak.items, BUCKETS: peak.items[BUCKETS] - less}
         peaks.append(peak.model_copy(update={"bytes": peak.bytes - less, "items": items}))
     peak = max(peaks, key=lambda peak: peak.bytes)
-    return made.model_copy(update={"peak": peak, "host_peak": made.host_peak - min(of_peers, made.host_peak)})
+    return made.model_copy(update={"peak": peak, "host_peak": made.host_peak - min(mapped_from_peers, made.host_peak)})
 
 
 def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Topology) -> Shortage | None:
@@ -240,12 +240,12 @@ def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Top
     )
 
 
-def _told(short: Shortage | None, comm: Communicator) -> str:
+def _message(short: Shortage | None, comm: Communicator) -> str:
     """The same on all ranks: the first one's shortage that has one, and which ranks have."""
     shortages = [short] if comm.world_size == 1 else HostGroup(comm, "memory").gather(short)
-    told = {rank: of_rank for rank, of_rank in enumerate(shortages) if of_rank is not None}
-    ranks = list(told)
-    reason, remedy = told[ranks[0]]
+    by_rank = {rank: of_rank for rank, of_rank in enumerate(shortages) if of_rank is not None}
+    ranks = list(by_rank)
+    reason, remedy = by_rank[ranks[0]]
     return (
         f"zerolite.initialize: {reason} (memory_check; on {name_ranks(ranks)} of {comm.world_size}). {remedy}; "
         '`zerolite plan` shows what each stage needs. "memory_check": "warn" tries it all the same'

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.planning.dry_run import Job, Outcome, older_objects_kept, run_stages
+from zerolite.planning.dry_run import Job, Outcome, older_objects_frozen, run_stages
 from zerolite.planning.make import ConfigLike, bubble_of, check_arguments, job_of, parsed, plan_of_stages
 from zerolite.planning.rank_grid import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.result import Comparison, Plan, Stage, Traffic
@@ -29,14 +29,14 @@ class Speeds(NamedTuple):
     within: float = 150e9
     between: float = 12.5e9
 
-    def seconds(self, flops: float, waiting: float, sent: float, across: float) -> float:
+    def seconds(self, flops: float, bubble: float, sent: float, across: float) -> float:
         """Return the time of a step, where nothing overlaps.
 
         Args:
-            waiting: the share of the bubble.
+            bubble: the share of the bubble.
             across: of the bytes that are sent, those to other nodes.
         """
-        return flops / self.flops / (1 - waiting) + (sent - across) / self.within + across / self.between
+        return flops / self.flops / (1 - bubble) + (sent - across) / self.within + across / self.between
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Candidate:
     grid: Grid
     stage: int
     config: ZeroliteConfig  # resolved
-    waiting: float
+    bubble: float
     bound: float
     states: int
 
@@ -104,7 +104,7 @@ def _is_divided(config: ZeroliteConfig) -> bool:
     return config.pipeline.split == "auto" and config.pipeline.chunks_per_rank == 1
 
 
-@older_objects_kept()
+@older_objects_frozen()
 def compare_grids(
     model_fn: Callable[[], torch.nn.Module],
     config: ConfigLike,
@@ -150,9 +150,9 @@ class _Search:
         self._job, self._config, self._world_size, self._nodes = job, config, world_size, nodes
         self._memory, self._speeds = memory, speeds
         self._trials = Trials()
-        self._hopeless: set[Grid] = set()  # refused by the engine
-        self._of_tensor: dict[int, float] = {}  # seconds of sending, by the number of tensor ranks
-        self._of_boundary: float | None = None  # bytes that a pipeline's stage sends the next one for a micro-batch
+        self._refused_grids: set[Grid] = set()  # refused by the engine
+        self._tensor_seconds: dict[int, float] = {}  # seconds of sending, by the number of tensor ranks
+        self._boundary_bytes: float | None = None  # bytes that a pipeline's stage sends the next one for a micro-batch
         self._outcomes: dict[tuple[Grid, int], dict[int, Outcome]] = {}  # by grid and stage of ZeRO; pipeline stages
         if config.zero_optimization.stage == "auto":
             config = with_blocks(config, zero_optimization={"stage": 1})
@@ -168,7 +168,7 @@ class _Search:
         waiting = [one for one in candidates if one.states <= limit]
         while True:
             waiting = self._try_all(waiting)
-            if self._settle(candidates):
+            if self._confirm_best(candidates):
                 break
         if not rows and self._trials.refused and not too_large:
             raise self._trials.refused[0][1]
@@ -200,7 +200,7 @@ class _Search:
         config = with_blocks(self._config, zero_optimization={"stage": stage}, **blocks)
         sizes = {"train_batch_size": samples, "gradient_accumulation_steps": None}
         resolved = config.model_copy(update=sizes).resolve(grid.data)
-        waiting = bubble_of(resolved, grid.pipe) if grid.pipe > 1 else 0.0
+        bubble = bubble_of(resolved, grid.pipe) if grid.pipe > 1 else 0.0
         numel = base.parameters / (grid.pipe * grid.tensor)
         whole, parted = self._bytes_of_states
         share = {0: whole + parted, 3: (whole + parted) / grid.data}.get(stage, whole + parted / grid.data)
@@ -209,8 +209,8 @@ class _Search:
         ranks: Sequence[Plan | Stage] = base.stages or [base]
         counts = [_flops(rank) for rank in ranks]  # on average all grids have as many
         largest = max(1.0, grid.pipe * self._blocks.largest_stage(grid.pipe)) if _is_divided(resolved) else 1.0
-        computing = largest * sum(counts) / len(counts) / speeds.flops / (1 - waiting)
-        return Candidate(grid, stage, resolved, waiting, computing + across / speeds.between, int(share * numel))
+        computing = largest * sum(counts) / len(counts) / speeds.flops / (1 - bubble)
+        return Candidate(grid, stage, resolved, bubble, computing + across / speeds.between, int(share * numel))
 
     @property
     def _bytes_of_states(self) -> tuple[float, float]:
@@ -224,9 +224,9 @@ class _Search:
     def _bound(self, one: Candidate) -> float:
         """With what tensor parallelism is known to send by now, of each rank the same on all grids with as many tensor
         ranks, which have as many samples for as many layers; and what a pipeline's first stage sends the second."""
-        seconds = one.bound + self._of_tensor.get(one.grid.tensor, 0.0)
-        if one.grid.pipe > 1 and self._of_boundary is not None:
-            nbytes = self._of_boundary * (one.config.gradient_accumulation_steps or 1)
+        seconds = one.bound + self._tensor_seconds.get(one.grid.tensor, 0.0)
+        if one.grid.pipe > 1 and self._boundary_bytes is not None:
+            nbytes = self._boundary_bytes * (one.config.gradient_accumulation_steps or 1)
             across = nbytes * float(messages_between_nodes(one.grid, self._nodes, 0))
             seconds += self._speeds.seconds(0.0, 0.0, nbytes, across)
         return seconds
@@ -240,50 +240,48 @@ class _Search:
             one = min(waiting, key=lambda one: (self._bound(one), one.stage))
             waiting.remove(one)
             fitting = [(name, plan) for name, plan in self._trials.rows if plan.fits]
-            if any(name == str(one.grid) for name, _ in fitting) or self._is_hopeless(one.grid):
+            if any(name == str(one.grid) for name, _ in fitting) or self._is_refused(one.grid):
                 continue  # a higher stage of ZeRO sends more
             if any((plan.seconds or 0.0) <= self._bound(one) for _, plan in fitting):
                 slower.append(one)
-            elif not self._trials.attempt(str(one.grid), one.name, self._row, one, few=True):
-                self._hopeless.add(one.grid)
+            elif not self._trials.attempt(str(one.grid), one.name, self._row, one, sampled=True):
+                self._refused_grids.add(one.grid)
         return slower
 
-    def _is_hopeless(self, grid: Grid) -> bool:
+    def _is_refused(self, grid: Grid) -> bool:
         """True if the engine has refused it with another stage of ZeRO, or the tensor size without a pipeline."""
-        return any(other == grid or (other.tensor == grid.tensor and other.pipe == 1) for other in self._hopeless)
+        return any(other == grid or (other.tensor == grid.tensor and other.pipe == 1) for other in self._refused_grids)
 
-    def _settle(self, candidates: Sequence[Candidate]) -> bool:
+    def _confirm_best(self, candidates: Sequence[Candidate]) -> bool:
         """Sort the rows, and plan all stages of the first, until it stays the first. False if one of them has turned
         out not to fit: then others may be the fastest."""
-        known, rows = {(str(one.grid), one.stage): one for one in candidates}, self._trials.rows
+        by_name, rows = {(str(one.grid), one.stage): one for one in candidates}, self._trials.rows
         while True:
             rows.sort(key=lambda row: (not row[1].fits, row[1].seconds or 0.0))
             name, plan = rows[0] if rows else ("", None)
             if plan is None or not plan.fits or len(plan.stages) in (0, plan.pipeline_stages):
                 return True
-            rows[0] = name, self._row(known[name, plan.stage], few=False)
+            rows[0] = name, self._row(by_name[name, plan.stage], sampled=False)
             if not rows[0][1].fits:
                 return False
 
-    def _row(self, one: Candidate, few: bool) -> Plan:
+    def _row(self, one: Candidate, sampled: bool) -> Plan:
         """few: of the first stage, which has the most micro-batches, of the last, which has the head, and of one
         between them, which all others are like."""
         pipe = one.grid.pipe
-        made = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if few else range(pipe))
+        made = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if sampled else range(pipe))
         ranks: Sequence[Plan | Stage] = made.stages or [made]
         sums = [_sums([row for row in rank.traffic if row.dimension == "tensor"]) for rank in ranks]
         least = min(self._speeds.seconds(0.0, 0.0, *each) for each in sums)
-        self._of_tensor[one.grid.tensor] = min(least, self._of_tensor.get(one.grid.tensor, least))
+        self._tensor_seconds[one.grid.tensor] = min(least, self._tensor_seconds.get(one.grid.tensor, least))
         if pipe > 1:
             sent = sum(row.sent for row in ranks[0].traffic if row.op == "send")
-            self._of_boundary = min(sent / made.accumulation, self._of_boundary or float("inf"))
+            self._boundary_bytes = min(sent / made.accumulation, self._boundary_bytes or float("inf"))
         update = {
             "parameters": self._base.parameters,
             "trained_parameters": self._base.trained_parameters,
-            "bubble": one.waiting if pipe > 1 else None,
-            "seconds": max(
-                one.bound, *(self._speeds.seconds(_flops(r), one.waiting, *_sums(r.traffic)) for r in ranks)
-            ),
+            "bubble": one.bubble if pipe > 1 else None,
+            "seconds": max(one.bound, *(self._speeds.seconds(_flops(r), one.bubble, *_sums(r.traffic)) for r in ranks)),
         }
         return made.model_copy(update=update)
 
@@ -291,13 +289,13 @@ class _Search:
         """Plan ``stages`` of a pipeline, or all where there is none, from a step that may be shorter."""
         short, times = _shortened(job)
         zero = job.config.zero_optimization.chosen_stage
-        known = self._outcomes.setdefault((job.grid, zero), {})
-        known |= run_stages(short, [stage for stage in stages if stage not in known], 1)
-        made = plan_of_stages(short, {stage: known[stage] for stage in stages}, self._nodes, *self._memory)
+        outcomes = self._outcomes.setdefault((job.grid, zero), {})
+        outcomes |= run_stages(short, [stage for stage in stages if stage not in outcomes], 1)
+        made = plan_of_stages(short, {stage: outcomes[stage] for stage in stages}, self._nodes, *self._memory)
         update = {
             "accumulation": job.config.gradient_accumulation_steps or 1,
-            **_longer(made, times, zero),
-            "stages": [stage.model_copy(update=_longer(stage, times, zero)) for stage in made.stages],
+            **_scaled(made, times, zero),
+            "stages": [stage.model_copy(update=_scaled(stage, times, zero)) for stage in made.stages],
         }
         return made.model_copy(update=update)
 
@@ -315,10 +313,10 @@ def _shortened(job: Job) -> tuple[Job, Fraction]:
     return replace(job, config=job.config.model_copy(update=sizes)), Fraction(steps, few)
 
 
-def _longer(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
+def _scaled(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
     """Return the fields that differ in a step with so many times as many micro-batches."""
     flops = None if made.flops is None else int(made.flops * times)
-    traffic = [row if times == 1 or _is_once(row, stage) else _several(row, times) for row in made.traffic]
+    traffic = [row if times == 1 or _is_once(row, stage) else _scaled_traffic(row, times) for row in made.traffic]
     return {"flops": flops, "recomputed_flops": int(made.recomputed_flops * times), "traffic": traffic}
 
 
@@ -328,7 +326,7 @@ def _is_once(row: Traffic, stage: int) -> bool:
     return row.dimension == "data" and (stage < 2 or (stage == 2 and row.op == "all_gather"))
 
 
-def _several(row: Traffic, times: Fraction) -> Traffic:
+def _scaled_traffic(row: Traffic, times: Fraction) -> Traffic:
     amounts = {name: int(getattr(row, name) * times) for name in ("count", "nbytes", "sent")}
     across = None if row.inter_node is None else int(row.inter_node * times)
     return row.model_copy(update={**amounts, "inter_node": across})

@@ -131,9 +131,9 @@ def itemised(named: dict[str, int]) -> str:
 
 def _ranks_here(comm: Communicator) -> int:
     """Return the number of the job's ranks on this host."""
-    told = local_ranks(os.environ)
-    if told is not None or comm.world_size == 1:
-        return told or 1
+    launcher_says = local_ranks(os.environ)
+    if launcher_says is not None or comm.world_size == 1:
+        return launcher_says or 1
     names = HostGroup(comm, "hosts").gather(socket.gethostname())
     return names.count(names[comm.rank])
 

@@ -15,9 +15,9 @@ from zerolite.planning.dry_run import Job, Outcome, run_stages
 from zerolite.planning.errors import PlanError
 from zerolite.planning.rank_grid import grid_of
 from zerolite.planning.result import Items, Peak, Plan, Stage, TimePoint
-from zerolite.planning.steps import required_parameters
 from zerolite.planning.tracker import PeakMoment
 from zerolite.planning.traffic import summarize
+from zerolite.planning.training_step import required_parameters
 from zerolite.utils.memory_tags import BUFFERS, DEVICE, DISK, HOST, ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size, parse_size
 
@@ -214,7 +214,7 @@ def plan_of_stages(
     }
     if job.grid.pipe == 1:
         return made[0]
-    told = made[job.stage] if at_rank else max(made.values(), key=lambda one: one.peak.bytes)
+    shown = made[job.stage] if at_rank else max(made.values(), key=lambda one: one.peak.bytes)
     owned = [outcome.parameters - outcome.tied_parameters for outcome in outcomes.values()]
     trained = [outcome.trained_parameters - outcome.tied_parameters for outcome in outcomes.values()]
     update = {
@@ -222,9 +222,9 @@ def plan_of_stages(
         "trained_parameters": sum(trained),
         "bubble": bubble_of(job.config, job.grid.pipe),
         "stages": [_stage(one) for one in made.values()],
-        "notes": [*told.notes, ASSUMED],
+        "notes": [*shown.notes, ASSUMED],
     }
-    return told.model_copy(update=update)
+    return shown.model_copy(update=update)
 
 
 def bubble_of(config: ZeroliteConfig, stages: int) -> float:

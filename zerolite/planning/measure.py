@@ -21,9 +21,9 @@ from zerolite.planning.initialize import initialize
 from zerolite.planning.make import ConfigLike, of_micro_batch, silent
 from zerolite.planning.rank_grid import Grid
 from zerolite.planning.result import AT_REST, Items, Traffic
-from zerolite.planning.steps import STEP, Batch, loss_fn_of, train_one_step, walk_through_parameters
 from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import summarize
+from zerolite.planning.training_step import STEP, MakeBatch, loss_fn_of, train_one_step, walk_through_parameters
 from zerolite.utils.accelerator import collector_off, default_device
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import map_tensors
@@ -63,8 +63,8 @@ def measure(
     Counts from before the model is made; what the process holds already does not count. A pipeline needs a batch.
     Called on all ranks, with equal arguments.
     """
-    account = _Account(default_device(local_rank()))
-    with account.counting():
+    meter = _MemoryMeter(default_device(local_rank()))
+    with meter.counting():
         model = make_model()
         settings = silent(load_config(config))
         engine = initialize(model, settings, loss_fn=loss_fn_of(model, settings.pipeline.stages, loss))
@@ -76,15 +76,15 @@ def measure(
             return map_tensors(lambda tensor: tensor.to(engine.device), torch.zeros(()) if made is None else made())
 
         _warm_up(engine, micro_batch, loss)
-        most = _Most(engine)
-        account.begin_step()
-        with collector_off(), record() as recorder, most.asking():
-            train_one_step(engine, micro_batch, loss, most.around)
-        rest, peak = account.end_step()
-        most.ask()
+        largest = _LargestItems(engine)
+        meter.begin_step()
+        with collector_off(), record() as recorder, largest.listening():
+            train_one_step(engine, micro_batch, loss, largest.on_phase)
+        rest, peak = meter.end_step()
+        largest.ask()
         held = engine.memory_report().items
     grid = Grid(**{name: getattr(engine.topology, name).world_size for name in DIMENSIONS})
-    items = most.items
+    items = largest.items
     return Measurement(
         rank=engine.rank,
         world_size=engine.world_size,
@@ -98,7 +98,7 @@ def measure(
     )
 
 
-def _warm_up(engine: Engine, micro_batch: Batch, loss: Callable[..., torch.Tensor] | None) -> None:
+def _warm_up(engine: Engine, micro_batch: MakeBatch, loss: Callable[..., torch.Tensor] | None) -> None:
     """Train as many steps as a plan does before the one that it reports, and until a loss scale has found its size."""
     for step in range(_MOST_STEPS):
         skipped = engine.skipped_steps
@@ -108,7 +108,7 @@ def _warm_up(engine: Engine, micro_batch: Batch, loss: Callable[..., torch.Tenso
     gc.collect()
 
 
-class _Most:
+class _LargestItems:
     """The most of each item in each place that the engine held when it was asked: whenever a part of it says that it
     allocates, and before every update, when all gradients have been reduced."""
 
@@ -117,7 +117,7 @@ class _Most:
         self.items = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         listeners.append(self)
         try:
             yield
@@ -132,7 +132,7 @@ class _Most:
         self.ask()
 
     @contextlib.contextmanager
-    def around(self, phase: str) -> Iterator[None]:
+    def on_phase(self, phase: str) -> Iterator[None]:
         engine = self._engine
         if phase == STEP and (isinstance(engine, PipelineEngine) or engine.is_gradient_accumulation_boundary()):
             engine.reduce_gradients()
@@ -147,7 +147,7 @@ class _Most:
             items.update({item: max(nbytes, now[place][item]) for item, nbytes in items.items()})
 
 
-class _Account:
+class _MemoryMeter:
     """Bytes beyond those before: by CUDA's caching allocator, or of the tensors that operators make on the CPU, whose
     allocator keeps no account."""
 

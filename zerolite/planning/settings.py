@@ -10,7 +10,7 @@ import torch
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.contradictions import find_contradictions
 from zerolite.config.without_effect import find_lost
-from zerolite.planning.dry_run import older_objects_kept
+from zerolite.planning.dry_run import older_objects_frozen
 from zerolite.planning.errors import RefusedError
 from zerolite.planning.host_room import offloads
 from zerolite.planning.make import ConfigLike, plan
@@ -63,8 +63,8 @@ class Trials:
         return True
 
     def comparison(self, chosen: int | None, notes: Iterable[str] = (), **more: Any) -> Comparison:
-        told = [*_left_out(self.refused), *dict.fromkeys(notes)]
-        return Comparison(rows=self.rows, chosen=chosen, left_out=told, **more)
+        reasons = [*_left_out(self.refused), *dict.fromkeys(notes)]
+        return Comparison(rows=self.rows, chosen=chosen, left_out=reasons, **more)
 
 
 def _left_out(refused: Iterable[tuple[str, Exception]]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _left_out(refused: Iterable[tuple[str, Exception]]) -> Iterator[str]:
         yield f"{'; '.join(settings)} {'is' if len(settings) == 1 else 'are'} left out: {reason}"
 
 
-@older_objects_kept()
+@older_objects_frozen()
 def compare(
     model_fn: Callable[[], torch.nn.Module],
     config: ConfigLike,

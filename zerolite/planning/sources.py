@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zerolite.planning.errors import PlanError
-from zerolite.planning.steps import required_parameters
+from zerolite.planning.training_step import required_parameters
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 """The arguments of one forward, by name or in order."""
@@ -79,8 +79,8 @@ def import_object(spec: str, option: str) -> Any:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         says = getattr(error, "msg", error)  # of a SyntaxError without its place
-        told = f"{type(error).__name__}: {says}{_place_of(error)}"
-        raise PlanError(f"{option}: importing {module!r} failed with {told}") from error
+        failure = f"{type(error).__name__}: {says}{_place_of(error)}"
+        raise PlanError(f"{option}: importing {module!r} failed with {failure}") from error
     place = f"module {module!r}"
     for part in name.split("."):
         if not hasattr(found, part):

@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from zerolite.monitor.flop_formulas import OperatorFlops
-from zerolite.planning import shortcuts
+from zerolite.planning import shape_cache
 from zerolite.planning.fake_backend import DryFakeMode
-from zerolite.planning.steps import STEP
+from zerolite.planning.training_step import STEP
 from zerolite.utils.accelerator import fake_mode, is_fake
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import find_tensors
@@ -183,7 +183,7 @@ class MemoryTracker(TorchDispatchMode):
         given = kwargs or {}
         self._op, mode = func, fake_mode()
         if type(mode) is DryFakeMode:  # asked here already: its own turn would come after another dispatch by torch
-            out = shortcuts.call(mode, func, args, given, lambda: func(*args, **given))
+            out = shape_cache.cached_call(mode, func, args, given, lambda: func(*args, **given))
         else:
             out = func(*args, **given)
         if self._flops is not None and self.phase != STEP:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-_MOST = 100_000  # results that are kept; comparing settings of a large model takes a thousand
+_LIMIT = 100_000  # results that are kept; comparing settings of a large model takes a thousand
 
 
 class _Returns(NamedTuple):
     """Results of an operator: the argument of this place and name, or tensors of their own where there is no name."""
 
-    place: int = 0
+    position: int = 0
     name: str = ""
 
 
@@ -37,7 +37,8 @@ class _Tensor(NamedTuple):
     dtype: torch.dtype
 
 
-_known: dict[tuple[Any, ...], Any] = {}
+_MISSING = object()
+_cache: dict[tuple[Any, ...], Any] = {}
 """Tensors that operators have made, by what they were called with: a _Tensor, a list of them, or None for none."""
 
 
@@ -55,8 +56,8 @@ NUMBERS = _operators("linspace arange arange.start arange.start_step")
 """Operators whose values may be known, with :data:`_LIFT`."""
 
 
-def call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any]) -> Any:
-    """Return the result of ``func``, which ``otherwise()`` returns, without asking it twice for the same sizes."""
+def cached_call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+    """Return the result of ``func``, which ``run()`` returns, without asking it twice for the same sizes."""
     if func is _LIFT and type(args[0]) is torch.Tensor and args[0].device == _CPU and not args[0].numel():
         return _make(mode, _Tensor(args[0].shape, args[0].stride(), args[0].dtype))  # it has no values
     if func in _VIEWS and args and type(args[0]) is FakeTensor and _is_plain(args[0], mode):
@@ -65,16 +66,15 @@ def call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any], otherw
     # The default dtype decides what operators make of Python's numbers.
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if returns is None or not (_describe(mode, args, key) and _describe(mode, kwargs.values(), key)):
-        return otherwise()
-    whole = tuple(key)
-    known = _known.get(whole, _known)  # None is a result; the dict itself stands for none
-    if known is _known:
-        return _ask(mode, returns, args, kwargs, otherwise, whole)
+        return run()
+    cached = _cache.get(tuple(key), _MISSING)
+    if cached is _MISSING:
+        return _call_and_cache(mode, returns, args, kwargs, run, tuple(key))
     if returns.name:
-        return args[returns.place] if returns.place < len(args) else kwargs[returns.name]
-    if isinstance(known, list):
-        return tuple(None if one is None else _make(mode, one) for one in known)
-    return None if known is None else _make(mode, known)
+        return args[returns.position] if returns.position < len(args) else kwargs[returns.name]
+    if isinstance(cached, list):
+        return tuple(None if spec is None else _make(mode, spec) for spec in cached)
+    return None if cached is None else _make(mode, cached)
 
 
 def _view(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -106,10 +106,10 @@ def _returns(func: Any) -> _Returns | None:
     aliases = [entry.alias_info for entry in schema.returns if entry.alias_info is not None]
     if not aliases:
         return _Returns()
-    for place, argument in enumerate(schema.arguments if len(schema.returns) == 1 else ()):
+    for position, argument in enumerate(schema.arguments if len(schema.returns) == 1 else ()):
         alias = argument.alias_info
         if alias is not None and alias.is_write and alias.before_set == aliases[0].before_set:
-            return _Returns(place, argument.name)
+            return _Returns(position, argument.name)
     return None
 
 
@@ -135,24 +135,24 @@ def _describe(mode: DryFakeMode, values: Iterable[Any], key: list[Any]) -> bool:
 
 
 def _is_plain(tensor: Any, mode: DryFakeMode) -> bool:
-    known = tensor.constant is not None and tensor.numel()  # values
-    plain = tensor.fake_mode is mode and not known and tensor.fake_device == _CPU
+    has_values = tensor.constant is not None and tensor.numel()
+    plain = tensor.fake_mode is mode and not has_values and tensor.fake_device == _CPU
     return plain and tensor.layout is torch.strided and not tensor.dtype.is_complex
 
 
-def _ask(
-    mode: DryFakeMode, returns: _Returns, args: Any, kwargs: dict[str, Any], otherwise: Callable[[], Any], key: Any
+def _call_and_cache(
+    mode: DryFakeMode, returns: _Returns, args: Any, kwargs: dict[str, Any], run: Callable[[], Any], key: Any
 ) -> Any:
-    """Return ``otherwise()``, and remember it if it is what the operator's schema says."""
+    """Return ``run()``, and remember it if it is what the operator's schema says."""
     given = find_tensors((args, kwargs))
     before = [(tensor.shape, tensor.stride()) for tensor in given]  # resize_ and the like change their operand
-    out = otherwise()
+    out = run()
     made = () if returns.name else out if isinstance(out, tuple) else (out,)
     taken = {tensor.untyped_storage()._cdata for tensor in given}
-    if len(_known) < _MOST and before == [(tensor.shape, tensor.stride()) for tensor in given]:
+    if len(_cache) < _LIMIT and before == [(tensor.shape, tensor.stride()) for tensor in given]:
         if all(entry is None or _is_whole(entry, mode, taken) for entry in made):
             specs = [None if entry is None else _Tensor(entry.shape, entry.stride(), entry.dtype) for entry in made]
-            _known[key] = specs if isinstance(out, tuple) else specs[0] if specs else None
+            _cache[key] = specs if isinstance(out, tuple) else specs[0] if specs else None
     return out
 
 

@@ -18,7 +18,7 @@ from zerolite.utils.nested import find_tensors
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
-Batch = Callable[[], Any]
+MakeBatch = Callable[[], Any]
 """Makes one micro-batch: a tuple of the model's arguments, a dict by name, or the one argument."""
 
 Loss = Callable[[Any], torch.Tensor]
@@ -28,11 +28,11 @@ Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 """Around one phase of a micro-batch, by name."""
 
 
-def _unseen(phase: str) -> contextlib.AbstractContextManager[None]:
+def _no_phase(phase: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-class Unpaired:
+class LossOfOutputs:
     """A loss of the outputs alone, as a loss function of outputs and targets: there are none."""
 
     def __init__(self, loss: Loss) -> None:
@@ -49,7 +49,7 @@ def loss_fn_of(model: torch.nn.Module, stages: int, loss: Callable[..., torch.Te
         return loss
     if stages == 1 or getattr(model, "loss_fn", None) is not None:
         return None
-    return Unpaired(loss or loss_of)
+    return LossOfOutputs(loss or loss_of)
 
 
 def required_parameters(function: Callable[..., Any]) -> list[str]:
@@ -62,7 +62,7 @@ def required_parameters(function: Callable[..., Any]) -> list[str]:
     return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in optional]
 
 
-def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase: Phase = _unseen) -> None:
+def train_one_step(engine: Engine, batch: MakeBatch, loss: Loss | None = None, phase: Phase = _no_phase) -> None:
     """A whole accumulation of micro-batches, each made anew, and its update; forwards alone of an engine without an
     optimizer. With a pipeline ``phase`` is told of the beginning and the update alone. Called on all ranks."""
     if isinstance(engine, EvaluationEngine):
@@ -82,7 +82,7 @@ def train_one_step(engine: Engine, batch: Batch, loss: Loss | None = None, phase
 
 
 @torch.no_grad()
-def _evaluate(engine: Engine, batch: Batch, phase: Phase) -> None:
+def _evaluate(engine: Engine, batch: MakeBatch, phase: Phase) -> None:
     with phase(FORWARD):
         if isinstance(engine, PipelineEngine):
             engine.eval_batch(micro_batches(engine, batch), compute_loss=engine.loss_fn is not None)
@@ -90,7 +90,7 @@ def _evaluate(engine: Engine, batch: Batch, phase: Phase) -> None:
             _forward(engine, batch())
 
 
-def _train_pipeline(engine: PipelineEngine, batch: Batch, phase: Phase) -> None:
+def _train_pipeline(engine: PipelineEngine, batch: MakeBatch, phase: Phase) -> None:
     with phase(FORWARD):
         pass  # it begins with reading the micro-batches
     runner: Any = engine.runner
@@ -99,10 +99,10 @@ def _train_pipeline(engine: PipelineEngine, batch: Batch, phase: Phase) -> None:
         runner.update()
 
 
-def micro_batches(engine: Engine, batch: Batch) -> Iterator[Any]:
+def micro_batches(engine: Engine, batch: MakeBatch) -> Iterator[Any]:
     """Yield the micro-batches that ``engine.train_batch`` takes, without end."""
     while True:
-        yield (batch(), None) if isinstance(engine.loss_fn, Unpaired) else batch()
+        yield (batch(), None) if isinstance(engine.loss_fn, LossOfOutputs) else batch()
 
 
 def _loss(engine: Engine, batch: Any, loss: Loss | None) -> torch.Tensor:
