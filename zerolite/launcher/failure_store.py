@@ -1,4 +1,4 @@
-"""Failures, signs of life and successes of a job's nodes, which they tell each other through the first node's store."""
+"""Failures, heartbeats and successes that the nodes of a job share through the first node's store."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from torch.distributed import PrefixStore, TCPStore
 from zerolite.launcher.failures import Failure
 
 POLL_INTERVAL_S = 0.2
-"""How often a node looks for what the others have posted."""
+"""Seconds between two looks of a node at the store."""
 
 HEARTBEAT_TIMEOUT_S = 20.0
-"""Seconds without a sign of life after which a node is lost."""
+"""A node without a heartbeat for so many seconds is lost."""
 
 EXIT_BARRIER_S = 5.0
-"""Seconds for which the first node, which hosts the store, waits for the others to have left."""
+"""The first node hosts the store, so it waits up to so many seconds for the others before it exits."""
 
 _JOIN_THREAD_S = 2.0
 
 
 class FailureStore:
-    """Failures of one attempt, shared by all nodes. A thread of its own reads them until :meth:`close`.
+    """Failures of one attempt, shared by all nodes. A thread polls the store until :meth:`close`.
 
     Args:
-        store: a connection to the first node's store that nothing else uses.
-        attempt: what is posted in one attempt is not seen in another.
+        store: a connection to the first node's store for this object alone: a TCPStore serves one call at a time, and
+            one that blocks would block every other user.
+        attempt: number of the attempt; nodes of different attempts do not see each other's posts.
         node: this node's number.
         hosts: the nodes' host names, by number.
-        restart_requests: key of the store that counts the nodes which want all to start again.
+        restart_requests: key of the store that counts the nodes that ask for a restart of all.
 
     Attributes:
-        disconnected: whether the connection to the store is broken.
-        all_succeeded: whether the ranks of all nodes have succeeded.
-        nodes_waiting: how many nodes want all to start again.
+        disconnected: the connection to the store is broken.
+        all_succeeded: the ranks of all nodes have succeeded.
+        nodes_waiting: number of nodes that ask for a restart of all.
     """
 
     def __init__(self, store: TCPStore, attempt: int, node: int, hosts: Sequence[str], restart_requests: str) -> None:
@@ -59,7 +60,7 @@ class FailureStore:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the store answered last; 0 when it is not asked any more."""
+        """Seconds since the store's last answer; 0 once the thread has ended."""
         return time.monotonic() - self._last_seen if self._thread.is_alive() else 0.0
 
     @property
@@ -69,22 +70,22 @@ class FailureStore:
 
     @property
     def lost_hosts(self) -> list[str]:
-        """Hosts of the nodes that gave no sign of life for too long."""
+        """Hosts of the nodes without a heartbeat for :data:`HEARTBEAT_TIMEOUT_S`."""
         return [self._hosts[node] for node, posted in list(self._posts.items()) if any(f.node_failure for f in posted)]
 
     def post(self, failures: Sequence[Failure], node: int | None = None) -> None:
-        """Tell the other nodes that ``node``, this one by default, has failed."""
+        """Post failures of ``node`` (default: this one) for the other nodes."""
         text = json.dumps([self._node if node is None else node, [failure.to_json() for failure in failures]])
         with contextlib.suppress(RuntimeError):
             self._store.set(f"post/{self._store.add('posts', 1)}", text)
 
     def note_success(self) -> None:
-        """Say that this node's ranks have succeeded."""
+        """Post that this node's ranks have succeeded."""
         with contextlib.suppress(RuntimeError):
             self._store.add("succeeded", 1)
 
     def exit_barrier(self) -> None:
-        """Say that this node's ranks have ended. The first node then waits for the others, for a while."""
+        """Post that this node's ranks have ended. The first node then waits for the others, but not for lost ones."""
         self.close()
         with contextlib.suppress(RuntimeError):
             self._store.add("left", 1)
@@ -95,8 +96,11 @@ class FailureStore:
                 time.sleep(POLL_INTERVAL_S / 4)
 
     def close(self) -> None:
-        """End the thread. A request that comes back while the interpreter ends would abort the process, so this waits
-        for the one under way, unless the store is silent."""
+        """End the thread.
+
+        A request that returns while the interpreter shuts down would abort the process. So this waits for the request
+        under way, but not longer than :data:`_JOIN_THREAD_S`: the store may never answer.
+        """
         self._closed.set()
         self._thread.join(_JOIN_THREAD_S)
 

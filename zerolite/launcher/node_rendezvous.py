@@ -1,4 +1,4 @@
-"""Rendezvous of a job's nodes over one store, hosted by the first node's agent."""
+"""Rendezvous of a job's nodes over one store, which the first node's agent hosts."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from zerolite.utils import network
 from zerolite.utils.listening import keep_store
 
 LAST_CALL_S = 10
-"""Seconds for which an elastic job waits for further nodes when the fewest are there."""
+"""Once the fewest nodes have come, an elastic job waits so many seconds for more."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""Each address of the first node is tried for so long, in turn."""
+"""Seconds for which each address of the first node is tried, in turn."""
 
 _POLL_INTERVAL_S = 0.1
 
 FIRST_NODE_ADDRESS_KEY = "zerolite/reached"
-"""Key with the first node's address in numbers, as another node has reached it."""
+"""Key with the first node's numeric address at which another node has reached it."""
 
 _RESTART_REQUESTS_KEY = "zerolite/again/{}"
-"""Key that counts the nodes which want all to start again after an attempt: they have failed, or come later."""
+"""Key that counts the nodes that ask for a restart after an attempt: they have failed, or came too late for it."""
 
 
 class NodeRendezvousError(RuntimeError):
-    """The nodes of a job did not come together; the message says which, and what to do."""
+    """The nodes of a job did not meet; the message names them and says what to do."""
 
 
 class NodeRendezvous(RendezvousHandler):
-    """The rendezvous of the agents, before each attempt: the first node decides which nodes take part.
+    """Rendezvous of the agents before each attempt. The first node decides which nodes take part.
 
-    Those are all nodes, or in an elastic job those that come in time. The others start again for one that comes later.
+    All nodes take part, or in an elastic job those that come in time. A node that comes later asks the others to start
+    again with it.
 
     Attributes:
-        store: this agent's connection to the store.
-        address: of the first node, as this one reaches it.
-        rank_store: as ``store``, to the store of the current attempt's ranks.
-        attempt: number of this start of the ranks, 0 for the first; the same on all nodes.
-        restarts: how many of them followed a failure.
+        store: this agent's connection to the rendezvous store.
+        address: address of the first node, as this node reaches it.
+        rank_store: connection to the store that the ranks of the current attempt use.
+        attempt: number of the current attempt, 0 for the first; the same on all nodes.
+        restarts: number of attempts that followed a failure.
         node: this node's number in the current attempt.
-        hosts: the host names of the current attempt's nodes, by number.
-        failure_store: of the current attempt; None where there is one node.
+        hosts: host names of the current attempt's nodes, by number.
+        failure_store: failures of the current attempt; None if the job has one node.
     """
 
     def __init__(self, job: NodeJob, host: str) -> None:
@@ -68,7 +69,7 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks use a store of the first node's agent."""
+        """True: the ranks use a store that the first node's agent hosts, so that it outlives them."""
         return True
 
     def get_backend(self) -> str:
@@ -104,7 +105,7 @@ class NodeRendezvous(RendezvousHandler):
         return RendezvousInfo(store, self.node, len(nodes), RendezvousStoreInfo(self.address, port))
 
     def _find_current_attempt(self) -> None:
-        """This node may have come later than the others: find the attempt that is to begin."""
+        """Find the attempt that begins next: this node may have come later than the others."""
         self.attempt = int(self.store.get("zerolite/attempt"))
         if not self.store.check([f"zerolite/attempt_{self.attempt}/start"]):
             return
@@ -116,13 +117,16 @@ class NodeRendezvous(RendezvousHandler):
         self._request_restart()
 
     def _request_restart(self) -> None:
-        """The current attempt runs without this node: have the others start again with it."""
+        """Ask the others, whose attempt runs without this node, to start again with it."""
         self.store.add(_RESTART_REQUESTS_KEY.format(self.attempt), 1)
         self.attempt += 1
 
     def _join_attempt(self, store: PrefixStore) -> tuple[list[int], int, int]:
-        """Come to an attempt. Return the numbers of the nodes that take part, how many attempts have failed before, and
-        the port of the ranks' store."""
+        """Join an attempt and wait for its start.
+
+        Returns:
+            Numbers of the nodes that take part, number of attempts that have failed before, port of the ranks' store.
+        """
         if store.add(f"came/{self._job_node}", 1) > 1:
             other = store.get(f"host/{self._job_node}").decode()
             raise NodeRendezvousError(
@@ -133,7 +137,8 @@ class NodeRendezvous(RendezvousHandler):
         store.add("count", 1)
         if self._job_node == 0:
             nodes = self._choose_nodes(store)
-            if self.attempt:  # when the ranks start again they need an empty store
+            # A store that ranks have used has their old keys, so restarted ranks get an empty one.
+            if self.attempt:
                 self.rank_store = _host_store(self._job, self.address, 0)
             restarts = self.store.add("zerolite/restarts", 0)
             store.set("start", json.dumps([nodes, restarts, int(self.rank_store.port)]))
@@ -143,7 +148,7 @@ class NodeRendezvous(RendezvousHandler):
         return nodes, restarts, port
 
     def _choose_nodes(self, store: PrefixStore) -> list[int]:
-        """Wait for the other nodes, as the first one, and return the numbers of those that have come."""
+        """Wait for the other nodes and return the numbers of those that have come. Called on the first node."""
         job = self._job
         self.store.set("zerolite/attempt", str(self.attempt))
         began = time.monotonic()
@@ -152,7 +157,8 @@ class NodeRendezvous(RendezvousHandler):
             if count >= job.min_nodes:
                 last_call = min(last_call, time.monotonic() + LAST_CALL_S)
             elif time.monotonic() - began > job.join_s:
-                before = dict(enumerate(self.hosts))  # in the attempt before this one, if all nodes were in it
+                # Names from the attempt before this one, where all nodes were in it.
+                before = dict(enumerate(self.hosts))
                 missing = [
                     f"{number} ({before[number]})" if number in before else str(number)
                     for number in range(job.max_nodes)
@@ -166,19 +172,19 @@ class NodeRendezvous(RendezvousHandler):
         return [number for number in range(job.max_nodes) if store.check([f"host/{number}"])]
 
     def note_failure(self, why: str) -> None:
-        """Say why the current attempt ends; counted once, whichever nodes say it."""
+        """Note why the current attempt fails. It counts as one failure, however many nodes note one."""
         if self.store.add(f"zerolite/failed_in/{self.attempt}", 1) == 1:
             self.store.set(f"zerolite/why/{self.attempt}", why)
             self.store.add("zerolite/restarts", 1)
         self.store.add(_RESTART_REQUESTS_KEY.format(self.attempt), 1)
 
     def last_failure(self) -> str:
-        """Why the attempt before this one ended; "" if no failure ended it."""
+        """Return the reason for which the attempt before this one failed; "" if it did not fail."""
         key = f"zerolite/why/{self.attempt - 1}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 if a node wants all to start again."""
+        """Return the number of nodes that ask for a restart. The elastic agent restarts the ranks if it is above 0."""
         return 0 if self.failure_store is None else self.failure_store.nodes_waiting
 
     def get_run_id(self) -> str:
@@ -188,14 +194,21 @@ class NodeRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: nodes that come later find no store."""
+        """Do nothing: when the job ends its store ends too, so that no node can come later."""
 
     def shutdown(self) -> bool:
         return True
 
 
 def open_store(job: NodeJob) -> tuple[Any, str]:
-    """Return the job's store, which the first node hosts, and the first node's address. Raises NodeRendezvousError."""
+    """Host the job's store on the first node, or connect to it from another one.
+
+    Returns:
+        The store, and the first node's address.
+
+    Raises:
+        NodeRendezvousError: the store cannot be hosted or reached.
+    """
     if job.node_rank:
         address, found = find_first_node(job)
         store = connect_to_store(address, job.master_port, job.join_s)
@@ -215,8 +228,14 @@ def open_store(job: NodeJob) -> tuple[Any, str]:
 
 
 def find_first_node(job: NodeJob) -> tuple[str, str]:
-    """Return the first address at which the first node's store is reached, as given and in numbers. Raises
-    NodeRendezvousError."""
+    """Find an address at which the first node's store can be reached.
+
+    Returns:
+        The address as given, and in numbers.
+
+    Raises:
+        NodeRendezvousError: no address works within the job's ``join_s``.
+    """
     deadline = time.monotonic() + job.join_s
     while True:
         tried = []
@@ -236,7 +255,7 @@ def find_first_node(job: NodeJob) -> tuple[str, str]:
 
 
 def connect_to_store(address: str, port: int, timeout_s: float = 10.0) -> TCPStore:
-    """Return a connection to a store of the first node. Raises RuntimeError."""
+    """Connect to a store of the first node. Raises RuntimeError if it does not answer."""
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
@@ -250,5 +269,5 @@ def _endpoint(address: str, port: int) -> str:
 
 
 def host_name() -> str:
-    """Return the name of this node in messages."""
+    """Return the name of this host in messages."""
     return socket.gethostname()
