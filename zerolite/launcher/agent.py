@@ -1,8 +1,9 @@
 """Node agent: torch's elastic agent, in a process that the supervisor starts.
 
-`main([LIFELINE, OUTCOME, LOG_DIR, quiet?])`, two file descriptors and a directory. The first
-line from LIFELINE is the job; then come single letters, the supervisor's `INTERRUPT` and `STAND_BACK`. When it closes,
-the supervisor has died, and the agent ends everything. To OUTCOME go a line once the ranks run, and the job's outcome.
+`main([LIFELINE, OUTCOME, LOG_DIR, quiet?])` gets two file descriptors and a directory. From LIFELINE the agent reads
+one line, the job, and then single letters: the supervisor's `INTERRUPT` and `STAND_BACK`. If LIFELINE closes, the
+supervisor has died, and the agent ends everything. To OUTCOME it writes `READY` once the ranks run, and at the end the
+job's outcome.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from zerolite.utils.network import GLOO_VARIABLE, interface_of, interface_toward
 MONITOR_INTERVAL_S = 0.05
 
 CAUSE_WAIT_S = 2.0
-"""When all that failed say that another rank has gone, that one is waited for so long."""
+"""If every failed rank only reports that it lost another one, the failure of that one is awaited for so long."""
 
 REPORTED_WAIT_S = 1.0
-"""A rank that has reported an error is about to end, and gets so long before it is told to."""
+"""A rank that has reported an error is about to end by itself, and gets so long for it."""
 
 HANG_TIMEOUT_S = 3.0
-"""A rank that has reported an error and is still there after so long counts as failed."""
+"""A rank that has reported an error and still runs after so long counts as failed."""
 
 
 class NodeAgent(LocalElasticAgent):
-    """torch's agent, which ends ranks within seconds and knows which of them failed first.
+    """torch's elastic agent that ends ranks within seconds and knows which of them failed first.
 
     Args:
         job: this node's part.
-        log_dir: directory for the ranks' output, exists.
-        outcome: file descriptor to which the supervisor listens.
+        log_dir: an existing directory for the ranks' output.
+        outcome: file descriptor from which the supervisor reads.
     """
 
     def __init__(self, job: NodeJob, log_dir: str, outcome: int) -> None:
@@ -74,7 +75,7 @@ class NodeAgent(LocalElasticAgent):
 
     @property
     def failure_store(self) -> FailureStore | None:
-        """FailureStore of the current attempt; None where there is one node."""
+        """Failures of the current attempt; None if the job has one node."""
         return self.rendezvous.failure_store
 
     @property
@@ -82,7 +83,7 @@ class NodeAgent(LocalElasticAgent):
         return self._pcontext is not None
 
     def _choose_interface(self) -> None:
-        """Have gloo use the interface that leads to the first node, unless the user has chosen one."""
+        """Set gloo's network interface to the one that leads to the first node, unless the user has chosen one."""
         if GLOO_VARIABLE in os.environ or len(self.rendezvous.hosts) == 1:
             return
         first = self.job.node_rank == 0
@@ -97,11 +98,11 @@ class NodeAgent(LocalElasticAgent):
             )
 
     def stop(self) -> None:
-        """Start no ranks any more; those that run are ended by others."""
+        """Start no more ranks. The caller ends those that run."""
         self.stopping = True
 
     def rank_pids(self) -> dict[int, int]:
-        """The process of each local rank, which leads a process group."""
+        """Return the process id of each local rank. Each leads a process group of its own."""
         return {} if self._pcontext is None else dict(self._pcontext.pids())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
@@ -119,6 +120,8 @@ class NodeAgent(LocalElasticAgent):
             os._exit(1)
         started: dict[int, Any] = super()._start_workers(worker_group)
         tell(self._outcome, READY)
+        # torch's handlers would raise an exception here. SIGTERM ends this process, and with it the ranks; the other
+        # signals are for the supervisor, which tells the agent by a letter.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else lambda *_: None)
         self.logs.start_tee()
@@ -128,7 +131,7 @@ class NodeAgent(LocalElasticAgent):
         self._shutdown()
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """End the ranks and all that they have started; after success, leave to the supervisor what has not ended."""
+        """End the ranks and every process that they started. After success, the supervisor ends what is left."""
         if self._pcontext is not None:
             if self._worker_group.state != WorkerState.SUCCEEDED:
                 self.processes.end()
@@ -156,7 +159,7 @@ class NodeAgent(LocalElasticAgent):
         return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
 
     def _announce_exits(self, codes: dict[int, int | None]) -> None:
-        """Tell all ranks which of them have ended with status 0: those that wait for one of them end with an error."""
+        """Tell all ranks which of them have exited with status 0, so that a rank that waits for one of them raises."""
         store = self.rendezvous.rank_store
         for worker in self._worker_group.workers:
             if codes[worker.local_rank] == 0 and worker.local_rank not in self._announced_exits:
@@ -165,7 +168,7 @@ class NodeAgent(LocalElasticAgent):
                     store.set(NUMBERED_EXIT.format(store.add(EXIT_COUNT, 1)), str(worker.global_rank))
 
     def _failed_ranks(self, codes: dict[int, int | None]) -> dict[int, int]:
-        """Exit codes of the local ranks that have failed, also of one that reported an error and hangs since."""
+        """Return the exit statuses of the failed local ranks, 1 for a rank that hangs after it reported an error."""
         failed = {local_rank: code for local_rank, code in codes.items() if code}
         for worker in self._worker_group.workers:
             if codes[worker.local_rank] is None and os.path.exists(self.logs.error_files[worker.global_rank]):
@@ -175,7 +178,7 @@ class NodeAgent(LocalElasticAgent):
         return failed
 
     def _fail(self, worker_group: WorkerGroup, failed: dict[int, int]) -> RunResult:
-        """This node's ranks or another node failed: find out what there is to know, tell it, end the ranks."""
+        """Collect what is known of the failure, here or on another node, post it, and end the ranks."""
         seen = dict.fromkeys(failed, time.time())
         self._wait_for_cause(failed, seen)
         self.failures = [self._failure(worker_group, rank, code, seen[rank]) for rank, code in failed.items()]
@@ -184,6 +187,7 @@ class NodeAgent(LocalElasticAgent):
             sentence = f"the first node, {self.rendezvous.address}, has gone: its agent has ended or cannot be reached"
             self.failures.append(Failure(host=self.host, seen=time.time(), node_failure=sentence))
         failures = causes_first(self.failures + (store.failures if store is not None else []))
+        # All failures only say that another rank has gone: it may be one that exited with status 0.
         if failures and all(failure.consequence for failure in failures):
             ended = [rank for rank, code in self._exit_codes().items() if code == 0]
             self.failures += [self._failure(worker_group, rank, 0, time.time()) for rank in ended]
@@ -209,7 +213,12 @@ class NodeAgent(LocalElasticAgent):
         )
 
     def _wait_for_cause(self, failed: dict[int, int], seen: dict[int, float]) -> None:
-        """Wait a little: for ranks that have reported an error and are about to end, and for the cause of it all."""
+        """Wait a little for the cause, and for ranks that have reported an error and are about to end.
+
+        Args:
+            failed: exit status by local rank; ranks that fail meanwhile are added.
+            seen: time of each failure, in seconds since the epoch; completed likewise.
+        """
         start = time.monotonic()
         while failed and not (self.failure_store is not None and self.failure_store.failures):
             limit = REPORTED_WAIT_S if self._others_have_reported(failed) else 0.0
@@ -224,7 +233,7 @@ class NodeAgent(LocalElasticAgent):
                     seen[local_rank] = time.time()
 
     def _cause_is_missing(self, failed: dict[int, int]) -> bool:
-        """True if the only known cause is that ranks have lost another one."""
+        """True if every failed rank only reports that it lost another one."""
         records = [self._record(local_rank) for local_rank in failed]
         return all(record is not None and record.consequence for record in records)
 
@@ -252,7 +261,7 @@ class NodeAgent(LocalElasticAgent):
         )
 
     def _add_late_failures(self, worker_group: WorkerGroup, failed: dict[int, int], ending: float) -> None:
-        """The ranks have ended. Some may have failed by themselves, before they were told to end."""
+        """Add the failures of ranks that had failed by themselves before they were told to end, at time ``ending``."""
         for local_rank, code in self._exit_codes().items():
             record = self._record(local_rank)
             if local_rank not in failed and record is not None and record.time <= ending:
@@ -260,30 +269,33 @@ class NodeAgent(LocalElasticAgent):
                 self.failures.append(dataclasses.replace(failure, by_itself=False))
 
     def _all_nodes_succeeded(self) -> bool:
-        """This node's ranks have succeeded. Whether those of the others have; if one fails, all may start again."""
+        """Post that this node's ranks have succeeded, and return whether those of all nodes have.
+
+        Until then this node waits: if a rank fails elsewhere, all ranks may have to start again.
+        """
         if self.failure_store is not None and not self._noted_success:
             self._noted_success = True
             self.failure_store.note_success()
         return self.failure_store is None or self.failure_store.all_succeeded
 
     def _exit_barrier(self) -> None:
-        """Return at once: this node succeeds when all have succeeded."""
+        """Do nothing: :meth:`_all_nodes_succeeded` has waited for the other nodes already."""
 
     def outcome(self) -> NodeOutcome:
-        """Return the outcome of the job, as this node knows it."""
+        """Return the outcome of the job as far as this node knows it."""
         if self.failure_store is None:
             return NodeOutcome(self.failures, True, self.rendezvous.attempt)
         prints_summary = self.rendezvous.node == 0 or self.failure_store.disconnected
         return NodeOutcome(self.failures + self.failure_store.failures, prints_summary, self.rendezvous.attempt)
 
     def leave(self) -> None:
-        """Let the other nodes go on without this one; the first node lets them leave before it."""
+        """Leave the job. The first node, which hosts the store, waits until the others have left."""
         if self.failure_store is not None and not self.failure_store.disconnected:
             self.failure_store.exit_barrier()
 
 
 def make_spec(job: NodeJob, rendezvous: NodeRendezvous) -> WorkerSpec:
-    # The agent expands `$` macros in arguments; a doubled `$` is a plain one.
+    # torch's agent expands `$` macros in arguments, and turns `$$` into a plain `$`.
     arguments = [part.replace("$", "$$") for part in rank_command(job)[1:]]
     return WorkerSpec(
         role="rank",
@@ -297,7 +309,7 @@ def make_spec(job: NodeJob, rendezvous: NodeRendezvous) -> WorkerSpec:
 
 
 def rank_variables(job: NodeJob) -> dict[int, dict[str, str]]:
-    """Further variables for the environment of each local rank."""
+    """Return additional environment variables for each local rank."""
     variables = {local_rank: {PARENT_VARIABLE: str(os.getpid())} for local_rank in range(job.nproc)}
     for local_rank, cpus in bound_cpus(job).items():
         variables[local_rank][BIND_VARIABLE] = cpus
@@ -305,14 +317,14 @@ def rank_variables(job: NodeJob) -> dict[int, dict[str, str]]:
 
 
 class SupervisorListener:
-    """A thread that does what the supervisor says, and ends everything when it, or the first node, has gone.
+    """Thread that obeys the supervisor, and ends everything if the supervisor or the first node has gone.
 
     Args:
-        lifeline: the supervisor holds its other end.
-        outcome: file descriptor to which the supervisor listens.
+        lifeline: file descriptor of a pipe whose other end the supervisor holds.
+        outcome: file descriptor from which the supervisor reads.
 
     Attributes:
-        agent: None until it has met those of the other nodes.
+        agent: the agent; None until it has met the agents of the other nodes.
     """
 
     def __init__(self, lifeline: int, outcome: int) -> None:
@@ -330,7 +342,7 @@ class SupervisorListener:
                 self._on_lost_first_node()
 
     def _on_letter(self, letter: bytes) -> None:
-        """A letter of the supervisor's; none when it has ended."""
+        """Obey a letter of the supervisor; an empty one means that the supervisor has ended."""
         if letter == b"" or self.agent is None or not self.agent.ranks_run:
             self._end_everything()
         self.agent.stop()
@@ -338,7 +350,7 @@ class SupervisorListener:
             send(self.agent.rank_pids().values(), signal.SIGINT, os.killpg)
 
     def _on_lost_first_node(self) -> None:
-        """This node has lost the first one, so that nothing can be told to anybody."""
+        """End everything with a sentence for the supervisor; without the store no other node can be told."""
         assert self.agent is not None
         sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.rendezvous.address}, for "
         failure = Failure(host=self.agent.host, node_failure=f"{sentence}{HEARTBEAT_TIMEOUT_S:.0f} s")
@@ -353,16 +365,16 @@ class SupervisorListener:
 
 
 def tell(outcome: int, line: str) -> None:
-    """Write a line to the supervisor, if it is still there."""
+    """Write a line to the supervisor; do nothing if it has ended."""
     with contextlib.suppress(BrokenPipeError):
         os.write(outcome, f"{line}\n".encode())
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run the node's part. Ends the process."""
+    """Run this node's part of the job, and end the process with its exit status."""
     lifeline, outcome, log_dir = int(argv[0]), int(argv[1]), argv[2]
     if QUIET in argv[3:]:
-        del os.environ[CPP_LOG_VARIABLE]  # which torch has read; the ranks get none
+        del os.environ[CPP_LOG_VARIABLE]  # torch has read it at import; the ranks are not to inherit it
     os.set_inheritable(lifeline, False)
     os.set_inheritable(outcome, False)
     line = read_line(lifeline)
@@ -375,7 +387,7 @@ def main(argv: list[str]) -> NoReturn:
         agent = listener.agent = NodeAgent(job, log_dir, outcome)
         agent.run()
         result = agent.outcome()
-    except Exception as error:  # nothing else would tell the supervisor what happened
+    except Exception as error:  # the supervisor learns of the error only from the outcome
         sentence = f"the agent on host {host_name()} failed: {type(error).__name__}: {error}"
         record = FailureRecord("", traceback.format_exc() if not isinstance(error, NodeRendezvousError) else "")
         result = NodeOutcome([Failure(host=host_name(), node_failure=sentence, record=record)])

@@ -13,28 +13,28 @@ from zerolite.utils.failure_record import FailureRecord
 
 TAIL_LINES = 20
 
-_LATER = 3  # so many failures after the first are told of
+_LATER = 3  # number of further failures that are reported
 
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "bad_alloc")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end, as the agent of its node saw it.
+    """Failure of a rank as the agent of its node saw it, or of a node.
 
     Attributes:
-        rank: the rank's number in the job.
-        world_size: ranks of the job.
-        host: name of its node.
-        pid: its process.
-        exitcode: as `Popen.returncode`: negative for a signal.
-        seen: seconds since the epoch at which the agent saw it.
-        record: what the rank has left itself, None if nothing.
-        killed_for_memory: whether the kernel killed it because memory had run out.
-        output: paths of the files with its standard output and error; empty where they go to the terminal.
-        tail: the last lines of its standard error, "" where it goes to the terminal.
-        by_itself: whether the rank ended without being told to; its exit status means something then.
-        node_failure: why the node's whole part failed, "" for the failure of a rank; then `rank` means nothing.
+        rank: the rank's number in the job; meaningless for a node.
+        world_size: number of ranks of the job.
+        host: name of the node.
+        pid: process id of the rank.
+        exitcode: exit status as in `Popen.returncode`: negative for a signal.
+        seen: time at which the agent saw it, in seconds since the epoch.
+        record: the record that the rank has written itself; None without one.
+        killed_for_memory: the kernel killed the rank because memory had run out.
+        output: paths of the files with the rank's standard output and error; empty if they go to the terminal.
+        tail: the last lines of the rank's standard error; "" if it goes to the terminal.
+        by_itself: the rank ended without being told to. Only then does its exit status say why.
+        node_failure: for a node, a sentence that says why its part failed; "" for a rank.
     """
 
     rank: int = -1
@@ -52,12 +52,12 @@ class Failure:
 
     @property
     def time(self) -> float:
-        """The best knowledge of when it happened, in seconds since the epoch."""
+        """Time of the failure in seconds since the epoch: of the rank's record, else when the agent saw it."""
         return self.record.time if self.record is not None and self.record.time else self.seen
 
     @property
     def consequence(self) -> bool:
-        """True if the failure only followed from another one."""
+        """True if the rank failed only because it lost another one."""
         return self.record is not None and self.record.consequence
 
     def to_json(self) -> dict[str, Any]:
@@ -71,12 +71,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class NodeOutcome:
-    """End of a node's part, as its agent tells its supervisor.
+    """Outcome of a job as a node's agent reports it to its supervisor.
 
     Attributes:
-        failures: of all nodes as far as known, none for success.
-        prints_summary: whether this node's supervisor prints the last lines; one node does.
-        attempt: which attempt it was, 0 for the first.
+        failures: known failures of all nodes; none means success.
+        prints_summary: this node's supervisor prints the last lines. One node does.
+        attempt: number of the last attempt, 0 for the first.
     """
 
     failures: list[Failure] = field(default_factory=list)
@@ -94,9 +94,11 @@ class NodeOutcome:
 
 
 def causes_first(failures: Sequence[Failure]) -> list[Failure]:
-    """The failures by what they say of the cause, each kind as they happened: failures of ranks, then what an agent
-    says of its node or another, then errors of ranks that only say that another one has gone, then ranks that have
-    exited with status 0."""
+    """Sort failures so that the likeliest cause comes first.
+
+    The order is: failures of ranks, failures of nodes, errors that only say that another rank has gone, and ranks that
+    have exited with status 0. Failures of one kind are sorted by time.
+    """
 
     def place(failure: Failure) -> tuple[bool, bool, bool, float]:
         succeeded = failure.exitcode == 0
@@ -106,7 +108,10 @@ def causes_first(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def exit_status(failures: Sequence[Failure]) -> int:
-    """The job's: that of the first rank that ended by itself, 128 + n for signal n; 0 if none failed."""
+    """Return the job's exit status: that of the first rank that ended by itself; 0 if none failed.
+
+    A rank that signal n ended gives 128 + n, as in a shell.
+    """
     for failure in causes_first(failures):
         if failure.by_itself:
             return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
@@ -114,14 +119,13 @@ def exit_status(failures: Sequence[Failure]) -> int:
 
 
 def ran_out_of_memory(failure: Failure) -> bool:
-    """True if an error that the process itself noticed tells of it."""
+    """True if the process itself reported an error for lack of memory."""
     text = recorded_message(failure) if failure.record is not None else last_line(failure.tail)
     return any(part in text for part in _OUT_OF_MEMORY)
 
 
 def reason(failure: Failure) -> str:
-    """Describe the end of the rank, and as far as known its cause, without a full stop: `exit status 1, ValueError:
-    ...`."""
+    """Describe the end of a rank and its cause, if known, without a full stop: `exit status 1, ValueError: ...`."""
     message = recorded_message(failure)
     if failure.killed_for_memory:
         return "killed by the kernel, since memory had run out (SIGKILL)"
@@ -151,7 +155,7 @@ def last_line(text: str) -> str:
 
 
 def headline(failure: Failure, attempt: int = 0) -> str:
-    """One sentence of the rank, its host and its end."""
+    """Return one sentence with the rank, its host and its end."""
     if failure.node_failure:
         return failure.node_failure
     where = f"rank {failure.rank} of {failure.world_size} on host {failure.host} (process {failure.pid})"
@@ -161,9 +165,12 @@ def headline(failure: Failure, attempt: int = 0) -> str:
 
 
 def describe(outcome: NodeOutcome, host: str) -> list[str]:
-    """The last lines on the terminal of ``host`` for a job that failed. The first is that of the first failure.
+    """Return the last lines for the terminal after a failed job, of which the first names the first failure.
 
     A message or traceback that rank 0 has written to the terminal itself is not repeated.
+
+    Args:
+        host: the host of the terminal; files on another host are named with theirs.
     """
     first, *others = causes_first(outcome.failures)
     message = recorded_message(first)
@@ -191,12 +198,12 @@ def describe(outcome: NodeOutcome, host: str) -> list[str]:
 
 
 def recorded_message(failure: Failure) -> str:
-    """The rank's own words, "" if it has left none."""
+    """Return the message of the rank's own record; "" without a record."""
     return failure.record.message if failure.record is not None else ""
 
 
 def detail_lines(failure: Failure) -> list[str]:
-    """Lines below the headline: the traceback, the rest of a long message, or the end of the standard error."""
+    """Return the lines below the headline: traceback, rest of a long message, or end of the standard error."""
     record = failure.record
     if record is not None and record.message:
         return record.traceback.rstrip().splitlines() or record.message.rstrip().splitlines()[1:]
@@ -207,6 +214,6 @@ def detail_lines(failure: Failure) -> list[str]:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"

@@ -1,6 +1,7 @@
-"""Guard process for mpirun, srun or pdsh: ends them and their children when the launcher is gone.
+"""Guard process around mpirun, srun or pdsh: ends them and their children if the launcher is gone.
 
-`main(COMMAND)` runs in a process whose standard input the launcher holds open.
+These tools do not notice the launcher's end. The launcher holds the standard input of this process open; when it ends,
+however it does, the kernel closes that input.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zerolite.launcher.processes import JobProcesses, adopt_orphans
 POLL_INTERVAL_S = 0.1
 
 TOOL_END_S = 5.0
-"""mpirun and srun end all nodes within this time when they get SIGTERM."""
+"""Seconds in which mpirun and srun end all nodes after SIGTERM."""
 
 GRACE_S = 1.0
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
             with suppress(subprocess.TimeoutExpired):
                 tool.wait(TOOL_END_S)
             break
-    # pdsh leaves its connections behind, and with them all nodes.
+    # pdsh ends without its ssh connections, and the nodes would live as long as these.
     JobProcesses(uuid.uuid4().hex).end(GRACE_S)
     code = tool.wait()
     return code if code >= 0 else 128 - code

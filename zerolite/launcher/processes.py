@@ -1,4 +1,4 @@
-"""Search for and end of all processes of a job on this machine: by descent, session and marker variable."""
+"""All processes of a job on this machine, found by descent, session and marker variable, and their end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRACE_S = 4.0
 """Seconds between SIGTERM and SIGKILL."""
 
 KILL_WAIT_S = 3.0
-"""Seconds after which a process that SIGKILL does not end (it is stuck in the kernel) is given up."""
+"""Seconds after SIGKILL after which a process is given up: it is stuck in the kernel."""
 
 SCAN_INTERVAL_S = 0.05
 
@@ -24,10 +24,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class JobProcesses:
-    """The processes of a job on this machine, looked for as often as asked.
+    """Processes of a job on this machine.
 
-    They are those below this process, those that carry the job's marker, and those in a session in which one of them
-    was ever seen. This process and those in ``spare`` are none of them.
+    A process belongs to the job if it descends from this process, if it has the job's marker in its environment, or if
+    it is in a session in which a process of the job was ever seen.
+
+    Args:
+        job_id: the marker, the value of :data:`JOB_ID_VARIABLE`.
+        spare: process ids that do not count; this process never does.
     """
 
     def __init__(self, job_id: str, spare: Collection[int] = ()) -> None:
@@ -36,7 +40,7 @@ class JobProcesses:
         self._sessions: set[int] = set()
 
     def find(self) -> dict[int, str]:
-        """Return the names of the processes that have not ended, by number."""
+        """Return the names of the processes that have not ended, by process id."""
         import psutil
 
         names: dict[int, str] = {}
@@ -64,7 +68,7 @@ class JobProcesses:
                 SIGKILL is sent at once.
 
         Returns:
-            Names of the processes that not even SIGKILL could end, by number; normally none.
+            Names of the processes that even SIGKILL could not end, by process id; normally none.
         """
         start = time.monotonic()
         signalled: set[int] = set()
@@ -85,21 +89,21 @@ class JobProcesses:
 
 
 def send(pids: Iterable[int], number: signal.Signals, to: Callable[[int, int], None] = os.kill) -> None:
-    """Send a signal to each process, or with ``os.killpg`` to each group, if it is still there."""
+    """Send a signal to each process, or with ``to=os.killpg`` to each process group. Ignore those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             to(pid, number)
 
 
 def adopt_orphans() -> None:
-    """Make descendants of this process whose parents end its own children, not init's, from now on."""
+    """Adopt descendants of this process whose parents end; otherwise init would, and they would no longer be found."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when ``parent``, which started this process, ends; at once if it has ended already."""
+    """Have the kernel kill this process when ``parent``, which started it, ends. Kill it now if that has ended."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)
 
 
