@@ -1,7 +1,4 @@
-"""Hosts of a job: the hostfile, and `--include` / `--exclude`.
-
-Needs the standard library alone.
-"""
+"""Hosts of a job: the hostfile, and the filters `--include` and `--exclude`."""
 
 from __future__ import annotations
 
@@ -11,26 +8,25 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Names and IPv4 addresses, and names of users. What may not begin with a hyphen cannot be taken for an option of
-ssh."""
+"""Names of hosts and users, and IPv4 addresses. They cannot begin with a hyphen, or ssh would take them for options."""
 
 MOST_SLOTS = 4096
-"""More on one host is a slip of the finger."""
+"""Largest number of processes per host; a larger one is a typing error."""
 
 
 class HostsError(ValueError):
-    """A hostfile or a filter that cannot be used, in a sentence."""
+    """A hostfile or filter cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a job.
+    """Host of a job.
 
     Attributes:
-        name: by which the other hosts reach it: a name, an IPv4 address, or an IPv6 address without brackets.
-        slots: how many processes it is to run, 1 or more.
-        devices: indices of the CUDA devices to use, ascending, as many as slots; None for all that are visible.
-        user: as whom ssh logs in; None for what ssh's configuration says.
+        name: name, IPv4 address, or IPv6 address without brackets, by which the other hosts reach it.
+        slots: number of processes to run, 1 or more.
+        devices: ascending indices of the CUDA devices to use, as many as slots; None for all visible ones.
+        user: user for the login by ssh; None leaves it to ssh's configuration.
     """
 
     name: str
@@ -40,12 +36,12 @@ class Host:
 
     @property
     def login(self) -> str:
-        """The host as ssh is told it."""
+        """The host as ssh gets it: with the user, if there is one."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
 def read_host_name(text: str) -> str | None:
-    """Return the name or the address of a host, an IPv6 address without its brackets; None if it is neither."""
+    """Return a host's name or address, an IPv6 address without brackets; None if the text is neither."""
     if HOST_NAME.fullmatch(text):
         return text
     bracketed = text.startswith("[") and text.endswith("]")
@@ -58,7 +54,7 @@ def read_host_name(text: str) -> str | None:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Return the hosts of a hostfile in its order. Raises HostsError."""
+    """Return the hosts of a hostfile in their order. Raises HostsError."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -70,10 +66,14 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
-    """Return the hosts of the lines `NAME slots=N`; what follows a `#` is a comment. Raises HostsError.
+    """Return the hosts of lines `NAME slots=N`. A comment begins with `#`.
 
     Args:
-        path: of the file, for messages.
+        text: contents of the file.
+        path: path of the file, for messages.
+
+    Raises:
+        HostsError: a line is malformed, a host is repeated, or there is none.
     """
     hosts: list[Host] = []
     line_of: dict[str, int] = {}
@@ -125,14 +125,15 @@ def parse_host(words: Sequence[str], where: str) -> Host:
 
 
 def parse_filter(text: str, option: str, logins: Collection[str]) -> dict[str, tuple[int, ...] | None]:
-    """Return the slots of each host of a filter such as `host1:0,2-3@host2`; None for all of a host.
+    """Return the slots of each host in a filter such as `host1:0,2-3@host2`; None for all slots of a host.
 
     Args:
+        text: the filter.
         option: `--include` or `--exclude`, for messages.
-        logins: hosts as `user@host`, which a filter may name so too.
+        logins: hosts of the form `user@host`. A filter may repeat that form, whose `@` does not separate hosts then.
 
     Raises:
-        HostsError: the text is no filter.
+        HostsError: the filter is malformed.
     """
     rest = text
     for login in logins:
@@ -181,11 +182,13 @@ def parse_slots(text: str, where: str) -> tuple[int, ...]:
 def select_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
     """Return the hosts that the filters leave, in the order of ``hosts``.
 
-    With ``include``, only what it names; with ``exclude``, all but what it names; not both. Slots are the indices of a
-    host's CUDA devices, counted from 0.
+    Args:
+        hosts: all hosts.
+        include: filter that names the hosts and slots to use; None for all. Slots are indices of CUDA devices, from 0.
+        exclude: filter that names those to leave out. Not both filters at once.
 
     Raises:
-        HostsError: a filter is malformed, names what is not there, or leaves nothing.
+        HostsError: a filter is malformed, names an unknown host or slot, or leaves none.
     """
     if include is not None:
         chosen = checked_filter(hosts, include, "--include")
@@ -208,7 +211,7 @@ def select_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
 
 
 def checked_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, tuple[int, ...] | None]:
-    """Return :func:`parse_filter` of the text. Raises HostsError if it names a host or a slot that is not there."""
+    """Return :func:`parse_filter` of the text. Raises HostsError for an unknown host or slot."""
     slots_of = {host.name: host.slots for host in hosts}
     chosen = parse_filter(text, option, [host.login for host in hosts if host.user is not None])
     for name, slots in chosen.items():
@@ -225,19 +228,20 @@ def checked_filter(hosts: Sequence[Host], text: str, option: str) -> dict[str, t
 
 
 def restrict(host: Host, devices: tuple[int, ...] | None) -> Host:
-    """Return the host with these devices alone."""
+    """Return the host with only these devices; None leaves it as it is."""
     return host if devices is None else replace(host, slots=len(devices), devices=devices)
 
 
 def limit_hosts(hosts: Sequence[Host], asked: tuple[int, int] | None, nproc: int | None) -> list[Host]:
-    """Return the first hosts, as many as may be, each with its first slots.
+    """Return the first hosts up to a number, each with its first slots up to a number.
 
     Args:
+        hosts: all hosts.
         asked: (fewest, most) hosts; None for all.
         nproc: slots of each host; None for all.
 
     Raises:
-        HostsError: there are fewer hosts or slots.
+        HostsError: there are too few hosts or slots.
     """
     if asked is not None and asked[0] > len(hosts):
         known = ", ".join(host.name for host in hosts)

@@ -1,4 +1,4 @@
-"""Job specification of one node, sent from the first node to the others as JSON."""
+"""Specification of a job and of one node's part, which goes to the other nodes as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 JOB_ID_VARIABLE = "ZEROLITE_JOB_ID"
-"""In the environment of every process of a job, so that none is overlooked when the job ends."""
+"""Marker in the environment of every process of a job, by which the end of the job finds them."""
 
 
 def module_arguments(module: str) -> list[str]:
-    """Arguments of Python that run ``main`` of a module of zerolite, as `-m` would, but without the working directory
-    on ``sys.path``: a user's file that is called like one of Python's modules would take its place."""
+    """Return the arguments with which Python runs ``main`` of a module of zerolite.
+
+    `-m` would put the working directory first on ``sys.path``. A user's file called like one of Python's modules, such
+    as `queue.py`, would then be imported in its place.
+    """
     return [
         "-c",
         "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
@@ -29,8 +32,10 @@ def module_arguments(module: str) -> list[str]:
 
 
 def find_target_problem(target: Sequence[str], python: bool) -> str | None:
-    """Say why a script, module or command cannot be run from the working directory, or return None. Of a module only
-    the top-level package is looked for."""
+    """Say why a script, module or command cannot be run from the working directory, or return None.
+
+    Only the top-level package of a module is searched for: a search for what is inside would import it.
+    """
     name = target[-1]
     if not python:
         return None if shutil.which(name) else f"there is no command {name!r} that could be run"
@@ -53,7 +58,7 @@ def find_target_problem(target: Sequence[str], python: bool) -> str | None:
 
 
 def find_port_problem(port: int | None) -> str | None:
-    """Say why the processes cannot meet at this port, or return None."""
+    """Say why the rendezvous store cannot listen at this port, or return None."""
     if port is None:
         return None
     if not 1 <= port <= 65535:
@@ -69,17 +74,18 @@ def find_port_problem(port: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The part of a job that the command line gives and every node takes as it is.
+    """Settings of a job that the command line gives and that are equal on all nodes.
 
     Attributes:
-        target: what Python is to run, `["script.py"]` or `["-m", "module"]`; a command where ``python`` is False.
-        script_args: the script's own arguments, untouched.
-        python: whether ``target`` is run by this Python.
-        max_restarts: how often all ranks are started again after a failure.
-        log_dir: directory for the ranks' output, absolute; None for a temporary one, removed if the job succeeds.
-        tee: ranks, besides rank 0, whose output also goes to the terminal, each line behind its rank; None for all.
+        target: `["script.py"]` or `["-m", "module"]` for Python; a command if ``python`` is False.
+        script_args: arguments of the script, unchanged.
+        python: ``target`` is run by this Python.
+        max_restarts: number of times that all ranks are started again after a failure.
+        log_dir: absolute path of the directory for the ranks' output; None for a temporary one, which is removed if the
+            job succeeds.
+        tee: ranks, besides rank 0, whose lines also go to the terminal, each with its rank in front; None for all.
         env: variables to set in the ranks' environment.
-        bind_cores: whether each rank is bound to cores of its own.
+        bind_cores: each rank is bound to cores of its own.
     """
 
     target: list[str]
@@ -97,18 +103,19 @@ class NodeJob(JobSpec):
     """One node's part of a job.
 
     Attributes:
-        job_id: hexadecimal, the same on all nodes; the value of :data:`JOB_ID_VARIABLE`.
-        nproc: processes on this node, 1 or more.
-        min_nodes, max_nodes: how many nodes the job may have; equal unless it is elastic.
-        node_rank: this node's place, 0 or more.
-        master_addr: host name or address of the first node, as the others reach it.
-        other_addresses: those to try where the first node cannot be reached at ``master_addr``.
-        master_port: TCP port on the first node; 0 for a free one, where there is one node.
-        join_s: seconds in which all nodes must have come.
-        devices: indices of the CUDA devices to use on this node; None for all that are visible.
-        watch_stdin: whether signals come through standard input, and the node's part ends when it closes.
-        cwd: the working directory; None where the node has a command of its own.
-        versions: of what must be the same on all hosts.
+        job_id: hexadecimal number of the job.
+        nproc: number of ranks on this node, 1 or more.
+        min_nodes: smallest number of nodes with which the job runs.
+        max_nodes: largest number of nodes; equal to ``min_nodes`` unless the job is elastic.
+        node_rank: number of this node, 0 or more.
+        master_addr: host name or address at which the others reach the first node.
+        other_addresses: addresses to try if ``master_addr`` does not work.
+        master_port: TCP port on the first node; 0 for a free one, possible with one node.
+        join_s: seconds within which all nodes must come.
+        devices: indices of the CUDA devices to use on this node; None for all visible ones.
+        watch_stdin: signals come through standard input, and the node's part ends if it closes.
+        cwd: the working directory; None if the node was started by a command of its own.
+        versions: versions of Python, torch and zerolite, which must be the same on all hosts.
     """
 
     job_id: str
@@ -127,17 +134,17 @@ class NodeJob(JobSpec):
 
     @property
     def is_elastic(self) -> bool:
-        """True if the job goes on with fewer nodes when some are lost."""
+        """True if the job may go on with fewer nodes when some are lost."""
         return self.min_nodes < self.max_nodes
 
     @classmethod
     def of(cls, spec: JobSpec, **fields: Any) -> NodeJob:
-        """Return a node's part of a job; ``fields`` are the node's own."""
+        """Return a node's part of a job; ``fields`` are the fields of NodeJob itself."""
         shared = {one.name: getattr(spec, one.name) for one in dataclasses.fields(JobSpec)}
         return cls(**{"job_id": secrets.token_hex(8), **shared, **fields})
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the part as one line of JSON."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -147,7 +154,10 @@ class NodeJob(JobSpec):
 
 
 def read_line(descriptor: int) -> str:
-    """A file's first line, with its end if there is one, and nothing behind it, which another process may read."""
+    """Return the first line of a file, with its end if there is one.
+
+    It reads byte by byte, because what follows the line is for another reader of the descriptor.
+    """
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)

@@ -1,4 +1,4 @@
-"""Output of the ranks: rank 0 to the terminal, the others to files, or all to both."""
+"""Output of the ranks: of rank 0 on the terminal, of the others in files, or both for all."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RankLogs(LogsSpecs):
     """Files of each rank in a directory: `attempt_0/rank_3.out`, `rank_3.err`, and `rank_3.json` with its failure.
 
     Args:
-        directory: exists; all nodes of a job may share it.
-        keep_all: whether rank 0 has files too, besides the terminal.
-        tee: ranks whose lines are also written to the terminal, behind `[rank 3] `; None for all.
-        extra: further variables for the environment of each local rank, by their number.
+        directory: an existing directory, which the nodes of a job may share.
+        keep_all: rank 0 writes to files too, from which its lines are copied to the terminal.
+        tee: ranks whose lines also go to the terminal, with `[rank 3] ` in front; None for all.
+        extra: additional environment variables of each local rank.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RankLogs(LogsSpecs):
         self._tails: list[LogTail] = []
 
     def begin_attempt(self, number: int) -> None:
-        """The files of :meth:`reify` are those of attempt ``number`` from now on."""
+        """Use the files of attempt ``number`` from the next :meth:`reify` on."""
         self._attempt = number
 
     @property
@@ -52,7 +52,7 @@ class RankLogs(LogsSpecs):
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of the coming attempt. Completes the ranks' environment, ``envs``."""
+        """Return the files of the coming attempt, and complete the ranks' environments ``envs``, by local rank."""
         directory = os.path.join(self.root_log_dir, f"attempt_{self._attempt}")
         os.makedirs(directory, exist_ok=True)
         destination = LogsDest()
@@ -74,7 +74,7 @@ class RankLogs(LogsSpecs):
         return destination
 
     def start_tee(self) -> None:
-        """Copy lines to the terminal from now on. Called when the files are there."""
+        """Start to copy lines to the terminal. Called once the ranks have been started."""
         chosen = {
             rank: paths
             for rank, paths in self.outputs.items()
@@ -88,13 +88,13 @@ class RankLogs(LogsSpecs):
             self._tails.append(LogTail(files, stream.buffer, prefixes))
 
     def stop_tee(self) -> None:
-        """Copy what is left; the ranks have ended."""
+        """Copy the rest, and stop. Called when the ranks have ended."""
         for tail in self._tails:
             tail.stop()
         self._tails.clear()
 
     def tail(self, rank: int) -> str:
-        """The last lines of a rank's standard error, "" where it goes to the terminal."""
+        """Return the last lines of a rank's standard error; "" if it goes to the terminal."""
         last = read_tail(self.outputs[rank][1]) if self.outputs.get(rank) else ""
         with contextlib.suppress(OSError):  # the directory has been removed
             free = shutil.disk_usage(self.root_log_dir).free
@@ -104,7 +104,7 @@ class RankLogs(LogsSpecs):
 
 
 class _TailedFile:
-    """One file whose lines are copied."""
+    """One file whose lines are copied to the terminal."""
 
     def __init__(self, path: str, prefix: str) -> None:
         self._path, self._prefix = path, prefix.encode()
@@ -113,7 +113,7 @@ class _TailedFile:
         self._read_at = 0.0
 
     def read_lines(self, last: bool = False) -> bytes:
-        """Return what is to be written now, in whole lines. ``last``: nothing more comes."""
+        """Return the new whole lines. ``last``: the file is complete, so a partial last line counts too."""
         if self._file is None:
             with contextlib.suppress(FileNotFoundError):
                 self._file = open(self._path, "rb")
@@ -122,7 +122,7 @@ class _TailedFile:
             self._read_at = time.monotonic()
         text = self._partial_line + data
         whole, end, rest = text.rpartition(b"\n")
-        # Without a prefix a rest may be a prompt or dots: it appears when nothing has followed it for a moment.
+        # Without a prefix, a partial line may be a prompt or a row of dots: show it if nothing follows for a moment.
         alone = not self._prefix and time.monotonic() - self._read_at > _PROMPT_S
         if rest and (last or len(rest) > _CHUNK or alone):
             whole, end, rest = text, b"", b""
@@ -133,12 +133,15 @@ class _TailedFile:
 
 
 class LogTail:
-    """Copies lines of several files to the terminal until :meth:`stop`. torch's TailLog writes half a line where one
-    write crosses a page of the file, and takes a progress bar's `\\r` for the end of a line.
+    """Thread that copies lines of several files to the terminal until :meth:`stop`.
+
+    torch's TailLog is not used: it writes half a line if a write crosses a page of the file, and takes the `\\r` of a
+    progress bar for the end of a line.
 
     Args:
-        files: by rank; they may not be there yet.
-        prefixes: what stands before each line, by rank; "" for nothing.
+        files: paths by rank; a file may not exist yet.
+        stream: the terminal.
+        prefixes: text before each line, by rank; "" for none.
     """
 
     def __init__(self, files: Mapping[int, str], stream: BinaryIO, prefixes: Mapping[int, str]) -> None:
@@ -149,7 +152,7 @@ class LogTail:
         self._thread.start()
 
     def stop(self) -> None:
-        """Copy what is left; the ranks have ended."""
+        """Copy the rest, and end the thread."""
         self._stop.set()
         self._thread.join()
 
@@ -161,7 +164,7 @@ class LogTail:
         self._copy(last=True)
 
     def _copy(self, last: bool = False) -> bool:
-        """Return whether there was anything."""
+        """Copy new lines, and return whether there were any."""
         text = b"".join([file.read_lines(last) for file in self._files])
         if text:
             with contextlib.suppress(OSError):  # the terminal has gone

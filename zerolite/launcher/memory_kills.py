@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class MemoryKills:
-    """Counts the out-of-memory kills in this process's control group from its making on.
+    """Counter of out-of-memory kills in this process's control group since the object was made.
 
     Args:
-        root: where the control groups are mounted.
-        membership: the file that says which group this process is in.
+        root: directory in which the control groups are mounted.
+        membership: file that says which group this process is in.
     """
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> None:
@@ -27,13 +27,15 @@ class MemoryKills:
         return 0
 
     def happened(self) -> bool:
-        """True if a kill was counted since the start."""
+        """True if the kernel has killed a process of the group since the start."""
         return self._count() > self._at_start
 
 
 def counter_file(root: Path, membership: Path) -> Path | None:
-    """Return the file with the kill counter of the group that ``membership`` names, of version 2 or 1; None if unknown.
-    In a container only that of the root exists, which is the container's group."""
+    """Return the file with the kill counter of the group that ``membership`` names; None if there is none.
+
+    Control groups of both versions are read. In a container only the file at the root exists, which is the container's.
+    """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:

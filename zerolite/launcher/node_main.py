@@ -1,8 +1,9 @@
-"""Entry point of a node: check this host, and run its part of a job.
+"""Entry point of a node: check this host and run its part of a job.
 
-Without arguments, the job is the first line of the standard input. With `ssh`, this host then says on stderr whether it
-can take part, and starts at the byte `GO`. With two arguments, of :func:`zerolite.launcher.remote_commands.pack`, the
-job comes by mpirun, srun or pdsh; it starts at once, and ends when its output has no reader any more.
+- Without arguments, on the host of the launcher: the job is the first line of the standard input.
+- With `ssh`: the same, but this host first reports on stderr whether it can take part, and waits for the byte `GO`.
+- With `PAYLOAD NODE`, by mpirun, srun or pdsh: the payload has all jobs. The part starts at once, and ends when its
+  output has no reader any more.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from zerolite.utils.resources import count_cuda_devices
 from zerolite.version import __version__
 
 MARK = b"zerolite-node "
-"""Begins the lines on stderr that are for the launcher: whether this host can take part, and that it has ended by
-itself. Without the second, the connection was lost."""
+"""Start of the lines on stderr that are for the launcher: whether this host can take part, and that its part has ended.
+If the connection ends without the second, it was lost."""
 
 GO = b"g"
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions of what must be the same on all hosts, found without importing torch."""
+    """Return the versions that must be the same on all hosts, without importing torch."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -46,12 +47,12 @@ def count_devices(job: NodeJob) -> int:
 
 
 def check(job: NodeJob) -> dict[str, Any]:
-    """Return what the launcher must know of this host before the start: its problems, and the number of its devices."""
+    """Return the problems of this host and its number of CUDA devices, for the launcher before the start."""
     return {"problems": find_problems(job), "devices": count_devices(job)}
 
 
 def find_problems(job: NodeJob) -> list[str]:
-    """Say why this host cannot run its part: what was expected, what was found, and what to do."""
+    """Return a sentence for each reason why this host cannot run its part: expected, found, and what to do."""
     problems = []
     for what, found in own_versions().items():
         expected = job.versions.get(what, found)
@@ -70,7 +71,7 @@ def find_problems(job: NodeJob) -> list[str]:
 
 
 def find_device_problems(job: NodeJob, found: int) -> list[str]:
-    """Say that a host has fewer CUDA devices than its part needs."""
+    """Return a sentence if a host has fewer CUDA devices than its part needs."""
     needed = job.nproc if job.devices is None else max(job.devices) + 1
     if found >= needed:
         return []
@@ -82,7 +83,7 @@ def find_device_problems(job: NodeJob, found: int) -> list[str]:
 
 
 def is_here(directory: str) -> bool:
-    """True if this is the working directory."""
+    """True if ``directory`` is the working directory."""
     try:
         return os.path.samefile(directory, ".")
     except OSError:
@@ -90,10 +91,14 @@ def is_here(directory: str) -> bool:
 
 
 def node_index(node: str, hosts: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Return which of the hosts a process is on, told by number, name, or a variable that holds either.
+    """Return the index of the host that a process is on.
+
+    Args:
+        node: the host's index or name, or a variable of ``environ`` that holds either.
+        hosts: names of all hosts.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the process is on none of the hosts.
     """
     value = environ.get(node, node)
     if value in hosts:
@@ -104,7 +109,7 @@ def node_index(node: str, hosts: Sequence[str], environ: Mapping[str, str]) -> i
 
 
 def read_job(argv: Sequence[str], environ: Mapping[str, str]) -> NodeJob:
-    """Return this node's part. Raises ValueError or TypeError if there is none that this version understands."""
+    """Return this node's part. Raises ValueError, TypeError or KeyError if this version does not understand it."""
     if len(argv) < 2:
         return NodeJob.from_json(read_line(0))
     content = unpack(argv[0])
@@ -112,14 +117,14 @@ def read_job(argv: Sequence[str], environ: Mapping[str, str]) -> NodeJob:
 
 
 def tell_launcher(**content: Any) -> None:
-    """Write a line for the launcher; it may have gone."""
+    """Write a line for the launcher; do nothing if it has gone."""
     with suppress(OSError):
         sys.stderr.flush()
         os.write(2, MARK + json.dumps(content).encode() + b"\n")
 
 
 def end_with_reader() -> None:
-    """Wait until the reader of the standard output has gone, then end this node's part."""
+    """Wait until the reader of the standard output has gone, then end this node's part. Runs in a thread."""
     poll = select.poll()
     poll.register(1, 0)
     while not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll()):
@@ -128,7 +133,7 @@ def end_with_reader() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run this node's part; return its exit status, 2 if this host cannot take part."""
+    """Run this node's part and return its exit status, 2 if this host cannot take part."""
     from zerolite.launcher.supervisor import run_node, say
 
     by_ssh, by_tool = list(argv) == ["ssh"], len(argv) == 2

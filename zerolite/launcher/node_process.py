@@ -1,4 +1,4 @@
-"""Remote node processes as the starting host sees them: output, signals, end."""
+"""Processes of the nodes as the starting host sees them: output, signals, end."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ _terminal = threading.Lock()
 
 
 class NodeProcess:
-    """A process that runs one node, or, with mpirun, srun or pdsh, all of them.
+    """Process on this host through which one node runs, or all nodes with mpirun, srun or pdsh.
 
     Attributes:
-        name: of the host, or of the tool.
+        name: name of the host, or of the tool.
         status: exit status, 128 + n if signal n ended it; None while it runs.
-        closed_here: whether it was ended from here.
-        answer: what the host said before its start; None if it has not said anything.
-        errors: what came on stderr until then.
+        closed_here: this host has closed the input, and so ended the node.
+        answer: report of the host before the start; None until it has come.
+        errors: output on stderr until then.
     """
 
     def __init__(self, name: str, command: Invocation, first_line: str | None, here: bool = False) -> None:
         """Start the process.
 
         Args:
-            first_line: of its standard input, through which it then gets signals; None if it takes no input.
-            here: whether it runs on this host without a connection, and writes to the terminal itself.
+            name: name of the host, or of the tool.
+            command: the command to start.
+            first_line: first line for its standard input, through which it later gets signals; None for a tool, which
+                takes no input.
+            here: the node runs on this host without a connection, and writes to the terminal itself.
         """
         self.name = name
         self.status: int | None = None
@@ -45,7 +48,7 @@ class NodeProcess:
         self.errors = b""
         self._ended_by_itself = here or first_line is None
         self._takes_input = first_line is not None
-        # mpirun, srun and pdsh do not care whether this process is still there.
+        # mpirun, srun and pdsh do not notice when this process ends.
         guard = [] if self._takes_input else [sys.executable, *module_arguments("zerolite.launcher.process_guard")]
         self._process = subprocess.Popen(
             [*guard, *command.argv],
@@ -65,7 +68,7 @@ class NodeProcess:
             self._write(first_line.encode() + b"\n")
 
     def poll(self) -> bool:
-        """Return whether it has ended, and note how."""
+        """Return True if the process has ended, and set its status."""
         if self.status is None and self._process.poll() is not None:
             for thread in self._forwarders:
                 thread.join(2)
@@ -75,22 +78,22 @@ class NodeProcess:
 
     @property
     def lost(self) -> bool:
-        """True if it has ended without a word of the node: the connection, or the node, has gone."""
+        """True if it has failed without a last line of the node: the connection or the node is lost."""
         return self.status not in (None, 0) and not self._ended_by_itself
 
     def start_ranks(self) -> None:
-        """Have the node, which has been checked, start its ranks."""
+        """Tell the node to start its ranks."""
         self._write(GO)
 
     def forward_signal(self, number: signal.Signals) -> None:
-        """Hand a signal to the node. mpirun, srun and pdsh know no Ctrl-C that leaves time, so they end."""
+        """Pass a signal to the node. mpirun, srun and pdsh cannot pass it on, so they are ended."""
         if self._takes_input and self.status is None:
             self._write(BYTE_OF_SIGNAL[number])
         else:
             self.close_input()
 
     def close_input(self) -> None:
-        """Have the node's part end: nothing more comes through its input."""
+        """End the node by closing its input."""
         if self.status is None:
             self.closed_here = True
             assert self._process.stdin is not None
@@ -98,7 +101,7 @@ class NodeProcess:
                 self._process.stdin.close()
 
     def kill(self) -> None:
-        """End the process on this host."""
+        """Kill the process on this host; the node then notices that its connection has closed."""
         if self.status is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -118,8 +121,8 @@ class NodeProcess:
                 else:
                     self.answer = message
             elif self._takes_input and self.answer is None:
-                self.errors += line  # a greeting of the login shell, or why there is no answer
-            elif not (self.closed_here and line.startswith(b"zerolite: ")):  # that it was ended is no news
+                self.errors += line  # a greeting of the login shell, or the reason why no answer comes
+            elif not (self.closed_here and line.startswith(b"zerolite: ")):  # reports of an end from here
                 with _terminal, suppress(OSError, ValueError):
                     target.write(line)
                     target.flush()

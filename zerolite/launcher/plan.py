@@ -1,4 +1,4 @@
-"""Assignment of a job to hosts."""
+"""Assignment of a job to its hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerolite.utils.listening import SECRET_VARIABLE, is_loopback
 from zerolite.utils.resources import default_nproc
 
 JOIN_S = 120.0
-"""Nodes that are started together must have come together within this time."""
+"""Seconds within which nodes that one command starts must meet."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class JobPlan:
     """A job on several hosts.
 
     Attributes:
-        job_id: hexadecimal.
-        hosts: in the order of the nodes.
-        route: how they are reached.
-        port: TCP port on the first host.
-        addresses: at which the first host may be reached, the likeliest first.
-        min_nodes: the job starts with so many at least.
-        may_lose: whether it goes on without a host that is lost, as long as it has so many.
+        job_id: hexadecimal number of the job.
+        hosts: hosts in the order of the nodes.
+        route: way to reach them.
+        port: TCP port of the rendezvous on the first host.
+        addresses: addresses at which the first host may be reached, the likeliest first.
+        min_nodes: smallest number of nodes with which the job runs.
+        may_lose: the job goes on without lost hosts, as long as ``min_nodes`` are left.
     """
 
     job_id: str
@@ -47,7 +47,7 @@ class JobPlan:
 
 
 def make_plan(request: LaunchRequest) -> JobPlan:
-    """Find the hosts. Raises HostsError."""
+    """Assign a job to its hosts. Raises HostsError."""
     hosts, named = find_hosts(request)
     check_reachable(hosts, request.launcher)
     names = [host.name for host in hosts]
@@ -68,7 +68,7 @@ def make_plan(request: LaunchRequest) -> JobPlan:
 
 
 def check_reachable(hosts: Sequence[Host], launcher: str) -> None:
-    """Raise HostsError if the launcher's command has no way to name a host: a user, or an IPv6 address."""
+    """Raise HostsError if the launcher's command cannot express a host's user or IPv6 address."""
     for host in hosts:
         if host.user is not None and launcher in ("openmpi", "slurm"):
             raise HostsError(
@@ -83,7 +83,14 @@ def check_reachable(hosts: Sequence[Host], launcher: str) -> None:
 
 
 def find_hosts(request: LaunchRequest) -> tuple[list[Host], bool]:
-    """Return the hosts, and whether the user has named them. Raises HostsError."""
+    """Find the hosts in the hostfile, the SLURM allocation, or here.
+
+    Returns:
+        The hosts, and whether srun must be told them: False if they are a whole allocation.
+
+    Raises:
+        HostsError: they cannot be found, or a filter or limit does not fit.
+    """
     asked, named = request.num_nodes, True
     if request.hostfile is not None:
         hosts = read_hostfile(request.hostfile)
@@ -102,7 +109,7 @@ def find_hosts(request: LaunchRequest) -> tuple[list[Host], bool]:
 
 
 def allocated_hosts(nproc: int | None) -> list[Host]:
-    """Return the hosts of this SLURM allocation. Raises HostsError."""
+    """Return the hosts of the SLURM allocation. Raises HostsError if there is none."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise HostsError(
@@ -121,8 +128,15 @@ def allocated_hosts(nproc: int | None) -> list[Host]:
 
 
 def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
-    """Return the addresses at which the others may reach the first host, the likeliest first: its name in the hostfile
-    may be one that only ssh's configuration knows."""
+    """Return the addresses at which the others may reach the first host, the likeliest first.
+
+    Its name alone is not enough: only the ssh configuration may know it.
+
+    Args:
+        given: the address of `--master-addr`, which is then the only one.
+        name: name of the first host in the hostfile.
+        here: the first host is this one, so its own addresses are known.
+    """
     if given is not None:
         return [given]
     names = [] if name in ("localhost", "::1") or name.startswith("127.") else [name]
@@ -131,7 +145,7 @@ def first_addresses(given: str | None, name: str, here: bool) -> list[str]:
 
 
 def make_node_job(request: LaunchRequest, hosts: Sequence[Host], rank: int, **fields: Any) -> NodeJob:
-    """Return the part of the job that one of the hosts runs; ``fields`` are what is not said by the host itself."""
+    """Return the part of the job of host number ``rank``; ``fields`` do not follow from the host."""
     devices = hosts[rank].devices
     return NodeJob.of(
         request,
@@ -145,9 +159,9 @@ def make_node_job(request: LaunchRequest, hosts: Sequence[Host], rank: int, **fi
 
 
 def make_node_jobs(request: LaunchRequest, job: JobPlan) -> list[NodeJob]:
-    """Return each node's part."""
+    """Return each node's part of the job."""
     variables = {**exported_variables(os.environ), **request.env}
-    if request.dry_run:  # whose commands are printed
+    if request.dry_run:  # it prints them, and a secret must not be printed
         variables.pop(SECRET_VARIABLE, None)
     else:
         variables.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
@@ -172,13 +186,14 @@ def make_node_jobs(request: LaunchRequest, job: JobPlan) -> list[NodeJob]:
 
 
 def own_node_job(request: LaunchRequest, default_port: int) -> NodeJob:
-    """Return this host's part of a job whose nodes are each started by a command of their own, with a hostfile.
+    """Return this host's part of a job with a hostfile whose nodes are each started by a command of their own.
 
     Args:
-        default_port: of the rendezvous, where the request names none.
+        request: the command line.
+        default_port: port of the rendezvous if the command line names none.
 
     Raises:
-        HostsError: the hostfile or a filter cannot be used; this host's place cannot be told.
+        HostsError: the hostfile or a filter cannot be used, or this host's number is not known.
     """
     hosts, _ = find_hosts(request)
     names = [host.name for host in hosts]

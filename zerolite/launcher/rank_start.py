@@ -9,7 +9,7 @@ from zerolite.launcher.job import NodeJob, module_arguments
 
 
 def rank_command(job: NodeJob) -> list[str]:
-    """The command of each rank."""
+    """Return the command of each rank."""
     if not job.python:
         what = ["--command", *job.target]
     elif job.target[0] == "-m":
@@ -20,7 +20,7 @@ def rank_command(job: NodeJob) -> list[str]:
 
 
 def node_environment(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that all ranks of the node find besides ``environ``: from the env file, threads, devices."""
+    """Return the variables that all ranks of the node get besides ``environ``: env file, threads, devices."""
     variables = dict(job.env)
     threads = threads_per_rank(job, environ)
     if threads is not None:
@@ -33,7 +33,7 @@ def node_environment(job: NodeJob, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def threads_per_rank(job: NodeJob, environ: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS of each rank, so that they share the cores; None if the user has set it."""
+    """Return OMP_NUM_THREADS of each rank, an equal share of the cores; None if the user has set it."""
     if "OMP_NUM_THREADS" in environ or "OMP_NUM_THREADS" in job.env:
         return None
     from zerolite.utils.resources import count_cores
@@ -42,7 +42,7 @@ def threads_per_rank(job: NodeJob, environ: Mapping[str, str]) -> int | None:
 
 
 def bound_cpus(job: NodeJob) -> dict[int, str]:
-    """The logical CPUs of each local rank, as in `0,1,8`; empty without core binding."""
+    """Return the logical CPUs of each local rank, such as `0,1,8`; nothing without core binding."""
     if not job.bind_cores:
         return {}
     from zerolite.utils.resources import core_sets

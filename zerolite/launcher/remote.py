@@ -1,4 +1,4 @@
-"""Start and end of a job on several hosts, and its course as the host sees it where the job was started."""
+"""Start, course and end of a job on several hosts, seen from the host where it is started."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from zerolite.launcher.remote_commands import Invocation, Route, pack, ssh_comma
 from zerolite.launcher.supervisor import INTERRUPT_GRACE_S, say
 
 CHECK_S = 45.0
-"""A host that has not answered by then does not take part."""
+"""Seconds within which a host must report that it can take part."""
 
 POLL_INTERVAL_S = 0.05
 
 OWN_END_S = 7.0
-"""Nodes end by themselves when one has failed; those that have not by then are ended."""
+"""After a failure nodes end by themselves; after so many seconds they are ended."""
 
 LOST_END_S = 1.0
-"""As above, where a connection was lost: the nodes cannot know so soon."""
+"""The same after a lost connection, which the other nodes do not notice so soon."""
 
 CLOSED_END_S = 8.0
-"""A connection whose node has not ended for so long after its input was closed is cut."""
+"""A node that still runs so many seconds after its input was closed is killed."""
 
 
 class CannotStart(Exception):
-    """Some hosts cannot take part; the message says which, and what to do."""
+    """Some hosts cannot take part; the message names them and says what to do."""
 
 
 def record_signals() -> list[signal.Signals]:
-    """Return the list in which the signals appear that this process gets from now on, to be handed to the nodes."""
+    """Return a list to which the signals that this process gets are appended, to be passed to the nodes."""
     received: list[signal.Signals] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
@@ -46,7 +46,7 @@ def record_signals() -> list[signal.Signals]:
 
 
 def run(request: LaunchRequest) -> int:
-    """Run a job on the hosts that were asked for; return its exit status, 2 if it cannot be started."""
+    """Run a job on several hosts and return its exit status, 2 if it cannot be started."""
     try:
         job = make_plan(request)
         if len(job.hosts) == 1 and job.route.here == 0:
@@ -83,7 +83,17 @@ def run_here(request: LaunchRequest, job: JobPlan) -> int:
 def start_nodes(
     job: JobPlan, nodes: Sequence[NodeJob], processes: list[NodeProcess], signals: list[signal.Signals]
 ) -> None:
-    """Start all nodes; by ssh, when all have said that they can take part. Raises CannotStart."""
+    """Start all nodes. With ssh, first wait until all have reported that they can take part.
+
+    Args:
+        job: the job's hosts.
+        nodes: the nodes' parts, in the order of the hosts.
+        processes: gets every process that is started, so that the caller can end them after an error.
+        signals: signals that have come; they end the start.
+
+    Raises:
+        CannotStart: a host cannot take part.
+    """
     lines = [node.to_json() for node in nodes]
     names = [host.name for host in job.hosts]
     if job.route.launcher != "ssh":
@@ -122,7 +132,7 @@ def start_process(name: str, command: Invocation, first_line: str | None) -> Nod
 
 
 def check_answers(job: JobPlan, nodes: Sequence[NodeJob], processes: dict[str, NodeProcess]) -> None:
-    """Raise CannotStart with the problems of all hosts, if there are any."""
+    """Raise CannotStart with the problems of all hosts, if any."""
     problems: list[tuple[str, str]] = []
     devices: dict[int, int] = {}
     for i, node in enumerate(nodes):
@@ -133,7 +143,7 @@ def check_answers(job: JobPlan, nodes: Sequence[NodeJob], processes: dict[str, N
             continue
         devices[i] = answer["devices"]
         problems += [(name, problem) for problem in answer["problems"]]
-    if any(devices.values()):  # a host without any is at fault only where others have some
+    if any(devices.values()):  # hosts without devices are wrong only if others have some
         bare = [i for i, found in devices.items() if not found]
         problems += [(job.hosts[i].name, text) for i in bare for text in find_device_problems(nodes[i], 0)]
     if not problems:
@@ -169,9 +179,9 @@ def describe_no_answer(route: Route, process: NodeProcess, login: str) -> str:
 
 
 def wait_for_nodes(job: JobPlan, processes: Sequence[NodeProcess], signals: list[signal.Signals]) -> int:
-    """Wait for all nodes, end all when one fails, and return the job's exit status.
+    """Wait for all nodes, end all if one fails, and return the job's exit status.
 
-    Nodes end by themselves or are told to, and are cut off if that does not help.
+    Nodes first get time to end by themselves. Then their input is closed, and at last their processes are killed.
     """
     passed = 0
     end_at = kill_at = float("inf")
@@ -201,12 +211,12 @@ def wait_for_nodes(job: JobPlan, processes: Sequence[NodeProcess], signals: list
 
 
 def poll_all(processes: Sequence[NodeProcess]) -> bool:
-    """Look at all, and return whether none runs any more."""
-    return sum(process.poll() for process in processes) == len(processes)
+    """Poll all processes, and return whether all have ended."""
+    return sum(process.poll() for process in processes) == len(processes)  # all() would not poll every one
 
 
 def seconds_until_end(job: JobPlan, process: NodeProcess, processes: Sequence[NodeProcess]) -> float:
-    """Return the seconds after which the other nodes are told to end, now that this one has ended."""
+    """Return the seconds after which the other nodes are ended, now that this one has ended."""
     if process.status == 0:
         return float("inf")
     if not process.lost:
@@ -221,13 +231,13 @@ def seconds_until_end(job: JobPlan, process: NodeProcess, processes: Sequence[No
 
 
 def may_go_on(job: JobPlan, processes: Sequence[NodeProcess]) -> bool:
-    """True if an elastic job still has the first host, which keeps the nodes together, and enough others."""
+    """True if an elastic job still has the first host, which hosts the rendezvous, and enough others."""
     left = [process for process in processes if not process.lost]
     return job.may_lose and len(left) >= job.min_nodes and processes[0] in left
 
 
 def job_status(job: JobPlan, processes: Sequence[NodeProcess]) -> int:
-    """The status of the first node, which knows the first failure; else of another that failed by itself; else 1."""
+    """Return the exit status of the first node that failed by itself, else 1 for any other failure, else 0."""
     if may_go_on(job, processes):
         processes = [process for process in processes if not process.lost]
     own = [process.status for process in processes if process.status and not process.lost and not process.closed_here]
@@ -237,7 +247,7 @@ def job_status(job: JobPlan, processes: Sequence[NodeProcess]) -> int:
 
 
 def print_commands(job: JobPlan, nodes: Sequence[NodeJob]) -> int:
-    """Print what would run, and on which hosts; run nothing."""
+    """Print the commands and the hosts on which they would run, and run nothing."""
     lines = [node.to_json() for node in nodes]
     names = [host.name for host in job.hosts]
     if job.route.launcher != "ssh":

@@ -1,4 +1,4 @@
-"""Command lines for remote starts: ssh, pdsh, mpirun, srun."""
+"""Command lines of ssh, pdsh, mpirun and srun that start nodes on other hosts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NODE_MODULE = "zerolite.launcher.node_main"
 
 CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S, KEEPALIVES = 5, 4
-"""A connection over which nothing comes back for the product of these is lost."""
+"""A connection without an answer for KEEPALIVE_S x KEEPALIVES seconds is lost."""
 
 SSH_OPTIONS = {
-    "BatchMode": "yes",  # a question for a password would wait for ever
+    "BatchMode": "yes",  # no question for a password, which would wait for ever
     "ConnectTimeout": str(CONNECT_TIMEOUT_S),
     "ServerAliveInterval": str(KEEPALIVE_S),
     "ServerAliveCountMax": str(KEEPALIVES),
 }
 
 EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "ZEROLITE_")
-"""Variables that begin so are the same in the ranks of all hosts as where the job is started."""
+"""The ranks of all hosts get the variables with these prefixes from the host where the job is started."""
 
 NOT_EXPORTED = ("ZEROLITE_JOB_ID", "ZEROLITE_BIND_CPUS")
 
@@ -40,12 +40,12 @@ class Route:
     Attributes:
         launcher: `ssh`, `pdsh`, `openmpi` or `slurm`.
         hosts: names, some as `user@name`, in the order of the nodes.
-        here: which of them is the host that this runs on; with ssh, it is started without.
-        launcher_args: further arguments of the launcher's own command.
-        ssh_port: of the hosts' sshd; None for what ssh's configuration says.
-        name_hosts: whether srun is told the hosts; otherwise it takes those of the allocation.
-        cwd: the working directory, on all hosts.
-        interpreter: path of Python, on all hosts.
+        here: index of this host, whose node starts without ssh; None if it is not among them.
+        launcher_args: additional arguments for the launcher's own command.
+        ssh_port: port of the hosts' sshd; None leaves it to ssh's configuration.
+        name_hosts: name the hosts to srun; False lets it take those of the allocation.
+        cwd: the working directory on all hosts.
+        interpreter: path of Python on all hosts.
     """
 
     launcher: str
@@ -71,17 +71,17 @@ class Invocation:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def shell_line(self) -> str:
-        """The command as it would be typed."""
+        """Return the command as it would be typed into a shell."""
         return " ".join([*(f"{key}={shlex.quote(value)}" for key, value in self.env.items()), shlex.join(self.argv)])
 
 
 def exported_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the ranks of all hosts are to have as they are here."""
+    """Return the variables that the ranks of all hosts get from this one."""
     return {key: value for key, value in environ.items() if key.startswith(EXPORTED) and key not in NOT_EXPORTED}
 
 
 def pack(value: object) -> str:
-    """Return a JSON value as letters and digits, for a command line."""
+    """Return a JSON value as text that no shell changes."""
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode()
 
 

@@ -1,6 +1,6 @@
 """Supervisor of one node: starts the agent, forwards signals, ends every process, prints the summary.
 
-It works without torch, so that it starts at once, stays small, and outlives any failure of the agent and the ranks.
+It does not import torch, so it starts at once, stays small, and outlives any failure of the agent and the ranks.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from zerolite.launcher.rank_start import bound_cpus, node_environment, rank_comm
 from zerolite.utils.listening import SECRET_VARIABLE
 
 INTERRUPT_GRACE_S = 20.0
-"""Seconds that the ranks have after Ctrl-C."""
+"""Seconds that the ranks get to finish after Ctrl-C."""
 
 LATE_GRACE_S = 2.0
-"""The same as `GRACE_S` for what is left when the agent has ended the ranks, after that time already."""
+"""Seconds between SIGTERM and SIGKILL for processes that are left after the agent has given the ranks `GRACE_S`."""
 
 LEFTOVER_TIMEOUT_S = 10.0
-"""After success, seconds for processes that the ranks have left behind."""
+"""Seconds that processes left behind by the ranks get to end after success."""
 
 INTERRUPT, STAND_BACK = b"I", b"P"
-"""Letters to the agent: Ctrl-C was pressed; the supervisor ends the ranks itself."""
+"""Letters to the agent: pass Ctrl-C on to the ranks; start no more ranks, since the supervisor ends them."""
 
 READY = "ready"
-"""The agent's line once the ranks have been started; the last line is its outcome."""
+"""The agent's line once it has started the ranks. Its last line is the outcome."""
 
 CPP_LOG_VARIABLE, QUIET = "TORCH_CPP_LOG_LEVEL", "quiet"
-"""The agent is spared torch's warnings about lost connections; its last argument then says that the ranks are not."""
+"""The variable silences torch's warnings about lost connections in the agent. With the agent's last argument, the agent
+drops it, so that the ranks are not silenced."""
 
 SIGNAL_BYTES = {3: signal.SIGINT, 20: signal.SIGTERM, 1: signal.SIGHUP}
-"""Through a watched standard input, these bytes stand for signals."""
+"""Signals by the bytes that stand for them in a watched standard input."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -53,11 +54,11 @@ class Supervisor:
     """One node's part of a job, from its start to its end.
 
     Args:
-        job: what to run.
-        log_dir: where the ranks' output goes; exists.
+        job: this node's part.
+        log_dir: an existing directory for the ranks' output.
 
     Attributes:
-        keeps_logs: whether the user has been told of the output.
+        keeps_logs: the user has been told where the output is, so it must stay.
     """
 
     def __init__(self, job: NodeJob, log_dir: str) -> None:
@@ -77,9 +78,11 @@ class Supervisor:
         adopt_orphans()
         for descriptor in (self._woken, self._waker):
             os.set_blocking(descriptor, False)
+        # Python writes a byte here for every signal, which ends the select of _wait.
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         for number in (*_SIGNALS, signal.SIGCHLD):
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+            # A signal that is ignored from the start stays ignored: SIGHUP under nohup, for instance.
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note_signal)
         lifeline, self._lifeline = os.pipe()
         self._outcome, outcome = os.pipe()
@@ -110,7 +113,7 @@ class Supervisor:
             os.write(self._lifeline, text)
 
     def run(self) -> int:
-        """Wait for the job's end, and return its exit status."""
+        """Wait for the end of the job and return its exit status."""
         while self._agent.returncode is None:
             self._wait()
             status = self._react()
@@ -135,7 +138,7 @@ class Supervisor:
         return exit_status(outcome.failures)
 
     def _wait(self) -> None:
-        """Wait until something happens, half a second at most."""
+        """Wait until something happens, at most half a second, and read what has come."""
         descriptors = [self._woken, self._outcome]
         if self._stdin_open:
             descriptors.append(0)
@@ -173,7 +176,7 @@ class Supervisor:
                     self._agent.returncode = os.waitstatus_to_exitcode(status)
 
     def _react(self) -> int | None:
-        """React to signals and a closed connection. Return the exit status if the job ends, None if it goes on."""
+        """React to signals and to a closed connection. Return the exit status if this ends the job, else None."""
         if self._agent.returncode is not None:
             return None
         if self._signals:
@@ -211,11 +214,11 @@ class Supervisor:
         return 128 - code if code < 0 else code or 1
 
     def _end_all(self, grace_s: float = GRACE_S) -> None:
-        """End every process of the job here, with SIGKILL at once if another signal comes."""
+        """End every process of the job on this host, with SIGKILL at once if another signal comes."""
         self._send_to_agent(STAND_BACK)
         self._signals.clear()
         agent = set() if self._agent.returncode is not None else {self._agent.pid}
-        # The agent goes last: the kernel kills the ranks when it does.
+        # The agent goes last: when it ends, the kernel kills the ranks at once, without their time of grace.
         ranks = JobProcesses(self._marker, spare=agent) if agent else self._processes
         stuck = ranks.end(grace_s, self._signal_came) | self._processes.end(0.0, self._signal_came)
         for pid, name in stuck.items():
@@ -226,7 +229,7 @@ class Supervisor:
         return bool(self._signals)
 
     def _end_leftovers(self) -> None:
-        """After success: end what the ranks have left behind, if it does not end by itself."""
+        """After success, wait for processes that the ranks have left behind, and end those that stay."""
         deadline = time.monotonic() + LEFTOVER_TIMEOUT_S
         while left := self._processes.find():
             if time.monotonic() > deadline or self._signals:
@@ -238,7 +241,7 @@ class Supervisor:
             self._reap()
 
     def _say_log_dir(self, only_if_filled: bool = False) -> None:
-        """Say where the output is, and keep it."""
+        """Print where the output is, and keep it."""
         if not only_if_filled or has_output(self._log_dir):
             self.keeps_logs = True
             here = "" if self._job.node_rank == 0 else f" on host {os.uname().nodename}"
@@ -246,14 +249,14 @@ class Supervisor:
 
 
 def run_node(job: NodeJob) -> int:
-    """Run one node's part of a job, and return its exit status.
+    """Run one node's part of a job and return its exit status.
 
-    To be called once, in the main thread of a process without other children: all children are waited for, orphans
-    are adopted, and signals are handled from now on.
+    Call it once, in the main thread of a process without other children: it waits for all children, adopts orphans and
+    handles signals.
 
     Returns:
-        0 if every rank succeeded; else the exit status of the rank that failed first, 128 + n if signal n ended it;
-        128 + n if signal n ended the job; 2 if there is no place for the output.
+        0 if every rank succeeded; the exit status of the rank that failed first, 128 + n if signal n ended it; 128 + n
+        if signal n ended the job; 2 if the directory for the output cannot be made.
     """
     try:
         log_dir = make_log_dir(job)
@@ -270,7 +273,7 @@ def run_node(job: NodeJob) -> int:
 
 
 def make_log_dir(job: NodeJob) -> str:
-    """The directory for the ranks' output; one of the job's own below the one asked for."""
+    """Make the directory for the ranks' output: one per job below ``--log-dir``, or a temporary one."""
     if job.log_dir is None:
         return tempfile.mkdtemp(prefix="zerolite_")
     path = os.path.join(job.log_dir, f"job_{job.job_id[:8]}")
@@ -279,12 +282,12 @@ def make_log_dir(job: NodeJob) -> str:
 
 
 def has_output(directory: str) -> bool:
-    """True if there is any file that is not empty below a directory."""
+    """True if any file below a directory has contents."""
     return any(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
 
 
 def say_threads_per_rank(job: NodeJob) -> None:
-    """Say once for the job why OMP_NUM_THREADS is set, if it is."""
+    """Print the number of threads if the launcher has chosen it, once per job: on the first node."""
     threads = threads_per_rank(job, os.environ)
     if threads is None or job.node_rank != 0:
         return
@@ -297,9 +300,9 @@ def say_threads_per_rank(job: NodeJob) -> None:
 
 
 def print_dry_run(job: NodeJob) -> None:
-    """One line for each rank of the node, as a shell takes it: the variables set for it, and its command.
+    """Print one shell line for each rank of the node: its variables and its command.
 
-    Left out is what only the start decides: a free port, and the numbers of the ranks where several nodes meet.
+    Two things are decided at the start only, and left out: a free port, and the ranks' numbers on several nodes.
     """
     print(f"cd {shlex.quote(os.getcwd())}")
     cpus = bound_cpus(job)
