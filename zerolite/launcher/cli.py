@@ -1,6 +1,6 @@
-"""Command line entry of `zerolite`: run a script, module or command, or a subcommand such as `report`.
+"""Entry of the `zerolite` command: run a script, module or command, or a subcommand such as `report`.
 
-Works without torch, so that `--help` and mistakes are answered at once.
+It does not import torch, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ COMMANDS = {
     "export": "zerolite.checkpoint.export",
     "import-deepspeed": "zerolite.compat.deepspeed_import",
 }
-"""What starts nothing, and the module whose `main(argv)` it is, imported when it is asked for."""
+"""Subcommands, which start no ranks, and the modules of their `main(argv)`, imported only when needed."""
 
 DEFAULT_PORT = 29500
-"""Where every node has a command of its own, these must agree on a port; this one unless they say another."""
+"""Default port if every node has a command of its own: all nodes must use the same one."""
 
 
 def parse_command_line(argv: Sequence[str]) -> LaunchRequest:
-    """Check the command line; a mistake prints a sentence and exits with status 2."""
+    """Parse and check the command line. A mistake prints a sentence and exits with status 2."""
     parser = build_parser()
     request = read_options(argv, parser)
     problem = find_target_problem(request.target, request.python)
@@ -44,18 +44,18 @@ def parse_command_line(argv: Sequence[str]) -> LaunchRequest:
 
 
 def is_remote(request: LaunchRequest) -> bool:
-    """True if this command starts the parts of other nodes too, or has to find out which nodes there are."""
+    """True if this command starts the nodes of other hosts too, or has to find the hosts first."""
     asks = (request.hostfile, request.include, request.exclude)
     several = request.num_nodes is not None and request.num_nodes[1] > 1
     return not request.no_ssh and (several or request.launcher != "ssh" or any(ask is not None for ask in asks))
 
 
 def find_node_problem(request: LaunchRequest) -> str | None:
-    """Say what is missing for this node's part of a job on several nodes, or return None."""
+    """Say which option this node's part of a job on several nodes lacks, or return None."""
     if not request.no_ssh:
         return None
     if request.hostfile is not None:
-        return None  # it says which nodes there are
+        return None  # it names the nodes
     if request.include is not None or request.exclude is not None:
         return "--include and --exclude need --hostfile where every node has a command of its own (--no-ssh)"
     if request.num_nodes is None or request.num_nodes[1] == 1:
@@ -72,9 +72,10 @@ def find_node_problem(request: LaunchRequest) -> str | None:
 
 
 def make_local_job(request: LaunchRequest) -> NodeJob:
-    """This machine's part: all of the job, or one node's where every node has a command of its own.
+    """Return this host's part: the whole job, or one node of it if every node has a command of its own.
 
-    Raises ValueError, with a sentence, if the hostfile does not tell this node's part.
+    Raises:
+        ValueError: the hostfile does not say which part this is; the message is a sentence for the user.
     """
     if request.hostfile is not None:
         from zerolite.launcher.plan import own_node_job
@@ -94,13 +95,15 @@ def make_local_job(request: LaunchRequest) -> NodeJob:
 
 
 def open_closed_streams() -> None:
-    """Give standard input, output and error that the caller has closed (`2>&-`) to /dev/null, so that no pipe or file
-    of a process that is started takes their place."""
+    """Open /dev/null in place of a standard stream that the caller has closed (`2>&-`).
+
+    Otherwise the next pipe or file would get the descriptor 0, 1 or 2, and be taken for that stream.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens as the lowest free descriptor: this one
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
@@ -134,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_dry_run(job)
             return 0
         return run_node(job)
-    except KeyboardInterrupt:  # before the supervisor handles signals
+    except KeyboardInterrupt:  # pressed before the supervisor handles signals
         return 130
 
 

@@ -1,4 +1,4 @@
-"""Command line options of `zerolite`. Needs neither torch nor a process."""
+"""Command line options of `zerolite`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ LAUNCHERS = ("ssh", "pdsh", "openmpi", "slurm")
 
 @dataclass(frozen=True)
 class LaunchRequest(JobSpec):
-    """A checked command line. Attributes are named as the options; what is None was not given.
+    """Checked command line. Attributes have the names of the options; None means not given.
 
     Attributes:
         num_nodes: (fewest, most) nodes.
-        include, exclude: filters such as `host1:0,2@host2`, as given; not both.
-        launcher_args: split as a shell does.
+        include: filter such as `host1:0,2@host2`, as given.
+        exclude: filter likewise; not both.
+        launcher_args: words, split as a shell does.
         no_ssh: every node is started by a command of its own.
     """
 
@@ -74,7 +75,7 @@ The exit status is that of the rank that failed first (128 + n if signal n ended
 none failed, 130 after Ctrl-C, and 2 if the command line is wrong."""
 
 ENV_FILE = ".zerolite_env"
-"""Read from the working directory, else from the home directory, unless `--env-file` names another."""
+"""Default env file, in the working directory or else in the home directory."""
 
 _REFUSED = {
     "--save-pid": "the launcher writes no file with process ids; its own id is `$!` in a shell",
@@ -86,13 +87,13 @@ _REFUSED = {
     "--venv-script": "the other nodes run the same Python interpreter by its path; a script for it is not needed",
     "--standalone": "this is the default on one machine: leave it out",
 }
-"""Options of DeepSpeed's launcher and of torchrun that mean nothing here, and what to do instead."""
+"""Options of DeepSpeed's launcher and of torchrun without a meaning here, and what to do instead."""
 
-_IGNORED = ("--no-local-rank", "--force-multi")  # what they ask for is the case anyway
+_IGNORED = ("--no-local-rank", "--force-multi")  # zerolite always does what these ask for
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that names the option which was probably meant."""
+    """Parser that suggests the option which was probably meant."""
 
     def known(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings]
@@ -101,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
         return any(option in action.option_strings and action.nargs is None for action in self._actions)
 
     def check_known(self, option: str) -> None:
-        """Exit with a sentence if there is no such option."""
+        """Exit with a sentence if the option does not exist."""
         if option in _REFUSED:
             self.error(f"{option} is not supported: {_REFUSED[option]}")
         if option not in self.known():
@@ -171,10 +172,10 @@ def _add_nodes(group: argparse._ArgumentGroup) -> None:
 
 
 def split_command_line(argv: Sequence[str], parser: _Parser) -> tuple[list[str], list[str]]:
-    """Split `argv` into the launcher's own options and the rest: the script and its arguments, exactly as they are.
+    """Split `argv` into the launcher's options and the rest: the script and its arguments, unchanged.
 
-    Underscores in options become dashes. argparse is not asked to do the splitting: it would swallow a `--` among the
-    script's arguments.
+    Underscores in options become dashes. argparse does not do the splitting: it would drop a `--` among the script's
+    arguments.
     """
     own: list[str] = []
     i = 0
@@ -196,7 +197,7 @@ def split_command_line(argv: Sequence[str], parser: _Parser) -> tuple[list[str],
 
 
 def parse_num_nodes(text: str) -> tuple[int, int]:
-    """`"4"` is (4, 4), `"2:4"` is (2, 4). Raises ValueError with a sentence."""
+    """Return (fewest, most) of `"4"` or `"2:4"`. Raises ValueError with a sentence for the user."""
     fewest, colon, most = text.partition(":")
     try:
         numbers = (int(fewest), int(most if colon else fewest))
@@ -208,7 +209,7 @@ def parse_num_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_ranks(text: str) -> list[int] | None:
-    """`"1,3-5"` is [1, 3, 4, 5], `"all"` is None, `""` is []. Raises ValueError with a sentence."""
+    """Return the ranks of a list such as `"1,3-5"`; None for `"all"`. Raises ValueError with a sentence."""
     if text in ("all", ""):
         return None if text else []
     ranks: list[int] = []
@@ -225,9 +226,11 @@ def parse_ranks(text: str) -> list[int] | None:
 
 
 def read_env_file(path: str) -> dict[str, str]:
-    """The variables of a file of lines `KEY=VALUE`. Empty lines and those that begin with # mean nothing.
+    """Return the variables of a file of lines `KEY=VALUE`. A value may be in quotes; `#` begins a comment line.
 
-    A value may be in quotes. Raises ValueError with a sentence that quotes a bad line, OSError if it cannot be read.
+    Raises:
+        ValueError: a line is malformed; the sentence quotes it.
+        OSError: the file cannot be read.
     """
     variables = {}
     with open(path, encoding="utf-8") as file:
@@ -246,7 +249,7 @@ def read_env_file(path: str) -> dict[str, str]:
 
 
 def find_env_file(asked: str | None, environ: Mapping[str, str]) -> str | None:
-    """The env file to read: the one asked for, else :data:`ENV_FILE` here or in the home directory, else None."""
+    """Return the env file to read: ``asked``, else :data:`ENV_FILE` here or in the home directory, else None."""
     if asked is not None:
         return asked
     home = environ.get("HOME")
@@ -255,7 +258,7 @@ def find_env_file(asked: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def read_options(argv: Sequence[str], parser: _Parser) -> LaunchRequest:
-    """Parse a command line, each option checked by itself; a mistake prints a sentence and exits with 2."""
+    """Parse a command line and check each option by itself. A mistake prints a sentence and exits with status 2."""
     words, rest = split_command_line(argv, parser)
     options = parser.parse_args(words)
     if options.module_name is not None:
