@@ -109,7 +109,7 @@ def test_a_host_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Monke
     assert node_main.find_problems(job) == []
     other = dataclasses.replace(job, versions={**job.versions, "torch": "1.0"}, cwd="/nowhere")
     torch, directory = node_main.find_problems(other)
-    assert "where torch 1.0 was expected" in torch and "has no working directory '/nowhere'" in directory
+    assert "started with torch 1.0" in torch and "has no working directory '/nowhere'" in directory
     assert "there is no script 'x.py'" in node_main.find_problems(dataclasses.replace(job, target=["x.py"]))[0]
     few = dataclasses.replace(job, env={"CUDA_VISIBLE_DEVICES": "0,1"})
     assert "has 2 CUDA devices and 3 slots in the hostfile" in node_main.find_problems(few)[0]

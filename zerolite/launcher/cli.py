@@ -57,10 +57,10 @@ def find_node_problem(request: LaunchRequest) -> str | None:
     if request.hostfile is not None:
         return None  # it names the nodes
     if request.include is not None or request.exclude is not None:
-        return "--include and --exclude need --hostfile where every node has a command of its own (--no-ssh)"
+        return "with --no-ssh, --include and --exclude need --hostfile"
     if request.num_nodes is None or request.num_nodes[1] == 1:
         if (request.node_rank or 0) != 0:
-            return f"--node-rank {request.node_rank} needs --num-nodes too: how many nodes the job has"
+            return f"--node-rank {request.node_rank} needs --num-nodes too, the number of nodes of the job"
         return None
     if request.node_rank is None:
         return "--no-ssh with several nodes needs --node-rank: 0 on the node at --master-addr, then 1, 2, ..."

@@ -134,7 +134,7 @@ def reason(failure: Failure) -> str:
     elif failure.exitcode < 0:
         how = f"ended by signal {-failure.exitcode} ({signal_name(-failure.exitcode)})"
         if failure.exitcode == -signal.SIGKILL:
-            how += "; where the kernel kills for want of memory, it sends this signal too: see `dmesg`"
+            how += "; the kernel also sends this signal when memory runs out: see `dmesg`"
     else:
         how = f"exit status {failure.exitcode}"
     if ran_out_of_memory(failure):

@@ -58,8 +58,8 @@ def find_problems(job: NodeJob) -> list[str]:
         expected = job.versions.get(what, found)
         if found != expected:
             problems.append(
-                f"has {f'{what} {found}' if found else f'no {what}'} where {what} {expected} was expected, as where "
-                f"the job was started: install the same version for {sys.executable!r}"
+                f"has {f'{what} {found}' if found else f'no {what}'}, and the job was started with {what} {expected}: "
+                f"install the same version for {sys.executable!r}"
             )
     if job.cwd is not None and not is_here(job.cwd):
         problems.append(f"has no working directory {job.cwd!r}: start where all hosts have the same one, or share it")
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         job = read_job(argv, os.environ)
     except (ValueError, TypeError, KeyError) as error:
-        say(f"this node's part of the job cannot be read ({error}): do the versions differ?")
+        say(f"this node's part of the job cannot be read ({error}): install the same version of zerolite on all hosts")
         return 2
     if by_ssh:
         tell_launcher(**check(job))
