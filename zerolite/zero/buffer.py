@@ -33,17 +33,17 @@ def flattened(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> t
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def take_values(name: str, parameter: torch.nn.Parameter, home: torch.Tensor) -> None:
-    """Copy ``parameter``'s values to ``home`` and point it there. Raises RuntimeError for another shape or dtype."""
+def copy_assigned_data(name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+    """Copy ``parameter``'s values to ``view`` and point it there. Raises RuntimeError for another shape or dtype."""
     data = parameter.data
-    if data.shape != home.shape or data.dtype != home.dtype or data.device != home.device:
+    if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
         raise RuntimeError(
-            f"parameter '{name}': expected {tuple(home.shape)} of {home.dtype} on {home.device}, as it was made, "
+            f"parameter '{name}': expected {tuple(view.shape)} of {view.dtype} on {view.device}, as it was made, "
             f"got {tuple(data.shape)} of {data.dtype} on {data.device}. module.half(), .to(dtype) and the like are for "
             "before zerolite.initialize; for 16 bits, enable bf16 or fp16 in the config"
         )
-    home.copy_(data)
-    parameter.data = home
+    view.copy_(data)
+    parameter.data = view
 
 
 def destinations(
@@ -103,8 +103,8 @@ class ParameterBuffer:
         self.owned: list[torch.Tensor] = []
         self.master: list[torch.Tensor] = []
         self.separate: list[bool] = []
-        self._homes: dict[int, torch.Tensor] = {}  # by parameter: the view of its place
-        self._addresses: list[int] = []  # where all parameters were when they were at home last
+        self._views: dict[int, torch.Tensor] = {}  # by index of the parameter: its view of the bucket
+        self._addresses: list[int] = []  # of all parameters when they last were those views
         self.use(layout, parameters)
 
     def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -147,7 +147,7 @@ class ParameterBuffer:
                 strides = dense_strides(parameter.data)
                 start = compute.storage_offset() + slot.start
                 parameter.data = compute.as_strided(parameter.shape, strides, start)
-                self._homes[slot.index] = parameter.data
+                self._views[slot.index] = parameter.data
 
     def _add(self, compute: torch.Tensor, owned: torch.Tensor, master: torch.Tensor, separate: bool) -> None:
         """Have another bucket."""
@@ -196,16 +196,17 @@ class ParameterBuffer:
         torch.autograd.graph.increment_version(members)
 
     @torch.no_grad()
-    def bring_home(self) -> None:
+    def take_assigned_data(self) -> None:
         """Parameters that the user has pointed to other memory (``p.data = values``) get their place in the bucket
         back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
         # Compared in one C loop: in a steady step no parameter has moved.
-        found = addresses(self.parameters) if self._homes else []
+        found = addresses(self.parameters) if self._views else []
         if found == self._addresses:
             return
-        for index, home in self._homes.items():  # those of storages that have been emptied and filled are elsewhere now
-            if found[index] != address(home):
-                take_values(self.layout.slots[index].name, self.parameters[index], home)
+        # The view is asked for its address again, because a storage that was emptied and filled lies elsewhere now.
+        for index, view in self._views.items():
+            if found[index] != address(view):
+                copy_assigned_data(self.layout.slots[index].name, self.parameters[index], view)
         self._addresses = addresses(self.parameters)
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ class WrittenValues:
         if not self._update.params_outdated:
             if self._param_gatherer.pending:
                 self._param_gatherer.wait_all()
-            self._buffer.bring_home()
+            self._buffer.take_assigned_data()
             if self._shards is not None:
                 self._shards.collect_writes()
         if self._loaded:

@@ -74,7 +74,7 @@ class GatheredParameters:
                     context.hold(members)
                     undo.callback(context.unhold, members)
                 for handle in self._handles:
-                    handle.bring_home()
+                    handle.take_assigned_data()
                     handle.expose()  # the block may keep aliases of the values
                 if self._check:
                     self._saved = {handle: handle.full.clone() for handle in lasting}
@@ -124,7 +124,7 @@ class GatheredParameters:
             else:
                 self._digests.pop(handle, None)
             if handle.status is AVAILABLE:
-                handle.point_home()
+                handle.restore_data()
 
     @torch.no_grad()
     def _write_changes(self, source: int) -> str | None:
@@ -142,9 +142,9 @@ class GatheredParameters:
             return f"expected parameters to keep their shapes, rank {source} gave others to {names}. Nothing is changed"
         for handle, fit in zip(self._handles, fits, strict=True):
             if fit:
-                handle.bring_home()
+                handle.take_assigned_data()
             else:
-                handle.point_home()
+                handle.restore_data()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "parameters", source)
             handle.write()
             for context in _contexts:  # around this one
@@ -168,7 +168,7 @@ class GatheredParameters:
             changed = content_hash(data) != self._digests[handle] if same else torch.ones_like(flags[0])
             flags[position] = changed.to(torch.int64)
             if same and address(data) != address(handle.view):
-                handle.point_home()
+                handle.restore_data()
         # All ranks make the same message of the same flags, so there is no text to exchange.
         self._handles[0].comm.all_reduce_max(flags, "parameters")
         guilty = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]

@@ -228,7 +228,7 @@ class GatherOnUse(TorchFunctionMode):
                 take_rank0(parameter, handle.context)
                 partition(parameter, handle.name, handle.context, self._dtype, handle.placement)
                 continue
-            handle.bring_home()
+            handle.take_assigned_data()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "initial_sync", 0)
             handle.write()
             handle.release()

@@ -187,7 +187,7 @@ class PartitionedParameter:
         """Let aliases of the whole values, which a user may take from now on, keep their memory after a release."""
         self.exposed = True
 
-    def bring_home(self) -> None:
+    def take_assigned_data(self) -> None:
         """Copy the values of ``p.data = values`` into the parameter's own memory, and point it there. Nothing if no
         user has put other memory of the same shape in its place."""
         data, view = self.parameter.data, self.view
@@ -196,9 +196,9 @@ class PartitionedParameter:
         if data.untyped_storage()._cdata == view.untyped_storage()._cdata:
             data = data.clone()
         view.copy_(data)
-        self.point_home()
+        self.restore_data()
 
-    def point_home(self) -> None:
+    def restore_data(self) -> None:
         """Give the parameter, which is available, its own memory back, whatever ``p.data = values`` has put there."""
         self.parameter.data = self.view
 

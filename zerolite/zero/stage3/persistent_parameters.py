@@ -10,7 +10,7 @@ import torch
 from zerolite.comm import Communicator
 from zerolite.utils.accelerator import addresses, undispatched
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, tag_memory
-from zerolite.zero.buffer import take_values
+from zerolite.zero.buffer import copy_assigned_data
 from zerolite.zero.stage3.comm_context import CommContext, by_context
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
@@ -66,7 +66,7 @@ class WholeParameters:
         if found != expected:  # p.data = values has put other memory there
             for member, at, own in zip(self._members, found, expected, strict=True):
                 if at != own:
-                    take_values(member.name, member.parameter, member.view)
+                    copy_assigned_data(member.name, member.parameter, member.view)
         reader = self._context.reader
         if self._shards and reader is None:
             torch._foreach_copy_(self._shards, self._parts)
