@@ -9,7 +9,7 @@ import torch
 from zerolite.diagnostics.consistency import UpdateNumbers
 from zerolite.zero.checks import Update
 from zerolite.zero.grad_stats import SquaresPlan
-from zerolite.zero.optim_shards import Hand, OptimParamShard
+from zerolite.zero.optim_shards import OptimParamShard, SpanTensors
 
 Sums = dict[torch.device, torch.Tensor]  # of the squares of masters by param group, float64, where the masters are
 
@@ -80,21 +80,23 @@ class UpdatedWeights:
         self.numbers, self._told, self._known = self._announced, False, True
         self._before, self._after, self._count = self._after if known else {}, {}, count
 
-        def watched(hands: Sequence[Hand]) -> None:
+        def watched(sub_group: Sequence[SpanTensors]) -> None:
             if not known:
-                self._add(self._before, hands)
-            update(hands)
-            self._add(self._after, hands)
+                self._add(self._before, sub_group)
+            update(sub_group)
+            self._add(self._after, sub_group)
 
         return watched
 
     @torch.no_grad()
-    def _add(self, sums: Sums, hands: Sequence[Hand]) -> None:
-        device = hands[0].master.device
+    def _add(self, sums: Sums, sub_group: Sequence[SpanTensors]) -> None:
+        device = sub_group[0].master.device
         # Offloaded masters are summed where they are: one small tensor for each device.
         if device not in sums:
             sums[device] = torch.zeros(self._count, dtype=torch.float64, device=device)
-        self._plan.add(sums[device], tuple(hand.span for hand in hands), [hand.master for hand in hands])
+        self._plan.add(
+            sums[device], tuple(tensors.span for tensors in sub_group), [tensors.master for tensors in sub_group]
+        )
 
     # ---------------------------------------------------------------- the outcome
 

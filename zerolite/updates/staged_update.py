@@ -25,7 +25,7 @@ from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.optim_shards import Hand, UpdateMethod
+from zerolite.zero.optim_shards import SpanTensors, UpdateMethod
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.spans import Span, sub_groups
 
@@ -62,11 +62,11 @@ class _Wanted(NamedTuple):
     span: Span
     parts: dict[str, _Part]
 
-    def hand(self, tensors: dict[str, torch.Tensor]) -> Hand:
+    def span_tensors(self, tensors: dict[str, torch.Tensor]) -> SpanTensors:
         """Return the span's tensors as an update takes them. ``tensors``: those that the update can access, by name."""
         gradient, master, out = (tensors.pop(name, None) for name in ("gradient", "master", "out"))
         assert gradient is not None and master is not None
-        return Hand(self.span, gradient, master, tensors, out)
+        return SpanTensors(self.span, gradient, master, tensors, out)
 
 
 class _SubGroup(Staged):
@@ -93,7 +93,9 @@ class _SubGroup(Staged):
         self._copies: list[tuple[torch.Tensor, _Part]] = []
         self._position = 0  # next free byte of the buffer
         try:
-            self.hands = [w.hand({name: self._stage_in(part) for name, part in w.parts.items()}) for w in wanted]
+            self.spans = [
+                w.span_tensors({name: self._stage_in(part) for name, part in w.parts.items()}) for w in wanted
+            ]
         except BaseException:
             with contextlib.suppress(OSError):
                 self.finish()
@@ -149,7 +151,7 @@ class StagedSpans:
         most = min(self._placements.sub_group_numel, several)
         self.groups = [group for of_place in buckets.values() for group in sub_groups(of_place, most, alignment)]
 
-    def run(self, gather: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
+    def run(self, gather: bool, update: Update, end: Callable[[Sequence[SpanTensors], bool], None]) -> None:
         if not gather:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
                 self._buffer.sync_master_from_param(bucket)
@@ -164,16 +166,16 @@ class StagedSpans:
             for index in range(len(self.groups)):
                 while len(coming) < min(2, count) and index + len(coming) < len(self.groups):
                     coming.append(self._take(wanted[index + len(coming)], numel, longest))
-                in_hand = coming[0]
-                in_hand.wait()
-                update(in_hand.hands)
+                current = coming[0]
+                current.wait()
+                update(current.spans)
                 for earlier in leaving:
                     earlier.advance()
-                in_hand.write_back()
+                current.write_back()
                 leaving.append(coming.popleft())
                 while len(leaving) > max(0, count - 2):
                     leaving.popleft().finish()
-                end(in_hand.hands, gather)
+                end(current.spans, gather)
             while leaving:
                 leaving.popleft().finish()
         except BaseException:

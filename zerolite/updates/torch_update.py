@@ -15,7 +15,7 @@ from zerolite.utils.memory_tags import DEVICE, DISK, HOST, STATES, listeners, ta
 from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.layout import Fragment
-from zerolite.zero.optim_shards import Hand, OptimParamShard, State
+from zerolite.zero.optim_shards import OptimParamShard, SpanTensors, State
 from zerolite.zero.stage3.partitioned_parameter import whole_shape
 
 
@@ -81,30 +81,30 @@ class TorchUpdate:
     @torch.no_grad()
     def update(
         self,
-        hands: Sequence[Hand],
+        sub_group: Sequence[SpanTensors],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
     ) -> None:
         shards: list[OptimParamShard] = []
-        taken: list[Hand] = []
+        taken: list[SpanTensors] = []
         exact: list[torch.Tensor] = []
-        for hand in hands:
-            here = [p for p in self._shards[hand.span.bucket] if used is None or p.fragment.slot.index in used]
+        for tensors in sub_group:
+            here = [p for p in self._shards[tensors.span.bucket] if used is None or p.fragment.slot.index in used]
             if not here:
                 continue
-            if hand.out is not None:
-                sync_master_from_param_(hand.master, hand.out)
-            self._bind(hand)
+            if tensors.out is not None:
+                sync_master_from_param_(tensors.master, tensors.out)
+            self._bind(tensors)
             # An update of doubtful parameters comes before that of the others, which use the same gradient memory.
             # So it scales copies, and the others then scale in place.
             if used is not None and used <= self._doubtful:
-                self._show_apart(here, hand.gradient, factor)
+                self._show_apart(here, tensors.gradient, factor)
             else:
-                exact.append(hand.gradient.to(self._update_dtypes[hand.span.bucket]))
+                exact.append(tensors.gradient.to(self._update_dtypes[tensors.span.bucket]))
                 self._show(here, exact[-1])
             shards += here
-            taken.append(hand)
+            taken.append(tensors)
         if self._reserved:  # free the reserved memory, because torch makes the states in this step
             for shard in shards:
                 self._reserved.pop(shard.fragment.slot.index, None)
@@ -117,12 +117,12 @@ class TorchUpdate:
         finally:
             for shard in shards:
                 shard.tensor.grad = None
-            for hand in taken:
-                self._unbind(hand)
+            for tensors in taken:
+                self._unbind(tensors)
         self._name_states(shards)
-        for hand in hands:
-            if hand.out is not None:
-                hand.out.copy_(hand.master)
+        for tensors in sub_group:
+            if tensors.out is not None:
+                tensors.out.copy_(tensors.master)
 
     def _show(self, shards: Sequence[OptimParamShard], gradient: torch.Tensor) -> None:
         """Let the ``grad`` of shards of one bucket be views of ``gradient``."""
@@ -334,38 +334,38 @@ class TorchUpdate:
         """True if the update works on a copy of the bucket's master."""
         return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
 
-    def _bind(self, hand: Hand) -> None:
-        """Let the shards be views of the hand's master, or of a copy in the dtype of the update, and let their states
-        be views of the hand's states."""
-        bucket, staged = hand.span.bucket, self._is_staged(hand)
+    def _bind(self, tensors: SpanTensors) -> None:
+        """Let the shards be views of ``tensors.master``, or of a copy in the dtype of the update, and let their states
+        be views of ``tensors.states``."""
+        bucket, staged = tensors.span.bucket, self._is_staged(tensors)
         if not staged and not self._temporary(bucket):
             return
-        exact = hand.master.to(self._update_dtypes[bucket])
+        exact = tensors.master.to(self._update_dtypes[bucket])
         for shard in self._shards[bucket]:
             shard.tensor.data = self._buffer.view_of(shard.fragment, exact)
-            if staged and hand.states:
+            if staged and tensors.states:
                 state = self._inner.state.get(shard.tensor) or {}
-                held = {name: flat for name, flat in hand.states.items() if name in state}
+                held = {name: flat for name, flat in tensors.states.items() if name in state}
                 state.update({name: self._buffer.view_of(shard.fragment, flat) for name, flat in held.items()})
 
-    def _unbind(self, hand: Hand) -> None:
-        """Undo :meth:`_bind`. Results that the update has not written in place are copied to the hand's tensors."""
-        bucket, staged = hand.span.bucket, self._is_staged(hand)
+    def _unbind(self, tensors: SpanTensors) -> None:
+        """Undo :meth:`_bind`. Results that the update has not written in place are copied to ``tensors``."""
+        bucket, staged = tensors.span.bucket, self._is_staged(tensors)
         shards = self._shards[bucket]
         if staged:
             for shard in shards:
-                self._put_back(shard, hand.states)
+                self._put_back(shard, tensors.states)
         if self._temporary(bucket):
-            self._write_back(bucket, hand.master)
+            self._write_back(bucket, tensors.master)
         elif staged:
             for shard in shards:
                 shard.tensor.data = self._buffer.view_of(shard.fragment, self._buffer.master[bucket])
         if staged:
             self._rest_states(shards)
 
-    def _is_staged(self, hand: Hand) -> bool:
-        """True if the hand has a staging copy of the master, not the master itself."""
-        return hand.master is not self._buffer.master[hand.span.bucket]
+    def _is_staged(self, tensors: SpanTensors) -> bool:
+        """True if ``tensors`` has a staging copy of the master, not the master itself."""
+        return tensors.master is not self._buffer.master[tensors.span.bucket]
 
     def _write_back(self, bucket: int, master: torch.Tensor) -> None:
         """Copy the shards, which are copies in another dtype, into ``master``, and free their memory."""

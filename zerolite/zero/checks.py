@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from zerolite.zero.grad_stats import Extra
-from zerolite.zero.optim_shards import Hand
+from zerolite.zero.optim_shards import SpanTensors
 
 
 class UpdateChecks(Extra, Protocol):
@@ -47,7 +47,7 @@ class UpdateChecks(Extra, Protocol):
         """Rebuild what depends on the buckets, because the layout has changed."""
 
 
-Update = Callable[[Sequence[Hand]], None]
+Update = Callable[[Sequence[SpanTensors]], None]
 """Update of some of the spans of a step."""
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.memory_tags import STATES
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.optim_shards import Groups, Hand, OptimParamShard, State
+from zerolite.zero.optim_shards import Groups, OptimParamShard, SpanTensors, State
 from zerolite.zero.spans import Span, by_kind, segments
 
 Flat = list[torch.Tensor]
@@ -106,25 +106,25 @@ class FlatUpdate:
     @torch.no_grad()
     def update(
         self,
-        hands: Sequence[Hand],
+        sub_group: Sequence[SpanTensors],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
     ) -> None:
         groups, names = self._inner.param_groups, self._rule.states if self._states is not None else ()
-        for launch in self._plan(hands, used):
+        for launch in self._plan(sub_group, used):
             # Computed in float64 on the host and rounded once: bias corrections lose digits in fp32 after many steps.
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             on_device = factor if isinstance(factor, torch.Tensor) else None
             if on_device is None:
                 scalars[:, 0] *= factor
-            held = [hands[i] for i in launch.members]
+            held = [sub_group[i] for i in launch.members]
             self._rule.launch(
-                [hand.master for hand in held],
-                [hand.gradient for hand in held],
-                [[hand.states[name] for hand in held] for name in names],
-                [hand.out for hand in held if hand.out is not None],
+                [tensors.master for tensors in held],
+                [tensors.gradient for tensors in held],
+                [[tensors.states[name] for tensors in held] for name in names],
+                [tensors.out for tensors in held if tensors.out is not None],
                 launch.table,
                 scalars.float(),
                 on_device,
@@ -240,27 +240,30 @@ class FlatUpdate:
 
     # ---------------------------------------------------------------- planning
 
-    def _plan(self, hands: Sequence[Hand], used: frozenset[int] | None) -> list[_Launch]:
+    def _plan(self, sub_group: Sequence[SpanTensors], used: frozenset[int] | None) -> list[_Launch]:
         """Return the launches for these tensors, from the cache if possible.
 
         A parameter that is updated by itself may miss any step. Its step count changes the plan, so it is not cached.
         """
         apart = used is not None and used <= self._known[1]
-        key = tuple((hand.span, hand.gradient.dtype, hand.out is None) for hand in hands)
+        key = tuple((tensors.span, tensors.gradient.dtype, tensors.out is None) for tensors in sub_group)
         plan = None if apart else self._launches.get(key)
         if plan is None:
-            made = (self._launch([hands[i].span for i in members], members, used) for members in self._by_kind(hands))
+            made = (
+                self._launch([sub_group[i].span for i in members], members, used)
+                for members in self._by_kind(sub_group)
+            )
             plan = [launch for launch in made if launch is not None]
             if not apart:
                 self._launches[key] = plan
         return plan
 
-    def _by_kind(self, hands: Sequence[Hand]) -> list[tuple[int, ...]]:
-        def kind(hand: Hand) -> tuple[torch.dtype | None, ...]:
-            out = None if hand.out is None else hand.out.dtype
-            return hand.master.dtype, hand.gradient.dtype, self._state_dtypes[hand.span.bucket], out
+    def _by_kind(self, sub_group: Sequence[SpanTensors]) -> list[tuple[int, ...]]:
+        def kind(tensors: SpanTensors) -> tuple[torch.dtype | None, ...]:
+            out = None if tensors.out is None else tensors.out.dtype
+            return tensors.master.dtype, tensors.gradient.dtype, self._state_dtypes[tensors.span.bucket], out
 
-        return by_kind(map(kind, hands))
+        return by_kind(map(kind, sub_group))
 
     def _launch(self, spans: Sequence[Span], members: tuple[int, ...], used: frozenset[int] | None) -> _Launch | None:
         """Make a launch for these spans. Adjacent shards with equal group and step count form one segment."""

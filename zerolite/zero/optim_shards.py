@@ -34,7 +34,7 @@ class OptimParamShard:
     position: int
 
 
-class Hand(NamedTuple):
+class SpanTensors(NamedTuple):
     """Tensors that the update of one span reads and writes: where they rest, or staging copies.
 
     Attributes:
@@ -84,12 +84,12 @@ class UpdateMethod(Protocol):
 
     def update(
         self,
-        hands: Sequence[Hand],
+        sub_group: Sequence[SpanTensors],
         factor: float | torch.Tensor,
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Update the shards in ``hands`` from ``factor × gradient``.
+        """Update the shards in ``sub_group`` from ``factor × gradient``.
 
         Args:
             used: the parameters that are updated (None: all); torch, too, leaves alone those whose ``grad`` is None.

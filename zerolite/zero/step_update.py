@@ -14,7 +14,7 @@ from zerolite.zero.checks import Update, UpdateLook
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.gradient_scale import GradientScale
-from zerolite.zero.optim_shards import Hand, UpdateMethod
+from zerolite.zero.optim_shards import SpanTensors, UpdateMethod
 from zerolite.zero.outcomes import Outcomes, mean_weight
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.shown_gradients import Factor
@@ -25,7 +25,7 @@ _NONE: Mapping[int, torch.Tensor] = {}
 
 
 class StagedUpdate(Protocol):
-    """Update of what cannot be reached where it rests, by sub-groups of which copies are staged."""
+    """Update of the buckets that need staging copies, sub-group by sub-group."""
 
     groups: list[list[Span]]
     """The sub-groups."""
@@ -34,9 +34,17 @@ class StagedUpdate(Protocol):
         """Divide buckets, in the order of their updates, with the elements of their masters. buckets: by whether the
         host updates them."""
 
-    def run(self, gather: bool, update: Update, end: Callable[[Sequence[Hand], bool], None]) -> None:
-        """``update(hands)`` each sub-group, and ``end(hands, gather)`` it when its results are on their way back.
-        Raises OSError if the disk failed: then some masters are ahead of others."""
+    def run(self, gather: bool, update: Update, end: Callable[[Sequence[SpanTensors], bool], None]) -> None:
+        """Update all sub-groups.
+
+        Args:
+            gather: the update all-gathers the updated parameters.
+            update: updates one sub-group.
+            end: called with each sub-group and ``gather`` when its results are on their way back.
+
+        Raises:
+            OSError: the disk failed. Then some masters are ahead of others.
+        """
 
 
 class StepUpdate:
@@ -89,12 +97,12 @@ class StepUpdate:
         """
         buffer, placements = self._buffer, self._buffer.placements
         self._order = self._reducer.order.buckets
-        near: list[tuple[int, int]] = []
-        far: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
+        in_place: list[tuple[int, int]] = []
+        staged: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
         self._all_on_device = True
         for bucket in reversed(self._order):
             on_host = placements.updates_on_host(bucket)
-            reached = all(
+            accessible = all(
                 placements.is_accessible(placement, on_host)
                 for placement in (
                     buffer.placement_of_master(bucket),
@@ -102,11 +110,11 @@ class StepUpdate:
                     placements.of_optimizer(bucket),
                 )
             )
-            (near if reached else far[on_host]).append((bucket, buffer.master[bucket].numel()))
-            self._all_on_device &= reached and not on_host
-        total = sum(numel for _, numel in near)
-        self._near = sub_groups(near, total if self._method.one_launch else self._update_numel, 0)
-        self._staged.plan(far)
+            (in_place if accessible else staged[on_host]).append((bucket, buffer.master[bucket].numel()))
+            self._all_on_device &= accessible and not on_host
+        total = sum(numel for _, numel in in_place)
+        self._in_place = sub_groups(in_place, total if self._method.one_launch else self._update_numel, 0)
+        self._staged.plan(staged)
 
     # ---------------------------------------------------------------- one step
 
@@ -199,44 +207,46 @@ class StepUpdate:
             raise
 
     def _update_doubtful(
-        self, hands: Sequence[Hand], rest: Update, factor: Factor, doubtful: Mapping[int, torch.Tensor]
+        self, sub_group: Sequence[SpanTensors], rest: Update, factor: Factor, doubtful: Mapping[int, torch.Tensor]
     ) -> None:
         """Update each doubtful parameter by itself, with a flag of its own, then the rest."""
         for index, left_out in doubtful.items():
             bucket = self._buffer.layout.slots[index].bucket
-            if own := [hand for hand in hands if hand.span.bucket == bucket]:
+            if own := [tensors for tensors in sub_group if tensors.span.bucket == bucket]:
                 self._method.update(own, factor, frozenset([index]), left_out)
-        rest(hands)
+        rest(sub_group)
 
     def _sweep(self, update: Update, gather: bool) -> None:
         follows = gather and self._method.follows
         gatherer = self._param_gatherer
-        for chunk in self._near:
+        for spans in self._in_place:
             if gatherer.pending:  # of the step before: a gather still sends what this update writes
-                gatherer.wait([span.bucket for span in chunk])
+                gatherer.wait([span.bucket for span in spans])
             if not follows:
-                for span in chunk:
+                for span in spans:
                     self._buffer.sync_master_from_param(span.bucket)
-            hands = [self._at_rest(span, follows) for span in chunk]
-            update(hands)
-            self._end(hands, gather)
+            sub_group = [self._stored_tensors(span, follows) for span in spans]
+            update(sub_group)
+            self._end(sub_group, gather)
         if self._staged.groups:
             self._staged.run(gather, update, self._end)
         if gather:
             gatherer.end_step()
 
-    def _at_rest(self, span: Span, writes: bool) -> Hand:
+    def _stored_tensors(self, span: Span, writes: bool) -> SpanTensors:
         """The tensors of a whole bucket where they rest. writes: the update rounds into the compute parameters."""
         buffer, bucket = self._buffer, span.bucket
         out = buffer.owned[bucket] if writes and buffer.separate[bucket] else None
-        return Hand(span, self._reducer.reduced(bucket), buffer.master[bucket], self._method.states_of(bucket), out)
+        return SpanTensors(
+            span, self._reducer.reduced(bucket), buffer.master[bucket], self._method.states_of(bucket), out
+        )
 
-    def _end(self, hands: Sequence[Hand], gather: bool) -> None:
-        for hand in hands:
-            if hand.span.last:
-                self._reducer.release(hand.span.bucket)
+    def _end(self, sub_group: Sequence[SpanTensors], gather: bool) -> None:
+        for tensors in sub_group:
+            if tensors.span.last:
+                self._reducer.release(tensors.span.bucket)
                 if gather:
-                    self._param_gatherer.gather_bucket(hand.span.bucket, rounded=hand.out is not None)
+                    self._param_gatherer.gather_bucket(tensors.span.bucket, rounded=tensors.out is not None)
 
     def on_params_gathered(self) -> None:
         """Note that the parameters of all ranks have the masters' values, or that their all-gathers are launched."""
