@@ -145,7 +145,7 @@ class StagedSpans:
         self.groups: list[list[Span]] = []
 
     def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
-        alignment = SPAN_ALIGNMENT if self._method.cuts_buckets else 0
+        alignment = SPAN_ALIGNMENT if self._method.splits_buckets else 0
         elements = sum(numel for of_place in buckets.values() for _, numel in of_place)
         several = max(_SMALLEST, elements // _SEVERAL)
         most = min(self._placements.sub_group_numel, several)

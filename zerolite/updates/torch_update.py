@@ -23,8 +23,8 @@ class TorchUpdate:
     """The inner optimizer steps over the shards of some buckets at a time and keeps their states."""
 
     one_launch: ClassVar[bool] = False
-    follows: ClassVar[bool] = False
-    cuts_buckets: ClassVar[bool] = False
+    syncs_masters: ClassVar[bool] = False
+    splits_buckets: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -37,8 +37,8 @@ class FlatUpdate:
     """
 
     one_launch: ClassVar[bool] = True
-    follows: ClassVar[bool] = True
-    cuts_buckets: ClassVar[bool] = True
+    syncs_masters: ClassVar[bool] = True
+    splits_buckets: ClassVar[bool] = True
     can_skip_on_device = True
 
     def __init__(

@@ -56,17 +56,17 @@ class UpdateMethod(Protocol):
 
     Attributes:
         one_launch: all buckets are best updated in one call.
-        follows: ``update`` is given ``out`` also for what is updated where it rests; otherwise the caller lets masters
-            follow, once before all updates of a bucket, because an update leaves masters that the compute parameters do
-            not round to yet.
-        cuts_buckets: a span may be a part of a bucket.
+        syncs_masters: ``update`` first copies values that the user has written into ``out`` to the masters, so it gets
+            ``out`` also for buckets that are updated in place. Otherwise the caller does it for these, once before
+            all updates of a bucket: an update leaves masters that the compute parameters do not round to yet.
+        splits_buckets: a span may be a part of a bucket.
         can_skip_on_device: ``found_inf`` is taken.
         state_names: of the states that have a value for each element; None if only the states there are tell.
     """
 
     one_launch: ClassVar[bool]
-    follows: ClassVar[bool]
-    cuts_buckets: ClassVar[bool]
+    syncs_masters: ClassVar[bool]
+    splits_buckets: ClassVar[bool]
 
     @property
     def can_skip_on_device(self) -> bool: ...

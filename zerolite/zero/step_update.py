@@ -217,15 +217,15 @@ class StepUpdate:
         rest(sub_group)
 
     def _sweep(self, update: Update, gather: bool) -> None:
-        follows = gather and self._method.follows
+        syncs = gather and self._method.syncs_masters
         gatherer = self._param_gatherer
         for spans in self._in_place:
             if gatherer.pending:  # of the step before: a gather still sends what this update writes
                 gatherer.wait([span.bucket for span in spans])
-            if not follows:
+            if not syncs:
                 for span in spans:
                     self._buffer.sync_master_from_param(span.bucket)
-            sub_group = [self._stored_tensors(span, follows) for span in spans]
+            sub_group = [self._stored_tensors(span, syncs) for span in spans]
             update(sub_group)
             self._end(sub_group, gather)
         if self._staged.groups:
