@@ -39,8 +39,8 @@ class TorchUpdate:
         self._shards: list[list[OptimParamShard]] = []
         self._update_dtypes: list[torch.dtype] = []
         self._sizes: list[list[int]] = []
-        self._doubtful: frozenset[int] = frozenset()  # parameters that the device may leave out of this update
-        self._new_states: dict[int, torch.Tensor] = {}  # shards of doubtful parameters without a state yet, by index
+        self._maybe_unused: frozenset[int] = frozenset()  # parameters that the device may leave out of this update
+        self._new_states: dict[int, torch.Tensor] = {}  # shards of those without a state yet, by index
         # States on disk, by bucket and name, laid out like the masters. The shards' states are views of them.
         self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
         # Memory of states that do not exist yet, by index of the parameter: see _reserve.
@@ -63,9 +63,9 @@ class TorchUpdate:
             self._rest_states(members)
             self._reserve(members)
 
-    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
+    def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
         """Begin an update. ``used`` is not needed: torch's optimizers count steps in their states."""
-        self._doubtful = doubtful
+        self._maybe_unused = maybe_unused
         self._new_states.clear()
 
     def leave_out(self, indices: Iterable[int]) -> None:
@@ -96,9 +96,9 @@ class TorchUpdate:
             if tensors.out is not None:
                 sync_master_from_param_(tensors.master, tensors.out)
             self._bind(tensors)
-            # An update of doubtful parameters comes before that of the others, which use the same gradient memory.
+            # An update of such parameters comes before that of the others, which use the same gradient memory.
             # So it scales copies, and the others then scale in place.
-            if used is not None and used <= self._doubtful:
+            if used is not None and used <= self._maybe_unused:
                 self._show_apart(here, tensors.gradient, factor)
             else:
                 exact.append(tensors.gradient.to(self._update_dtypes[tensors.span.bucket]))

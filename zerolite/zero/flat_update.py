@@ -81,7 +81,7 @@ class FlatUpdate:
         self._allocated(groups)
         self._fresh = False
 
-    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
+    def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
         """Raises ValueError for a param group that the kernels cannot follow."""
         groups = self._inner.param_groups
         for index, group in enumerate(groups):
@@ -93,7 +93,7 @@ class FlatUpdate:
                 )
         if self._states is None:  # a momentum may have been given to a group that had none
             self._allocated(groups)
-        self._count(used, doubtful, groups)
+        self._count(used, maybe_unused, groups)
 
     def leave_out(self, indices: Iterable[int]) -> None:
         if self._counted:
@@ -218,12 +218,12 @@ class FlatUpdate:
     def _steps_of(self, shard: OptimParamShard) -> int:
         return self._steps - self._missed.get(shard.fragment.slot.index, 0)
 
-    def _count(self, used: frozenset[int] | None, doubtful: frozenset[int], groups: Groups) -> None:
+    def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
         """Count one more step for the parameters that take part in it and have states."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        known = (used, doubtful, without)
+        known = (used, maybe_unused, without)
         if not self._fresh or known != self._known:
             self._known, self._fresh = known, True
             self._idle = [

@@ -71,12 +71,16 @@ class UpdateMethod(Protocol):
     @property
     def can_skip_on_device(self) -> bool: ...
 
-    def begin(self, used: frozenset[int] | None, doubtful: frozenset[int] = frozenset()) -> None:
-        """Begin a step's updates, once, with the parameters that take part (None: all). doubtful: those of them that
-        the device may leave out."""
+    def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
+        """Begin the updates of a step. Called once per step.
+
+        Args:
+            used: parameters that take part (None: all).
+            maybe_unused: those of them that the device may leave out.
+        """
 
     def leave_out(self, indices: Iterable[int]) -> None:
-        """The device has left these doubtful parameters out of the last update."""
+        """Note that the device has left these of the ``maybe_unused`` parameters out of the last update."""
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         """Return a bucket's states that are laid out like its master, where they rest; those there are."""

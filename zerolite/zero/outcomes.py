@@ -161,12 +161,12 @@ def mean_weight(outcome: GradStats) -> float:
 
 @dataclass(frozen=True)
 class _Unread:
-    """A step whose outcome the host has not read yet. doubtful: parameters that this rank has not used, which the
+    """A step whose outcome the host has not read yet. maybe_unused: parameters that this rank has not used, which the
     device has left out of the update if no other rank has."""
 
     stats: StatsVector
     divisor: float
-    doubtful: frozenset[int]
+    maybe_unused: frozenset[int]
 
 
 class Outcomes:
@@ -238,10 +238,10 @@ class Outcomes:
             self.checks.note(outcome.extra)
             self.checks.act()
 
-    def leave_unread(self, stats: StatsVector, divisor: float, doubtful: frozenset[int]) -> None:
+    def leave_unread(self, stats: StatsVector, divisor: float, maybe_unused: frozenset[int]) -> None:
         """Keep the statistics of a step that the device takes or skips. The host reads them later."""
         stats.start_read()
-        self._unread = _Unread(stats, divisor, doubtful)
+        self._unread = _Unread(stats, divisor, maybe_unused)
 
     def grad_norm(self) -> float | None:
         """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
@@ -259,8 +259,8 @@ class Outcomes:
         outcome = unread.stats.get()
         if outcome.weight == 0 or outcome.mixed or not self.applies(outcome):
             self._method.forget_last()
-        elif unread.doubtful:
-            self._method.leave_out(unread.doubtful - outcome.used)
+        elif unread.maybe_unused:
+            self._method.leave_out(unread.maybe_unused - outcome.used)
         if self.checks is not None:
             self.checks.note(outcome.extra)
         try:

@@ -20,7 +20,7 @@ from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.shown_gradients import Factor
 from zerolite.zero.spans import Span, sub_groups
 
-_MOST_DOUBTFUL = 32  # parameters that are updated one by one, so that the host need not wait
+_MAX_MAYBE_UNUSED = 32  # parameters that are updated one by one, so that the host need not wait
 _NONE: Mapping[int, torch.Tensor] = {}
 
 
@@ -154,13 +154,13 @@ class StepUpdate:
         """
         divisor = self._scale.own_divisor()
         used: frozenset[int] | None = None
-        doubtful: frozenset[int] = frozenset()
+        maybe_unused: frozenset[int] = frozenset()
         if len(self._reducer.used) < len(self._buffer.layout.slots):
             used = frozenset(self._reducer.used)
             if self._world_size > 1:
-                doubtful = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
-            if len(doubtful) > _MOST_DOUBTFUL:
-                used, doubtful = vector.get().used, frozenset()
+                maybe_unused = frozenset(s.index for s in self._buffer.layout.slots if s.numel and s.index not in used)
+            if len(maybe_unused) > _MAX_MAYBE_UNUSED:
+                used, maybe_unused = vector.get().used, frozenset()
         total = vector.total_square()
         found_inf = ~torch.isfinite(total) | vector.mixed() if self._outcomes.check_finite else None
         scale = self._scale.on_device(vector)
@@ -172,13 +172,13 @@ class StepUpdate:
             factor = clip_coefficient_on_device(total.sqrt() / scale, max_norm) / scale * given
         if isinstance(factor, torch.Tensor):
             factor = factor.float()
-        left_out = {index: vector.unused(index) for index in sorted(doubtful)}
+        left_out = {index: vector.unused(index) for index in sorted(maybe_unused)}
         if found_inf is not None:
             left_out = {index: unused | found_inf for index, unused in left_out.items()}
             found_inf = found_inf.float()
         left_out = {index: flag.float() for index, flag in left_out.items()}
         self._update(factor, used, found_inf, gather, left_out)
-        self._outcomes.leave_unread(vector, divisor, doubtful)
+        self._outcomes.leave_unread(vector, divisor, maybe_unused)
 
     def _update(
         self,
@@ -186,18 +186,18 @@ class StepUpdate:
         used: frozenset[int] | None,
         found_inf: torch.Tensor | None,
         gather: bool,
-        doubtful: Mapping[int, torch.Tensor] = _NONE,
+        maybe_unused: Mapping[int, torch.Tensor] = _NONE,
     ) -> None:
-        """One update, with :meth:`UpdateMethod.update`'s arguments; consumes the gradients. doubtful: further
+        """One update, with :meth:`UpdateMethod.update`'s arguments; consumes the gradients. maybe_unused: further
         parameters, each with a ``found_inf`` of its own. Raises OSError if the disk failed: then some masters are ahead
         of others."""
-        self._method.begin(used if used is None else used | doubtful.keys(), frozenset(doubtful))
+        self._method.begin(used if used is None else used | maybe_unused.keys(), frozenset(maybe_unused))
         if self._order is not self._reducer.order.buckets:  # learned in a backward
             self.plan()
 
         update = functools.partial(self._method.update, factor=factor, used=used, found_inf=found_inf)
-        if doubtful:
-            update = functools.partial(self._update_doubtful, rest=update, factor=factor, doubtful=doubtful)
+        if maybe_unused:
+            update = functools.partial(self._update_maybe_unused, rest=update, factor=factor, maybe_unused=maybe_unused)
         # Set before the first write: an exception in the middle leaves some masters ahead of others.
         self.params_outdated = not gather
         try:
@@ -206,11 +206,11 @@ class StepUpdate:
             self.torn, self.params_outdated = f"{type(error).__name__}: {error}", False
             raise
 
-    def _update_doubtful(
-        self, sub_group: Sequence[SpanTensors], rest: Update, factor: Factor, doubtful: Mapping[int, torch.Tensor]
+    def _update_maybe_unused(
+        self, sub_group: Sequence[SpanTensors], rest: Update, factor: Factor, maybe_unused: Mapping[int, torch.Tensor]
     ) -> None:
-        """Update each doubtful parameter by itself, with a flag of its own, then the rest."""
-        for index, left_out in doubtful.items():
+        """Update each of ``maybe_unused`` by itself, with a flag of its own, then the rest."""
+        for index, left_out in maybe_unused.items():
             bucket = self._buffer.layout.slots[index].bucket
             if own := [tensors for tensors in sub_group if tensors.span.bucket == bucket]:
                 self._method.update(own, factor, frozenset([index]), left_out)
