@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import torch
 
 from zerolite.comm import Communicator, ControlChannel
 from zerolite.comm.ranks import name_ranks
 from zerolite.zero.grad_stats import SAME_BATCH
-from zerolite.zero.step import StepPipeline
+
+NoteInputs = Callable[[list[torch.Tensor]], None]
+"""Function that takes the inputs of a forward, to be compared with the step's statistics."""
 
 
 class SameInputs:
     """Compares the shapes of inputs before a forward, and their values with the step's statistics.
 
     Args:
+        note: takes the inputs whose values are compared with the step's statistics; None if none are.
         comm: ranks that share layers.
         channel: channel between these ranks on the host; None if shapes are not compared.
     """
 
-    def __init__(self, pipeline: StepPipeline, comm: Communicator, channel: ControlChannel | None) -> None:
-        self._pipeline, self._comm, self._channel = pipeline, comm, channel
+    def __init__(self, note: NoteInputs | None, comm: Communicator, channel: ControlChannel | None) -> None:
+        self._note, self._comm, self._channel = note, comm, channel
 
     def compare(self, tensors: list[torch.Tensor]) -> None:
         """Compare the inputs before a forward; called on all ranks of ``comm``.
@@ -37,4 +41,5 @@ class SameInputs:
                     f"engine(...): expected inputs of the same shapes on {name_ranks(self._comm.members())}, "
                     f"which share layers, got different shapes, here {[tuple(t.shape) for t in tensors]}; {SAME_BATCH}"
                 )
-        self._pipeline.note_inputs(tensors)
+        if self._note is not None:
+            self._note(tensors)

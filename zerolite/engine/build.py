@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from zerolite.data.dataloader import Loaders
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.consistency import ConsistencyCheck, shared_weights
 from zerolite.diagnostics.rank_comparison import check_initialize, check_made_optimizer
-from zerolite.diagnostics.same_inputs import SameInputs
+from zerolite.diagnostics.same_inputs import NoteInputs, SameInputs
 from zerolite.diagnostics.step_checks import StepChecks
 from zerolite.diagnostics.updated_weights import UpdatedWeights
 from zerolite.engine.arguments import (
@@ -68,11 +68,11 @@ from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine, EvaluationPipeline, check_frozen
 from zerolite.engine.full_state import FullState
 from zerolite.engine.local_runner import LocalRunner
+from zerolite.engine.model_parallel import GradientSums, ModelParallelStats, ModelParallelStepPipeline, counts_once
 from zerolite.engine.model_values import fill_buckets, synchronize_rest
 from zerolite.engine.monitoring import Monitoring
 from zerolite.engine.notices import LearningRateSchedule, PipelineLoss, Progress
 from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine, refuse
-from zerolite.engine.spread import spread_over
 from zerolite.engine.state_offload import StateOffload
 from zerolite.engine.unfrozen_params import Parameters, UnfrozenParams
 from zerolite.monitor.memory_report import MemoryParts
@@ -211,11 +211,11 @@ class Assembly:
         self.model, self.config, self.policy, self.kind = model, config, policy, kind
         self.precision, self.fp32 = precision, fp32
         self.topology, self.staged = topology, staged
-        self.beside: list[Communicator] = []  # communicators that only the rest of the grid uses
         self.comm, self.device = comm, device = topology.data, device
         self.ties = {} if staged is None else {id(tie.parameter): tie for tie in staged.ties}
-        self.shared: dict[str, Communicator] = {}  # by the key of a tie
         self.partitioned: PartitionedModel | None = None
+        self.sums: GradientSums | None = None  # where other ranks have parts of the model
+        self.note_inputs: NoteInputs | None = None
         self.communication = communication_dtypes(model, config, precision, topology.data.world_size)
         self.reference = EngineRef()
         self.observers = Observers()
@@ -235,7 +235,6 @@ class Assembly:
         self._make_buffer(trained)
         synchronize_rest(self.model, trained, self.precision, self.comm, self.device)
         self._make_pipeline(trained, make_inner, groups)
-        self._spread()
 
     def make_engine(
         self, adopts: bool, broadcast_buffers: bool, loss_fn: LossFunction | None, scheduler: object
@@ -332,7 +331,7 @@ class Assembly:
             self.comm,
             self.device,
             self.transfers,
-            self.beside,
+            other_comms=self._communicators_beside,
             activations=attached.memory,
         )
 
@@ -341,7 +340,7 @@ class Assembly:
         if tensor.world_size == 1:
             return None
         compares_shapes = tensor.group is not None and self.device.type == "cpu"
-        return SameInputs(self.pipeline, tensor, ControlChannel(tensor, 1) if compares_shapes else None)
+        return SameInputs(self.note_inputs, tensor, ControlChannel(tensor, 1) if compares_shapes else None)
 
     def _loaders(self) -> Loaders:
         size, drops = self.config.train_micro_batch_size_per_gpu, self.config.dataloader_drop_last
@@ -408,7 +407,7 @@ class Assembly:
         dtype_of = self.communication
         reduction = reduction_options(config, policy, self.precision, comm, accumulation, dtype_of, keep, alone)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in trained]
-        collector = StatsCollector(comm, self.device)
+        collector = self._collector()
         here = self.placements.is_accessible(self.placements.optimizer, on_host=False)
         offloaded = None if here else OffloadedGradients(self.placements, self.transfers, collector.note)
         self.reducer = GradReducer(
@@ -432,7 +431,10 @@ class Assembly:
         numel = min(bucket_numel(self.specs, config, comm.world_size), AUTO_BUCKET)
         options = step_options(config, numel, self.kind in SKIPS_ON_DEVICE)
         checks, look = self._checks(options.check_finite)
-        make = StepPipeline if self.trains else EvaluationPipeline
+        make: Callable[..., StepPipeline] = StepPipeline if self.trains else EvaluationPipeline
+        if self.trains and not self.topology.trivial:
+            self.sums = GradientSums(self.topology, buffer, self.ties, self.reducer, self.device)
+            make = functools.partial(ModelParallelStepPipeline, sums=self.sums)
         self.pipeline = make(
             buffer,
             self.reducer,
@@ -453,16 +455,22 @@ class Assembly:
             look,
         )
 
-    def _spread(self) -> None:
-        """Tell the step about the model-parallel ranks, for norms and shared gradients."""
+    def _collector(self) -> StatsCollector:
+        topology = self.topology
+        if topology.trivial or not self.trains:
+            return StatsCollector(self.comm, self.device)
+        counts = counts_once(topology, self.buffer, self.ties)
+        collector = ModelParallelStats(self.comm, self.device, topology.model, counts)
+        self.note_inputs = collector.note_inputs
+        return collector
+
+    def _communicators_beside(self) -> list[Communicator]:
+        """Return the communicators that only the rest of the grid uses."""
         topology = self.topology
         if topology.trivial:
-            return
-        self.beside[:] = [topology.world, topology.tensor, topology.pipe, topology.model]
-        if self.trains:
-            across, sums = spread_over(topology, self.buffer, self.ties, self.shared, self.reducer, self.device)
-            self.pipeline.spread(across, sums)
-            self.beside += sums.comms
+            return []
+        shared = [] if self.sums is None else self.sums.comms
+        return [topology.world, topology.tensor, topology.pipe, topology.model, *shared]
 
     def _checks(self, check_finite: bool) -> tuple[StepChecks | None, UpdatedWeights | None]:
         """Make the checks that a step's statistics carry, and the one of them that looks at updated weights."""
@@ -498,6 +506,7 @@ class Assembly:
             device=self.device,
             micro_batches=self.config.gradient_accumulation_steps or 1,
             loss_fn=self.staged.loss_fn,
+            note_inputs=self.note_inputs,
             on_loss=PipelineLoss(self.reference),
         )
         return self.staged.runner(parts)
@@ -534,7 +543,6 @@ class Assembly:
 
     def tell(self, parameters: Parameters) -> None:
         """Tell the other parts that these parameters have been added to the layout."""
-        self._spread()
         for parameter in parameters:
             OWNERS[parameter] = self.reference
         if self.partitioned is not None:

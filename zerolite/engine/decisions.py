@@ -153,7 +153,7 @@ def reduction_options(
         copy_on_arrival=zero.contiguous_gradients,
         overlap=zero.overlap_comm is not False,
         keep_buckets=keep_buckets,
-        probes=not alone,
+        sum_buckets=not alone,
     )
 
 

@@ -118,7 +118,7 @@ class UnfrozenParams:
         parts.reducer.use(layout, everything, strides)
         parts.reducer.arrivals.attach_rest()
         parts.sharded.extend()
-        parts.pipeline.count_buckets()
+        parts.pipeline.use_layout()
         parts.param_gatherer.attach(parts.model)
         parts.tell(parameters)
         unfrozen = {id(p) for p in parameters}

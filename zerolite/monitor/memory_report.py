@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ class MemoryParts:
     """The parts of an engine that hold tensors.
 
     Attributes:
-        across: communicators of the model-parallel groups.
+        other_comms: returns the communicators of the model-parallel groups.
         activations: returns the buffers of activation checkpointing that are not in use.
         away: returns (item, host copy) for the tensors that ``engine.offload_states()`` has moved to the host.
     """
@@ -137,7 +137,7 @@ class MemoryParts:
     comm: Communicator
     device: torch.device
     transfers: Transfers | None = None
-    across: Sequence[Communicator] = ()
+    other_comms: Callable[[], Iterable[Communicator]] = list
     activations: Callable[[], Iterable[torch.Tensor]] = list
     away: Callable[[], Iterable[tuple[str, torch.Tensor]]] = list
 
@@ -195,7 +195,7 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
     The order matters: if tensors share a storage, it counts for the item that comes first.
     """
     buffer = parts.buffer
-    communicators = {id(comm): comm for comm in (parts.comm, *parts.across)}
+    communicators = {id(comm): comm for comm in (parts.comm, *parts.other_comms())}
     yield from ((COMPUTE, flat) for flat in buffer.compute)
     for parameter in parts.module.parameters():
         handle = handle_of(parameter)

@@ -109,8 +109,8 @@ class PipelineRunner:
             status, error = FAILED, failure
         shapes = number_of(repr(shapes_of([(micro.args, micro.kwargs, micro.target) for micro in read[:1]])))
         self._barrier.begin(call, status, error, shapes, content)
-        if training:
-            self._parts.pipeline.note_inputs(find_tensors([(micro.args, micro.kwargs, micro.target) for micro in read]))
+        if training and self._parts.note_inputs is not None:
+            self._parts.note_inputs(find_tensors([(micro.args, micro.kwargs, micro.target) for micro in read]))
         return Step(self._parts, read, (shapes, training), outputs, loss)
 
     def _read(self, call: str, batches: Iterator[object]) -> tuple[list[MicroBatch], int]:

@@ -36,6 +36,7 @@ class RunnerComponents:
     Attributes:
         micro_batches: number of micro-batches in a step.
         on_loss: called with the loss of each step, before its update.
+        note_inputs: takes the inputs of a step, which ranks with parts of the model compare; None if there is one rank.
     """
 
     pipeline: StepPipeline
@@ -48,6 +49,7 @@ class RunnerComponents:
     micro_batches: int
     loss_fn: LossFunction | None
     on_loss: Callable[[torch.Tensor], None]
+    note_inputs: Callable[[list[torch.Tensor]], None] | None
 
 
 class Step:

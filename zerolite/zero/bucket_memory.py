@@ -44,7 +44,7 @@ class ReductionOptions:
     copy_on_arrival: bool
     overlap: bool  # launch during backward, and let reductions run while the next bucket fills
     keep_buckets: bool  # use full buckets again
-    probes: bool  # look at what each rank sends, so that a gradient which is not finite can be traced to its rank
+    sum_buckets: bool  # sum each bucket before it is sent: a sum that is not finite names the rank
 
 
 class BucketDtypes:

@@ -51,7 +51,7 @@ class GradReducer:
         used: indices of parameters that got a gradient since the last step; complete between backwards.
         shown: the tensors that ``p.grad`` shows; complete between backwards.
         losses: losses of this rank's backwards, 0-dim fp32.
-        probes: sums of this rank's buckets. A sum is not finite if a gradient was not.
+        bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
         share: factor of the next backward's gradients, if its loss has no weight.
         reduces_each_backward: every backward reduces its buckets, and not only the last one of a step.
         keeps_shards: this rank keeps its part of the mean gradient, and not the whole.
@@ -84,7 +84,7 @@ class GradReducer:
         self.commands = Commands()
         self.share = 1.0
         self.losses: list[torch.Tensor] = []
-        self.probes: list[torch.Tensor] = []
+        self.bucket_sums: list[torch.Tensor] = []
         self._lent: set[int] = set()  # buckets of which the user may have views
         self._announced = False  # a backward of this accumulation, by a call of the engine that all ranks make
         self._in_flight: list[GradientBucket] = []
@@ -311,9 +311,9 @@ class GradReducer:
         options = self._options
         self.arrivals.close(bucket)  # a gradient that comes from here on is late, and must be seen
         local = bucket.complete(self.current.factor)
-        if options.probes:
+        if options.sum_buckets:
             # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
-            self.probes.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
+            self.bucket_sums.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
         # Each reduction under way holds a full bucket of memory, unless gradients rest whole anyway. So at most
         # IN_FLIGHT are under way, and none beside a large one. A reduction of the same bucket ends first: there is one
         # place for its mean.
@@ -467,5 +467,5 @@ class GradReducer:
         self.current.on_all_reduced(consumed=True)
         self._announced = False
         self.arrivals.clear()
-        self.probes.clear()
+        self.bucket_sums.clear()
         self.losses.clear()

@@ -296,7 +296,7 @@ class Outcomes:
     def end_step(self, outcome: GradStats, divisor: float) -> None:
         """Count a step that was taken or skipped. Raises FloatingPointError if too many have been skipped."""
         if self.schedules is not None:
-            self.schedules.note(outcome.agreed)
+            self.schedules.note(outcome.schedules_match)
         skipped = not self.applies(outcome)
         norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
         said = ""

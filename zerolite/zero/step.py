@@ -16,9 +16,9 @@ change it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import UpdateChecks, UpdateLook
 from zerolite.zero.commands import NOTHING, Command, bits_of
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.grad_stats import Across, StatsCollector, StatsVector
+from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
 from zerolite.zero.gradient_scale import GradientScale
 from zerolite.zero.observers import REDUCE_WAIT, STEP, Observers
@@ -65,21 +65,10 @@ class StepOptions:
     divide_plain_backward: bool = False
 
 
-class SharedSums(Protocol):
-    """Sums of gradients that model-parallel ranks share."""
-
-    def run(self) -> None:
-        """Sum what the data ranks have reduced, unless that has been done for the gradients that have come by now."""
-
-    def reopen(self) -> None:
-        """Note that more gradients are coming for the same step."""
-
-    def clear(self) -> None:
-        """Forget the sums, because the gradients have been used or dropped."""
-
-
 class StepPipeline:
     """See the module. All methods are called on all ranks, in the same order."""
+
+    _same_gathers = True  # all ranks of the job gather the same number of parameters
 
     def __init__(
         self,
@@ -124,19 +113,16 @@ class StepPipeline:
             comm.world_size,
             look,
         )
-        self._across: Across | None = None
-        self._sums: SharedSums | None = None
         self.written = WrittenValues(buffer, param_gatherer, self._step_update, self.outcomes)
         self.suspended = ""  # why nothing can be done now, with the remedy
-        self.count_buckets()
+        self.use_layout()
         self.changes = GradientChanges(buffer, reducer, collector)
         self._begin_accumulation()
 
-    def count_buckets(self) -> None:
+    def use_layout(self) -> None:
         """Rebuild what depends on the buckets after the layout has changed. Called between steps."""
         layout = self._buffer.layout
-        fragments = list(layout.fragments(self._buffer.rank))
-        self._collector.use(layout, fragments, self._across)
+        self._collector.use(layout, list(layout.fragments(self._buffer.rank)))
         self._step_update.plan()
         if self.outcomes.checks is not None:
             self.outcomes.checks.replan()
@@ -146,20 +132,8 @@ class StepPipeline:
         self.written.use(sharded)
         self.outcomes.compare(ScheduleAgreement(sharded.schedule, self._comm.main))
 
-    def spread(self, across: Across, sums: SharedSums) -> None:
-        """Add statistics and shared gradients over the ranks that have other parts of the model. Before the first
-        step."""
-        self._across, self._sums = across, sums
-        self.count_buckets()
-
-    def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the inputs of a forward, which ranks with shards of the same layers compare in the step's statistics."""
-        self._collector.note_inputs(tensors)
-
     def _begin_accumulation(self) -> None:
         self._collector.clear()
-        if self._sums is not None:
-            self._sums.clear()
         self.gradient_scale.begin_accumulation()
         self._max_norm = self._options.max_norm
         self._updated = False
@@ -214,8 +188,6 @@ class StepPipeline:
             self._collector.discard()
         if self._scaler is not None:
             self.gradient_scale.of_accumulation()
-        if self._sums is not None:
-            self._sums.reopen()
         self._reducer.begin_backward(
             reducing, end_with_backward, weight, self._accumulation.micro_batches if divided else 1
         )
@@ -241,8 +213,6 @@ class StepPipeline:
         try:
             with self.commands(Command.REDUCE):
                 self._reducer.finish()
-                if self._sums is not None:
-                    self._sums.run()
         finally:
             for ended in self._observers.on_phase_end:
                 ended(REDUCE_WAIT)
@@ -284,12 +254,6 @@ class StepPipeline:
         if self.changes.all_dropped(found):
             self.zero_grad()
             return
-        if self._across is not None:
-            name = self._buffer.layout.slots[next(iter(found))].name
-            raise RuntimeError(
-                f"p.grad of parameter '{name}' was replaced, where tensor_parallel or a pipeline leaves parts of the "
-                "model on other ranks; use zerolite.set_full_grad(p, value) on all ranks"
-            )
         with self.commands(Command.OTHER):  # a rank that only follows commands would not know
             self.changes.take(found)
 
@@ -309,7 +273,7 @@ class StepPipeline:
             stats = self._collector.collect(
                 self._reducer.owned_parts(self._collector.noted),
                 self._reducer.used,
-                self._reducer.probes,
+                self._reducer.bucket_sums,
                 0 if schedules is None else schedules.schedule_hash(),
                 self._accumulation.weighted,
                 self._accumulation.weight,
@@ -368,8 +332,7 @@ class StepPipeline:
             schedules.begin_update()
         self.written.take()
         if checks is not None:
-            # With tensor parallelism a part may be small enough to stay whole on one rank and not on another.
-            gathers = schedules.schedule.gathers if schedules is not None and self._across is None else 0
+            gathers = schedules.schedule.gathers if schedules is not None and self._same_gathers else 0
             divisor = self.gradient_scale.own_divisor()
             checks.before_update(self.outcomes.counters.global_steps, divisor, self._max_norm, gathers)
         if self.changes.exposed:

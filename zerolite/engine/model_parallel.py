@@ -1,0 +1,258 @@
+"""The step where other ranks have parts of the model: tensor parallelism and pipelines.
+
+Norm, overflow and used parameters are those of the whole model, which one more small all-reduce of the statistics
+gives. Gradients of shared parameters (tied weights, sequence-parallel weights) are summed once a step, after the data
+ranks have reduced them. By then all ranks of a group own the same part of such a parameter, so the sum is one
+all-reduce of that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerolite.comm import Communicator, Topology, stages_communicator
+from zerolite.comm.initial_sync import content_hash
+from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks
+from zerolite.tensor_parallel.shard_spec import is_partial, shard_spec_of
+from zerolite.utils.accelerator import host_values
+from zerolite.utils.memory_tags import BUCKETS, tag_memory
+from zerolite.zero.buffer import ParameterBuffer
+from zerolite.zero.commands import Command
+from zerolite.zero.grad_reducer import GradReducer
+from zerolite.zero.grad_stats import LOCAL, StatsCollector
+from zerolite.zero.layout import Fragment, PartitionLayout
+from zerolite.zero.observers import REDUCE_WAIT
+from zerolite.zero.step import StepPipeline
+
+if TYPE_CHECKING:
+    from zerolite.pipe.prepare import Tie
+
+
+_COMPARED = 1 << 16  # at most about so many elements of an input are hashed
+
+
+@dataclass(frozen=True)
+class SharedGradients:
+    """Trained parameters whose gradient is the sum over the ranks of ``comm``.
+
+    Attributes:
+        comm: all its ranks have these parameters in this order, and own the same part of each.
+        indices: of the parameters in the layout.
+    """
+
+    comm: Communicator
+    indices: tuple[int, ...]
+
+
+class ModelParallelStats(StatsCollector):
+    """Statistics over all ranks, those that hold other parts of the model included."""
+
+    def __init__(
+        self, comm: Communicator, device: torch.device, model: Communicator, counts: Callable[[int], bool]
+    ) -> None:
+        """
+        Args:
+            comm: the data ranks.
+            model: the ranks of one copy of the model, all stages and tensor shards. They are given the same inputs.
+            counts: True for the index of a parameter whose square is in the norm on this rank. Of a parameter that
+                several ranks of ``model`` hold, one rank's square counts.
+        """
+        super().__init__(comm, device)
+        self._model, self._counts = model, counts
+        self._inputs = comm.world_size
+
+    def use(self, layout: PartitionLayout, fragments: Sequence[Fragment]) -> None:
+        super().use(layout, fragments)
+        masks = [[float(self._counts(slot.index)), float(slot.numel > 0)] for slot in layout.slots]
+        made = torch.tensor(masks, dtype=torch.float64, device="cpu").to(self._device)
+        self._counted, self._not_empty = made[:, 0], made[:, 1]  # 1 for the parameters that are
+        self._hash: torch.Tensor | None = None  # of the inputs of forwards since the last step
+
+    def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note the inputs of a forward, which the statistics compare on the ranks of each copy of the model."""
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            own = content_hash(flat[:: max(1, flat.numel() // _COMPARED)], self._device)
+            self._hash = own if self._hash is None else self._hash * 31 + own
+
+    def _reduce(self, vector: torch.Tensor) -> None:
+        layout = self._layout
+        if self._hash is not None:
+            # Below 2^20, so that sums over ranks of the hash and of its square are exact in float64.
+            vector[layout.inputs][self._comm.rank] = (self._hash % 1_048_573).double() + 1.0
+        self._hash = None
+        self._comm.all_reduce(vector[: LOCAL.start], tag="stats").wait()
+        total = (vector[layout.squares] * self._counted).sum().reshape(1)
+        unused = ((vector[layout.uses] == 0) * self._not_empty).sum().reshape(1)
+        inputs, extra = vector[layout.inputs], vector[layout.extra]
+        over = torch.cat([total, unused, inputs, inputs**2, extra])
+        self._model.all_reduce(over, tag="stats").wait()
+        totals, all_unused, hashes, squares, extras = over.split([1, 1, len(inputs), len(inputs), len(extra)])
+        extra.copy_(extras)
+        # n equal hashes h have the sum n h and the sum of squares n h²; different ones have a larger sum of squares.
+        different = (squares * self._model.world_size != hashes**2).sum().double().reshape(1)
+        vector[LOCAL] = torch.cat([different, all_unused - unused, totals])
+
+
+class GradientSums:
+    """Sums of the gradients of shared parameters. All methods are called on all ranks, in the same order."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        buffer: ParameterBuffer,
+        ties: Mapping[int, Tie],
+        reducer: GradReducer,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            ties: the ``Tie`` of each parameter that several stages have, by the parameter's id.
+        """
+        self._topology, self._buffer, self._ties = topology, buffer, ties
+        self._reducer, self._device = reducer, device
+        self._shared: dict[str, Communicator] = {}  # by the key of a tie
+        self._summed = False
+
+    def use_layout(self) -> None:
+        """Find the shared parameters in the layout as it is now.
+
+        The first call makes the communicators, a collective, for frozen parameters too. When such a parameter is
+        unfrozen later, one stage calls this while another waits for its message, so no collective could run then.
+        """
+        topology, trained = self._topology, self._buffer.parameters
+        partial = tuple(i for i, p in enumerate(trained) if is_partial(p) and shard_spec_of(p) is None)
+        slots = self._buffer.layout.slots
+        offloaded = [i for i in partial if self._reducer.is_offloaded(slots[i].bucket)]
+        if offloaded:
+            raise ValueError(
+                f"zero_optimization.offload_optimizer: expected no parameter whose gradient tensor-parallel ranks must "
+                f"sum on the device, got '{slots[offloaded[0]].name}'; leave the block out"
+            )
+        groups = [SharedGradients(topology.tensor, partial)]
+        indices = {id(parameter): index for index, parameter in enumerate(trained)}
+        for tie in sorted(self._ties.values(), key=lambda tie: str(tie.key)):
+            if tie.key not in self._shared:
+                self._shared[tie.key] = self._communicator(tie)
+            if id(tie.parameter) in indices:
+                groups.append(SharedGradients(self._shared[tie.key], (indices[id(tie.parameter)],)))
+        self._groups = [group for group in groups if group.indices and group.comm.world_size > 1]
+        self._fragments = {group.indices: self._fragments_of(group) for group in self._groups}
+
+    def _communicator(self, tie: Tie) -> Communicator:
+        comm = stages_communicator(self._topology, tuple(tie.ranks), self._device)
+        dtype = {f"parameter '{tie.key}', which stages share,": {"dtype": str(tie.parameter.dtype)}}
+        different = "zerolite.initialize: stages compute in different dtypes"
+        check_equal_on_ranks(Description(dtype), comm, self._device, different)
+        return comm
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """Communicators over which the sums are taken."""
+        return [group.comm for group in self._groups]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Sum the gradients after :meth:`GradReducer.finish`. Later calls do nothing until new gradients come."""
+        if self._summed:
+            return
+        self._summed = True
+        for group in self._groups:
+            parts = self._parts(group)
+            flags = [index in self._reducer.used for index in group.indices]
+            # A rank may own no element of these parameters. It then reads dtype and device of a parameter, but no
+            # values: at stage 3 that would launch a gather, and not all of its ranks are here.
+            like: torch.Tensor = parts[0] if parts else self._reducer.parameters[group.indices[0]]
+            dtype, device = like.dtype, like.device
+            uses = torch.ones(len(flags), dtype=dtype, device=device)
+            if not all(flags):
+                uses = torch.tensor(flags, dtype=dtype, device="cpu").to(device)
+            flat = tag_memory(torch.cat([*parts, uses]), BUCKETS)
+            group.comm.all_reduce(flat, "shared_gradients").wait()
+            *totals, used = flat.split([*(part.numel() for part in parts), len(flags)])
+            for part, total in zip(parts, totals, strict=True):
+                part.copy_(total)
+            if not all(flags):  # another rank may have used a parameter that this rank has not
+                known = zip(group.indices, host_values(used), strict=True)
+                self._reducer.used.update(index for index, users in known if users)
+
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """Prepare for more gradients of the same step. Only the first rank of each group keeps the sum, so that the
+        next sum counts it once."""
+        if self._summed:
+            for group in self._groups:
+                for part in self._parts(group) if group.comm.rank else ():
+                    part.zero_()
+        self._summed = False
+
+    def clear(self) -> None:
+        """Forget the sum, after the gradients have been used or dropped."""
+        self._summed = False
+
+    def _parts(self, group: SharedGradients) -> list[torch.Tensor]:
+        """Return this rank's gradients of the group, flat, in the order of its indices."""
+        sharded = self._reducer.keeps_shards
+        return [
+            self._reducer.reduced(f.slot.bucket).narrow(0, f.shard_start if sharded else f.bucket_start, f.numel)
+            for f in self._fragments[group.indices]
+        ]
+
+    def _fragments_of(self, group: SharedGradients) -> list[Fragment]:
+        layout, sharded = self._reducer.layout, self._reducer.keeps_shards
+        order = {index: place for place, index in enumerate(group.indices)}
+        fragments = layout.fragments(self._topology.data.rank) if sharded else layout.full_fragments()
+        return sorted((f for f in fragments if f.slot.index in order), key=lambda f: order[f.slot.index])
+
+
+class ModelParallelStepPipeline(StepPipeline):
+    """Step pipeline whose gradients and statistics are those of all ranks that hold parts of the model."""
+
+    _same_gathers = False  # a tensor shard may be small enough to stay whole on one rank and not on another
+
+    def __init__(self, *args: Any, sums: GradientSums, **kwargs: Any) -> None:
+        self._sums = sums
+        super().__init__(*args, **kwargs)
+
+    def use_layout(self) -> None:
+        super().use_layout()
+        self._sums.use_layout()
+
+    def _begin_accumulation(self) -> None:
+        self._sums.clear()
+        super()._begin_accumulation()
+
+    def _begin(self, *args: Any, **kwargs: Any) -> None:
+        self._sums.reopen()
+        super()._begin(*args, **kwargs)
+
+    def finish_reductions(self) -> None:
+        with self._observers.phase(REDUCE_WAIT), self.commands(Command.REDUCE):
+            super().finish_reductions()
+            self._sums.run()
+
+    def _take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
+        if not self.changes.all_dropped(found):
+            name = self._buffer.layout.slots[next(iter(found))].name
+            raise RuntimeError(
+                f"p.grad of parameter '{name}' was replaced, where tensor_parallel or a pipeline leaves parts of the "
+                "model on other ranks; use zerolite.set_full_grad(p, value) on all ranks"
+            )
+        super()._take_over(found)
+
+
+def counts_once(topology: Topology, buffer: ParameterBuffer, ties: Mapping[int, Tie]) -> Callable[[int], bool]:
+    """Return the rule of the norm: of a parameter that several ranks hold, the first stage and tensor rank counts."""
+
+    def counts(index: int) -> bool:
+        parameter = buffer.parameters[index]
+        tie = ties.get(id(parameter))
+        if tie is not None and tie.ranks[0] != topology.pipe.rank:
+            return False
+        return shard_spec_of(parameter) is not None or topology.tensor.rank == 0
+
+    return counts
