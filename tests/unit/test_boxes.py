@@ -10,7 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import zerolite
 from zerolite.checkpoint.boxes import Box, BoxIndex, boxes_of_range, covers, intersection
+from zerolite.checkpoint.flat_ranges import FlatRange
+from zerolite.tensor_parallel.shard_spec import ShardSpec
 
 SHAPES = [(), (1,), (7,), (1, 1), (3, 4), (5, 1), (1, 5), (2, 3, 4), (3, 1, 2), (2, 2, 3, 2), (2, 1, 2, 1, 3)]
 EMPTY = [(0,), (0, 5), (5, 0), (2, 0, 3)]
@@ -69,3 +72,41 @@ def test_what_covers_a_tensor_and_what_does_not() -> None:
     assert not covers([((0, -1), (3, 4))], (3, 4))
     assert not covers([((0, 0), (3, 4)), ((0, 0), (3, 0))], (3, 4))
     assert not covers([((0,), (1,))], (0,))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *EMPTY])
+def test_a_range_has_the_bytes_of_its_shards(shape: tuple[int, ...]) -> None:
+    values = torch.zeros(math.prod(shape), dtype=torch.bfloat16)
+    specs: list[ShardSpec | None] = [None]
+    for dim, length in enumerate(shape):  # rank 1 of 2; the last rows are padding
+        full, rows = (*shape[:dim], 2 * length - length // 2, *shape[dim + 1 :]), ((0, length, length - length // 2),)
+        specs.append(ShardSpec(full, dim, rows, length, 1, 2))
+    for spec, (start, numel) in itertools.product(specs, ranges(shape)):
+        part = FlatRange("w", shape, torch.empty(shape).stride(), start, values[start : start + numel], spec)
+        assert part.nbytes == sum(shard.nbytes for shard in part.shards())
+
+
+class Mixed(torch.nn.Module):
+    """Parameters that are trained, frozen, empty, scalar and channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(7, 5).requires_grad_(False)
+        self.conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.empty = torch.nn.Parameter(torch.ones(0, 3))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_engine_writes_the_bytes_of_its_shards(stage: int, bf16: bool) -> None:
+    config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}, "train_micro_batch_size_per_gpu": 1}
+    engine = zerolite.initialize(Mixed(), {**config, "optimizer": {"type": "Adam"}})
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    engine.step()
+    model = engine.checkpointer.components.model
+    shards, _ = model.shards(exclude_frozen=False)
+    assert any(shard.key.startswith("optimizer/") for shard in shards)
+    assert engine.checkpointer.nbytes() == sum(shard.nbytes for shard in shards) > 0

@@ -41,6 +41,14 @@ class FlatRange:
     def full_shape(self) -> tuple[int, ...]:
         return self.shape if self.spec is None else self.spec.full_shape
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the range's boxes."""
+        numel = self.values.numel()
+        if self.spec is not None:  # padding of the shard is in no box
+            numel = sum(math.prod(sizes) for (_, sizes), _ in self.boxes())
+        return numel * self.values.dtype.itemsize
+
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield the boxes of the range in the full tensor, and views of their values."""
         for box, view in self._boxes_here():

@@ -175,28 +175,44 @@ class ModelState:
 
     # ---------------------------------------------------------------- saving
 
-    def shards(
-        self, exclude_frozen: bool, elsewhere: Collection[str] = (), with_scalars: bool = True
-    ) -> tuple[list[Shard], Scalars]:
+    def shards(self, exclude_frozen: bool, elsewhere: Collection[str] = ()) -> tuple[list[Shard], Scalars]:
         """Return the parameters and states that this rank writes, and the states that are one number.
 
         Args:
             exclude_frozen: leave frozen parameters out.
             elsewhere: names of the parameters that another stage writes.
-            with_scalars: copy the states that are one number too.
+        """
+        scalars: Scalars = {}
+        shards = [shard for part in self._ranges(exclude_frozen, elsewhere, scalars) for shard in part.shards()]
+        trained = self.index_of()
+        for name, parameter in self.named_parameters().items():
+            if not math.prod(_full_shape(parameter)) and (id(parameter) in trained or not exclude_frozen):
+                shards.append(empty_shard(PARAMETERS + name, _full_shape(parameter), parameter.dtype))
+        return shards, scalars
+
+    def nbytes(self) -> int:
+        """Return the bytes of all parameters and states that this rank writes; ``shards`` would add up to the same."""
+        return sum(part.nbytes for part in self._ranges(exclude_frozen=False))
+
+    def _ranges(
+        self, exclude_frozen: bool, elsewhere: Collection[str] = (), scalars: Scalars | None = None
+    ) -> list[FlatRange]:
+        """Return the ranges that this rank writes. Arguments as for :meth:`shards`.
+
+        Args:
+            scalars: copies of the states that are one number are added here; None: they are left out.
         """
         names = self.names_by_index()
         chosen = {i for i, p in enumerate(self.buffer.parameters) if names[i] not in elsewhere and self.writes(p)}
         sharded = [part for index, part in self._masters(names) if index in chosen]
         everywhere: list[FlatRange] = []  # ranges that all data-parallel ranks have, in the same order
-        scalars: Scalars = {}
         for param_shard, name, state in self.states(names):
             if param_shard.fragment.slot.index not in chosen:
                 continue
             for kind, value in state.items():
                 if not self.is_scalar(kind, value, param_shard):
                     sharded.append(self._state_range(param_shard, name, kind, value))
-                elif with_scalars and self._writes_scalars(param_shard):
+                elif scalars is not None and self._writes_scalars(param_shard):
                     scalars.setdefault(kind, {})[name] = _number(value)
         if not self.buffer.shard:
             # Stage 0: every rank has all masters and states, so they are divided evenly like other full tensors.
@@ -210,14 +226,7 @@ class ModelState:
             elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
                 sharded.append(replace(part, values=handle.own_part()) if handle.status is AVAILABLE else part)
-        shards = [shard for part in sharded for shard in part.shards()]
-        for part in split_evenly(everywhere, self.comm.rank, self.comm.world_size):
-            shards += part.shards()
-        trained = self.index_of()
-        for name, parameter in self.named_parameters().items():
-            if not math.prod(_full_shape(parameter)) and (id(parameter) in trained or not exclude_frozen):
-                shards.append(empty_shard(PARAMETERS + name, _full_shape(parameter), parameter.dtype))
-        return shards, scalars
+        return [*sharded, *split_evenly(everywhere, self.comm.rank, self.comm.world_size)]
 
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
         first = param_shard.fragment.param_start == 0 and (self.buffer.shard or self.comm.rank == 0)

@@ -154,7 +154,7 @@ class Saver:
 
     def nbytes(self) -> int:
         """Return the bytes of parameters, masters and states that this rank writes."""
-        return sum(shard.nbytes for shard in self._components.model.shards(exclude_frozen=False, with_scalars=False)[0])
+        return self._components.model.nbytes()
 
     def wait(self) -> None:
         """Wait until a save in the background has ended. Raises its error, once."""
