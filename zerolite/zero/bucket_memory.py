@@ -84,7 +84,7 @@ class Backward:
         open: it has begun and not ended.
         reducing: it reduces every bucket.
         void: what comes in it counts as nothing.
-        follows_units: buckets are launched at the ends of units' backwards, and not in their order.
+        launches_by_group: buckets are launched when the backward of a parameter group ends, and not in their order.
         learning: it is still to be learned at which of these ends.
         launched: buckets that it has launched, in their order, so far.
         unreduced: backwards since this rank's sums were last reduced; equal on all ranks.
@@ -95,15 +95,15 @@ class Backward:
     open: bool = False
     reducing: bool = False
     void: bool = False
-    follows_units: bool = False
+    launches_by_group: bool = False
     learning: bool = False
     launched: int = 0
     unreduced: int = 0
     accumulated: int = 0
 
-    def begin(self, factor: float, reducing: bool, void: bool, follows_units: bool, learning: bool) -> None:
+    def begin(self, factor: float, reducing: bool, void: bool, launches_by_group: bool, learning: bool) -> None:
         self.factor, self.open, self.reducing, self.void = factor, True, reducing, void
-        self.follows_units, self.learning, self.launched = follows_units, learning, 0
+        self.launches_by_group, self.learning, self.launched = launches_by_group, learning, 0
         self.unreduced += 1
         self.accumulated += 1
 
@@ -162,9 +162,9 @@ class BucketMemory:
         in_backward = current.reducing and (current.open or launching)
         if travels and in_backward and options.shard and options.use_reduce_scatter:
             # Its place in the order of collectives is known: this backward launches every bucket before it, and nothing
-            # else. With units what is launched next is known only when it is.
-            if not current.follows_units or launching:
-                ahead = 0 if current.follows_units else self._order.places[bucket.index] - current.launched
+            # else. By group what is launched next is known only when it is.
+            if not current.launches_by_group or launching:
+                ahead = 0 if current.launches_by_group else self._order.places[bucket.index] - current.launched
                 staged = self.comm.staging(bucket.numel, dtype, ahead)
                 if staged is not None:
                     return staged, True

@@ -246,9 +246,9 @@ class GradientArrivals:
             self._reducer.on_late_gradient(bucket, slot)
         if slot.index in bucket.held.gradients:  # what is held is moved, all of it
             self.close(bucket)
-        # On a device a gradient that is moved at once frees its memory for the next one. With units the whole bucket
-        # is filled in one call when its unit's backward ends.
-        at_once = self._options.copy_on_arrival and not backward.follows_units
+        # On a device a gradient that is moved at once frees its memory for the next one. By group the whole bucket
+        # is filled in one call when its group's backward ends.
+        at_once = self._options.copy_on_arrival and not backward.launches_by_group
         if not torch.is_grad_enabled():
             bucket.accept(slot, gradient, at_once, backward.factor, tag=bool(listeners))
             return
@@ -264,9 +264,9 @@ class GradientArrivals:
         # not by a count of memory, and not by create_graph, which must detach each.
         if backward.void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
-        follows = backward.follows_units and not backward.learning  # no gradient launches anything
+        by_group = backward.launches_by_group and not backward.learning  # no gradient launches anything
         for bucket in self._buckets:
-            for run in bucket.runs_to_open(follows):
+            for run in bucket.runs_to_open(by_group):
                 if run.shown is None:
                     run.show(self.shown.made(run.indices))
                 if run.shown is not None and self._hook_sums.users.isdisjoint(run.indices):
@@ -277,7 +277,7 @@ class GradientArrivals:
         """The hooks of ``run`` have held the last of its gradients."""
         bucket = self._buckets[run.bucket]
         self._close(bucket, run)
-        if isinstance(run, Run):  # others are moved when the bucket is launched, at the end of a unit's backward
+        if isinstance(run, Run):  # others are moved when the bucket is launched, at the end of a group's backward
             bucket.put_run(run, self._backward.factor)
             self._reducer.on_gradient(bucket)
 

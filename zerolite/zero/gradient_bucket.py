@@ -142,10 +142,10 @@ class GradientBucket:
         else:
             self.held.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
 
-    def runs_to_open(self, follows_units: bool) -> Sequence[Held]:
-        """Return the runs in which hooks may hold gradients now. follows_units: no gradient launches anything, so that
-        a whole bucket may be held until its unit's backward ends."""
-        if self.bucket.rows and not (follows_units and self.local is None and self.state is BucketState.OPEN):
+    def runs_to_open(self, by_group: bool) -> Sequence[Held]:
+        """Return the runs in which hooks may hold gradients now. by_group: no gradient launches anything, so that
+        a whole bucket may be held until its group's backward ends."""
+        if self.bucket.rows and not (by_group and self.local is None and self.state is BucketState.OPEN):
             return ()
         return self.runs
 

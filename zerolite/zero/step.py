@@ -178,7 +178,7 @@ class StepPipeline:
         """Take part in a backward that other ranks have announced, and add nothing to it. At stage 3 they announce what
         comes next; elsewhere it is all buckets in their order."""
         self._begin(scaled, 0.0 if weighted else None, reducing, divided, end_with_backward=False)
-        if not self._reducer.current.follows_units:
+        if not self._reducer.current.launches_by_group:
             self._reducer.end_backward(complete=False)
 
     def _begin(
