@@ -15,7 +15,7 @@ from zerolite.comm import Communicator
 from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.commands import Command
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.shown_gradients import Factor, Place
+from zerolite.zero.shown_gradients import Factor, GradientSpec
 from zerolite.zero.step import StepPipeline
 
 Gather = Callable[[list[int], dict[int, torch.Tensor], torch.dtype], list[torch.Tensor]]
@@ -167,24 +167,24 @@ class PendingGradients:
     # ---------------------------------------------------------------- wholes
 
     @torch.no_grad()
-    def wholes(self, places: Sequence[Place], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def wholes(self, specs: Sequence[GradientSpec], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gather full tensors from all ranks' parts. One collective is enough, unless there are several dtypes, or
         several tensors of one parameter."""
-        if places[0].sharded and self._comm.world_size > 1 and self._comm.main:
+        if specs[0].sharded and self._comm.world_size > 1 and self._comm.main:
             warn_of_collective(
-                f"this line needs all values of the gradient of '{places[0].name}', of which each rank owns a part: "
+                f"this line needs all values of the gradient of '{specs[0].name}', of which each rank owns a part: "
                 "they are gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for "
                 "several parameters at once"
             )
         # One collective each: a dtype, and positions in ``parts`` by index of the parameter.
         rounds: list[tuple[torch.dtype, dict[int, int]]] = []
-        for position, (place, part) in enumerate(zip(places, parts, strict=True)):
+        for position, (spec, part) in enumerate(zip(specs, parts, strict=True)):
             for dtype, members in rounds:
-                if dtype == part.dtype and place.index not in members:
-                    members[place.index] = position
+                if dtype == part.dtype and spec.index not in members:
+                    members[spec.index] = position
                     break
             else:
-                rounds.append((part.dtype, {place.index: position}))
+                rounds.append((part.dtype, {spec.index: position}))
         found: dict[int, torch.Tensor] = {}
         for dtype, members in rounds:
             sent = torch.uint8 if dtype == torch.bool else dtype

@@ -23,7 +23,7 @@ from zerolite.access.gathered_gradient import read_only
 from zerolite.access.pending_gradients import PendingGradients
 from zerolite.comm import wait_for_result
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors, map_tensors, written_arguments
-from zerolite.zero.shown_gradients import GradientPlaceholder, Place
+from zerolite.zero.shown_gradients import GradientPlaceholder, GradientSpec
 
 aten = torch.ops.aten
 
@@ -48,44 +48,44 @@ class ShardedGradient(GradientPlaceholder):
 
     @staticmethod
     def of(
-        place: Place, like: torch.Tensor, part: torch.Tensor | None = None, origin: ShardedGradient | None = None
+        spec: GradientSpec, like: torch.Tensor, part: torch.Tensor | None = None, origin: ShardedGradient | None = None
     ) -> ShardedGradient:
-        """Make a tensor at ``place`` with the dtype and device of ``like``."""
+        """Make a tensor of ``spec`` with the dtype and device of ``like``."""
         gradient: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            ShardedGradient, place.shape, place.strides, dtype=like.dtype, device=like.device
+            ShardedGradient, spec.shape, spec.strides, dtype=like.dtype, device=like.device
         )
-        gradient.place, gradient.part, gradient.arrived, gradient.origin = place, part, None, origin
+        gradient.spec, gradient.part, gradient.arrived, gradient.origin = spec, part, None, origin
         return gradient
 
     @property
     def source(self) -> PendingGradients:
         """The engine's pending gradients. Raises RuntimeError for the gradient of an earlier step."""
-        if self.part is None and self.place.used:
+        if self.part is None and self.spec.used:
             raise RuntimeError(
-                f"the gradient of parameter '{self.place.name}' cannot be used here: a step has used it, or it was "
+                f"the gradient of parameter '{self.spec.name}' cannot be used here: a step has used it, or it was "
                 "dropped; take p.grad after the next backward, and clone what is to outlive the step"
             )
-        source: PendingGradients | None = self.place.known()
+        source: PendingGradients | None = self.spec.source()
         if source is None:
-            raise RuntimeError(f"the gradient of parameter '{self.place.name}' has gone with its engine")
+            raise RuntimeError(f"the gradient of parameter '{self.spec.name}' has gone with its engine")
         return source
 
     def read(self) -> torch.Tensor:
         """Return this rank's part."""
-        return self.source.read(self.place.index) if self.part is None else self.part
+        return self.source.read(self.spec.index) if self.part is None else self.part
 
     def open(self) -> torch.Tensor:
         """Return this rank's part, to be written to until :meth:`close`."""
-        return self.source.open(self.place.index) if self.part is None else self.part
+        return self.source.open(self.spec.index) if self.part is None else self.part
 
     def close(self, part: torch.Tensor) -> None:
         """Store ``part``, as :meth:`open` returned it, after it has been written to."""
         if self.part is None:
-            self.source.close(self.place.index, part)
+            self.source.close(self.spec.index, part)
 
     def store(self, whole: torch.Tensor) -> None:
         """Store this rank's part of ``whole``, which has the parameter's shape."""
-        values, own = self.place.part_of(whole), self.open()
+        values, own = self.spec.part_of(whole), self.open()
         if own.device != values.device or own.data_ptr() != values.data_ptr():
             own.copy_(values)
         self.close(own)
@@ -97,7 +97,7 @@ class ShardedGradient(GradientPlaceholder):
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
         # Debuggers and tracebacks print on one rank alone, so printing is no collective.
         shape, dtype = tuple(self.shape), str(self.dtype).removeprefix("torch.")
-        return f"ShardedGradient('{self.place.name}', shape={shape}, dtype={dtype}; values: zerolite.get_full_grad(p))"
+        return f"ShardedGradient('{self.spec.name}', shape={shape}, dtype={dtype}; values: zerolite.get_full_grad(p))"
 
     def __format__(self, spec: str) -> str:
         return repr(self)
@@ -138,18 +138,18 @@ class ShardedGradient(GradientPlaceholder):
 def _on_parts(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """Run an elementwise operation on this rank's part. Return NotImplemented if it needs other elements."""
     gradients = find_tensors((args, kwargs), ShardedGradient)
-    place, written = gradients[0].place, written_arguments(function, args, kwargs)
+    spec, written = gradients[0].spec, written_arguments(function, args, kwargs)
     others = find_tensors((args, kwargs))
-    if any(g.place is not place for g in gradients) or not all(place.fits(other) for other in others):
+    if any(g.spec is not spec for g in gradients) or not all(spec.fits(other) for other in others):
         return NotImplemented
     if not written:
-        result = function(*map_tensors(_part_at(place), args), **map_tensors(_part_at(place), kwargs))
-        return ShardedGradient.of(place, result, result) if isinstance(result, torch.Tensor) else NotImplemented
+        result = function(*map_tensors(_part_of(spec), args), **map_tensors(_part_of(spec), kwargs))
+        return ShardedGradient.of(spec, result, result) if isinstance(result, torch.Tensor) else NotImplemented
     target = written[0]
     if len(written) > 1 or target is not args[0] or not isinstance(target, ShardedGradient):
         return NotImplemented
     part = target.open()
-    function(part, *map_tensors(_part_at(place), args[1:]), **map_tensors(_part_at(place), kwargs))
+    function(part, *map_tensors(_part_of(spec), args[1:]), **map_tensors(_part_of(spec), kwargs))
     target.close(part)
     return target
 
@@ -159,17 +159,17 @@ def _on_lists(function: OpOverload, args: Arguments, kwargs: Keywords) -> object
     targets = args[0]
     if not all(isinstance(target, ShardedGradient) for target in targets):
         return NotImplemented
-    places = [target.place for target in targets]
+    specs = [target.spec for target in targets]
     rest = []
     for argument in args[1:]:
         if isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument):
-            if not all(_belongs(item, place) for item, place in zip(argument, places, strict=True)):
+            if not all(_belongs(item, spec) for item, spec in zip(argument, specs, strict=True)):
                 return NotImplemented
-            argument = [_part_at(place)(item) for item, place in zip(argument, places, strict=True)]
+            argument = [_part_of(spec)(item) for item, spec in zip(argument, specs, strict=True)]
         rest.append(argument)
     if not written_arguments(function, args, kwargs):
         results = function([target.read() for target in targets], *rest, **kwargs)
-        return [ShardedGradient.of(place, r, r) for place, r in zip(places, results, strict=True)]
+        return [ShardedGradient.of(spec, r, r) for spec, r in zip(specs, results, strict=True)]
     parts = [target.open() for target in targets]
     function(parts, *rest, **kwargs)
     for target, part in zip(targets, parts, strict=True):
@@ -177,17 +177,17 @@ def _on_lists(function: OpOverload, args: Arguments, kwargs: Keywords) -> object
     return None
 
 
-def _belongs(item: object, place: Place) -> bool:
+def _belongs(item: object, spec: GradientSpec) -> bool:
     if isinstance(item, ShardedGradient):
-        return item.place is place
-    return isinstance(item, torch.Tensor) and place.fits(item)
+        return item.spec is spec
+    return isinstance(item, torch.Tensor) and spec.fits(item)
 
 
-def _part_at(place: Place) -> Callable[[object], object]:
+def _part_of(spec: GradientSpec) -> Callable[[object], object]:
     def part(item: object) -> object:
         if isinstance(item, ShardedGradient):
             return item.read()
-        return place.part_of(item) if isinstance(item, torch.Tensor) else item
+        return spec.part_of(item) if isinstance(item, torch.Tensor) else item
 
     return part
 
@@ -226,14 +226,14 @@ def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], l
     for source, ours in _by_source(gradients):
         rest = []
         for gradient in ours:
-            kept = source.whole(gradient.place.index, gradient) if gradient.part is None else None
-            whole = gradient.part if kept is None and not gradient.place.sharded else kept
+            kept = source.whole(gradient.spec.index, gradient) if gradient.part is None else None
+            whole = gradient.part if kept is None and not gradient.spec.sharded else kept
             if whole is None:
                 rest.append(gradient)
             else:
                 found[id(gradient)] = whole
         if rest:
-            made = source.wholes([g.place for g in rest], [g.read() for g in rest])
+            made = source.wholes([g.spec for g in rest], [g.read() for g in rest])
             found.update(zip(map(id, rest), made, strict=True))
             copies += made
     return [found[id(gradient)] for gradient in gradients], copies
@@ -260,7 +260,7 @@ def _accumulate(function: OpOverload, held: object, gradient: torch.Tensor, **ig
 
 def _alias(function: OpOverload, gradient: ShardedGradient, *ignored: object) -> ShardedGradient:
     origin = gradient if gradient.origin is None else gradient.origin
-    return ShardedGradient.of(gradient.place, gradient, gradient.part, origin)
+    return ShardedGradient.of(gradient.spec, gradient, gradient.part, origin)
 
 
 def _like(function: OpOverload, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
@@ -273,7 +273,7 @@ def _convert(function: OpOverload, gradient: ShardedGradient, **kwargs: Any) -> 
     if kwargs.get("device") not in (None, gradient.device) or kwargs.get("memory_format") == torch.channels_last:
         return NotImplemented
     part = function(gradient.read(), **{**kwargs, "memory_format": None})
-    return ShardedGradient.of(gradient.place, part, part)
+    return ShardedGradient.of(gradient.spec, part, part)
 
 
 def _is_number(value: object) -> bool:
@@ -283,7 +283,7 @@ def _is_number(value: object) -> bool:
 def _multiply(function: OpOverload, gradient: object, factor: Any) -> object:
     if not isinstance(gradient, ShardedGradient) or gradient.part is not None or not _is_number(factor):
         return NotImplemented
-    gradient.source.multiply([gradient.place.index], factor)
+    gradient.source.multiply([gradient.spec.index], factor)
     return gradient
 
 
@@ -296,7 +296,7 @@ def _divide(function: OpOverload, gradient: object, divisor: Any) -> object:
 def _multiply_all(function: OpOverload, gradients: Tensors, factor: Any) -> object:
     if not _are_pending(gradients) or isinstance(factor, (list, tuple)) or not _is_number(factor):
         return NotImplemented
-    gradients[0].source.multiply([g.place.index for g in gradients], factor)
+    gradients[0].source.multiply([g.spec.index for g in gradients], factor)
     return None
 
 
@@ -327,7 +327,7 @@ def _unscale(function: OpOverload, gradients: Tensors, found_inf: torch.Tensor, 
     for source in dict.fromkeys(g.source for g in made):
         found_inf.copy_(source.combine(found_inf.reshape(1), largest=True).reshape(found_inf.shape))
     for source, pending in _by_source([g for g in ours if g.part is None]):
-        indices = [g.place.index for g in pending]
+        indices = [g.spec.index for g in pending]
         source.check_finite(indices, found_inf)
         source.multiply(indices, inverse_scale)
 
@@ -369,7 +369,7 @@ def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]
 
 def _norms_of_one(source: PendingGradients, gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
     if order == 2 and all(g.part is None for g in gradients):
-        return source.norms([g.place.index for g in gradients])
+        return source.norms([g.spec.index for g in gradients])
     parts = [g.read() for g in gradients]
     if math.isinf(order):
         sign = 1.0 if order > 0 else -1.0
@@ -419,7 +419,7 @@ def _set_item(function: Function, gradient: ShardedGradient, index: Any, value: 
 
 
 def _set_data(function: Function, gradient: ShardedGradient, value: torch.Tensor) -> None:
-    if not (isinstance(value, ShardedGradient) and value.place is gradient.place and value.part is gradient.part):
+    if not (isinstance(value, ShardedGradient) and value.spec is gradient.spec and value.part is gradient.part):
         gradient.copy_(value)
 
 
@@ -429,13 +429,13 @@ def _from_whole(function: Function, gradient: ShardedGradient, *args: Any, **kwa
 
 def _memory(gradient: ShardedGradient) -> torch.Tensor | None:
     """Return the memory of a full gradient as ``p.grad`` shows it, for use outside of torch; None if there is none."""
-    if gradient.place.sharded:
+    if gradient.spec.sharded:
         return None
     if gradient.part is not None:
         return gradient.part
-    kept = gradient.source.whole(gradient.place.index, gradient)
+    kept = gradient.source.whole(gradient.spec.index, gradient)
     if kept is not None:
-        gradient.source.lend(gradient.place.index)
+        gradient.source.lend(gradient.spec.index)
     return kept
 
 
@@ -443,7 +443,7 @@ def _from_memory(function: Function, gradient: ShardedGradient, *args: Any, **kw
     memory = _memory(gradient)
     if memory is None:
         raise RuntimeError(
-            f"p.grad of parameter '{gradient.place.name}' has no memory: each rank owns a part of it, or it is kept in "
+            f"p.grad of parameter '{gradient.spec.name}' has no memory: each rank owns a part of it, or it is kept in "
             "another dtype or times a loss scale; use zerolite.get_full_grad(p), a copy of all of it, on all ranks"
         )
     return function(memory, *args, **kwargs)

@@ -21,7 +21,7 @@ Factor = float | torch.Tensor
 
 
 @dataclass(eq=False)
-class Place:
+class GradientSpec:
     """The elements of one parameter that this rank owns: ``[start, start + numel)`` of it in the order in which memory
     holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``used``: it was the
     gradient of an earlier step."""
@@ -33,7 +33,7 @@ class Place:
     start: int
     numel: int
     sharded: bool
-    known: weakref.ref[Any]
+    source: weakref.ref[Any]
     used: bool = False
 
     def mark_used(self) -> None:
@@ -57,13 +57,13 @@ class GradientPlaceholder(torch.Tensor):
     it; a subclass, which is passed in, says what operations on it do.
 
     Attributes:
-        place: of this rank's part.
+        spec: shape and range of this rank's part.
         part: None for the gradient itself; for what an elementwise operation has made of it, this rank's part of the
             result.
         arrived: what autograd has added, in a backward that has begun unannounced.
     """
 
-    place: Place
+    spec: GradientSpec
     part: torch.Tensor | None
     arrived: torch.Tensor | None
 
@@ -85,7 +85,7 @@ class GradientPlaceholder(torch.Tensor):
         raise NotImplementedError
 
 
-MakeGradient = Callable[[Place, torch.Tensor], GradientPlaceholder]
+MakeGradient = Callable[[GradientSpec, torch.Tensor], GradientPlaceholder]
 """Make the placeholder of a gradient, in the dtype and on the device of a tensor."""
 
 
@@ -108,13 +108,13 @@ class ShownGradients:
         self._made: list[GradientPlaceholder | None] = []  # by index of the parameter, to be used again
         self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
         self._references: list[int] = []  # to each of those that were made, as far as they are the engine's
-        self._known: weakref.ref[Any] = weakref.ref(self)
+        self._source: weakref.ref[Any] = weakref.ref(self)
         self._given: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
         self._products: dict[int, tuple[Factor | None, Factor]] = {}  # with it, by id of the factor before
 
     def connect(self, source: object) -> None:
         """Let the gradients ask ``source`` for their values. It is known weakly: a model may outlive its engine."""
-        self._known = weakref.ref(source)
+        self._source = weakref.ref(source)
 
     def use(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
         """Take a layout that begins with the parameters there are."""
@@ -129,7 +129,7 @@ class ShownGradients:
         """Show the gradient of a parameter."""
         held = self._made[slot.index]
         if held is None:
-            held = self._made[slot.index] = self._make(self._place(slot, parameter), parameter)
+            held = self._made[slot.index] = self._make(self._spec(slot, parameter), parameter)
             self._references[slot.index] = _OWN_REFERENCES
         self._shown[slot.index] = held
         if self._partitioned:
@@ -152,11 +152,11 @@ class ShownGradients:
         for index in indices:
             self._shown[index] = self._made[index]
 
-    def _place(self, slot: Slot, parameter: torch.Tensor) -> Place:
+    def _spec(self, slot: Slot, parameter: torch.Tensor) -> GradientSpec:
         start, numel = self._layout.range_of(slot, self._rank) if self._sharded else (0, slot.numel)
         shape = getattr(parameter, "ds_shape", parameter.shape)
         strides = self._strides[slot.index]
-        return Place(slot.name, slot.index, shape, strides, start, numel, self._sharded, self._known)
+        return GradientSpec(slot.name, slot.index, shape, strides, start, numel, self._sharded, self._source)
 
     def put_back(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Let ``p.grad`` be again what the engine has put there."""
@@ -197,7 +197,7 @@ class ShownGradients:
         for index, references in enumerate(map(sys.getrefcount, shown)):
             held = self._made[index]
             if held is not None and held is shown[index] and references > self._references[index]:
-                held.place.mark_used()
+                held.spec.mark_used()
                 self._made[index] = None
                 kept = True
         if kept:
@@ -230,7 +230,7 @@ class ShownGradients:
         if (
             not isinstance(held, GradientPlaceholder)
             or not isinstance(gradient, GradientPlaceholder)
-            or gradient.place is not held.place
+            or gradient.spec is not held.spec
         ):
             return False
         set_grad(parameter, held)
