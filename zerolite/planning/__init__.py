@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _RESULT = ("Comparison", "Peak", "Plan", "TimePoint", "Traffic")
-_HOMES = dict.fromkeys(_RESULT, "result") | dict.fromkeys(("load_batch", "load_model_fn"), "sources")
-_HOMES |= {"PlanError": "errors", "compare": "settings", "plan": "make"}
+_MODULES = dict.fromkeys(_RESULT, "result") | dict.fromkeys(("load_batch", "load_model_fn"), "sources")
+_MODULES |= {"PlanError": "errors", "compare": "settings", "plan": "make"}
 
-__getattr__ = lazy_names(__name__, {name: f"zerolite.planning.{module}" for name, module in _HOMES.items()})
+__getattr__ = lazy_names(__name__, {name: f"zerolite.planning.{module}" for name, module in _MODULES.items()})

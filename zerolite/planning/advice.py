@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zerolite.planning.result import Plan, spoken, total
+from zerolite.planning.result import Plan, item_label, total
 from zerolite.utils.sizes import format_size
 
 _PARTITIONED = {1: ("master_weights", "optimizer_states"), 2: ("gradients",), 3: ("compute_parameters",)}
@@ -36,10 +36,10 @@ class Remedy(NamedTuple):
 
 def advise(plan: Plan, stages: bool = True) -> list[str]:
     """Sentences, those first that save the most; none if it fits or no memory was given. stages: name those too."""
-    return [*_of_device(plan, stages), *_of_host(plan)]
+    return [*_advise_device(plan, stages), *_advise_host(plan)]
 
 
-def _of_host(plan: Plan) -> Iterator[str]:
+def _advise_host(plan: Plan) -> Iterator[str]:
     if plan.host_spare is None or plan.host_spare >= 0 or plan.ranks_per_host is None or plan.host_memory is None:
         return
     if plan.device == "cuda" and plan.ranks_per_host * sum((plan.host or {}).values()) <= plan.host_memory:
@@ -55,7 +55,7 @@ def _of_host(plan: Plan) -> Iterator[str]:
         yield '"nvme" as the device of offload_optimizer and offload_param: a disk holds what rests.'
 
 
-def _of_device(plan: Plan, stages: bool) -> list[str]:
+def _advise_device(plan: Plan, stages: bool) -> list[str]:
     if plan.spare is None or plan.spare >= 0 or plan.device_memory is None:
         return []
     missing = -plan.spare
@@ -64,12 +64,16 @@ def _of_device(plan: Plan, stages: bool) -> list[str]:
             f"Only making the engine needs that much: a step needs {format_size(plan.step_peak.bytes)}, which fits. "
             "At stage 3, a model that is built in `with zerolite.zero.Init():` is never whole on a rank."
         ]
-    remedies = [*_ranks(plan, missing), *_rest(plan, missing), *(_stage(plan, missing) if stages else ())]
+    remedies = [
+        *_more_ranks(plan, missing),
+        *_other_remedies(plan, missing),
+        *(_higher_stage(plan, missing) if stages else ()),
+    ]
     worth = [remedy for remedy in remedies if remedy.saved >= _WORTH * missing]
     return [remedy.sentence(missing) for remedy in sorted(worth, key=lambda remedy: -remedy.saved)]
 
 
-def _stage(plan: Plan, missing: int) -> Iterator[Remedy]:
+def _higher_stage(plan: Plan, missing: int) -> Iterator[Remedy]:
     """The lowest stage that saves enough, or else the highest."""
     held: list[str] = []
     for stage in range(plan.stage + 1, 4):
@@ -82,7 +86,7 @@ def _stage(plan: Plan, missing: int) -> Iterator[Remedy]:
             return
 
 
-def _ranks(plan: Plan, missing: int) -> Iterator[Remedy]:
+def _more_ranks(plan: Plan, missing: int) -> Iterator[Remedy]:
     """Twice as many ranks, or four times, ...: until the partitioned items are small enough."""
     names = [item for stage in range(1, plan.stage + 1) for item in _PARTITIONED[stage] if plan.peak.items[item] > 0]
     partitioned = total(plan.peak.items, names)
@@ -94,7 +98,7 @@ def _ranks(plan: Plan, missing: int) -> Iterator[Remedy]:
             return
 
 
-def _rest(plan: Plan, missing: int) -> Iterator[Remedy]:
+def _other_remedies(plan: Plan, missing: int) -> Iterator[Remedy]:
     items, size = plan.peak.items, plan.micro_batch or 1
     activations = items["activations"]
     checkpointing = "Activation checkpointing (torch.utils.checkpoint) keeps the inputs of layers and no more of them"
@@ -121,5 +125,5 @@ def _rest(plan: Plan, missing: int) -> Iterator[Remedy]:
 
 
 def _listed(items: list[str]) -> str:
-    *names, last = map(spoken, items)
+    *names, last = map(item_label, items)
     return f"{', '.join(names)} and {last}" if names else last

@@ -35,28 +35,28 @@ def local_ranks(environ: Mapping[str, str]) -> int | None:
     return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), 0) or None
 
 
-_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-_V2 = "memory.max", "memory.current", "inactive_file"
+_VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+_VERSION_2 = "memory.max", "memory.current", "inactive_file"
 """Files with the limit and the use of a version of control groups, and the line of memory.stat about pages of files,
 which could be dropped."""
 _NO_LIMIT = 2**60  # version 1 writes a number above this one
 
 
 def control_group_left(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes that the strictest control group around this process leaves; pages of files that it could drop count as
+    """Bytes that the strictest control group groups this process leaves; pages of files that it could drop count as
     free. None where there is no limit."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    lefts: list[int | None] = []
+    found: list[int | None] = []
     for number, controllers, path in (line.split(":", 2) for line in lines):
         if (number == "0" and not controllers) or "memory" in controllers.split(","):
-            base, version = (root / "memory", _V1) if controllers else (root, _V2)
+            base, version = (root / "memory", _VERSION_1) if controllers else (root, _VERSION_2)
             own = base / path.strip("/")
-            around = (group for group in (own, *own.parents) if group == base or base in group.parents)
-            lefts += [_left(group, *version) for group in around]
-    return min((left for left in lefts if left is not None), default=None)
+            groups = (group for group in (own, *own.parents) if group == base or base in group.parents)
+            found += [_left(group, *version) for group in groups]
+    return min((left for left in found if left is not None), default=None)
 
 
 def _left(group: Path, limit_file: str, used_file: str, droppable: str) -> int | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from zerolite.planning.errors import PlanError
 from zerolite.planning.measure import Measurement, measure
 from zerolite.planning.report import Screen
-from zerolite.planning.result import AT_REST, Plan, spoken
+from zerolite.planning.result import AT_REST, Plan, item_label
 from zerolite.planning.sources import load_batch, load_function, load_model_fn
 from zerolite.utils.memory_tags import ACTIVATIONS, ITEMS, OTHER
 from zerolite.utils.resources import count_cuda_devices, find_nproc_problem
@@ -139,12 +139,12 @@ def compare(plan: Plan, measured: Measurement, tolerance: float) -> Iterator[Lin
         (" on the host", plan.host or none, measured.host, known),
         (" on disk", plan.disk or none, measured.disk, known),
     ):
-        named = (Line(spoken(item) + suffix, planned[item], found[item]) for item in items)
+        named = (Line(item_label(item) + suffix, planned[item], found[item]) for item in items)
         yield from (line for line in named if line.planned or line.measured)
     yield Line(_PEAK, plan.step_peak.bytes, measured.step_peak, tolerance)
     ours, theirs = ({(row.op, row.tag): row for row in rows} for rows in (plan.traffic, measured.traffic))
     for op, tag in {**ours, **theirs}:
-        name, one, other = f"{op.replace('_', '-')} of {spoken(tag)}", ours.get((op, tag)), theirs.get((op, tag))
+        name, one, other = f"{op.replace('_', '-')} of {item_label(tag)}", ours.get((op, tag)), theirs.get((op, tag))
         yield Line(name, one.nbytes if one else 0, other.nbytes if other else 0)
         yield Line(f"{name}, number", one.count if one else 0, other.count if other else 0, calls=True)
 

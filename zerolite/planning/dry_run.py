@@ -28,8 +28,8 @@ from zerolite.planning.tracker import ORIGINAL_MODEL, Flops, MemoryTracker, Peak
 from zerolite.planning.training_step import (
     STEP,
     MakeBatch,
-    loss_fn_of,
     micro_batches,
+    pipeline_loss_fn,
     train_one_step,
     walk_through_parameters,
 )
@@ -290,7 +290,7 @@ class _Run:
     def make_engine(self, model: torch.nn.Module) -> Engine:
         tracker, job = self._tracker, self._job
         topology, device = job.topology(), torch.device("cpu")
-        loss_fn = loss_fn_of(model, job.grid.pipe, job.loss)
+        loss_fn = pipeline_loss_fn(model, job.grid.pipe, job.loss)
         with as_refusal():
             if not job.divided:
                 with self._mode.constructing():

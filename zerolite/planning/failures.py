@@ -27,24 +27,24 @@ def as_plan_error(where: str, module: Callable[[], str] | None = None) -> Iterat
         raise
     except DataDependentOutputException as error:
         raise PlanError(
-            f"{_place(where, module, error)} reads the values of a tensor ({error.func}), and a plan runs without "
+            f"{_location(where, module, error)} reads the values of a tensor ({error.func}), and a plan runs without "
             "values. Take the decision from shapes or from Python numbers instead (a condition such as `if "
             "mask.any()`, `tensor.item()`, `int(tensor)`), or plan with a model whose branch is chosen by an argument"
         ) from error
     except DynamicOutputShapeException as error:
         raise PlanError(
-            f"{_place(where, module, error)} makes a tensor whose shape depends on values ({error.func}), and a plan "
-            "runs without values. Use shapes that are known beforehand (a capacity per expert instead of "
+            f"{_location(where, module, error)} makes a tensor whose shape depends on values ({error.func}), and a "
+            "plan runs without values. Use shapes that are known beforehand (a capacity per expert instead of "
             "`x[mask]` or `nonzero()`), or leave the batch out: model states and traffic need none"
         ) from error
     except Exception as error:
         if "cuda" in _first_line(error).lower():
             raise PlanError(
-                f"{_place(where, module, error)} asks for a CUDA device: {_first_line(error)}. A plan makes the model "
-                "on the CPU, without memory: leave devices to zerolite.initialize"
+                f"{_location(where, module, error)} asks for a CUDA device: {_first_line(error)}. A plan makes the "
+                "model on the CPU, without memory: leave devices to zerolite.initialize"
             ) from error
         raise PlanError(
-            f"{_place(where, module, error)} failed on tensors without memory, with {type(error).__name__}: "
+            f"{_location(where, module, error)} failed on tensors without memory, with {type(error).__name__}: "
             f"{_first_line(error)}"
         ) from error
 
@@ -62,7 +62,7 @@ def as_refusal() -> Iterator[None]:
         ) from error
 
 
-def _place(where: str, module: Callable[[], str] | None, error: BaseException) -> str:
+def _location(where: str, module: Callable[[], str] | None, error: BaseException) -> str:
     """The part that failed, with the user's innermost line."""
     name = module() if module is not None else ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]

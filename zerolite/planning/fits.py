@@ -27,7 +27,7 @@ from zerolite.planning.host_room import (
 )
 from zerolite.planning.make import plan_of, silent, with_defaults
 from zerolite.planning.rank_grid import Grid
-from zerolite.planning.result import Plan, spoken
+from zerolite.planning.result import Plan, item_label
 from zerolite.planning.settings import cheapest, with_zero
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS, COMPUTE, MASTERS, STATES
@@ -228,7 +228,7 @@ def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Top
     if made.fits:
         return None if room is None else find_shortage(made, room)
     grid, here = ("", "") if topology.trivial else (f" ({topology.grid})", " here")
-    named = {spoken(item): nbytes for item, nbytes in made.peak.items.items()}
+    named = {item_label(item): nbytes for item, nbytes in made.peak.items.items()}
     named["gradients not yet in their buckets"] = named.pop(ACTIVATIONS)
     piped = topology.pipe.world_size > 1
     higher = "" if piped else 'a higher zero_optimization.stage ("auto" chooses), '

@@ -12,7 +12,7 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning.dry_run import Job, Outcome, older_objects_frozen, run_stages
-from zerolite.planning.make import ConfigLike, bubble_of, check_arguments, job_of, parsed, plan_of_stages
+from zerolite.planning.make import ConfigLike, bubble_of, check_arguments, job_of, parse_memory, plan_of_stages
 from zerolite.planning.rank_grid import Grid, messages_between_nodes, ring_between_nodes
 from zerolite.planning.result import Comparison, Plan, Stage, Traffic
 from zerolite.planning.settings import Trials, with_blocks
@@ -127,7 +127,7 @@ def compare_grids(
     :func:`~zerolite.planning.make.plan`, raises what it does.
     """
     check_arguments(world_size, nodes, None, device)
-    memory = parsed("device_memory", device_memory), parsed("host_memory", host_memory)
+    memory = parse_memory("device_memory", device_memory), parse_memory("host_memory", host_memory)
 
     def job(config: ZeroliteConfig) -> Job:
         return job_of(model_fn, config, world_size, nodes, 0, device, batch, loss)

@@ -12,7 +12,7 @@ import torch
 from zerolite.comm import Communicator, HostGroup
 from zerolite.config import ZeroliteConfig
 from zerolite.planning.available import local_ranks, share_of_host
-from zerolite.planning.result import Plan, spoken
+from zerolite.planning.result import Plan, item_label
 from zerolite.utils.memory_tags import COMPUTE
 from zerolite.utils.sizes import format_size
 from zerolite.zero.stage3.partitioned_parameter import handle_of
@@ -94,7 +94,9 @@ def find_shortage(plan: Plan, room: Room) -> Shortage | None:
     who, each = describe(plan, counted(plan.world_size)), f"each of {counted(room.ranks)} of a host"
     if plan.host_peak > room.memory:
         items, rest = plan.host or {}, "what the device would hold, or the model before the engine has it"
-        named = {spoken(item): nbytes for item, nbytes in items.items()} | {rest: plan.host_peak - sum(items.values())}
+        named = {item_label(item): nbytes for item, nbytes in items.items()} | {
+            rest: plan.host_peak - sum(items.values())
+        }
         return Shortage(
             f"{who} {format_size(plan.host_peak)} of host memory on {each}, and {format_size(room.memory)} are left "
             f"for each there: {itemised(named)}",

@@ -89,7 +89,7 @@ def initialize(
         for path, sentence in given.without_effect:
             logger.warning("%s has no effect: %s", path, sentence)
     resolved = _resolved(given, topology)
-    trained = None if model_parameters is None else [_lasting(entry) for entry in model_parameters]
+    trained = None if model_parameters is None else [_listed_params(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
     staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
     resolved = known_here(model, resolved, topology)
@@ -103,7 +103,7 @@ def initialize(
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
     if resolved.dump_state and comm.main:
-        _dump_state(engine)
+        _print_state(engine)
     return engine
 
 
@@ -132,11 +132,11 @@ def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
 _PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
 
 
-def _lasting(entry: Any) -> Any:
+def _listed_params(entry: Any) -> Any:
     """A param group whose parameters can be read more than once; anything else as it is."""
     members = entry.get("params") if isinstance(entry, dict) else None
     return entry if members is None or isinstance(members, torch.Tensor) else {**entry, "params": list(members)}
 
 
-def _dump_state(engine: Engine) -> None:
+def _print_state(engine: Engine) -> None:
     print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)

@@ -71,7 +71,7 @@ def plan(
     Needs no process group and starts none; may be called anywhere.
     """
     check_arguments(world_size, nodes, rank, device)
-    memory = parsed("device_memory", device_memory), parsed("host_memory", host_memory)
+    memory = parse_memory("device_memory", device_memory), parse_memory("host_memory", host_memory)
     job = job_of(model_fn, load_config(config), world_size, nodes, rank or 0, device, batch, loss)
     return plan_of_stages(job, run_stages(job, range(job.grid.pipe)), nodes, *memory, at_rank=rank is not None)
 
@@ -100,7 +100,7 @@ def job_of(
         rank=rank,
         device=device,
         shared_memory=nodes in (None, 1),
-        batch=of_micro_batch(batch, resolved.train_micro_batch_size_per_gpu),
+        batch=batch_maker(batch, resolved.train_micro_batch_size_per_gpu),
         loss=loss,
     )
 
@@ -130,14 +130,14 @@ def check_arguments(world_size: int, nodes: int | None, rank: int | None, device
         raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
 
 
-def parsed(name: str, size: int | str | None) -> int | None:
+def parse_memory(name: str, size: int | str | None) -> int | None:
     try:
         return None if size is None else parse_size(size)
     except ValueError as error:
         raise ValueError(f"plan: {name}: {error}") from None
 
 
-def of_micro_batch(batch: Callable[..., Any] | None, size: int | None) -> Callable[[], Any] | None:
+def batch_maker(batch: Callable[..., Any] | None, size: int | None) -> Callable[[], Any] | None:
     """``batch`` as a function without arguments; it may ask for the micro-batch size."""
     if batch is None:
         return None
@@ -186,8 +186,8 @@ def plan_of(
         timeline=[TimePoint(items=items, phase=phase, module=module) for items, phase, module in outcome.timeline],
         traffic=summarize(outcome.recorder.calls, job.grid, nodes, job.stage, looped),
         host_waits=outcome.host_waits if job.device == "cuda" else 0,
-        host=_any(outcome.largest[HOST]),
-        disk=_any(outcome.largest[DISK]),
+        host=_items_or_none(outcome.largest[HOST]),
+        disk=_items_or_none(outcome.largest[DISK]),
         host_peak=outcome.host_peak,
         checkpoint=outcome.checkpoint,
         flops=None if outcome.flops is None else outcome.flops.model,
@@ -244,7 +244,7 @@ def _items(items: dict[str, int]) -> Items:
     return {item: items[item] for item in ITEMS}
 
 
-def _any(items: dict[str, int]) -> Items | None:
+def _items_or_none(items: dict[str, int]) -> Items | None:
     return _items(items) if any(items[item] for item in ITEMS) else None
 
 

@@ -18,12 +18,12 @@ from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.monitor.memory_report import Holding, holdings
 from zerolite.planning.dry_run import WARM_UP
 from zerolite.planning.initialize import initialize
-from zerolite.planning.make import ConfigLike, of_micro_batch, silent
+from zerolite.planning.make import ConfigLike, batch_maker, silent
 from zerolite.planning.rank_grid import Grid
 from zerolite.planning.result import AT_REST, Items, Traffic
 from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import summarize
-from zerolite.planning.training_step import STEP, MakeBatch, loss_fn_of, train_one_step, walk_through_parameters
+from zerolite.planning.training_step import STEP, MakeBatch, pipeline_loss_fn, train_one_step, walk_through_parameters
 from zerolite.utils.accelerator import collector_off, default_device
 from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
 from zerolite.utils.nested import map_tensors
@@ -67,8 +67,8 @@ def measure(
     with meter.counting():
         model = make_model()
         settings = silent(load_config(config))
-        engine = initialize(model, settings, loss_fn=loss_fn_of(model, settings.pipeline.stages, loss))
-        made = of_micro_batch(batch, engine.train_micro_batch_size_per_gpu)
+        engine = initialize(model, settings, loss_fn=pipeline_loss_fn(model, settings.pipeline.stages, loss))
+        made = batch_maker(batch, engine.train_micro_batch_size_per_gpu)
         if made is None:
             walk_through_parameters(model)
 

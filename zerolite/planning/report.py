@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zerolite.planning.advice import advise
-from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, spoken, total
+from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, item_label, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size
 
@@ -79,14 +79,14 @@ class Screen(NamedTuple):
 
 def render(shown: Plan | Comparison, screen: Screen) -> str:
     """Everything that a plan or a comparison says, in lines of at most ``screen.width`` columns."""
-    sections = _of_one(shown, screen) if isinstance(shown, Plan) else _of_several(shown, screen)
+    sections = _one_plan(shown, screen) if isinstance(shown, Plan) else _several_plans(shown, screen)
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
 # -------------------------------------------------------------------- one plan
 
 
-def _of_one(plan: Plan, screen: Screen) -> Iterator[list[str]]:
+def _one_plan(plan: Plan, screen: Screen) -> Iterator[list[str]]:
     trained = "" if plan.trained_parameters == plan.parameters else f", {plan.trained_parameters:,} of them trained"
     stage = f"{'ZeRO ' * bool(plan.grid)}stage {plan.stage}, rank {plan.rank} of {plan.world_size:,}"
     grid = [plan.grid] if plan.grid else []
@@ -100,11 +100,11 @@ def _of_one(plan: Plan, screen: Screen) -> Iterator[list[str]]:
     yield _memory(plan, screen)
     yield [line for sentence in _peaks(plan) for line in screen.paragraph(sentence)]
     yield [
-        *screen.paragraph(_of_device(plan)),
-        *screen.paragraph(_of_host(plan)),
+        *screen.paragraph(_device_verdict(plan)),
+        *screen.paragraph(_host_verdict(plan)),
         *screen.listed(advise(plan)),
     ]
-    yield _course(plan, screen)
+    yield _timeline(plan, screen)
     yield _traffic(plan, screen)
     checkpoint = f"This rank writes {format_size(plan.checkpoint)} of a checkpoint."
     yield [*screen.paragraph(checkpoint), *screen.paragraph(_flops(plan))]
@@ -137,7 +137,7 @@ def _memory(plan: Plan, screen: Screen) -> list[str]:
     for item in ITEMS:
         if any(column[item] for column in held.values()):
             at_peak = plan.peak.items[item]
-            rows.append([spoken(item), *(_size(column[item]) for column in held.values()), _share(at_peak, plan)])
+            rows.append([item_label(item), *(_size(column[item]) for column in held.values()), _share(at_peak, plan)])
             bars.append((at_peak if item in AT_REST else 0, at_peak))
     states = [total(column, MODEL_STATES) for column in held.values()]
     rows.append(["  model states", *map(_size, states), _share(states[2], plan)])
@@ -161,7 +161,7 @@ def _where(peak: Peak) -> str:
     return f"in {peak.phase}{at}{f', by {peak.op}' if peak.op else ''}"
 
 
-def _of_device(plan: Plan) -> str:
+def _device_verdict(plan: Plan) -> str:
     if plan.device_memory is None or plan.spare is None:
         return "Whether it fits depends on the memory of the device: --device-memory 80GB."
     if plan.spare >= 0:
@@ -169,11 +169,11 @@ def _of_device(plan: Plan) -> str:
     most = max(plan.peak.items, key=lambda item: plan.peak.items[item])
     return (
         f"It does not fit: the peak is {format_size(-plan.spare)} more than the {format_size(plan.device_memory)} of "
-        f"the device. What takes the most is {spoken(most)}, {format_size(plan.peak.items[most])}."
+        f"the device. What takes the most is {item_label(most)}, {format_size(plan.peak.items[most])}."
     )
 
 
-def _of_host(plan: Plan) -> str:
+def _host_verdict(plan: Plan) -> str:
     """Describe the memory and disk that the rank, and all ranks of its host, take of the host, where that was asked or
     is much."""
     if plan.host is None and plan.disk is None and plan.host_memory is None:
@@ -198,7 +198,7 @@ def _of_host(plan: Plan) -> str:
     return text
 
 
-def _course(plan: Plan, screen: Screen) -> list[str]:
+def _timeline(plan: Plan, screen: Screen) -> list[str]:
     """A chart of the memory in a step, with a column for the fullest of the moments that fall into it."""
     if not plan.timeline:
         return []
@@ -262,12 +262,12 @@ def _flops(plan: Plan) -> str:
 # -------------------------------------------------------------------- several plans
 
 _SETTINGS = "setting", ("states", "at rest", "peak", "sent", "collectives", "host", "disk", "fits"), "<- cheapest"
-_OF_GRIDS = ("ZeRO", "micro-batches", "states", "peak", "sent", "between nodes", "bubble", "a step", "fits")
-_GRIDS = "grid", _OF_GRIDS, "<- fastest"
+_GRID_HEADS = ("ZeRO", "micro-batches", "states", "peak", "sent", "between nodes", "bubble", "a step", "fits")
+_GRIDS = "grid", _GRID_HEADS, "<- fastest"
 _OPTIONAL = ("collectives", "micro-batches", "states", "at rest", "sent", "host", "disk")
 
 
-def _of_several(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
+def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
     """One line with a bar for each plan, which of them is the best that fits, and what was left out."""
     if not comparison.rows:
         yield screen.paragraph("No grid is left to plan.")
@@ -399,7 +399,9 @@ def draw(shown: Plan | Comparison, path: Path) -> None:
     under = [0.0] * len(bars)
     for item, colour in zip(ITEMS, colours, strict=True):
         heights = [items.get(item, 0) / _GIGA for items in bars.values()]
-        drawn = left.bar(list(bars), heights, 0.7, under, color=colour, label=spoken(item) if any(heights) else None)
+        drawn = left.bar(
+            list(bars), heights, 0.7, under, color=colour, label=item_label(item) if any(heights) else None
+        )
         under = [low + height for low, height in zip(under, heights, strict=True)]
     left.bar_label(drawn, [format_size(sum(items.values())) for items in bars.values()])
     left.tick_params(axis="x", labelsize=7)

@@ -233,7 +233,7 @@ def total(items: Items, names: Iterable[str]) -> int:
     return sum(items[name] for name in names)
 
 
-def spoken(item: str) -> str:
+def item_label(item: str) -> str:
     """The name of an item as people read it."""
     return item.replace("_", " ")
 

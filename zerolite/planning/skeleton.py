@@ -54,12 +54,12 @@ class DrySkeleton(Skeleton):
             for group in param_groups_of(model, given.optimizer, given.model_parameters)
         ]
         if isinstance(given.optimizer, torch.optim.Optimizer):
-            return Arguments(optimizer=_with_groups(given.optimizer, groups))
+            return Arguments(optimizer=_copy_optimizer(given.optimizer, groups))
         chosen = None if given.model_parameters is None else groups
         return Arguments(optimizer=given.optimizer, model_parameters=chosen)
 
 
-def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _copy_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """A copy without states and hooks, which shares nothing that its ``step`` may change."""
     # Neither its constructor nor copy.copy: both may run the user's code.
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))

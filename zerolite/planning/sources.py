@@ -79,7 +79,7 @@ def import_object(spec: str, option: str) -> Any:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         says = getattr(error, "msg", error)  # of a SyntaxError without its place
-        failure = f"{type(error).__name__}: {says}{_place_of(error)}"
+        failure = f"{type(error).__name__}: {says}{_location(error)}"
         raise PlanError(f"{option}: importing {module!r} failed with {failure}") from error
     place = f"module {module!r}"
     for part in name.split("."):
@@ -90,7 +90,7 @@ def import_object(spec: str, option: str) -> Any:
     return found
 
 
-def _place_of(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """File and line of what was at work, empty if that was the import system itself."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"

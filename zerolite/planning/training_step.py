@@ -42,14 +42,16 @@ class LossOfOutputs:
         return self._loss(outputs)
 
 
-def loss_fn_of(model: torch.nn.Module, stages: int, loss: Callable[..., torch.Tensor] | None) -> LossFunction | None:
+def pipeline_loss_fn(
+    model: torch.nn.Module, stages: int, loss: Callable[..., torch.Tensor] | None
+) -> LossFunction | None:
     """Return the loss_fn that ``zerolite.initialize`` takes for a pipeline of ``stages``. loss: of the outputs, or of
     outputs and targets; then, as with a PipelineModule that has a loss function, batches are (inputs, targets)."""
     if loss is not None and len(required_parameters(loss)) == 2:
         return loss
     if stages == 1 or getattr(model, "loss_fn", None) is not None:
         return None
-    return LossOfOutputs(loss or loss_of)
+    return LossOfOutputs(loss or default_loss)
 
 
 def required_parameters(function: Callable[..., Any]) -> list[str]:
@@ -109,7 +111,7 @@ def _loss(engine: Engine, batch: Any, loss: Loss | None) -> torch.Tensor:
     if engine.loss_fn is not None:
         micro = MicroBatch.of(batch, engine.loss_fn, engine.device)
         return micro.loss(engine(*micro.args, **micro.kwargs), engine.loss_fn)
-    return (loss or loss_of)(_forward(engine, batch))
+    return (loss or default_loss)(_forward(engine, batch))
 
 
 def _forward(engine: Engine, batch: Any) -> Any:
@@ -118,7 +120,7 @@ def _forward(engine: Engine, batch: Any) -> Any:
     return engine(*(batch if isinstance(batch, tuple) else (batch,)))
 
 
-def loss_of(output: Any) -> torch.Tensor:
+def default_loss(output: Any) -> torch.Tensor:
     """The output itself if it is one number, its ``loss`` (an attribute, or a key) if it has one, the mean of its first
     floating tensor otherwise."""
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
