@@ -195,7 +195,7 @@ class ParameterAccess:
     # ---------------------------------------------------------------- gradients
 
     def gradients(self, indices: list[int]) -> list[torch.Tensor | None]:
-        used = self._pipeline.pending()
+        used = self._pipeline.pending_parameters()
         self._pipeline.changes.apply_factors()
         flags = self._agree([float(index in used) for index in indices], self._tensor)
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]

@@ -143,7 +143,7 @@ class Join:
         self._finished = finished
         if said and not self._keep_divisor:
             # The reduction divides by all ranks, but only some have gradients: make it the mean of those.
-            self._reducer.share = self._comm.world_size / len(said)
+            self._reducer.rank_factor = self._comm.world_size / len(said)
 
     def _numbers(self, rows: list[list[int]], own: Sequence[int]) -> list[int]:
         """Return the numbers of the command that the ranks with batches have announced."""
@@ -239,7 +239,7 @@ class Join:
     def _remove(self) -> None:
         self._pipeline.commands.announce_with(None)
         self._comm.guard_with(None)
-        self._reducer.share = 1.0
+        self._reducer.rank_factor = 1.0
         coordinator = self._engine.coordinator
         if coordinator is not None:
             coordinator.comm.guard_with(None)
@@ -290,7 +290,7 @@ def _put(group: dict[str, Any], key: str, value: object) -> None:
 
 _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.FORWARD: Join._forward,
-    Command.BACKWARD: lambda join, *numbers: join._pipeline.follow_backward(*map(bool, numbers)),
+    Command.BACKWARD: lambda join, *numbers: join._pipeline.mirror_backward(*map(bool, numbers)),
     Command.GROUP_END: Join._group_end,
     Command.BACKWARD_END: lambda join: join._reducer.end_backward(complete=False),
     Command.GATHER: Join._gather,

@@ -49,7 +49,7 @@ from zerolite.engine.arguments import (
 )
 from zerolite.engine.build_stage3 import (
     bucket_numel,
-    follow_groups,
+    launch_by_groups,
     partitioned_buffer,
     sliced_layout,
     start_stage3,
@@ -546,7 +546,7 @@ class Assembly:
         for parameter in parameters:
             OWNERS[parameter] = self.reference
         if self.partitioned is not None:
-            follow_groups(self.partitioned, self.reducer)
+            launch_by_groups(self.partitioned, self.reducer)
 
 
 def _warn_of_padding(layout: PartitionLayout) -> None:

@@ -139,15 +139,15 @@ def start_stage3(
     coordinator = partitioned.start(StepLinks(observers, pipeline.begin_backward, reducer.on_group_end))
     observers.on_parameters_updated.append(coordinator.on_update)
     observers.on_gradients_dropped.append(coordinator.drop_failed)
-    follow_groups(partitioned, reducer)
-    pipeline.follow(coordinator)
+    launch_by_groups(partitioned, reducer)
+    pipeline.use_coordinator(coordinator)
     return coordinator
 
 
-def follow_groups(partitioned: PartitionedModel, reducer: GradReducer) -> None:
+def launch_by_groups(partitioned: PartitionedModel, reducer: GradReducer) -> None:
     """Tell the coordinator which parameters are trained, and launch each bucket when the backward of its group has
     ended. The order of these ends is learned from here on."""
     coordinator = partitioned.coordinator
     coordinator.train(reducer.parameters)
     groups = groups_of_buckets(reducer.layout, reducer.parameters, partitioned.groups)
-    reducer.follow(LaunchPlan(groups, coordinator.plan_progress))
+    reducer.use_launch_plan(LaunchPlan(groups, coordinator.plan_progress))

@@ -720,7 +720,7 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """The fp16 loss scale in force; 1.0 in other precisions."""
-        return self._pipeline.gradient_scale.of_next()
+        return self._pipeline.gradient_scale.next_loss_scale()
 
     @property
     def rank(self) -> int:

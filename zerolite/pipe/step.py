@@ -71,7 +71,7 @@ class Step:
         self.outputs: list[Any] = []
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
         self._parts, self._batches = parts, batches
-        self._factor = parts.pipeline.gradient_scale.of_accumulation() / parts.micro_batches if self.training else 1.0
+        self._factor = parts.pipeline.gradient_scale.loss_scale() / parts.micro_batches if self.training else 1.0
 
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
         """Return the outputs of ``chunk`` for micro-batch ``index``."""

@@ -204,6 +204,6 @@ class StagedSpans:
         parts = {name: part(flat, of_optimizer) for name, flat in self._method.states_of(bucket).items()}
         if gather and buffer.separate[bucket]:
             parts["out"] = part(buffer.owned[bucket], buffer.placement_of_compute(bucket))
-        parts["gradient"] = part(self._reducer.place_of_reduced(bucket), of_optimizer, written=False)
+        parts["gradient"] = part(self._reducer.stored_reduced(bucket), of_optimizer, written=False)
         parts["master"] = part(buffer.master[bucket], buffer.placement_of_master(bucket))
         return _Wanted(span, parts)

@@ -52,7 +52,7 @@ class GradReducer:
         shown: the tensors that ``p.grad`` shows; complete between backwards.
         losses: losses of this rank's backwards, 0-dim fp32.
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
-        share: factor of the next backward's gradients, if its loss has no weight.
+        rank_factor: factor of the next backward's gradients, if its loss has no weight.
         reduces_each_backward: every backward reduces its buckets, and not only the last one of a step.
         keeps_shards: this rank keeps its part of the mean gradient, and not the whole.
     """
@@ -82,15 +82,15 @@ class GradReducer:
         self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size, make_gradient)
         self.used, self.shown = self.arrivals.used, self.arrivals.shown
         self.commands = Commands()
-        self.share = 1.0
+        self.rank_factor = 1.0
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
         self._lent: set[int] = set()  # buckets of which the user may have views
-        self._announced = False  # a backward of this accumulation, by a call of the engine that all ranks make
+        self._engine_began = False  # a backward of this accumulation, by a call of the engine that all ranks make
         self._in_flight: list[GradientBucket] = []
         self._plan: LaunchPlan | None = None
         self._new_buckets = False  # no backward has reduced them all yet; equal on all ranks
-        self._unexpected: RuntimeError | None = None  # a late gradient in a backward that follows a plan so far
+        self._late_error: RuntimeError | None = None  # a late gradient in a backward that follows a plan so far
         self.use(layout, parameters, strides)
 
     def use(
@@ -119,7 +119,7 @@ class GradReducer:
         self.order.use(len(layout.buckets), learns=follows_gradients)
         self._new_buckets = self.keeps_shards
 
-    def follow(self, plan: LaunchPlan) -> None:
+    def use_launch_plan(self, plan: LaunchPlan) -> None:
         """Launch buckets when groups end, not when gradients are there."""
         self._plan = plan
         self.order.stop_learning()
@@ -139,14 +139,14 @@ class GradReducer:
             reducing: this backward reduces its buckets; equal on all ranks.
             end_with_backward: this is called inside of the backward, and autograd calls :meth:`end_backward` at its
                 end. Otherwise the caller does.
-            weight: weight of the loss; it takes the place of :attr:`share`. With 0 all gradients are dropped, whatever
-                their values, as if no parameter had got any.
+            weight: weight of the loss; it takes the place of :attr:`rank_factor`. With 0 all gradients are dropped,
+                whatever their values, as if no parameter had got any.
             divisor: number by which gradients are divided.
         """
         if self.current.open:
             return
-        self._announced |= not end_with_backward
-        factor = self._options.arrival_factor * (self.share if weight is None else 1.0) / divisor
+        self._engine_began |= not end_with_backward
+        factor = self._options.arrival_factor * (self.rank_factor if weight is None else 1.0) / divisor
         if factor != self.current.factor:
             # What an earlier backward has left is multiplied by that backward's factor, when it is moved.
             self._move_held()
@@ -183,10 +183,10 @@ class GradReducer:
             with self.commands(Command.BACKWARD_END):
                 self.arrivals.end_backward(complete)
                 if complete or not self.shown.all_none(self.parameters):  # or the user has dropped what it has shown
-                    self.arrivals.show(self._announced, several=self.current.accumulated > 1)
+                    self.arrivals.show(self._engine_began, several=self.current.accumulated > 1)
                 if self.current.reducing:  # decided before it began, from counters that all ranks count alike
                     self._launch_all()
-                    if self.order.learning or self._late_possible or self._unexpected is not None:
+                    if self.order.learning or self._late_possible or self._late_error is not None:
                         self._agree_on_late()
                     self.current.on_all_reduced()
         finally:
@@ -196,7 +196,7 @@ class GradReducer:
     def show_held(self) -> None:
         """Let ``p.grad`` show the gradients of the accumulation again, after a backward that has raised."""
         self.arrivals.close_all()
-        self.arrivals.show(self._announced, several=self.current.accumulated > 1)
+        self.arrivals.show(self._engine_began, several=self.current.accumulated > 1)
 
     # ---------------------------------------------------------------- events inside it
 
@@ -245,7 +245,7 @@ class GradReducer:
             )
             if self._plan is None:
                 raise error
-            self._unexpected = self._unexpected or error
+            self._late_error = self._late_error or error
         bucket.note_late()
 
     @property
@@ -260,7 +260,7 @@ class GradReducer:
         take over when buckets are launched from now on. Raises RuntimeError if a gradient has come late where none may.
         Called on all ranks."""
         possible = self._late_possible
-        unexpected, self._unexpected = self._unexpected, None
+        unexpected, self._late_error = self._late_error, None
         if unexpected is not None and not possible:
             raise unexpected
         # A rank whose gradients came in time takes part all the same: it cannot know whether another one's were late.
@@ -372,7 +372,7 @@ class GradReducer:
         Valid after :meth:`finish`."""
         return self._buckets[bucket].mean()
 
-    def place_of_reduced(self, bucket: int) -> torch.Tensor:
+    def stored_reduced(self, bucket: int) -> torch.Tensor:
         """Return the tensor of the mean gradient where it rests; an offloaded one may still be on its way there."""
         value = self._buckets[bucket].reduced
         assert value is not None, "it is read after finish()"
@@ -411,7 +411,7 @@ class GradReducer:
 
     def mean_dtype(self, index: int) -> torch.dtype:
         """Return the dtype of a parameter's mean gradient, the same on all ranks. Valid after :meth:`finish`."""
-        return self.place_of_reduced(self.layout.slots[index].bucket).dtype
+        return self.stored_reduced(self.layout.slots[index].bucket).dtype
 
     def part(self, index: int) -> torch.Tensor | None:
         """Return this rank's part of a parameter's mean gradient where it rests, a view: flat, or at stage 0 in the
@@ -465,7 +465,7 @@ class GradReducer:
         if self.keeps_shards:
             self._memory.clear()  # stages 1 to 3 promise that between steps no rank holds more than its part
         self.current.on_all_reduced(consumed=True)
-        self._announced = False
+        self._engine_began = False
         self.arrivals.clear()
         self.bucket_sums.clear()
         self.losses.clear()

@@ -127,7 +127,7 @@ class StepPipeline:
         if self.outcomes.checks is not None:
             self.outcomes.checks.replan()
 
-    def follow(self, sharded: PartitionedParameterCoordinator) -> None:
+    def use_coordinator(self, sharded: PartitionedParameterCoordinator) -> None:
         """Gather and write parameters through ``sharded``: the model is at stage 3. Before the first step."""
         self.written.use(sharded)
         self.outcomes.compare(ScheduleAgreement(sharded.schedule, self._comm.main))
@@ -156,7 +156,7 @@ class StepPipeline:
         scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
         if self.changes.assigned:  # what the user has put into p.grad counts like a gradient of this rank's
-            self.changes.add(self.gradient_scale.of_accumulation, weighted or self._accumulation.weighted is True)
+            self.changes.add(self.gradient_scale.loss_scale, weighted or self._accumulation.weighted is True)
         if self._reducer.shown.factors:
             self.changes.apply_factors()
         for notify in self._observers.before_backward:
@@ -174,7 +174,7 @@ class StepPipeline:
         for notify in self._observers.on_backward_begin:
             notify()
 
-    def follow_backward(self, scaled: bool, weighted: bool, reducing: bool, divided: bool) -> None:
+    def mirror_backward(self, scaled: bool, weighted: bool, reducing: bool, divided: bool) -> None:
         """Take part in a backward that other ranks have announced, and add nothing to it. At stage 3 they announce what
         comes next; elsewhere it is all buckets in their order."""
         self._begin(scaled, 0.0 if weighted else None, reducing, divided, end_with_backward=False)
@@ -187,7 +187,7 @@ class StepPipeline:
         if self._collector.latest is not None:
             self._collector.discard()
         if self._scaler is not None:
-            self.gradient_scale.of_accumulation()
+            self.gradient_scale.loss_scale()
         self._reducer.begin_backward(
             reducing, end_with_backward, weight, self._accumulation.micro_batches if divided else 1
         )
@@ -217,7 +217,7 @@ class StepPipeline:
             for ended in self._observers.on_phase_end:
                 ended(REDUCE_WAIT)
 
-    def pending(self) -> frozenset[int]:
+    def pending_parameters(self) -> frozenset[int]:
         """Return the parameters with a gradient, on any rank, that no step has used."""
         self.look_at_grads()
         return frozenset() if self._accumulation.empty or self._updated else self.stats().get().used
@@ -248,7 +248,7 @@ class StepPipeline:
             self._take_over(found)
         stats = self._collector.latest
         if self.changes.assigned and stats is not None and not (before_backward or self._updated):
-            self.changes.assign(stats, self.gradient_scale.on_device(stats))
+            self.changes.assign(stats, self.gradient_scale.device_divisor(stats))
 
     def _take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
         if self.changes.all_dropped(found):
@@ -281,7 +281,7 @@ class StepPipeline:
                 self.outcomes.checks,
             )
             if self.changes.assigned or self.changes.exposed:
-                self.changes.assign(stats, self.gradient_scale.on_device(stats))
+                self.changes.assign(stats, self.gradient_scale.device_divisor(stats))
         return stats
 
     def clip(self, max_norm: float) -> float:
@@ -333,7 +333,7 @@ class StepPipeline:
         self.written.take()
         if checks is not None:
             gathers = schedules.schedule.gathers if schedules is not None and self._same_gathers else 0
-            divisor = self.gradient_scale.own_divisor()
+            divisor = self.gradient_scale.local_divisor()
             checks.before_update(self.outcomes.counters.global_steps, divisor, self._max_norm, gathers)
         if self.changes.exposed:
             self.changes.refresh()
@@ -412,7 +412,7 @@ class StepPipeline:
         self.outcomes.raise_failure()
         if self.outcomes.checks is not None:
             steps = self.outcomes.counters.global_steps
-            self.outcomes.checks.before_save(steps, self.gradient_scale.of_next(), self._max_norm)
+            self.outcomes.checks.before_save(steps, self.gradient_scale.next_loss_scale(), self._max_norm)
 
     def on_all_loaded(self, state: Mapping[str, Any]) -> None:
         """All values have been loaded, after :meth:`zero_grad`. state: of :meth:`Outcomes.state_dict`. Raises
@@ -426,7 +426,7 @@ class StepPipeline:
 
     def divisor(self) -> float:
         """Return the divisor of the accumulated gradient. Called on all ranks."""
-        divisor = self.gradient_scale.own_divisor()
+        divisor = self.gradient_scale.local_divisor()
         return divisor * mean_weight(self.stats().get()) if self._accumulation.weighted else divisor
 
     def suspend(self, why: str) -> None:

@@ -138,7 +138,7 @@ class StepUpdate:
         """Update or skip by the statistics, which all ranks read. So all ranks launch the all-gathers, or none does."""
         outcome = vector.get()
         self._outcomes.act(outcome)
-        divisor = self._scale.own_divisor() * mean_weight(outcome)
+        divisor = self._scale.local_divisor() * mean_weight(outcome)
         if self._outcomes.applies(outcome):
             self._outcomes.check_used(outcome)
             factor = (clip_coefficient(outcome.norm / divisor, max_norm) if max_norm else 1.0) / divisor
@@ -152,7 +152,7 @@ class StepUpdate:
         A parameter that this rank has not used may have been used on another. The device decides for each of them, in
         an update of its own. If there are too many, the host reads from the statistics which were used.
         """
-        divisor = self._scale.own_divisor()
+        divisor = self._scale.local_divisor()
         used: frozenset[int] | None = None
         maybe_unused: frozenset[int] = frozenset()
         if len(self._reducer.used) < len(self._buffer.layout.slots):
@@ -163,7 +163,7 @@ class StepUpdate:
                 used, maybe_unused = vector.get().used, frozenset()
         total = vector.total_square()
         found_inf = ~torch.isfinite(total) | vector.mixed() if self._outcomes.check_finite else None
-        scale = self._scale.on_device(vector)
+        scale = self._scale.device_divisor(vector)
         if self._scale.weighted:
             nothing = vector.mixed() | (vector.weight() == 0)
             found_inf = nothing if found_inf is None else found_inf | nothing
