@@ -1,21 +1,23 @@
-"""Gradient reducer: reduce buckets while backward runs, the same collectives on all ranks.
+"""Gradient reducer: reduces buckets while backward runs, with the same collectives on all ranks.
 
-A backward that reduces, reduces every bucket exactly once, in one order for all ranks, so that they launch the same
-collectives whatever their graphs look like.
+**Order.** A backward that reduces, reduces every bucket exactly once, in an order that all ranks share. So the ranks
+launch the same collectives, whatever their graphs look like.
 
-At stages 0 to 2 a bucket is launched when its gradients are there. The first such backward takes the order of the
-index; at its end the ranks take over the order in which rank 0's gradients have come. At stage 3 a bucket is launched
-when a group's backward has ended, which all ranks see in the same order (:class:`LaunchPlan`).
+- Stages 0 to 2 launch a bucket when its gradients have come. The first such backward launches in the order of the
+  index. At its end all ranks take over the order in which rank 0's gradients have come.
+- Stage 3 launches a bucket when the backward of a parameter group has ended. All ranks see these ends in the same order
+  (:class:`LaunchPlan`).
 
-Until it is known when each bucket's last gradient comes, one may come too late: reentrant checkpointing runs a backward
-inside the backward, and a module may be used several times. At the end of such a backward the ranks agree on what was
-late, which is reduced once more, and on when buckets are launched from then on. Later backwards do not ask.
+**Late gradients.** In the first backwards it is not known which gradient of a bucket is its last: reentrant
+checkpointing runs a backward inside the backward, and a module may be used several times. A gradient that comes after
+the launch of its bucket is late. At the end of such a backward the ranks exchange which buckets had late gradients,
+reduce those once more, and take over when to launch buckets from then on. Later backwards exchange nothing.
 
-What a bucket holds between backwards:
+**Between backwards** a bucket holds:
 
-- ``local``: the sum of this rank's gradients that no reduction has seen yet, full length;
-- ``reduced``: the mean over ranks of all that has been reduced in this accumulation; full at stage 0, this rank's part
-  above.
+- ``local``: sum of this rank's gradients that have not been reduced yet; as long as the bucket;
+- ``reduced``: mean over ranks of everything that has been reduced in this accumulation; the whole bucket at stage 0,
+  this rank's shard at stages 1 to 3.
 """
 
 from __future__ import annotations
@@ -40,21 +42,22 @@ from zerolite.zero.stage3.launch_plan import LaunchPlan
 
 
 class GradReducer:
-    """See the module. Called by the step pipeline on all ranks in the same order; what runs inside backward is
-    :class:`GradientArrivals`.
+    """See the module. The hooks that run inside backward are :class:`GradientArrivals`.
+
+    The step pipeline calls all methods, on all ranks, in the same order.
 
     Attributes:
         current: the backward under way, or the last one.
         order: order in which buckets are launched; equal on all ranks.
-        parameters: the layout's parameters, by index.
+        parameters: parameters of the layout, by index.
         strides: strides of the whole parameters, by index.
         used: indices of parameters that got a gradient since the last step; complete between backwards.
-        shown: the tensors that ``p.grad`` shows; complete between backwards.
+        shown: tensors that ``p.grad`` shows; complete between backwards.
         losses: losses of this rank's backwards, 0-dim fp32.
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
         rank_factor: factor of the next backward's gradients, if its loss has no weight.
-        reduces_each_backward: every backward reduces its buckets, and not only the last one of a step.
-        keeps_shards: this rank keeps its part of the mean gradient, and not the whole.
+        reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
+        keeps_shards: True if this rank keeps its shard of the mean gradient, and not the whole.
     """
 
     def __init__(
@@ -70,8 +73,8 @@ class GradReducer:
     ) -> None:
         """
         Args:
-            offloaded: where mean gradients rest, None where that is the device.
-            make_gradient: makes what ``p.grad`` shows.
+            offloaded: storage of the mean gradients; None if they stay on the device.
+            make_gradient: makes the tensors that ``p.grad`` shows.
         """
         self._comm, self._options, self._offloaded, self._observers = comm, options, offloaded, observers
         self.reduces_each_backward, self.keeps_shards = options.reduce_each_backward, options.shard
@@ -86,11 +89,11 @@ class GradReducer:
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
         self._lent: set[int] = set()  # buckets of which the user may have views
-        self._engine_began = False  # a backward of this accumulation, by a call of the engine that all ranks make
+        self._engine_began = False  # a call of the engine, which all ranks make, has begun a backward
         self._in_flight: list[GradientBucket] = []
         self._plan: LaunchPlan | None = None
-        self._new_buckets = False  # no backward has reduced them all yet; equal on all ranks
-        self._late_error: RuntimeError | None = None  # a late gradient in a backward that follows a plan so far
+        self._new_buckets = False  # there are buckets that no backward has reduced yet; equal on all ranks
+        self._late_error: RuntimeError | None = None  # for a late gradient, while the backward still matches its plan
         self.use(layout, parameters, strides)
 
     def use(
@@ -99,7 +102,7 @@ class GradReducer:
         parameters: Sequence[torch.nn.Parameter],
         strides: Sequence[tuple[int, ...]],
     ) -> None:
-        """Take a layout that begins with the buckets there are; between backwards."""
+        """Use ``layout``, which begins with the buckets that are there; called between backwards."""
         assert not self.current.open, "a backward counts the buckets that it began with"
         self.layout, self.strides = layout, list(strides)
         fragments = layout.fragments(self._comm.rank) if self.keeps_shards else layout.full_fragments()
@@ -112,15 +115,15 @@ class GradReducer:
         if self._offloaded is not None:
             widest = max((bucket.numel for bucket in layout.buckets), default=0)
             self._offloaded.expect(4 * widest // self._comm.world_size)  # sums are in fp32
-        # Where gradients rest full, so do their buckets between steps; elsewhere some travel while one is completed and
-        # the next one fills.
+        # Stage 0 keeps whole gradients, so it keeps the memory of all buckets between steps. The other stages need
+        # memory for the buckets in flight, for one that is completed, and for the next one that fills.
         self._memory.use(IN_FLIGHT + 2 if self.keeps_shards else len(layout.buckets))
         follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
         self.order.use(len(layout.buckets), learns=follows_gradients)
         self._new_buckets = self.keeps_shards
 
     def use_launch_plan(self, plan: LaunchPlan) -> None:
-        """Launch buckets when groups end, not when gradients are there."""
+        """Launch buckets when the backward of a parameter group ends, and not when their gradients have come."""
         self._plan = plan
         self.order.stop_learning()
 
@@ -136,9 +139,9 @@ class GradReducer:
         """Open the buckets before the first gradient of a backward.
 
         Args:
-            reducing: this backward reduces its buckets; equal on all ranks.
-            end_with_backward: this is called inside of the backward, and autograd calls :meth:`end_backward` at its
-                end. Otherwise the caller does.
+            reducing: True if this backward reduces its buckets; equal on all ranks.
+            end_with_backward: True if this is called inside the backward; autograd then calls :meth:`end_backward` at
+                its end. Otherwise the caller does.
             weight: weight of the loss; it takes the place of :attr:`rank_factor`. With 0 all gradients are dropped,
                 whatever their values, as if no parameter had got any.
             divisor: number by which gradients are divided.
@@ -148,7 +151,7 @@ class GradReducer:
         self._engine_began |= not end_with_backward
         factor = self._options.arrival_factor * (self.rank_factor if weight is None else 1.0) / divisor
         if factor != self.current.factor:
-            # What an earlier backward has left is multiplied by that backward's factor, when it is moved.
+            # Gradients that an earlier backward has left are multiplied by that backward's factor when they are moved.
             self._move_held()
         plan = self._plan
         if plan is not None:
@@ -161,8 +164,8 @@ class GradReducer:
         for bucket in self._buckets:
             bucket.open(several)
         if end_with_backward:
-            # This is a hook in the user's backward. Autograd calls its callbacks when all gradients are there; a hook
-            # of the last gradient cannot know that it is the last.
+            # This runs in a hook inside the user's backward. No hook can know that its gradient is the last one, but
+            # autograd calls its queued callbacks when all gradients have come.
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     @torch.no_grad()
@@ -174,7 +177,8 @@ class GradReducer:
     def end_backward(self, complete: bool = True) -> None:
         """End a backward: launch the remaining buckets, so that all ranks have launched the same collectives.
 
-        complete: False if an exception has cut the backward short.
+        Args:
+            complete: False if an exception has cut the backward short.
         """
         if not self.current.open:
             return
@@ -182,9 +186,9 @@ class GradReducer:
         try:
             with self.commands(Command.BACKWARD_END):
                 self.arrivals.end_backward(complete)
-                if complete or not self.shown.all_none(self.parameters):  # or the user has dropped what it has shown
+                if complete or not self.shown.all_none(self.parameters):  # else the user has dropped all gradients
                     self.arrivals.show(self._engine_began, several=self.current.accumulated > 1)
-                if self.current.reducing:  # decided before it began, from counters that all ranks count alike
+                if self.current.reducing:  # decided before the backward, from counters that are equal on all ranks
                     self._launch_all()
                     if self.order.learning or self._late_possible or self._late_error is not None:
                         self._agree_on_late()
@@ -194,17 +198,17 @@ class GradReducer:
                 notify()
 
     def show_held(self) -> None:
-        """Let ``p.grad`` show the gradients of the accumulation again, after a backward that has raised."""
+        """Show the gradients of the accumulation in ``p.grad`` again, after a backward that has raised."""
         self.arrivals.close_all()
         self.arrivals.show(self._engine_began, several=self.current.accumulated > 1)
 
     # ---------------------------------------------------------------- events inside it
 
     def on_gradient(self, bucket: GradientBucket) -> None:
-        """Count a gradient that has come into ``bucket``, and launch buckets that are complete.
+        """Launch the buckets that are complete, after a gradient has come into ``bucket``.
 
         The order of the buckets is fixed, and nothing else is launched on this communicator before the backward has
-        ended. So each rank may launch at its own time, as DDP's ranks do.
+        ended. So each rank may launch at its own time, as in DDP.
         """
         if self._plan is not None:
             if self.current.learning:
@@ -217,8 +221,8 @@ class GradReducer:
 
     @torch.no_grad()
     def on_group_end(self, group: int) -> None:
-        """Launch the buckets that are due when the backward of ``group`` has ended. Called on all ranks, in the same
-        order."""
+        """Launch the buckets that are due when the backward of parameter group ``group`` has ended. Called on all
+        ranks, in the same order."""
         if self._plan is None or not self.current.open:
             return
         with self.commands(Command.GROUP_END, group):
@@ -229,19 +233,20 @@ class GradReducer:
     def on_late_gradient(self, bucket: GradientBucket, slot: Slot) -> None:
         """Note a gradient that has come after the launch of its bucket.
 
-        Raises RuntimeError if no such gradient may come any more. At stage 3 :meth:`_agree_on_late` raises it later:
-        the module execution that has brought the gradient may depart from the plan, which all ranks see at its end.
+        Raises:
+            RuntimeError: late gradients are no longer possible. At stage 3 :meth:`_agree_on_late` raises it later: the
+                module execution that has brought the gradient may depart from the plan, which all ranks see at its end.
         """
         if not self._late_possible:
             advice = (
                 "Set zero_optimization.overlap_comm to false, so that buckets are reduced when backward has ended."
                 if self._plan is None
                 else "A parameter that is used in some steps only, outside the module that owns it, does this: put "
-                "that module and its users in one unit (zero_optimization.leaf_modules)."
+                "that module and its users in one parameter group (zero_optimization.leaf_modules)."
             )
             error = RuntimeError(
-                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: the "
-                f"graph has contributions to it that it never had before. {advice}"
+                f"parameter '{slot.name}' got another gradient in the same backward after its bucket was reduced: its "
+                f"graph has more uses of the parameter than ever before. {advice}"
             )
             if self._plan is None:
                 raise error
@@ -250,27 +255,32 @@ class GradReducer:
 
     @property
     def _late_possible(self) -> bool:
-        """True if gradients may come in this backward after their bucket has been launched; equal on all ranks. At
-        stage 3 that may change within it, at the end of a use that departs from the plan."""
+        """True if gradients may come in this backward after their bucket has been launched; equal on all ranks.
+
+        At stage 3 this may change within a backward, when a module execution ends that departs from the plan.
+        """
         return self._new_buckets if self._plan is None else not self._plan.settled
 
     @torch.no_grad()
     def _agree_on_late(self) -> None:
-        """At the end of a backward: reduce again the buckets that got gradients after they were launched, on any rank;
-        take over when buckets are launched from now on. Raises RuntimeError if a gradient has come late where none may.
-        Called on all ranks."""
+        """Reduce the buckets again that had late gradients on any rank, and take over when to launch buckets from now
+        on. Called at the end of a backward, on all ranks.
+
+        Raises:
+            RuntimeError: a gradient has come late where that is no longer possible.
+        """
         possible = self._late_possible
         unexpected, self._late_error = self._late_error, None
         if unexpected is not None and not possible:
             raise unexpected
-        # A rank whose gradients came in time takes part all the same: it cannot know whether another one's were late.
+        # A rank without late gradients takes part all the same: it cannot know if another rank had some.
         found = [int(bucket.state is BucketState.LATE) for bucket in self._buckets]
         if self._plan is not None:
             found += self._plan.arrivals
         elif self.order.learning and (self._comm.rank == 0 or self._comm.peers_agree):
             found += self.order.completion()
         else:
-            found += [0] * len(self._buckets)  # so that the maximum over ranks is what rank 0 says
+            found += [0] * len(self._buckets)  # the maximum over ranks is then rank 0's order
         agreed = torch.tensor(found, dtype=torch.int64, device="cpu").to(self._buckets[0].device)
         self._wait_for_all()
         self._comm.all_reduce_max(agreed, "stats")
@@ -281,7 +291,7 @@ class GradReducer:
         self.order.stop_learning()
 
     def _reduce_again(self, late: Sequence[GradientBucket]) -> None:
-        """Reduce what has come late, and keep it together with what has been reduced before as one contribution."""
+        """Reduce late gradients, and round their sum with the earlier mean to the dtype of a single contribution."""
         for bucket in late:
             self._launch(bucket)
         self._wait_for_all()
@@ -295,8 +305,12 @@ class GradReducer:
 
     @torch.no_grad()
     def _launch_all(self, only_complete: bool = False) -> None:
-        """Launch the buckets that have not been, in their order. only_complete: up to the first that still waits for
-        gradients: buckets behind it wait with it, because all ranks launch in one order."""
+        """Launch the remaining buckets in their order.
+
+        Args:
+            only_complete: stop at the first bucket that still waits for gradients. Buckets behind it wait too, because
+                all ranks launch in one order.
+        """
         for place in range(self.current.launched, len(self._buckets)):
             bucket = self._buckets[self.order.buckets[place]]
             if only_complete and bucket.missing > 0:
@@ -306,17 +320,17 @@ class GradReducer:
             self.current.on_launch(place + 1)
 
     def _launch(self, bucket: GradientBucket) -> None:
-        """Start the reduction of one bucket. It is filled before earlier reductions are waited for, so that the copies
-        run beside them."""
+        """Launch the reduction of one bucket. The bucket is filled before this waits for earlier reductions, so that
+        its copies overlap with them."""
         options = self._options
-        self.arrivals.close(bucket)  # a gradient that comes from here on is late, and must be seen
+        self.arrivals.close(bucket)  # a gradient that comes from here on is late: its hook must run
         local = bucket.complete(self.current.factor)
         if options.sum_buckets:
             # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
             self.bucket_sums.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
-        # Each reduction under way holds a full bucket of memory, unless gradients rest whole anyway. So at most
-        # IN_FLIGHT are under way, and none beside a large one. A reduction of the same bucket ends first: there is one
-        # place for its mean.
+        # Each reduction in flight holds the memory of a whole bucket, unless whole gradients are kept anyway (stage 0).
+        # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
+        # first, because the bucket has one mean.
         unbound = bucket.travels_in_place and not bucket.is_offloaded
         most = len(self._buckets) if unbound else 1 if bucket.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
@@ -332,33 +346,33 @@ class GradReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what no backward has reduced, wait for all. Afterwards every bucket has ``reduced``. Called once per
-        accumulation on all ranks."""
+        """Reduce what no backward has reduced, and wait for all reductions. Every bucket then has ``reduced``. Called
+        once per accumulation, on all ranks."""
         if self.current.open:
             self.end_backward(complete=False)
         self._wait_for_all()
         self.current.on_launch(0)
-        # Both follow from the backwards of the accumulation, which all ranks have begun alike, and not from the
-        # gradients that came in them: a backward without any still opens, and reduces, every bucket.
+        # Both conditions depend on the backwards of the accumulation, which all ranks have begun alike, and not on the
+        # gradients that came in them: a backward without any gradient also opens and reduces every bucket.
         if self.current.unreduced or any(bucket.reduced is None for bucket in self._buckets):
             several = self.current.unreduced > 1
             for bucket in self._buckets:
                 bucket.open(several)
             self._launch_all()
-            # Another rank may have reduced in its backward, and asks.
+            # Another rank may have reduced in its backward, whose end exchanges late gradients with all ranks.
             if self._plan is None and (self.order.learning or self._new_buckets):
                 self._agree_on_late()
             self.current.on_all_reduced()
         self._wait_for_all()
 
     def wait(self) -> None:
-        """Wait for the reductions that are under way, and for gradients on their way to their storage."""
+        """Wait for the reductions in flight, and for offloaded gradients that are still written to their storage."""
         self._wait_for_all()
         if self._offloaded is not None:
             self._offloaded.wait_all()
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that are kept here now, and the items of memory that they belong to; small ones are left out."""
+        """Yield (item of the memory report, tensor) for the tensors that are kept here now, small ones left out."""
         for bucket in self._buckets:
             yield from bucket.memory()
         yield from self._memory.waiting()
@@ -368,19 +382,19 @@ class GradReducer:
     # ---------------------------------------------------------------- what the step reads
 
     def reduced(self, bucket: int) -> torch.Tensor:
-        """The mean gradient of the accumulation where it rests: the full bucket at stage 0, this rank's part above.
-        Valid after :meth:`finish`."""
+        """Return the mean gradient of a bucket in its storage: the whole bucket at stage 0, this rank's shard at stages
+        1 to 3. Valid after :meth:`finish`."""
         return self._buckets[bucket].mean()
 
     def stored_reduced(self, bucket: int) -> torch.Tensor:
-        """Return the tensor of the mean gradient where it rests; an offloaded one may still be on its way there."""
+        """Return the same tensor as :meth:`reduced`, without waiting: an offloaded gradient may still be written."""
         value = self._buckets[bucket].reduced
         assert value is not None, "it is read after finish()"
         return value
 
     def owned_parts(self, without: Collection[int]) -> list[torch.Tensor | None]:
-        """Return this rank's part of the mean gradient of each bucket, at every stage, on the device; None for those in
-        ``without``."""
+        """Return this rank's shard of the mean gradient of each bucket, at every stage, on the device; None for the
+        buckets in ``without``."""
         found: list[torch.Tensor | None] = []
         for index, bucket in enumerate(self._buckets):
             value = None if index in without else bucket.fetch()
@@ -388,7 +402,7 @@ class GradReducer:
         return found
 
     def is_offloaded(self, bucket: int) -> bool:
-        """True if the mean gradient does not rest on the device."""
+        """True if the mean gradient is stored off the device."""
         return self._buckets[bucket].is_offloaded
 
     # ---------------------------------------------------------------- what the user changes
@@ -401,12 +415,13 @@ class GradReducer:
         )
 
     def lend(self, bucket: int) -> torch.Tensor:
-        """Return the memory of a bucket's mean gradient for the user, who may keep it: it is not used again."""
+        """Return the memory of a bucket's mean gradient for the user, who may keep it: the reducer does not use it
+        again."""
         self._lent.add(bucket)
         return self.reduced(bucket)
 
     def fragment(self, index: int) -> Fragment:
-        """Return which elements of a parameter :meth:`part` has."""
+        """Return the range of a parameter's elements that :meth:`part` has."""
         return self._fragments[index]
 
     def mean_dtype(self, index: int) -> torch.dtype:
@@ -414,8 +429,8 @@ class GradReducer:
         return self.stored_reduced(self.layout.slots[index].bucket).dtype
 
     def part(self, index: int) -> torch.Tensor | None:
-        """Return this rank's part of a parameter's mean gradient where it rests, a view: flat, or at stage 0 in the
-        parameter's shape. None if this rank owns nothing of it. Valid after :meth:`finish`."""
+        """Return this rank's part of a parameter's mean gradient, a view of its storage: flat, at stage 0 in the
+        parameter's shape. None if this rank owns nothing of the parameter. Valid after :meth:`finish`."""
         fragment = self._fragments.get(index)
         if fragment is None:
             return None
@@ -428,7 +443,7 @@ class GradReducer:
 
     @torch.no_grad()
     def drop(self, index: int) -> None:
-        """Forget what has come of one parameter's gradient. Nothing is launched for it."""
+        """Drop one parameter's gradient, without a collective."""
         self._wait_for_all()
         slot = self.layout.slots[index]
         self.arrivals.drop(slot)
@@ -437,8 +452,8 @@ class GradReducer:
 
     @torch.no_grad()
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take ``gradient`` as one that a backward has brought to this rank, between two of them. It is multiplied by
-        nothing that is particular to one: neither divided by the micro-batches nor by the ranks that go on."""
+        """Add ``gradient`` between two backwards, as if one had brought it to this rank. No factor of a backward is
+        applied: neither for the number of micro-batches nor for ranks without data."""
         slot = self.layout.slots[index]
         self.used.add(index)
         if not slot.numel:
@@ -446,12 +461,12 @@ class GradReducer:
         self._buckets[slot.bucket].add(slot, gradient, self._options.arrival_factor)
 
     def release(self, bucket: int) -> None:
-        """Drop the gradient of a bucket that has been consumed."""
+        """Drop the mean gradient of a bucket after its use."""
         self._buckets[bucket].release(reuse=not self.keeps_shards and bucket not in self._lent)
         self._lent.discard(bucket)
 
     def clear(self) -> None:
-        """Drop everything: the accumulation's gradients were consumed or are not wanted."""
+        """Drop all gradients of the accumulation, after their use or unused."""
         if self._offloaded is not None:
             self._offloaded.clear()
         if self.current.open:
@@ -463,7 +478,7 @@ class GradReducer:
             if bucket.reduced is not None:
                 self.release(bucket.bucket.index)
         if self.keeps_shards:
-            self._memory.clear()  # stages 1 to 3 promise that between steps no rank holds more than its part
+            self._memory.clear()  # stages 1 to 3 promise that no rank holds more than its shard between steps
         self.current.on_all_reduced(consumed=True)
         self._engine_began = False
         self.arrivals.clear()

@@ -1,4 +1,4 @@
-"""Scale of an accumulation's gradients: what they must be divided by to be those of the joint batch."""
+"""Divisor of an accumulation's gradients: the number that makes them the gradients of the joint batch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from zerolite.zero.outcomes import Outcomes
 
 
 class GradientScale:
-    """The loss scale, less what a partial accumulation lacks, and the mean weight. The loss scale of an accumulation is
-    captured when it is first asked for, before anything can change it."""
+    """Loss scale, correction of a partial accumulation, and mean weight: the factors of the divisor.
+
+    The loss scale of an accumulation is captured when it is first read, before anything can change it.
+    """
 
     def __init__(self, accumulation: GradAccumulation, scaler: LossScaler | None, outcomes: Outcomes) -> None:
         self._accumulation, self._scaler, self._outcomes = accumulation, scaler, outcomes
-        self._captured: float | None = None  # the loss scale of the accumulation, if it has been asked for
+        self._captured: float | None = None  # loss scale of the accumulation, once it has been read
         self._flush_factor = 1.0
-        # With the number of backwards for which it holds.
-        self._mean_weight: tuple[int, torch.Tensor] | None = None
+        self._mean_weight: tuple[int, torch.Tensor] | None = None  # with the number of backwards that it is of
 
     @property
     def weighted(self) -> bool:
@@ -33,7 +34,7 @@ class GradientScale:
         self._flush_factor = 1.0
 
     def refuse_grad_scaler(self) -> None:
-        """Raises RuntimeError if the engine scales losses itself."""
+        """Raise RuntimeError if the engine scales losses itself: gradients would be unscaled twice."""
         if self._scaler is not None:
             raise RuntimeError(
                 'torch.amp.GradScaler was to unscale FP16 gradients, but with "fp16": {"enabled": true} in the config '
@@ -41,11 +42,11 @@ class GradientScale:
             )
 
     def flush(self) -> None:
-        """The accumulation ends before it is full: what it holds becomes the mean of what it contains."""
+        """End the accumulation before it is full: its gradient becomes the mean over the micro-batches it contains."""
         self._flush_factor = self._accumulation.flush_factor()
 
     def loss_scale(self) -> float:
-        """The loss scale of the accumulation in hand; the same from its first backward to its step."""
+        """Return the loss scale of this accumulation; the same from its first backward to its step."""
         if self._scaler is None:
             return 1.0
         if self._captured is None:
@@ -54,7 +55,7 @@ class GradientScale:
         return self._captured
 
     def next_loss_scale(self) -> float:
-        """The loss scale that the next accumulation will use; this one's, if it has begun."""
+        """Return the loss scale that the next backward will use."""
         if self._scaler is None:
             return 1.0
         if self._captured is not None:
@@ -63,26 +64,32 @@ class GradientScale:
         return self._scaler.scale
 
     def weight_unit(self) -> float:
-        """Return the number by which weights are divided before they multiply anything, so that fp16 gradients keep
-        their size: about the mean weight of the step before, a power of two, the same on all ranks and for the whole
-        gradient accumulation; 1 without a loss scale."""
+        """Return the number by which weights are divided before they multiply losses, so that fp16 gradients stay in
+        range.
+
+        It is a power of two near the mean weight of the previous step, the same on all ranks and for the whole
+        accumulation; 1 without a loss scale.
+        """
         self.loss_scale()
         return self._outcomes.counters.weight_unit
 
     def local_divisor(self) -> float:
-        """The divisor without what only all ranks know."""
+        """Compute the divisor from local values only, without the mean weight, which needs a collective."""
         scale = 1.0 if self._scaler is None else self.loss_scale()
         return scale / self._flush_factor
 
     def device_divisor(self, stats: StatsVector) -> float | torch.Tensor:
-        """The divisor of the accumulated gradient. The host does not wait for the weights in it."""
+        """Return the divisor of the accumulated gradient, without a wait of the host for the weights in it."""
         return self.local_divisor() * (stats.weight() if self.weighted else 1.0)
 
     def shown_divisor(self, stats: Callable[[], StatsVector]) -> float | torch.Tensor:
-        """Return the divisor of what ``p.grad`` shows. The mean weight is kept until the next backward: changes of
-        gradients discard the statistics, and collecting them again would be a collective.
+        """Return the divisor of the gradients that ``p.grad`` shows.
 
-        stats: collects the statistics if that is needed.
+        The mean weight is kept until the next backward: changes of gradients discard the statistics, and collecting
+        them again would be a collective.
+
+        Args:
+            stats: collects the statistics; called only if the mean weight is not known.
         """
         if not self.weighted:
             return self.local_divisor()

@@ -6,27 +6,28 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 REDUCE_WAIT, GATHER, STEP = "reduce_wait", "gather", "step"
-"""Phases: waiting for reductions that backward did not hide; launching and waiting for gathers of parameters, wherever
-that happens; statistics, update, and bringing updated values to all ranks. Phases nest."""
+"""Phases, which may nest. REDUCE_WAIT: waiting for reductions that did not end during backward. GATHER: launching
+parameter all-gathers and waiting for them, anywhere. STEP: statistics, update, and all-gather of the updated
+parameters."""
 
 
 class StepObserver:
-    """Callbacks for the events of an engine's steps. Here every method does nothing.
+    """Callbacks for the events of an engine's steps. In this base class all of them do nothing.
 
-    Events come in the same order on all ranks, except those of gathers. If an observer raises, the user's call raises.
+    Events come in the same order on all ranks, except those of gathers. An exception in an observer reaches the user.
     """
 
     def before_forward(self) -> None:
-        """Stage 3: a forward begins that may have a backward; nothing has been gathered for it yet."""
+        """Stage 3 only: a forward begins that may have a backward; nothing has been gathered for it yet."""
 
     def before_backward(self) -> None:
         """A backward begins; none of its gradients has come yet."""
 
     def on_backward_begin(self) -> None:
-        """The backward has begun: later gradients belong to it."""
+        """The backward has begun: gradients from here on belong to it."""
 
     def on_backward_end(self) -> None:
-        """The backward has ended, or was cut short by an exception; what it reduces has been launched."""
+        """The backward has ended or raised, and its reductions have been launched."""
 
     def on_phase_begin(self, phase: str) -> None:
         """A phase begins."""
@@ -35,16 +36,16 @@ class StepObserver:
         """A phase has ended or raised."""
 
     def on_step_end(self, step: int) -> None:
-        """The update has been launched or skipped, or it has raised. step: number of steps, including this one."""
+        """The update has been launched or skipped, or has raised. ``step``: number of steps, including this one."""
 
     def on_parameters_updated(self) -> None:
-        """The last bucket of a step has its new values."""
+        """The last bucket of a step has its updated values."""
 
     def on_updated(self) -> None:
-        """An update is known not to have been skipped. The schedule of learning rates is one of these observers."""
+        """A step is known not to have been skipped. The learning rate schedule is such an observer."""
 
     def on_settled(self, step: int, norm: float) -> None:
-        """The outcome of a step is known. norm: L2 norm of its unscaled gradient before clipping."""
+        """The outcome of a step is known. ``norm``: L2 norm of its unscaled gradient before clipping."""
 
     def on_gradients_dropped(self) -> None:
         """All gradients since the last step are about to be dropped."""
@@ -68,7 +69,10 @@ class Observers:
         self.on_gradients_dropped: list[Callable[[], None]] = []
 
     def add(self, observer: StepObserver) -> None:
-        """Register the methods that the class of ``observer`` overrides. Called before the first step."""
+        """Register the methods that the class of ``observer`` overrides. Called before the first step.
+
+        Methods that it does not override are never called: an event without observers costs nothing.
+        """
         for event, listeners in vars(self).items():
             if getattr(type(observer), event) is not getattr(StepObserver, event):
                 listeners.append(getattr(observer, event))

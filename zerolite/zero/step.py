@@ -1,16 +1,16 @@
-"""The step pipeline: one order of phases for all stages and precisions.
+"""Step pipeline: one order of phases for all stages and precisions.
 
 ::
 
-    reduce       wait for the reductions that backward has launched; reduce what no backward has
+    reduce       wait for the reductions that backward has launched; reduce what no backward has reduced
     statistics   norm, overflow and used parameters, in one small all-reduce
-    update       skip, or clip and update what this rank owns
+    update       skip the step, or clip and update the shards that this rank owns
     all-gather   each bucket as soon as it is updated
     outcome      counters, learning rates, and last the loss scale
-    zero_grad    the gradients are gone
+    zero_grad    drop the gradients
 
-:meth:`StepPipeline.step` runs all of them. Each can be called by itself, and runs the phases before it that have not
-run for these gradients. The loss scale of an accumulation is captured at its first backward, before anything can
+:meth:`StepPipeline.step` runs all phases. Each can be called by itself; it then runs the earlier phases that have not
+run for the same gradients. The loss scale of an accumulation is captured at its first backward, before anything can
 change it.
 """
 
@@ -47,13 +47,13 @@ class StepOptions:
     """Options of a step, from the config.
 
     Attributes:
-        max_norm: clip to this L2 norm, 0 for never.
+        max_norm: clip gradients to this L2 norm; 0 for never.
         check_finite: skip steps with non-finite gradients.
-        max_skipped_in_a_row: raise after so many, 0 for never.
-        skip_on_device: let the device decide whether a step is skipped, where the optimizer can, so that the host need
-            not wait for the statistics.
-        update_numel: master elements that are updated in one call on the device where torch's optimizer does it; a
-            larger bucket is a call of its own.
+        max_skipped_in_a_row: raise after so many skipped steps; 0 for never.
+        skip_on_device: let the device decide if a step is skipped, where the optimizer can, so that the host need not
+            wait for the statistics.
+        update_numel: number of master elements that torch's optimizer updates on the device in one call; a larger
+            bucket is a call of its own.
         divide_plain_backward: divide the gradients of a backward that the user calls by the number of micro-batches.
     """
 
@@ -66,7 +66,16 @@ class StepOptions:
 
 
 class StepPipeline:
-    """See the module. All methods are called on all ranks, in the same order."""
+    """See the module. All methods are called on all ranks, in the same order.
+
+    Attributes:
+        commands: announces operations to ranks that have run out of data.
+        outcomes: counters and outcomes of steps.
+        gradient_scale: divisors of the accumulated gradients.
+        changes: changes that the user makes to ``p.grad``.
+        written: values that the user writes into parameters.
+        suspended: reason why nothing can be done now, with the remedy; "" if the pipeline is available.
+    """
 
     _same_gathers = True  # all ranks of the job gather the same number of parameters
 
@@ -90,8 +99,8 @@ class StepPipeline:
     ) -> None:
         """
         Args:
-            checks: travel with the statistics and check more than gradients.
-            look: looks at what updates do.
+            checks: checks whose numbers are reduced with the statistics.
+            look: observes masters before and after each update.
         """
         self._buffer, self._reducer, self._optimizer, self._param_gatherer = buffer, reducer, optimizer, param_gatherer
         self._comm, self._device, self._collector, self._observers = comm, device, collector, observers
@@ -114,13 +123,13 @@ class StepPipeline:
             look,
         )
         self.written = WrittenValues(buffer, param_gatherer, self._step_update, self.outcomes)
-        self.suspended = ""  # why nothing can be done now, with the remedy
+        self.suspended = ""
         self.use_layout()
         self.changes = GradientChanges(buffer, reducer, collector)
         self._begin_accumulation()
 
     def use_layout(self) -> None:
-        """Rebuild what depends on the buckets after the layout has changed. Called between steps."""
+        """Rebuild the parts that depend on the buckets. Called between steps, after the layout has changed."""
         layout = self._buffer.layout
         self._collector.use(layout, list(layout.fragments(self._buffer.rank)))
         self._step_update.plan()
@@ -128,7 +137,7 @@ class StepPipeline:
             self.outcomes.checks.replan()
 
     def use_coordinator(self, sharded: PartitionedParameterCoordinator) -> None:
-        """Gather and write parameters through ``sharded``: the model is at stage 3. Before the first step."""
+        """Gather and write parameters through ``sharded``, at stage 3. Called before the first step."""
         self.written.use(sharded)
         self.outcomes.compare(ScheduleAgreement(sharded.schedule, self._comm.main))
 
@@ -146,16 +155,19 @@ class StepPipeline:
         Args:
             engine_scaled: True if ``engine.backward`` has divided the loss by the number of micro-batches, False if it
                 has not; None inside a backward that the user has called.
-            weight: number that ``engine.backward`` multiplies the loss with instead, in units of
+            weight: factor by which ``engine.backward`` multiplies the loss instead, in units of
                 :meth:`GradientScale.weight_unit`.
+
+        Raises:
+            RuntimeError: some backwards of the step have a weight, and others have none.
         """
         if self._reducer.current.open:
             return
-        if self._updated:  # an update without zero_grad(): its gradients are used, and not added to
+        if self._updated:  # an update without zero_grad() has used the gradients: nothing is added to them
             self.zero_grad()
         scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
-        if self.changes.assigned:  # what the user has put into p.grad counts like a gradient of this rank's
+        if self.changes.assigned:  # a tensor that the user has put into p.grad counts like a gradient of this rank
             self.changes.add(self.gradient_scale.loss_scale, weighted or self._accumulation.weighted is True)
         if self._reducer.shown.factors:
             self.changes.apply_factors()
@@ -166,7 +178,8 @@ class StepPipeline:
                 "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
                 f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'}"
             )
-        # From counters that are equal on all ranks, and not from gradients: all must launch the same collectives.
+        # This depends on counters, which are equal on all ranks, and not on gradients: all ranks must launch the same
+        # collectives.
         reducing = self._reducer.reduces_each_backward or self._accumulation.next_backward_closes()
         divided = engine_scaled is None and self._options.divide_plain_backward
         with self.commands(Command.BACKWARD, scaled, weighted, reducing, divided):
@@ -175,8 +188,8 @@ class StepPipeline:
             notify()
 
     def mirror_backward(self, scaled: bool, weighted: bool, reducing: bool, divided: bool) -> None:
-        """Take part in a backward that other ranks have announced, and add nothing to it. At stage 3 they announce what
-        comes next; elsewhere it is all buckets in their order."""
+        """Take part in a backward that other ranks have announced, without gradients of its own. At stage 3 the other
+        ranks announce each launch; at other stages this launches all buckets in their order."""
         self._begin(scaled, 0.0 if weighted else None, reducing, divided, end_with_backward=False)
         if not self._reducer.current.launches_by_group:
             self._reducer.end_backward(complete=False)
@@ -195,14 +208,14 @@ class StepPipeline:
         self.outcomes.counters.micro_steps += 1
 
     def wait_for_reductions(self) -> None:
-        """End an open backward and wait for its reductions. Gradients that are only accumulated stay unreduced."""
+        """End an open backward and wait for its reductions. Accumulated gradients that it did not reduce stay so."""
         self._reducer.end_backward(complete=False)
         self._reducer.wait()
 
     # ---------------------------------------------------------------- phases
 
     def reduce(self) -> None:
-        """Finish the mean of the gradients over ranks. Each rank then has the part that it updates."""
+        """Finish the mean of the gradients over ranks. Each rank then has the shard that it updates."""
         self.look_at_grads()
         self.finish_reductions()
 
@@ -218,30 +231,30 @@ class StepPipeline:
                 ended(REDUCE_WAIT)
 
     def pending_parameters(self) -> frozenset[int]:
-        """Return the parameters with a gradient, on any rank, that no step has used."""
+        """Return the indices of parameters with a gradient, on any rank, that no step has used."""
         self.look_at_grads()
         return frozenset() if self._accumulation.empty or self._updated else self.stats().get().used
 
     def why_no_gradients(self) -> str:
-        """Return why there are no gradients to be read now, "" if there are."""
+        """Return the reason why gradients cannot be read now, "" if they can."""
         self.check_available()
         if self._reducer.current.open:
-            return "a backward is under way; read it when that has returned"
+            return "a backward is under way; read it when the backward has returned"
         return "engine.update() has used it" if self._updated else ""
 
     def look_at_grads(self, before_backward: bool = False) -> None:
         """Apply the user's changes of ``p.grad``: None drops a gradient, a tensor replaces it.
 
-        If the user has set all of them to None, this calls :meth:`zero_grad`, which all ranks must do.
+        If the user has set all of them to None, this calls :meth:`zero_grad`: all ranks must have done so.
 
         Args:
-            before_backward: only note the tensors, because more gradients will be added to them.
+            before_backward: only note the tensors, because a backward will add more gradients to them.
         """
         if self.suspended:
             self.check_available()
-        if self._reducer.current.open:  # a backward that has raised, with the sums of the user's hooks still in p.grad
+        if self._reducer.current.open:  # a backward has raised, and the sums of the user's hooks are still in p.grad
             self._reducer.end_backward(complete=False)
-        if self.changes.exposed:  # what has been written to memory that the user has counts before it is dropped
+        if self.changes.exposed:  # values that the user has written into lent memory count, even if it is dropped now
             self.changes.refresh()
         found = self._reducer.shown.changed(self._reducer.parameters)
         if found:
@@ -254,11 +267,11 @@ class StepPipeline:
         if self.changes.all_dropped(found):
             self.zero_grad()
             return
-        with self.commands(Command.OTHER):  # a rank that only follows commands would not know
+        with self.commands(Command.OTHER):  # a rank without data cannot know of it
             self.changes.take(found)
 
     def stats(self) -> StatsVector:
-        """Return the statistics of the gradients in hand, which are collected if they have not been."""
+        """Return the statistics of the accumulated gradients; collect them if that has not been done."""
         self.check_available()
         if self._collector.latest is None:
             self.look_at_grads()
@@ -285,7 +298,7 @@ class StepPipeline:
         return stats
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients in hand to ``max_norm`` when they are applied. Return their norm before clipping."""
+        """Clip the accumulated gradients to ``max_norm`` in the update. Return their L2 norm before clipping."""
         if not max_norm > 0:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         self.look_at_grads()
@@ -295,13 +308,13 @@ class StepPipeline:
             return self.stats().get().norm / self.divisor()
 
     def update(self, gather: bool = False) -> None:
-        """Update what this rank owns, or skip the step on all ranks, and settle the counters, the scheduler and the
-        loss scale."""
+        """Update the shards that this rank owns, or skip the step on all ranks; then settle counters, learning rates
+        and the loss scale."""
         self.look_at_grads()
         self._apply(gather)
 
     def _apply(self, gather: bool) -> None:
-        """Run :meth:`update` where it is known that the user has not dropped the gradients."""
+        """Run :meth:`update` after the caller has called :meth:`look_at_grads`."""
         for begins in self._observers.on_phase_begin:
             begins(STEP)
         try:
@@ -341,18 +354,18 @@ class StepPipeline:
         if schedules is not None:
             schedules.compare()
         given = self.changes.common_factor(stats) if self._reducer.shown.factors else 1.0
-        self._updated = True  # before the update: an exception in it leaves nothing to be applied twice
-        self.changes.clear()  # from here on nothing corrects the statistics
+        self._updated = True  # set before the update: after an exception in it, nothing is applied twice
+        self.changes.clear()  # nothing corrects the statistics from here on
         self._step_update.run(stats, given, self._max_norm, gather)
 
     def on_weights_replaced(self) -> None:
-        """Forget what was wrong with earlier steps: all weights have been loaded anew. Called on all ranks."""
+        """Forget the errors of earlier steps, because all weights have been loaded anew. Called on all ranks."""
         self.outcomes.forget_failure()
         if self.outcomes.checks is not None:
             self.outcomes.checks.forget(update=True)
 
     def on_masters_loaded(self) -> None:
-        """Take loaded masters into the parameters, also those into which values were loaded before."""
+        """Copy loaded masters into the parameters, over values that were loaded into the parameters before."""
         self.written.forget()
         self.on_weights_replaced()
         self._buffer.placements.written_in_place()
@@ -372,17 +385,17 @@ class StepPipeline:
         self._step_update.on_params_gathered()
 
     def zero_grad(self) -> None:
-        """Drop the gradients in hand, with their clipping and loss scale."""
+        """Drop the accumulated gradients, with their clipping and loss scale."""
         with self.commands(Command.ZERO_GRAD) if self._accumulation.backwards else NOTHING:
             for notify in self._observers.on_gradients_dropped:
                 notify()
-            self.changes.clear()  # first: the reducer looks at which gradients the user still refers to
+            self.changes.clear()  # first: the reducer checks which gradients the user still refers to
             self._reducer.clear()
             self._accumulation.reset()
             self._begin_accumulation()
 
     def step(self) -> None:
-        """Run all phases. The gradients are gone afterwards."""
+        """Run all phases. Afterwards there are no gradients."""
         self.look_at_grads()
         with self.commands(Command.STEP):
             self._apply(gather=True)
@@ -392,14 +405,14 @@ class StepPipeline:
 
     @property
     def accumulating(self) -> bool:
-        """True if there have been backwards whose gradients no step has used; the same on all ranks."""
+        """True if there are gradients that no step has used; the same on all ranks."""
         return not (self._accumulation.empty or self._updated)
 
     def check_between_steps(self) -> None:
         """Settle what has been updated. Raises RuntimeError between ``update`` and ``publish``, and while the pipeline
         is suspended."""
         self.look_at_grads()
-        self.outcomes.settle()  # a step that the device has skipped is taken back from the counts of optimizer states
+        self.outcomes.settle()  # a step that the device has skipped must not count in the optimizer states
         if self._step_update.params_outdated:
             raise RuntimeError(
                 "a checkpoint was asked for between engine.update() and engine.publish(), where master weights are "
@@ -407,16 +420,22 @@ class StepPipeline:
             )
 
     def check_ranks(self) -> None:
-        """Raise on all ranks if they hold different weights or would update with different numbers, and if the last
-        update has made weights non-finite. Called on all ranks, between steps."""
+        """Raise on all ranks if their weights or the numbers of their updates differ, or if the last update has made
+        weights non-finite. Called on all ranks, between steps."""
         self.outcomes.raise_failure()
         if self.outcomes.checks is not None:
             steps = self.outcomes.counters.global_steps
             self.outcomes.checks.before_save(steps, self.gradient_scale.next_loss_scale(), self._max_norm)
 
     def on_all_loaded(self, state: Mapping[str, Any]) -> None:
-        """All values have been loaded, after :meth:`zero_grad`. state: of :meth:`Outcomes.state_dict`. Raises
-        ValueError if what was saved makes no sense."""
+        """Take over loaded weights, masters and states. Called on all ranks, after :meth:`zero_grad`.
+
+        Args:
+            state: saved :meth:`Outcomes.state_dict`.
+
+        Raises:
+            ValueError: ``state`` is not valid.
+        """
         self.on_weights_replaced()
         self.outcomes.load_state_dict(state)
         self._buffer.placements.written_in_place()
@@ -430,7 +449,7 @@ class StepPipeline:
         return divisor * mean_weight(self.stats().get()) if self._accumulation.weighted else divisor
 
     def suspend(self, why: str) -> None:
-        """Refuse everything with ``why`` from now on, because what is worked on here is not there; "" ends it."""
+        """Refuse all operations with the reason ``why`` from now on, because the state is not there; "" ends it."""
         self.suspended = why
 
     def check_available(self) -> None:
@@ -439,5 +458,5 @@ class StepPipeline:
             raise RuntimeError(self.suspended)
 
     def check_whole(self) -> None:
-        """Raise RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
+        """Raise RuntimeError if an update has failed halfway and no checkpoint has been loaded since."""
         self._step_update.check_whole()
