@@ -54,7 +54,7 @@ def test_all_that_does_not_fit_is_named_at_once(make_site: MakeSite, tmp_path: P
     assert job.process.returncode == 2 and not site.reports()
     torch = re.escape(metadata.version("torch"))
     for complaint in (
-        rf"host2: has torch 1\.2\.3 where torch {torch} was expected, as where the job was started",
+        rf"host2: has torch 1\.2\.3, and the job was started with torch {torch}: install",
         rf"host3: has no working directory '{site.directory}'",
         rf"host4: cannot run '{sys.executable}', the Python of this job",
         r"host5: cannot be reached by ssh \(ssh: connect to host host5 port 22: Connection refused\)",
