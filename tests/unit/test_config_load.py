@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from tests.toolkit.config_errors import errors_of, nested
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
-from zerolite.config.values import block_model, expected
+from zerolite.config.values import block_model, describe_type
 
 SAMPLE: dict[str, Any] = {
     "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
@@ -42,7 +42,7 @@ def leaves(model: type[BaseModel] = ZeroliteConfig, prefix: str = "") -> Iterato
         if inner is not None:
             yield from leaves(inner, f"{prefix}{name}.")
         elif not prefix.startswith(("optimizer", "scheduler")):
-            yield prefix + name, expected(info), info.get_default(call_default_factory=True)
+            yield prefix + name, describe_type(info), info.get_default(call_default_factory=True)
 
 
 KEYS = {path: (words, default) for path, words, default in leaves()}

@@ -18,8 +18,8 @@ from .errors import ConfigError
 from .known_keys import ALIASES, GROUPS, RENAMED, UNSUPPORTED, Key
 from .models import ZeroliteConfig
 from .source import read_source
-from .values import Block, as_number, block_model, join, sentence, show
-from .without_effect import leave_out, needs_stage_3
+from .values import Block, as_number, block_model, describe_error, join_path, show
+from .without_effect import drop_ineffective, needs_stage_3
 
 _MOST_HINTS = 20
 """Number of unknown keys that get a suggestion: each search for one takes milliseconds."""
@@ -56,9 +56,9 @@ def load_config(source: Mapping[str, object] | str | os.PathLike[str] | Zerolite
         raise ConfigError([("", "expected a configuration, got values nested too deeply to be one")]) from None
     if raw.duplicates or loader.errors or config is None:
         raise ConfigError(
-            raw.duplicates + [(loader.as_spelled(path), text) for path, text in loader.errors], raw.origin
+            raw.duplicates + [(loader.with_alias(path), text) for path, text in loader.errors], raw.origin
         )
-    return leave_out(config, loader.without_effect)
+    return drop_ineffective(config, loader.without_effect)
 
 
 class _Loader:
@@ -68,7 +68,7 @@ class _Loader:
         self.errors: list[tuple[str, str]] = []
         self.without_effect: list[tuple[str, str]] = []
         self.hints = _MOST_HINTS
-        self.spelled: dict[str, str] = {}  # blocks by another name
+        self.alias_of: dict[str, str] = {}  # blocks by another name
         zero = values.get("zero_optimization")
         stage = as_number(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
         known = isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3
@@ -76,13 +76,13 @@ class _Loader:
 
     def load(self, values: Mapping[Any, Any]) -> ZeroliteConfig | None:
         """The configuration. Where values are wrong, contradictions are looked for among the rest."""
-        clean = self._walk(values, "")
+        clean = self._check_values(values, "")
         for _ in range(2):  # the second time without the values that are wrong
             try:
                 config = ZeroliteConfig.model_validate(clean)
             except ValidationError as error:
                 for details in error.errors(include_url=False, include_input=False):
-                    self._invalid(details, clean)
+                    self._add_pydantic_error(details, clean)
                 continue
             config.note_auto(key for key in (TRAIN, MICRO) if _is_auto(clean.get(key)))
             wrong = {path for path, _ in self.errors}
@@ -90,60 +90,62 @@ class _Loader:
             return config
         return None
 
-    def as_spelled(self, path: str) -> str:
+    def with_alias(self, path: str) -> str:
         """The path with the user's own spelling of the block."""
         head, dot, rest = path.partition(".")
-        return self.spelled.get(head, head) + dot + rest
+        return self.alias_of.get(head, head) + dot + rest
 
     # ---------------------------------------------------------------- the walk over the raw values
 
-    def _walk(self, values: Mapping[object, object], path: str) -> dict[str, object]:
+    def _check_values(self, values: Mapping[object, object], path: str) -> dict[str, object]:
         """Judge keys without support and unusable values, and return the rest, which pydantic validates."""
         clean: dict[str, Any] = {}
         for key, value in values.items():
-            name = key if path else self._without_alias(key, values)
-            here = join(path, name)
+            name = key if path else self._resolve_alias(key, values)
+            here = join_path(path, name)
             known = isinstance(name, str) and "." not in name
             if not isinstance(name, str):
                 self.errors.append((here, f"expected a string as the key, got {show(name)}; write it in quotes"))
             elif unusable := _unusable_text(name):
                 self.errors.append((here, unusable))
             elif known and here in RENAMED:
-                self._renamed(here, value)
+                self._check_renamed(here, value)
             elif known and here in UNSUPPORTED:
-                self._unsupported(UNSUPPORTED[here], value, here)
+                self._check_unsupported(UNSUPPORTED[here], value, here)
             elif known and here in GROUPS and here not in supported_keys():
-                self._group(value, here)
+                self._check_group(value, here)
             elif isinstance(value, Mapping):
-                clean[name] = self._walk(value, here)
-            elif problems := list(_problems(value, here, in_params=here.startswith(_PARAMS))):
+                clean[name] = self._check_values(value, here)
+            elif problems := list(_unusable_values(value, here, in_params=here.startswith(_PARAMS))):
                 self.errors += problems
             elif not (path in _PARAMS and _is_auto(value)):  # left to the constructor
                 clean[name] = value
         return clean
 
-    def _without_alias(self, key: Any, values: Mapping[object, object]) -> object:
+    def _resolve_alias(self, key: Any, values: Mapping[object, object]) -> object:
         name = ALIASES.get(key, key) if isinstance(key, str) else key
         if name != key and name in values:
             self.errors.append((key, f"expected one spelling, got {name} and {key}, the same block; keep {name}"))
         elif name != key:
-            self.spelled[name] = key
+            self.alias_of[name] = key
         return name
 
-    def _group(self, value: object, here: str) -> None:
+    def _check_group(self, value: object, here: str) -> None:
         """Judge each key of a block that is known for its keys only."""
         if isinstance(value, Mapping):
-            self.errors += [(join(here, key), self._unknown(here, key)) for key in self._walk(value, here)]
+            self.errors += [
+                (join_path(here, key), self._describe_unknown(here, key)) for key in self._check_values(value, here)
+            ]
         elif not (value is None or value is False or _is_auto(value)):
             self.errors.append((here, _not_an_object(here, value)))
 
-    def _renamed(self, here: str, value: object) -> None:
+    def _check_renamed(self, here: str, value: object) -> None:
         """Accept a deprecated spelling with the default of today's key, and with null."""
         today = RENAMED[here]
         if value is not None and not _is_one_of((supported_keys().get(today, False),), value):
             self.errors.append((here, f"expected today's name of the key, got a deprecated one; use {today}"))
 
-    def _unsupported(self, entry: Key, value: object, here: str) -> None:
+    def _check_unsupported(self, entry: Key, value: object, here: str) -> None:
         asked = value
         if entry.switch and isinstance(value, Mapping):
             asked = value.get(entry.switch, entry.on_by_default)
@@ -157,47 +159,49 @@ class _Loader:
             note = f" ({entry.note})" if entry.note else ""
             switch = f"{entry.switch} = " if entry.switch else ""
             values = " or ".join(dict.fromkeys(show(value).removeprefix("the string ") for value in entry.accepted))
-            said = f"known to zerolite but not supported yet{note}; leave it out (only {switch}{values} is accepted)"
-            self.errors.append((here, said))
+            sentence = (
+                f"known to zerolite but not supported yet{note}; leave it out (only {switch}{values} is accepted)"
+            )
+            self.errors.append((here, sentence))
 
     # ---------------------------------------------------------------- the errors of pydantic
 
-    def _invalid(self, details: Mapping[str, Any], clean: dict[str, Any]) -> None:
+    def _add_pydantic_error(self, details: Mapping[str, Any], clean: dict[str, Any]) -> None:
         """Note an error, and drop the value, so that its default takes its place; the block if there is none."""
         model: type[Block] = ZeroliteConfig
         holder, block, path = clean, "", ""
         for name in details["loc"]:
-            info, block, path = model.model_fields.get(name), path, join(path, name)
+            info, block, path = model.model_fields.get(name), path, join_path(path, name)
             inner = block_model(info) if info else None
             if inner is None or not isinstance(holder.get(name), dict):
                 break
             model, holder = inner, holder[name]
         value = holder.pop(name, None)
         if info is None:
-            said = self._unknown(block, name)
+            sentence = self._describe_unknown(block, name)
         elif inner is not None:
-            said = _not_an_object(path, value)
+            sentence = _not_an_object(path, value)
         elif details["type"] == "missing":
             clean.pop(block)
-            said = f'expected a name, got nothing; add the key, such as "type": "{_EXAMPLES[block]}"'
+            sentence = f'expected a name, got nothing; add the key, such as "type": "{_EXAMPLES[block]}"'
         else:
-            said = sentence(info, value, details)
+            sentence = describe_error(info, value, details)
         # One error for each value: none where the walk has dropped what is in it.
         if not any(known == path or known.startswith(f"{path}.") for known, _ in self.errors):
-            self.errors.append((path, said))
+            self.errors.append((path, sentence))
 
-    def _unknown(self, block: str, key: str) -> str:
-        said, supported = f"expected a key of {block or 'the configuration'}, got an unknown one", supported_keys()
+    def _describe_unknown(self, block: str, key: str) -> str:
+        sentence, supported = f"expected a key of {block or 'the configuration'}, got an unknown one", supported_keys()
         if not block and "." in key and key in supported:
             nested = key.replace(".", '": {"')
-            return f'{said}; write it nested: "{nested}": ...' + "}" * key.count(".")
+            return f'{sentence}; write it nested: "{nested}": ...' + "}" * key.count(".")
         if block in ("optimizer", "scheduler"):
-            return f"{said}; arguments of the constructor belong into {block}.params"
+            return f"{sentence}; arguments of the constructor belong into {block}.params"
         if block and key in supported:
-            return f"{said}; did you mean {key}? It belongs to the top level: move it out of {block}"
+            return f"{sentence}; did you mean {key}? It belongs to the top level: move it out of {block}"
         self.hints -= 1
         near = nearest_keys(block, key) if self.hints >= 0 and len(key) < _LONGEST_HINT else []
-        return f"{said}; did you mean {' or '.join(near)}?" if near else f"{said}; remove it"
+        return f"{sentence}; did you mean {' or '.join(near)}?" if near else f"{sentence}; remove it"
 
 
 def nearest_keys(block: str, key: str) -> list[str]:
@@ -227,10 +231,10 @@ def supported_keys() -> dict[str, Any]:
 
 def _defaults(model: type[Block], prefix: str) -> Iterator[tuple[str, object]]:
     for name, info in model.model_fields.items():
-        yield join(prefix, name), info.get_default(call_default_factory=True)
+        yield join_path(prefix, name), info.get_default(call_default_factory=True)
         inner = block_model(info)
         if inner is not None:
-            yield from _defaults(inner, join(prefix, name))
+            yield from _defaults(inner, join_path(prefix, name))
 
 
 _EXAMPLES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
@@ -253,17 +257,17 @@ def _not_an_object(path: str, value: object) -> str:
     return f"expected an object, got {show(value)}; write {{...}} or leave the key out"
 
 
-def _problems(value: object, path: str, in_params: bool) -> Iterator[tuple[str, str]]:
+def _unusable_values(value: object, path: str, in_params: bool) -> Iterator[tuple[str, str]]:
     """(path, sentence) of every unusable leaf and key of a JSON value."""
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _problems(item, f"{path}[{index}]", in_params)
+            yield from _unusable_values(item, f"{path}[{index}]", in_params)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _problems(key, join(path, key), in_params)
-            yield from _problems(item, join(path, key), in_params)
-    elif said := _unusable_text(value) or (_unusable_number(value) if in_params else None):
-        yield path, said
+            yield from _unusable_values(key, join_path(path, key), in_params)
+            yield from _unusable_values(item, join_path(path, key), in_params)
+    elif sentence := _unusable_text(value) or (_unusable_number(value) if in_params else None):
+        yield path, sentence
 
 
 def _unusable_number(leaf: object) -> str | None:

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from .known_keys import ALIASES, RENAMED, UNSUPPORTED
 from .models import ZeroliteConfig
-from .values import Block, block_model, expected, join
+from .values import Block, block_model, describe_type, join_path
 
 FILE = Path("docs/configuration.md")
 
@@ -43,7 +43,7 @@ def _blocks(prefix: str, model: type[Block]) -> Iterator[str]:
     for name, info in model.model_fields.items():
         inner = block_model(info)
         if inner is not None:
-            path = join(prefix, name)
+            path = join_path(prefix, name)
             heading = "#" * (3 + path.count("."))
             about = " ".join((inner.__doc__ or "").split())
             about = textwrap.fill(about, 100, break_long_words=False, break_on_hyphens=False)
@@ -63,8 +63,8 @@ def _rows(head: str, rows: Iterator[str] | list[str]) -> str:
 def _key_rows(prefix: str, model: type[Block]) -> Iterator[str]:
     meanings = descriptions(model)
     for name, info in model.model_fields.items():
-        path, inner = join(prefix, name), block_model(info)
-        kind = f"[object](#{path.replace('.', '')})" if inner else _cell(expected(info))
+        path, inner = join_path(prefix, name), block_model(info)
+        kind = f"[object](#{path.replace('.', '')})" if inner else _cell(describe_type(info))
         meaning = meanings.get(name) or re.split(r"(?<=[.)])\s", ((inner and inner.__doc__) or "").strip())[0]
         yield f"| `{path}` | {kind} | {_default(info)} | {_cell(meaning)} |"
 

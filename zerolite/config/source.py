@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .values import join, shorten, show
+from .values import join_path, shorten, show
 
 _MOST_DIGITS = 1000
 
@@ -75,7 +75,7 @@ def _parse(text: str, origin: str | None) -> RawConfig:
     if not text.strip():
         raise ConfigError([("", "expected an object, got empty text; write at least {}")], origin)
     duplicates: list[tuple[str, str]] = []
-    values = _without_pairs(_parse_json_or_hjson(text, origin), "", duplicates)
+    values = _pairs_to_dicts(_parse_json_or_hjson(text, origin), "", duplicates)
     if not isinstance(values, dict):
         raise ConfigError([("", f"expected an object such as {{...}}, got {show(values)}")], origin)
     return RawConfig(values, duplicates, origin)
@@ -109,13 +109,15 @@ def _syntax_problem(error: ValueError) -> str:
     return message if line is None else f"{message} at line {line} column {column}"
 
 
-def _without_pairs(value: object, path: str, duplicates: list[tuple[str, str]]) -> object:
+def _pairs_to_dicts(value: object, path: str, duplicates: list[tuple[str, str]]) -> object:
     """Turn pairs into dicts, noting the full path of every key that an object holds more than once."""
     if isinstance(value, _Pairs):
         for key, count in Counter(key for key, _ in value).items():
             if count > 1:
-                duplicates.append((join(path, key), f"expected the key once, got it {count} times; keep one of them"))
-        return {key: _without_pairs(item, join(path, key), duplicates) for key, item in value}
+                duplicates.append(
+                    (join_path(path, key), f"expected the key once, got it {count} times; keep one of them")
+                )
+        return {key: _pairs_to_dicts(item, join_path(path, key), duplicates) for key, item in value}
     if isinstance(value, list):
-        return [_without_pairs(item, f"{path}[{index}]", duplicates) for index, item in enumerate(value)]
+        return [_pairs_to_dicts(item, f"{path}[{index}]", duplicates) for index, item in enumerate(value)]
     return value

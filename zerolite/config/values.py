@@ -95,7 +95,7 @@ def shorten(text: str, limit: int = 100) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def join(path: str, key: object) -> str:
+def join_path(path: str, key: object) -> str:
     """The full path of a key in the block at `path`."""
     try:
         name = shorten(str(key)) or '""'
@@ -203,12 +203,12 @@ Arguments = Annotated[dict[str, Any], AfterValidator(frozen), Field(description=
 # ---------------------------------------------------------------- messages
 
 
-def expected(info: FieldInfo) -> str:
+def describe_type(info: FieldInfo) -> str:
     """The words for what a field takes, which the generated reference shows as its type."""
     return _words(_schema(info))
 
 
-def sentence(info: FieldInfo, value: object, details: Mapping[str, Any]) -> str:
+def describe_error(info: FieldInfo, value: object, details: Mapping[str, Any]) -> str:
     """Describe the error in the value of a field. details: of pydantic's error."""
     context = details.get("ctx", {})
     if "error" in context:  # of a validator of ours

@@ -24,21 +24,21 @@ def needs_stage_3(stage: int, value: object) -> str:
     return f"got {show(value)}, which has an effect at zero_optimization.stage 3 only, and the stage is {stage}"
 
 
-def leave_out(config: ZeroliteConfig, found_before: Iterable[tuple[str, str]]) -> ZeroliteConfig:
+def drop_ineffective(config: ZeroliteConfig, found_before: Iterable[tuple[str, str]]) -> ZeroliteConfig:
     """Return the configuration without what has no effect; `without_effect` lists that, with `found_before`."""
     zero = config.zero_optimization
     found = list(_find(zero))
-    instead = {key: value for *_, values in found for key, value in values.items()}
-    if instead:
-        config = config.model_copy(update={"zero_optimization": zero.model_copy(update=instead)})
+    replacements = {key: value for *_, values in found for key, value in values.items()}
+    if replacements:
+        config = config.model_copy(update={"zero_optimization": zero.model_copy(update=replacements)})
     config.note_without_effect((*found_before, *((f"zero_optimization.{path}", why) for path, why, _ in found)))
     return config
 
 
-def find_lost(config: ZeroliteConfig) -> list[tuple[str, str]]:
+def find_dropped(config: ZeroliteConfig) -> list[tuple[str, str]]:
     """(path, sentence) of what the stage would leave out, where another stage may be chosen for its sake."""
     found = _find(config.zero_optimization)
-    return [(f"zero_optimization.{path}", why) for path, why, instead in found if instead]
+    return [(f"zero_optimization.{path}", why) for path, why, replacements in found if replacements]
 
 
 def _find(zero: ZeroConfig) -> Iterator[_Found]:

@@ -9,7 +9,7 @@ import torch
 
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.config.contradictions import find_contradictions
-from zerolite.config.without_effect import find_lost
+from zerolite.config.without_effect import find_dropped
 from zerolite.planning.dry_run import older_objects_frozen
 from zerolite.planning.errors import RefusedError
 from zerolite.planning.host_room import offloads
@@ -157,7 +157,7 @@ def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteCon
     changed = config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in blocks.items()}
     )
-    found = [(entry.paths[0], entry.sentence) for entry in find_contradictions(changed)] + find_lost(changed)
+    found = [(entry.paths[0], entry.sentence) for entry in find_contradictions(changed)] + find_dropped(changed)
     if found:
         raise ConfigError(found)
     return changed
