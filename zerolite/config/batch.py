@@ -15,7 +15,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 class BatchSizes(NamedTuple):
-    """A solved triangle. Micro and train batch size are both None where the user's own loader decides."""
+    """The three sizes. Train and micro batch size are both None if the user's own loader decides."""
 
     train: int | None
     micro: int | None
@@ -23,7 +23,13 @@ class BatchSizes(NamedTuple):
 
 
 def solve(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:
-    """Fill in what is not given (None), from what is.
+    """Derive the sizes that are None from the others.
+
+    Args:
+        train: train batch size, in samples.
+        micro: micro-batch size of one rank, in samples.
+        accumulation: micro-batches per optimizer step.
+        world_size: number of data-parallel ranks.
 
     Raises:
         ConfigError: no integers of at least 1 satisfy the product.
@@ -46,7 +52,7 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, world_
 
 
 def _quotient(train: int, key: str, value: int, world_size: int) -> int:
-    """The third size, from the train batch size and the one at `key`."""
+    """Return the third size, from the train batch size and the one at `key`."""
     unit = value * world_size
     if train % unit:
         near = " or ".join(str(size) for size in (train // unit * unit, -(-train // unit) * unit) if size)

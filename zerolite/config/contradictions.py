@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class Contradiction(NamedTuple):
-    """The keys that contradict each other (the error is reported at the first) and what to do about it."""
+    """Keys that contradict each other, and a sentence. The error is reported at the first key."""
 
     paths: list[str]
     sentence: str
 
 
-Found = Iterator[tuple[str, str]]  # paths with blanks between them, sentence
+Found = Iterator[tuple[str, str]]  # (paths separated by blanks, sentence)
 
 
 def find_contradictions(config: ZeroliteConfig) -> list[Contradiction]:
-    """Yield every contradiction in the configuration, in a fixed order."""
+    """Return all contradictions in the configuration, in a fixed order."""
     return [Contradiction(paths.split(), sentence) for check in _CHECKS for paths, sentence in check(config)]
 
 
@@ -70,7 +70,7 @@ def _communication(config: ZeroliteConfig) -> Found:
 
 
 def _offload(config: ZeroliteConfig) -> Found:
-    """A disk needs a path, unless the stage leaves the device to itself."""
+    """Require a path for a disk, unless nothing is offloaded at this stage."""
     zero = config.zero_optimization
     for name, fewest in (("offload_optimizer", 1), ("offload_param", 3)):
         block = getattr(zero, name)
@@ -105,7 +105,7 @@ def _activations(config: ZeroliteConfig) -> Found:
 
 
 def _accumulation_dtype(config: ZeroliteConfig) -> Found:
-    """Gradients accumulate in fp32 or in the dtype they are computed in; any other choice loses bits for nothing."""
+    """Allow accumulation in fp32 or in the dtype of the computation. Any other dtype loses bits without a gain."""
     given, path = config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype"
     switches = "fp16.enabled bf16.enabled"
     compute = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
@@ -126,7 +126,7 @@ def _accumulation_dtype(config: ZeroliteConfig) -> Found:
 
 
 def _elastic_needs(config: ZeroliteConfig) -> Found:
-    """Find missing keys of elasticity; if any world size fits is found out when the number of ranks is known."""
+    """Require the keys that elasticity needs. Whether the world size fits is checked when it is known."""
     block = config.elasticity
     if not block.enabled:
         return
@@ -159,7 +159,7 @@ def _elastic_needs(config: ZeroliteConfig) -> Found:
 
 
 def _elastic_decides(config: ZeroliteConfig) -> Found:
-    """Sizes beside the block that cannot hold for every number of ranks."""
+    """Refuse sizes outside of the block that cannot hold for every number of ranks."""
     block, switches = config.elasticity, "elasticity.enabled elasticity.ignore_non_elastic_batch_info"
     if not block.enabled or block.ignore_non_elastic_batch_info:
         return
@@ -225,7 +225,10 @@ def _tensor_parallel(config: ZeroliteConfig) -> Found:
 
 
 def _sums_on_the_device(config: ZeroliteConfig) -> Found:
-    """Gradients that are summed beside the data ranks are summed where the step finds them."""
+    """Refuse offload of gradients that must also be summed over stages or over parts of a sequence.
+
+    Those sums run on the device, before the step. With offload the gradients would be on the host by then.
+    """
     offload = config.zero_optimization.offload_optimizer
     on = {"pipeline.stages": config.pipeline.stages > 1}
     on["tensor_parallel.sequence_parallel"] = config.tensor_parallel.sequence_parallel

@@ -1,7 +1,7 @@
 """The `elasticity` block and its arithmetic: one global batch that does not depend on the world size.
 
-A world size *fits* a batch if the batch is micro-batch x accumulation x world size
-with one of the micro-batch sizes that the block allows. All sizes are in samples; a world size is a number of ranks.
+A world size *fits* a batch if the batch is micro-batch x accumulation x world size for one of the allowed micro-batch
+sizes. All sizes are in samples; a world size is a number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .errors import ConfigError
 from .values import Block, Bool, Count, Finite, Natural, Sizes
 
 MAX_CHOICE = 1_000_000
-"""The largest batch size among which one is chosen."""
+"""The largest batch size that can be chosen."""
 
 Size = Annotated[Count, Field(le=MAX_CHOICE)]
 Ranks = Annotated[Count, Field(le=100_000)]
@@ -38,14 +38,20 @@ Version = Annotated[
 
 @lru_cache(maxsize=16)
 def choose_batch(max_train: int, micros: tuple[int, ...], worlds: range, prefer_larger: bool) -> int | None:
-    """The batch size of at most `max_train` that the most of the world sizes fit; of several the largest, or the
-    smallest. None where none fits any.
+    """Return the batch size of at most `max_train` that the most world sizes fit; None if no world size fits any.
 
-    A world size fits a batch if their quotient, the samples of a rank, is a multiple of a micro-batch size. Each world
-    size adds one at its multiples: slices of bytes, so that a million batches take well below a second. A byte is
-    enough: no size up to MAX_CHOICE has 256 divisors.
+    The method counts for all batch sizes at once. A world size fits a batch if the samples of one rank are a multiple
+    of a micro-batch size; so each world size adds 1 at those of its multiples. The additions work on slices of bytes,
+    and a million batch sizes take well below a second. A byte is enough, since no number up to MAX_CHOICE has 256
+    divisors.
+
+    Args:
+        max_train: the largest batch size, in samples.
+        micros: allowed micro-batch sizes, in samples.
+        worlds: allowed numbers of ranks.
+        prefer_larger: of several best sizes return the largest; else the smallest.
     """
-    splits = bytearray(max_train + 1)  # 1 at the samples of a rank that micro-batches can split
+    splits = bytearray(max_train + 1)  # 1 at each number of samples of one rank that micro-batches can split
     for micro in set(micros):
         splits[micro::micro] = b"\1" * (max_train // micro)
     counts = bytearray(max_train + 1)
@@ -59,52 +65,52 @@ def choose_batch(max_train: int, micros: tuple[int, ...], worlds: range, prefer_
 
 
 def _sum(one: bytearray, other: bytearray) -> bytes:
-    """Byte by byte, of sums below 256: as one large integer, since none carries over."""
+    """Add byte by byte, by one addition of large integers: no sum reaches 256, so nothing carries over."""
     both = int.from_bytes(one, "little") + int.from_bytes(other, "little")
     return both.to_bytes(len(one), "little")
 
 
 class ElasticityConfig(Block):
-    """One global batch, whatever the number of ranks: a job that goes on with fewer or more of them takes the same
-    steps. See [Batch sizes](#batch-sizes)."""
+    """Keep the global batch the same at every number of ranks, so that a job that goes on with fewer or more of them
+    takes the same steps. See [Batch sizes](#batch-sizes)."""
 
     enabled: Bool = False
-    """Choose the batch sizes from this block. The other keys are without effect if false."""
+    """Choose the batch sizes from this block. false: its other keys have no effect."""
     max_train_batch_size: Size | None = None
-    """The global batch is chosen among the sizes up to this one, in samples: the one that the most numbers of ranks can
-    split. Needed unless `train_batch_size` is given, which is then the global batch."""
+    """Largest global batch, in samples. Among the sizes up to this one, the one is taken that the most numbers of ranks
+    can split. Needed unless `train_batch_size` gives the global batch."""
     micro_batch_sizes: Sizes | None = None
-    """The micro-batch sizes, in samples, that are allowed. Needed."""
+    """Allowed micro-batch sizes, in samples. Needed."""
     min_gpus: Ranks = 1
-    """Smallest number of ranks that the job may have."""
+    """Smallest number of ranks."""
     max_gpus: Ranks = 10_000
-    """Largest number of ranks that the job may have."""
+    """Largest number of ranks."""
     num_gpus_per_node: Ranks = 1
-    """Numbers of ranks are multiples of this one: ranks come and go by whole nodes."""
+    """Allow only multiples of this number of ranks, since ranks come and go by whole nodes."""
     prefer_larger_batch: Bool = True
-    """Of global batches that equally many numbers of ranks can split, the largest; false: the smallest. So too of the
-    micro-batch sizes that fit."""
+    """Take the largest of several best global batches, and of several micro-batch sizes that fit. false: the
+    smallest."""
     ignore_non_elastic_batch_info: Bool = False
     """Ignore `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`. false: the first
-    is the global batch, and the other two are errors."""
+    gives the global batch, and the other two are errors."""
     min_time: Natural = 0
-    """Accepted, without effect: it tells a scheduler how long not to change the job."""
+    """Accepted, without effect: for schedulers, the time for which the job should not change."""
     version: Version = 0.2
-    """Accepted, without effect: there is one way to choose."""
+    """Accepted, without effect: there is one algorithm."""
     model_parallel_size: Annotated[Count, Field(le=1), Field(title="1")] = 1
-    """Only 1 is possible: zerolite has no model parallelism."""
+    """Only 1 is possible: elasticity excludes tensor and pipeline parallelism."""
 
     @property
     def worlds(self) -> range:
-        """The world sizes that the job may have."""
+        """The allowed world sizes."""
         step = self.num_gpus_per_node
         return range(-(-self.min_gpus // step) * step, self.max_gpus + 1, step)
 
     def solve(self, train_batch_size: int | None, world_size: int) -> BatchSizes:
-        """The sizes at a world size.
+        """Return the batch sizes at a world size.
 
         Raises:
-            ConfigError: it does not fit; the sentence says why and names the nearest ones that do.
+            ConfigError: the world size does not fit; the sentence says why and names the nearest ones that do.
         """
         given = None if self.ignore_non_elastic_batch_info else train_batch_size
         allowed, worlds = self.micro_batch_sizes or (), self.worlds

@@ -9,8 +9,8 @@ class ConfigError(ValueError):
     """All mistakes of a configuration, in one message.
 
     Attributes:
-        errors: (JSON path, sentence) of each error. The path is "" where the error concerns the source as a whole.
-        origin: where the configuration came from (a file's path), or None.
+        errors: (JSON path, sentence) of each error. The path is "" if the error concerns the whole source.
+        origin: path of the configuration file, or None.
     """
 
     def __init__(self, errors: Iterable[tuple[str, str]], origin: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """Keys of DeepSpeed's schema that zerolite knows by name and does not support yet, and deprecated spellings.
 
-A value that asks for exactly what zerolite does anyway (a feature left off, mostly) is accepted; any other value is an
-error that names the key. To support a key: add it to a model and delete it here.
+A value that asks for what zerolite does anyway is accepted; mostly it switches a feature off. Any other value is an
+error that names the key. To support a key, add it to a model and delete it here.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """One key, or a whole block of keys, accepted with some values.
+    """Key, or whole block of keys, that is accepted with some values only.
 
     Attributes:
-        accepted: the values that are accepted, beside null and "auto".
-        note: for the error, in parentheses.
-        switch: the key is a block, accepted with all its keys while this one of them has an accepted value.
-        on_by_default: a block without its switch is on.
-        free: every value is accepted: the key only tunes a feature that does not run.
-        ignored: why other values change nothing: they are accepted, with a warning that says so.
-        stage3: the key belongs to stage 3: below it, other values are accepted with a warning.
+        accepted: accepted values, besides null and "auto".
+        note: remark for the error, in parentheses.
+        switch: for a block, the key in it that must have an accepted value; its other keys do not matter then.
+        on_by_default: for a block, a missing switch means on.
+        free: every value is accepted, because the key only tunes a feature that does not run.
+        ignored: reason why other values change nothing. They are accepted with a warning that gives the reason.
+        stage3: the key belongs to stage 3. At lower stages, other values are accepted with a warning.
     """
 
     accepted: tuple[object, ...] = (False,)
@@ -134,13 +134,13 @@ UNSUPPORTED: dict[str, Key] = {
     "data_types.param_dtype": NULL,
     "data_types.keep_in_fp32_modules": Key(("auto", []), "use fp32_modules"),
 }
-"""By full path. A block that is not here itself but on the way to others has each of its keys judged by itself."""
+"""Unsupported keys by full path. A block that is not listed itself has each of its keys looked up."""
 
 GROUPS = frozenset(path[:dot] for path in UNSUPPORTED for dot, sign in enumerate(path) if sign == ".")
-"""Blocks that hold keys of the table."""
+"""Paths of the blocks that hold keys of UNSUPPORTED."""
 
 ALIASES = {"bfloat16": "bf16"}
-"""Other spellings of a top-level block that are accepted as they are."""
+"""Accepted other names of top-level blocks."""
 
 RENAMED: dict[str, str] = {
     "allgather_size": "zero_optimization.allgather_bucket_size",
@@ -163,4 +163,4 @@ RENAMED: dict[str, str] = {
     "bf16.check_overflow": "bf16.check_grad_overflow",
     "optimizer.params.max_grad_norm": "gradient_clipping",
 }
-"""Spellings that DeepSpeed deprecates, and today's key, or what to write there."""
+"""Today's key, or the setting to write, by the spelling that DeepSpeed deprecates."""

@@ -1,4 +1,4 @@
-"""`load_config`: read any source into a frozen, checked configuration, or raise one error with all mistakes."""
+"""`load_config`: turn any source into a frozen, checked configuration, or raise one error with all mistakes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .values import Block, as_number, block_model, describe_error, join_path, sh
 from .without_effect import drop_ineffective, needs_stage_3
 
 _MOST_HINTS = 20
-"""Number of unknown keys that get a suggestion: each search for one takes milliseconds."""
+"""Number of unknown keys that get a suggestion: each search takes milliseconds."""
 
 _LONGEST_HINT = 100
-"""Length in characters up to which a key gets a suggestion: no known key is similar to a longer one."""
+"""Characters of the longest key that gets a suggestion: no known key is similar to a longer one."""
 
 _NEAR = 0.6
 """Smallest similarity of two keys, from 0 to 1, at which one is suggested for the other."""
@@ -41,10 +41,10 @@ def load_config(source: Mapping[str, object] | str | os.PathLike[str] | Zerolite
     """Load a configuration.
 
     Args:
-        source: a dict, the path of a file, JSON text, hjson text, or a configuration that is loaded already.
+        source: a dict, the path of a file, JSON or hjson text, or a loaded configuration, which is returned as it is.
 
     Raises:
-        ConfigError: with every error at once; `.errors` lists (JSON path, sentence).
+        ConfigError: the configuration is wrong; `.errors` has all errors, as (JSON path, sentence).
     """
     if isinstance(source, ZeroliteConfig):
         return source
@@ -62,22 +62,24 @@ def load_config(source: Mapping[str, object] | str | os.PathLike[str] | Zerolite
 
 
 class _Loader:
-    """Judges the keys that pydantic cannot, has it validate the rest, and turns its errors into sentences."""
+    """Checks of the keys that pydantic cannot judge, then of the rest by pydantic, whose errors become sentences."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         self.errors: list[tuple[str, str]] = []
         self.without_effect: list[tuple[str, str]] = []
         self.hints = _MOST_HINTS
-        self.alias_of: dict[str, str] = {}  # blocks by another name
+        self.alias_of: dict[str, str] = {}  # the user's names of blocks, by today's
         zero = values.get("zero_optimization")
         stage = as_number(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0
         known = isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3
-        self.stage: int | None = stage if known else None  # None where it is open, or wrong
+        self.stage: int | None = stage if known else None  # None if it is "auto" or wrong
 
     def load(self, values: Mapping[Any, Any]) -> ZeroliteConfig | None:
-        """The configuration. Where values are wrong, contradictions are looked for among the rest."""
+        """Return the configuration, or None if it has no usable one, and collect all errors."""
         clean = self._check_values(values, "")
-        for _ in range(2):  # the second time without the values that are wrong
+        # The second round runs without the wrong values, which have their defaults then. So contradictions among the
+        # other values are found too.
+        for _ in range(2):
             try:
                 config = ZeroliteConfig.model_validate(clean)
             except ValidationError as error:
@@ -91,14 +93,14 @@ class _Loader:
         return None
 
     def with_alias(self, path: str) -> str:
-        """The path with the user's own spelling of the block."""
+        """Return the path with the name that the user has given to the block."""
         head, dot, rest = path.partition(".")
         return self.alias_of.get(head, head) + dot + rest
 
     # ---------------------------------------------------------------- the walk over the raw values
 
     def _check_values(self, values: Mapping[object, object], path: str) -> dict[str, object]:
-        """Judge keys without support and unusable values, and return the rest, which pydantic validates."""
+        """Check unsupported keys and unusable values of a block, and return the rest for pydantic."""
         clean: dict[str, Any] = {}
         for key, value in values.items():
             name = key if path else self._resolve_alias(key, values)
@@ -118,7 +120,7 @@ class _Loader:
                 clean[name] = self._check_values(value, here)
             elif problems := list(_unusable_values(value, here, in_params=here.startswith(_PARAMS))):
                 self.errors += problems
-            elif not (path in _PARAMS and _is_auto(value)):  # left to the constructor
+            elif not (path in _PARAMS and _is_auto(value)):  # the constructor's default stands
                 clean[name] = value
         return clean
 
@@ -131,7 +133,7 @@ class _Loader:
         return name
 
     def _check_group(self, value: object, here: str) -> None:
-        """Judge each key of a block that is known for its keys only."""
+        """Check each key of a block that exists in UNSUPPORTED only."""
         if isinstance(value, Mapping):
             self.errors += [
                 (join_path(here, key), self._describe_unknown(here, key)) for key in self._check_values(value, here)
@@ -140,7 +142,7 @@ class _Loader:
             self.errors.append((here, _not_an_object(here, value)))
 
     def _check_renamed(self, here: str, value: object) -> None:
-        """Accept a deprecated spelling with the default of today's key, and with null."""
+        """Accept a deprecated key only with the default of today's key, or null."""
         today = RENAMED[here]
         if value is not None and not _is_one_of((supported_keys().get(today, False),), value):
             self.errors.append((here, f"expected today's name of the key, got a deprecated one; use {today}"))
@@ -167,7 +169,10 @@ class _Loader:
     # ---------------------------------------------------------------- the errors of pydantic
 
     def _add_pydantic_error(self, details: Mapping[str, Any], clean: dict[str, Any]) -> None:
-        """Note an error, and drop the value, so that its default takes its place; the block if there is none."""
+        """Add an error of pydantic, and drop the wrong value from ``clean``, so that its default takes its place.
+
+        A missing required key has no default; its block is dropped.
+        """
         model: type[Block] = ZeroliteConfig
         holder, block, path = clean, "", ""
         for name in details["loc"]:
@@ -186,7 +191,7 @@ class _Loader:
             sentence = f'expected a name, got nothing; add the key, such as "type": "{_EXAMPLES[block]}"'
         else:
             sentence = describe_error(info, value, details)
-        # One error for each value: none where the walk has dropped what is in it.
+        # One error per value: none if _check_values has reported the value, or one inside of it, already.
         if not any(known == path or known.startswith(f"{path}.") for known, _ in self.errors):
             self.errors.append((path, sentence))
 
@@ -205,10 +210,10 @@ class _Loader:
 
 
 def nearest_keys(block: str, key: str) -> list[str]:
-    """Full paths of the known keys closest to `key` in `block` ("" is the top level), at most three, best first.
+    """Return the full paths of the known keys closest to `key` in `block` ("" is the top level), at most three.
 
-    Keys of the same block are preferred to those of another one, supported keys to unsupported ones. More than one is
-    returned only where they are equally close.
+    Keys of the same block come before those of another one, and supported keys before unsupported ones. More than one
+    is returned only if they are equally close.
     """
     matcher = SequenceMatcher(b=key.lower(), autojunk=False)
     ratios: dict[str, float] = {}
@@ -225,7 +230,7 @@ def nearest_keys(block: str, key: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def supported_keys() -> dict[str, Any]:
-    """The default of every supported key by its full path, blocks before what they hold."""
+    """Return the default of every supported key by its full path, each block before its keys."""
     return dict(_defaults(ZeroliteConfig, ""))
 
 
@@ -245,7 +250,7 @@ def _is_auto(value: object) -> bool:
 
 
 def _is_one_of(accepted: tuple[object, ...], value: object) -> bool:
-    """True if a value is one of these, or "auto". Booleans and numbers differ, unlike in Python."""
+    """True if a value is one of these, or "auto". true and 1 differ, unlike in Python."""
     return _is_auto(value) or any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted
     )
@@ -258,7 +263,7 @@ def _not_an_object(path: str, value: object) -> str:
 
 
 def _unusable_values(value: object, path: str, in_params: bool) -> Iterator[tuple[str, str]]:
-    """(path, sentence) of every unusable leaf and key of a JSON value."""
+    """Yield (path, sentence) of every unusable key and value inside of a JSON value."""
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from _unusable_values(item, f"{path}[{index}]", in_params)
@@ -271,8 +276,10 @@ def _unusable_values(value: object, path: str, in_params: bool) -> Iterator[tupl
 
 
 def _unusable_number(leaf: object) -> str | None:
-    """JSON has no NaN and no infinity, and no constructor argument is meant to be one. Beyond float32, torch's updates
-    fail with an exception of their own."""
+    """Return a sentence for a number that no constructor argument can be: infinite, NaN, or beyond float32.
+
+    torch's updates would fail later with an unclear error.
+    """
     if isinstance(leaf, float) and not math.isfinite(leaf):
         return f"expected a finite number, got {show(leaf)}; write one"
     if isinstance(leaf, (int, float)) and abs(leaf) > _LARGEST_FLOAT32:
@@ -281,7 +288,7 @@ def _unusable_number(leaf: object) -> str | None:
 
 
 def _unusable_text(leaf: object) -> str | None:
-    """No name and no path holds a zero character, and a lone surrogate is half a character."""
+    """Return a sentence for text that no name or path can be: with a zero character or half a character."""
     if isinstance(leaf, str) and "\0" in leaf:
         return f"expected text without zero characters, got {show(leaf)}; remove them"
     if isinstance(leaf, str) and not leaf.isascii() and _SURROGATE.search(leaf):
