@@ -1,6 +1,6 @@
 """The configuration as frozen models. Build them with `load_config`, which reports every error at once.
 
-The string below each field says what it does and in which unit; docs/configuration.md is generated from them.
+The string below a field says what the key does and in which unit; docs/configuration.md is generated from these.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ Seconds = Annotated[NotNegative, AfterValidator(_no_fraction), Field(title="a fi
 
 
 class OptimizerConfig(Block):
-    """The optimizer that `initialize` builds when it is not given one; null for a model that is only evaluated."""
+    """Optimizer that `initialize` builds if none is passed to it; null for a model that is only evaluated."""
 
     type: Text
-    """Name of the optimizer: Adam, AdamW, SGD, Adagrad, Lion, or any class of torch.optim."""
+    """Adam, AdamW, SGD, Adagrad, Lion, or the name of any class of torch.optim."""
     params: Arguments = FrozenDict()
     """Arguments of its constructor (`lr`, `betas`, ...). `"auto"` leaves an argument at its default."""
 
 
 class SchedulerConfig(Block):
-    """The learning rate schedule that `initialize` builds when it is not given one."""
+    """Learning rate schedule that `initialize` builds if none is passed to it."""
 
     type: Text
-    """Name of the schedule: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or any class of
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle, or the name of any class of
     torch.optim.lr_scheduler."""
     params: Arguments = FrozenDict()
     """Arguments of its constructor, in optimizer steps where they count. `"auto"` leaves an argument at its default."""
 
 
 class DataTypesConfig(Block):
-    """Dtypes that do not follow from the precision."""
+    """Dtypes that the precision does not decide."""
 
     grad_accum_dtype: Dtype | None = None
-    """Dtype in which micro-batches are added up: fp32 or the dtype of the computation. null: fp32, unless master
-    weights and gradients are kept in 16 bits."""
+    """Dtype in which gradients of micro-batches are added: fp32 or the dtype of the computation. null: fp32, unless
+    master weights and gradients are kept in 16 bits."""
     buffer_dtype: Dtype | None = None
     """Dtype to which `initialize` casts the model's floating buffers, except those of `fp32_modules` and of batch
     norms. null: each buffer keeps its own."""
@@ -85,29 +85,29 @@ class CheckpointConfig(Block):
     """Saving and loading; see [Checkpoints](checkpoints.md)."""
 
     keep_last: Count | None = None
-    """Checkpoints with the default tag, `global_step<N>`, that stay when another one is complete; those with tags of
-    your own always stay. null: all. (zerolite's own key.)"""
+    """Number of newest checkpoints with the default tag, `global_step<N>`, to keep. null: all. Checkpoints with tags of
+    your own always stay. (zerolite's own key.)"""
     overwrite: Bool = False
-    """Let a job that has loaded no checkpoint from its save directory replace those that other runs have left there.
-    Otherwise that is an error. (zerolite's own key.)"""
+    """Let a job that has loaded no checkpoint from its save directory replace the checkpoints of other runs there.
+    false: that is an error. (zerolite's own key.)"""
     timeout_s: Positive = 300.0
-    """Seconds that ranks wait for each other at the beginning of a save or a load, until an error names those that do
-    not come. (zerolite's own key.)"""
+    """Seconds that ranks wait for each other at the beginning of a save or load, before an error names the missing
+    ones. (zerolite's own key.)"""
 
 
 class ZeroliteConfig(Block):
-    """A whole configuration. `load_config` makes one; `resolve` fills in the batch sizes."""
+    """Whole configuration. `load_config` makes one; `resolve` fills in the batch sizes."""
 
     train_batch_size: BatchSize = None
-    """Samples that one optimizer step sees, over all ranks: micro-batch x accumulation x ranks."""
+    """Samples of one optimizer step over all ranks: micro-batch x accumulation x ranks."""
     train_micro_batch_size_per_gpu: BatchSize = None
     """Samples in one forward and backward on one rank. null: the user's own loader decides."""
     gradient_accumulation_steps: BatchSize = None
     """Micro-batches in one optimizer step. null: derived from the other two sizes, or 1."""
     elasticity: ElasticityConfig = ElasticityConfig()
     dataloader_drop_last: Bool = False
-    """Leave out the samples of `training_data` at the end of a pass that do not fill a batch on every rank. false:
-    every sample comes; some are repeated to make ranks even, and the last batch may be smaller."""
+    """Leave out the last samples of `training_data` if they do not fill a batch on every rank. false: use every sample;
+    some are repeated to give all ranks equally many, and the last batch may be smaller."""
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
@@ -115,39 +115,39 @@ class ZeroliteConfig(Block):
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     fp32_modules: Texts = ()
     """Modules that keep fp32 parameters and compute in fp32 in 16-bit training, such as `["*.router"]`: patterns (`*`,
-    `?`, `[...]`; upper and lower case differ) of qualified names in the model; `*.norm` matches `norm` too. Inputs and
-    outputs are cast for them. (zerolite's own key; see [precision](precision.md).)"""
+    `?`, `[...]`; case-sensitive) of qualified names in the model; `*.norm` matches `norm` too. Their inputs and outputs
+    are cast. (zerolite's own key; see [precision](precision.md).)"""
     gradient_clipping: NotNegative = 0.0
-    """Largest global 2-norm of the gradients; larger ones are scaled down to it. 0 = off."""
+    """Largest global 2-norm of the gradients; gradients with a larger norm are scaled down to it. 0 = off."""
     zero_optimization: ZeroConfig = ZeroConfig()
     zero_allow_untested_optimizer: Bool = False
-    """Stages 1 to 3: let an optimizer class that zerolite does not know update flat parts of parameters. Right only if
-    each element is updated by itself (see [optimizers](optimizers.md))."""
+    """Stages 1 to 3: let an optimizer class that zerolite does not know update flat parts of parameters. It must update
+    each element by itself (see [optimizers](optimizers.md))."""
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     pipeline: PipelineConfig = PipelineConfig()
     aio: AioConfig = AioConfig()
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     communication_data_type: Dtype | None = None
-    """Dtype in which gradients travel. null: the dtype they have, and fp32 for bf16 gradients from 64 data-parallel
+    """Dtype in which gradients are reduced. null: their own dtype, but fp32 for bf16 gradients from 64 data-parallel
     ranks on, where sums in bf16 would lose precision."""
     divide_plain_backward: Bool = False
     """Divide the gradients of a plain `loss.backward()` by `gradient_accumulation_steps`, as `engine.backward(loss)`
-    does. false: your loop divides the loss, as without an engine."""
+    does. false: your loop divides the loss itself, as without an engine."""
     prescale_gradients: Bool = False
     """Divide gradients by the number of ranks before they are summed, not after."""
     gradient_predivide_factor: Positive = 1.0
-    """Divide gradients by this factor before they are summed and by the rest after; not together with
-    `prescale_gradients`."""
+    """Divide gradients by this factor before they are summed, and by (number of ranks / factor) after. Not together
+    with `prescale_gradients`."""
     data_types: DataTypesConfig = DataTypesConfig()
     steps_per_print: Interval = None
-    """Optimizer steps between two lines of progress on rank 0. null or Infinity: never."""
+    """Optimizer steps between two lines of progress on rank 0. null or Infinity: no lines."""
     wall_clock_breakdown: Bool = False
-    """Measure forward, backward, the waits for reductions and for gathers, and step, on rank 0: means over
-    `steps_per_print` steps (10 if that is null) are printed and written to the monitors."""
+    """Measure forward, backward, step, and the waits for reductions and gathers on rank 0. Means over `steps_per_print`
+    steps (10 if that is null) are printed and written to the monitors."""
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     memory_breakdown: Bool = False
-    """Print what the memory of rank 0 holds every `steps_per_print` steps (10 if that is null), and write it to the
+    """Print the contents of rank 0's memory every `steps_per_print` steps (10 if that is null), and write them to the
     monitors."""
     flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
     csv_monitor: CsvMonitorConfig = CsvMonitorConfig()
@@ -157,21 +157,21 @@ class ZeroliteConfig(Block):
     dump_state: Bool = False
     """Print the resolved configuration when the engine is built."""
     max_consecutive_skipped_steps: Natural = 50
-    """Training raises after so many steps in a row that were skipped because a gradient was not finite; 0 = never.
-    (zerolite's own key.)"""
+    """Raise after so many steps in a row that were skipped because a gradient was not finite; 0 = never. (zerolite's
+    own key.)"""
     consistency_check_interval: Natural = 100
-    """Steps between two comparisons of the weights that all ranks hold, by a hash, which every save makes too; where
-    ranks differ, all of them raise an error that names the parameters and ranks. The learning rates, betas and other
-    numbers of the param groups are compared in every step. 0 = compare nothing. (zerolite's own key.)"""
+    """Steps between two comparisons, by hash, of the weights that all ranks hold; every save compares them too. If they
+    differ, all ranks raise an error that names the parameters and ranks. Numbers of the param groups, such as learning
+    rates and betas, are compared in every step. 0 = compare nothing. (zerolite's own key.)"""
     memory_check: Literal["error", "warn", "off"] = "error"
-    """Before `initialize` allocates anything, it compares what the model states need with what the device has free (the
-    host, where ranks run on the CPU): raise where they do not fit, warn, or do not look. (zerolite's own key.)"""
+    """Compare the size of the model states with the free memory of the device (on CPU ranks: of the host) before
+    `initialize` allocates anything. If they do not fit, raise or warn; `"off"`: no comparison. (zerolite's own key.)"""
     desync_timeout_s: Seconds = 300.0
-    """Seconds that a rank may wait for the others, within a step or between two, before the job is ended and every rank
-    says where each of them is; 0 = never. Raise it above the longest time that one rank works alone while others wait.
+    """Seconds that a rank may wait for the others, within a step or between two, before the job is ended and all ranks
+    print where each of them is; 0 = never. Choose it longer than any time that one rank works alone while others wait.
     (zerolite's own key.)"""
     check_collectives: Bool = False
-    """Before each collective the ranks compare its operation, number of elements and dtype, and raise where they
+    """Before each collective, compare its operation, number of elements and dtype between ranks, and raise if they
     differ. Slow; to find the cause of a hang. (zerolite's own key.)"""
 
     _auto: frozenset[str] = PrivateAttr(default=frozenset())
@@ -179,26 +179,26 @@ class ZeroliteConfig(Block):
 
     @property
     def without_effect(self) -> tuple[tuple[str, str], ...]:
-        """(path, sentence) of each given key that has no effect."""
+        """(path, sentence) of each given key without effect."""
         return self._without_effect
 
     def note_auto(self, keys: Iterable[str]) -> None:
-        """Note which keys are given as "auto", whose value must still be found by :meth:`resolve`."""
+        """Note the keys that are given as "auto"; :meth:`resolve` must find their values."""
         self._auto = frozenset(keys)
 
     def note_without_effect(self, found: Iterable[tuple[str, str]]) -> None:
         self._without_effect = tuple(found)
 
     def resolve(self, world_size: int) -> ZeroliteConfig:
-        """The same configuration with the batch sizes filled in for `world_size` data-parallel ranks.
+        """Return a copy with the batch sizes filled in for `world_size` data-parallel ranks.
 
-        train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size. Both batch sizes
-        stay None when neither is given: the user's own loader decides. The accumulation is never None afterwards.
-        With `elasticity`, the train batch size is the same for every world_size.
+        train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size. If neither batch
+        size is given, both stay None: the user's own loader decides. The accumulation is always set. With `elasticity`
+        the train batch size does not depend on world_size.
 
         Raises:
-            ConfigError: the given sizes contradict each other, the world size does not fit what `elasticity` says, or
-                a key is "auto" and nothing says what it should be.
+            ConfigError: the sizes contradict each other, `elasticity` does not allow the world size, or a size is
+                "auto" and cannot be derived.
             ValueError: world_size is not an integer of at least 1.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -233,5 +233,5 @@ class ZeroliteConfig(Block):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that one copy of the model is spread over, beside ZeRO."""
+        """Ranks that hold one copy of the model: tensor-parallel ranks x pipeline stages."""
         return self.tensor_parallel.ranks * self.pipeline.stages

@@ -1,4 +1,4 @@
-"""Blocks of the monitors; docs/monitoring.md lists the values that are written."""
+"""Blocks of the monitors. docs/monitoring.md lists the values that they write."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class _FileMonitor(Block):
     output_path: Annotated[
         StrictStr, Field(title="a path", description='write one in quotes, or "" for the working folder')
     ] = ""
-    """Folder that holds the folder of the job; "" = the one in which the job runs."""
+    """Folder that holds the folder of the job; "" = the working folder of the job."""
     job_name: FolderName = "DeepSpeedJobName"
-    """Name of the folder of the job in `output_path`. A job that writes into an old one continues it."""
+    """Name of the folder of the job in `output_path`. Files that are there are continued."""
 
 
 class CsvMonitorConfig(_FileMonitor):

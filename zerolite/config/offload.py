@@ -13,7 +13,7 @@ Device = Annotated[OffloadDevice, NULL_IS_DEFAULT, Field(title='"none" or "cpu" 
 Threads = Annotated[Count, Field(le=1024)]
 
 DISK_BLOCK = 4096
-"""Bytes: what is read from and written to disk directly is cut at multiples."""
+"""Bytes. Direct reads and writes of a disk begin and end at multiples."""
 
 SUB_GROUP_SIZE = 1_000_000_000
 """Elements: DeepSpeed's default."""
@@ -21,14 +21,14 @@ SUB_GROUP_SIZE = 1_000_000_000
 
 class _Offload(Block):
     device: Device = "none"
-    """`"cpu"`: the host's memory; `"nvme"`: a disk; `"none"` or null: the device, whatever else the block says. Needed
-    if it says anything else."""
+    """`"cpu"`: the host's memory; `"nvme"`: a disk; `"none"` or null: no offload. Needed if the block has other
+    keys."""
     nvme_path: Path | None = None
-    """Folder on the disk that is used, on every host: absolute, or relative to the one in which the job runs. Needed
-    with `"nvme"`, without effect with `"cpu"`. Nothing is left in it when the job ends, however it does."""
+    """Folder on a disk of every host, absolute or relative to the working folder. Needed with `"nvme"`, without effect
+    with `"cpu"`. Nothing is left in it, however the job ends."""
     pin_memory: Bool = True
-    """Register the host's memory with CUDA, so that copies run beside the device's work; false: they are slower, and
-    the limit of locked memory (`ulimit -l`) does not matter. Without effect where ranks run on the CPU."""
+    """Register the host's memory with CUDA, so that copies overlap the device's work. false: copies are slower, and the
+    limit of locked memory (`ulimit -l`) does not matter. Without effect on CPU ranks."""
 
     @property
     def enabled(self) -> bool:
@@ -36,15 +36,15 @@ class _Offload(Block):
 
 
 class OffloadOptimizerConfig(_Offload):
-    """Stages 1 to 3: where optimizer states, separate master weights and the reduced gradients that wait for the step
-    rest. What rests off the device is updated by the CPU. The numbers do not depend on it where both compute alike."""
+    """Stages 1 to 3: keep optimizer states, separate master weights, and the reduced gradients that wait for the step
+    off the device. The CPU updates them. The results are the same if CPU and device compute alike."""
 
     buffer_count: Count = 4
-    """Sub-groups (`sub_group_size`) that are on their way or being updated at the same time."""
+    """Sub-groups (`sub_group_size`) that are copied or updated at the same time."""
     ratio: Annotated[NotNegative, Field(le=1)] = 1.0
-    """The part of the elements that `"cpu"` has; the device keeps and updates the rest. At `"nvme"` only 1."""
+    """Share of the elements on `"cpu"`; the device keeps and updates the rest. With `"nvme"` only 1."""
     fast_init: Bool = False
-    """Accepted, without effect: states on disk begin as zeros that are never written."""
+    """Accepted, without effect: initial zeros are never written to disk."""
     pipeline_read: Bool = False
     """Accepted, without effect: reads and writes always overlap the update."""
     pipeline_write: Bool = False
@@ -54,54 +54,53 @@ class OffloadOptimizerConfig(_Offload):
 
 
 class OffloadParamConfig(_Offload):
-    """Stage 3: where each rank's shards of the parameters rest, frozen ones too. They come to the device when they are
+    """Stage 3: keep each rank's parameter shards, frozen ones too, off the device. They are copied to it when they are
     gathered."""
 
     buffer_count: Count = 5
-    """`"nvme"`: buffers for what is read ahead of its gather, of `buffer_size` elements each."""
+    """`"nvme"`: number of buffers of `buffer_size` elements for shards that are read ahead of their gather."""
     buffer_size: Count = 100_000_000
-    """`"nvme"`: elements of this rank's shards in one buffer. What one gather needs is read whatever its size."""
+    """`"nvme"`: elements of this rank's shards in one buffer. A larger gather is read all the same."""
     max_in_cpu: Natural = 1_000_000_000
-    """`"nvme"`: most elements of each rank's shards that stay in the host's memory all the same. 0: all are on disk."""
+    """`"nvme"`: up to so many elements of each rank's shards stay in the host's memory. 0: all are on disk."""
 
 
 class AioConfig(Block):
-    """Reads and writes of `"nvme"`: direct, asynchronous I/O, with io_uring where the kernel has it and threads
-    otherwise."""
+    """Reads and writes of `"nvme"`: direct, asynchronous I/O by io_uring, or by threads if the kernel lacks it."""
 
     block_size: Annotated[Integer, Field(ge=DISK_BLOCK, le=2**30, multiple_of=DISK_BLOCK)] = 1_048_576
-    """Bytes in one request to the disk; larger reads and writes are cut into these."""
+    """Bytes in one request to the disk; larger reads and writes are divided."""
     queue_depth: Annotated[Count, Field(le=4096)] = 8
-    """Requests that a rank has in flight at the same time."""
+    """Requests of a rank in flight at the same time."""
     thread_count: Threads | None = None
-    """Threads of each rank that read and write. null: as `intra_op_parallelism`, or 1 if that is null."""
+    """Threads of each rank that read and write. null: `intra_op_parallelism`, or 1 if that is null."""
     intra_op_parallelism: Threads | None = None
     """Another name of `thread_count`. If both are given they must be equal."""
     single_submit: Bool = False
-    """Hand requests to the kernel one by one; false: as many at once as there are."""
+    """Submit requests to the kernel one by one. false: all waiting ones at once."""
     overlap_events: Bool = True
-    """Take in what is complete while more is handed in; false: only afterwards."""
+    """Take completed requests while more are submitted. false: only afterwards."""
     checksums: Bool = False
-    """Keep a checksum of what is written to disk, and compare it when it is read; costs time. (zerolite's own key.)"""
+    """Compare what is read with a checksum of what was written. Costs time. (zerolite's own key.)"""
 
     @property
     def threads(self) -> int:
-        """Threads of one rank: what ``thread_count`` or ``intra_op_parallelism`` says."""
+        """Threads of one rank, from ``thread_count`` or ``intra_op_parallelism``."""
         return self.thread_count or self.intra_op_parallelism or 1
 
 
 class ActivationCheckpointingConfig(Block):
-    """Inputs that `zerolite.checkpointing.checkpoint` keeps for backward, and where; and modules that the engine
-    checkpoints by itself."""
+    """Placement of the inputs that `zerolite.checkpointing.checkpoint` keeps for backward, and modules that the engine
+    checkpoints itself."""
 
     partition_activations: Bool = False
-    """Each rank of a group in which activations are the same keeps its part of them only, and they are gathered in
-    backward; those that differ between its ranks are found there and are an error. The group is given to
-    `zerolite.checkpointing.configure`; without one there is nothing to cut."""
+    """In a group of ranks with the same activations, each rank keeps only its part of them, and backward gathers them.
+    Activations that differ between the ranks are an error there. `zerolite.checkpointing.configure` takes the group;
+    without one the key has no effect."""
     cpu_checkpointing: Bool = False
-    """Keep them in the host's memory; they come back ahead of their use in backward."""
+    """Keep the inputs in the host's memory, and copy them back ahead of their use in backward."""
     modules: Texts = ()
-    """Modules whose forward is checkpointed, without a change to the model, such as `["blocks.*"]` or `["*Block"]`:
-    patterns (`*`, `?`, `[...]`; upper and lower case differ) of qualified names in the model or of class names. What is
-    in such a module is not checkpointed again, and containers (ModuleList, ModuleDict) never match. (zerolite's own
+    """Modules whose forward is checkpointed without a change to the model, such as `["blocks.*"]` or `["*Block"]`:
+    patterns (`*`, `?`, `[...]`; case-sensitive) of qualified names in the model or of class names. Modules inside of a
+    checkpointed one are not checkpointed again, and containers (ModuleList, ModuleDict) never match. (zerolite's own
     key.)"""

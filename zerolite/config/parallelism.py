@@ -50,48 +50,48 @@ PartitionMethod = Annotated[
 
 
 class TensorParallelConfig(Block):
-    """Layers are cut over `size` ranks that see the same batch; see [tensor parallelism](tensor-parallelism.md)."""
+    """Shard layers over `size` ranks that see the same batch; see [tensor parallelism](tensor-parallelism.md)."""
 
     size: Count = 1
-    """Ranks that share each layer. They divide the number of ranks; 1 = off."""
+    """Ranks that share each layer; a divisor of the number of ranks. 1 = off."""
     autotp_size: Natural = 0
-    """DeepSpeed's name of `size`, with a plan that the model's structure gives; 0 = not used."""
+    """DeepSpeed's name of `size`; 0 = not used."""
     plan: Plan | Literal["auto"] = "auto"
-    """Which layers are cut and how: patterns of module names with `"column"`, `"row"` or `"vocab"`, as in
+    """Layers to shard and how: patterns of module names with `"column"`, `"row"` or `"vocab"`, as in
     `{"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}`; Hugging Face's words are understood. `"auto"`: the plan
-    that the model brings (`base_model_tp_plan`, `_tp_plan`); with `"*": "auto"` in the object, for all modules of which
-    its other patterns say nothing."""
+    of the model itself (`base_model_tp_plan`, `_tp_plan`); with `"*": "auto"` in the object, for all modules that its
+    other patterns do not match."""
     sequence_parallel: Bool = False
-    """Between the layers that are cut, each rank keeps a part of the sequence only: less memory for activations, the
-    same traffic."""
+    """Keep only a part of the sequence on each rank between the sharded layers: less memory for activations, the same
+    traffic."""
     divide: Texts | Literal["auto"] = "auto"
-    """Numbers that modules keep and that a rank has only a part of, such as heads: patterns of `module.attribute`.
-    `"auto"`: known names in modules whose layers are cut."""
+    """Numbers in modules that must be divided by `size`, such as the number of heads: patterns of `module.attribute`.
+    `"auto"`: known names in modules with sharded layers."""
 
     @property
     def ranks(self) -> int:
-        """Ranks that share each layer, whichever key says so."""
+        """Ranks that share each layer, from ``size`` or ``autotp_size``."""
         return max(self.size, self.autotp_size, 1)
 
 
 class PipelineConfig(Block):
-    """Consecutive layers on `stages` groups of ranks; see [pipeline parallelism](pipeline-parallelism.md)."""
+    """Put consecutive layers on `stages` groups of ranks; see [pipeline parallelism](pipeline-parallelism.md)."""
 
     stages: Annotated[Count, NULL_IS_DEFAULT, Field(title="an integer of at least 1 or null")] = 1
-    """Groups of ranks, each with a part of the layers. They divide the number of ranks."""
+    """Groups of ranks, each with a part of the layers; a divisor of the number of ranks."""
     split: Texts | Literal["auto"] = "auto"
-    """For a model that is no sequence of layers: the modules with which the second stage, the third and so on begin.
+    """For a model that is no sequence of layers: the first module of the second stage, of the third, and so on.
     `"auto"`: the longest list of equal modules is divided by `partition_method`."""
     partition_method: PartitionMethod = "parameters"
-    """What stages are to have equally much of: `"parameters"`, layers (`"uniform"`), or layers whose class has a
-    name (`"type:REGEX"`)."""
+    """Divide the layers so that stages have equally many `"parameters"`, layers (`"uniform"`), or layers whose class
+    name matches (`"type:REGEX"`)."""
     schedule: Schedule = "1f1b"
-    """The order of forwards and backwards, of torch.distributed.pipelining. Micro-batches are those of
+    """Order of forwards and backwards, a schedule of torch.distributed.pipelining. The number of micro-batches is
     `gradient_accumulation_steps`."""
     chunks: Count | None = None
-    """Parts of the model on each rank. null: 1 for gpipe and 1f1b, 2 for others."""
+    """Parts of the model on each rank. null: 1 for gpipe and 1f1b, 2 for the others."""
     activation_checkpoint_interval: Natural = 0
-    """Layers whose activations are computed anew in backward, as one; 0 = off."""
+    """Layers that are checkpointed together: backward recomputes their activations. 0 = off."""
 
     @property
     def chunks_per_rank(self) -> int:

@@ -23,7 +23,7 @@ class Fp16Config(Block):
     enabled: Bool = False
     """Compute in float16."""
     auto_cast: Bool = False
-    """Cast floating inputs to float16. The engine does so in any case."""
+    """Accepted, without effect: the engine always casts floating inputs to float16."""
     loss_scale: NotNegative = 0.0
     """Static factor by which the loss is multiplied before backward; 0 = dynamic."""
     initial_scale_power: Annotated[Natural, Field(le=127)] = 16
@@ -31,18 +31,17 @@ class Fp16Config(Block):
     loss_scale_window: Count = 1000
     """Steps in a row without overflow after which a dynamic loss scale doubles."""
     hysteresis: Count = 2
-    """Overflows (steps) that are tolerated before a dynamic loss scale is halved."""
+    """Overflows (steps) that it takes to halve a dynamic loss scale."""
     consecutive_hysteresis: Bool = False
-    """Refill the hysteresis after every step without overflow, so that only overflows in a row count."""
+    """Start to count overflows anew after every step without one, so that only overflows in a row count."""
     min_loss_scale: Count = 1
     """A dynamic loss scale never falls below this factor."""
     fp16_master_weights_and_grads: Bool = False
     """Keep master weights and accumulated gradients in float16 instead of fp32."""
     output_dtype: Annotated[Literal["fp32", "fp16"], DTYPE] | None = None
-    """Dtype of the model's 16-bit outputs. null: where the model returns a loss (a floating tensor without dimensions),
-    only that becomes fp32; where it returns none, all of them do. "fp32": all of them become fp32. "fp16": all but a
-    loss stay as they are. Only fp32 outputs take gradients from outside of the model. (zerolite's own key; see
-    [precision](precision.md).)"""
+    """Dtype of the model's 16-bit outputs. null: if the model returns a loss (a floating tensor without dimensions),
+    only the loss becomes fp32, else all outputs do. "fp32": all become fp32. "fp16": all but a loss stay as they are.
+    Only fp32 outputs take gradients from outside of the model. (zerolite's own key; see [precision](precision.md).)"""
 
 
 class Bf16Config(Block):
@@ -51,7 +50,7 @@ class Bf16Config(Block):
     enabled: Bool = False
     """Compute in bfloat16."""
     immediate_grad_update: Annotated[Bool, AfterValidator(_only_true), Field(title="true")] = True
-    """Gradients are accumulated as they arrive. Only true is possible."""
+    """Accumulate gradients as they arrive. Only true is possible."""
     check_grad_overflow: Bool = True
     """Skip the step, on all ranks, when a gradient is not finite."""
     bf16_master_weights_and_grads: Bool = False
@@ -59,9 +58,9 @@ class Bf16Config(Block):
     bf16_optimizer_states: Bool = False
     """Keep the optimizer's states in bfloat16 too; needs `bf16_master_weights_and_grads`."""
     output_dtype: Annotated[Literal["fp32", "bf16"], DTYPE] | None = None
-    """Dtype of the model's 16-bit outputs. null: where the model returns a loss (a floating tensor without dimensions),
-    only that becomes fp32; where it returns none, all of them do. "fp32": all of them become fp32. "bf16": all but a
-    loss stay as they are. (zerolite's own key; see [precision](precision.md).)"""
+    """Dtype of the model's 16-bit outputs. null: if the model returns a loss (a floating tensor without dimensions),
+    only the loss becomes fp32, else all outputs do. "fp32": all become fp32. "bf16": all but a loss stay as they are.
+    (zerolite's own key; see [precision](precision.md).)"""
 
 
 class TorchAutocastConfig(Block):
@@ -70,11 +69,10 @@ class TorchAutocastConfig(Block):
     enabled: Bool = False
     """Run forward under torch.autocast."""
     dtype: Annotated[Literal["bf16", "fp16"], DTYPE] = "bf16"
-    """The dtype autocast computes in."""
+    """Dtype in which autocast computes."""
     lower_precision_safe_modules: Texts | None = None
     """Classes of modules whose gradients are reduced in `dtype`, such as `torch.nn.Linear`. null: all gradients are
     reduced in fp32."""
     output_dtype: Annotated[Literal["fp32"], DTYPE] | None = None
-    """Dtype of the model's 16-bit outputs. null: where the model returns a loss (a floating tensor without dimensions),
-    only that becomes fp32; where it returns none, all of them do. "fp32": all of them become fp32. (zerolite's own
-    key.)"""
+    """Dtype of the model's 16-bit outputs. null: if the model returns a loss (a floating tensor without dimensions),
+    only the loss becomes fp32, else all outputs do. "fp32": all become fp32. (zerolite's own key.)"""

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, Field
 from .values import Block, Bool, Count, Integer, Natural, NotNegative, Positive, Text, Texts, show
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-"""What zerolite sends."""
+"""Collectives that zerolite launches."""
 
-# Names under which DeepSpeed logs the same, and those of what zerolite never sends.
+# The same collectives by the names under which DeepSpeed logs them, and those that zerolite never launches.
 _SAME = {
     **{name: name for name in OPERATIONS},
     "all_reduce_coalesced": "all_reduce",
@@ -30,7 +30,7 @@ _NEVER_SENT = (
 
 
 def _operations(names: tuple[str, ...]) -> tuple[str, ...]:
-    """zerolite's names for operations in zerolite's or DeepSpeed's, in order, each once."""
+    """Translate zerolite's or DeepSpeed's names to zerolite's, in a fixed order, each once."""
     for name in names:
         if name not in _SAME and name not in _NEVER_SENT:
             near = get_close_matches(name, [*_SAME, *_NEVER_SENT], n=1)
@@ -45,47 +45,46 @@ Operations = Annotated[Texts, AfterValidator(_operations), Field(description='wr
 
 class CommsLoggerConfig(Block):
     """Wait for each collective where it is launched, and measure it: count, bytes, time and bandwidth by operation.
-    Costs the overlap of communication and computation, so not for a job that is to be fast. See
+    Communication does not overlap computation then, so switch it off in a job that is to be fast. See
     [Monitoring](monitoring.md)."""
 
     enabled: Bool = False
     """Measure collectives; rank 0 prints a table every `steps_per_print` steps (10 if that is null)."""
     verbose: Bool = False
-    """Print a line for each collective too, on rank 0."""
+    """Also print a line for each collective, on rank 0."""
     prof_all: Bool = True
     """Measure all operations, whatever `prof_ops` says."""
     debug: Bool = False
-    """Tell collectives apart by the line of code that launches them, too."""
+    """Also list collectives by the line of code that launches them."""
     prof_ops: Operations = ()
-    """With `prof_all` false, the operations that are measured: `all_reduce`, `reduce_scatter`, `all_gather`,
-    `broadcast`, or DeepSpeed's names of them (`reduce_scatter_tensor`, `all_gather_into_tensor`, …). Names of what
-    zerolite never sends, such as `all_to_all`, are without effect."""
+    """With `prof_all` false, the operations to measure: `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, or
+    DeepSpeed's names of them (`reduce_scatter_tensor`, `all_gather_into_tensor`, …). Operations that zerolite never
+    launches, such as `all_to_all`, have no effect."""
 
     def measures(self, operation: str) -> bool:
         return self.prof_all or operation in self.prof_ops
 
 
 class FlopsProfilerConfig(Block):
-    """Count the floating-point operations of one step by module, on rank 0, and say from then on which share of the
+    """Count the floating-point operations of one step by module, on rank 0, and report from then on which share of the
     device's peak is used. See [Monitoring](monitoring.md)."""
 
     enabled: Bool = False
     """Count and measure."""
     recompute_fwd_factor: NotNegative = 0.0
-    """Forwards that backward computes anew, in forwards, where the counter cannot see it (inside a compiled region, for
-    one). What `torch.utils.checkpoint` recomputes is counted as it runs; the larger of the two goes into the hardware's
-    FLOPs."""
+    """Share of the forward that backward recomputes where the counter cannot see it, such as in a compiled region: 1.0
+    is one whole forward. What `torch.utils.checkpoint` recomputes is counted as it runs; the larger of the two goes
+    into the hardware's FLOPs."""
     profile_step: Natural = 1
-    """Optimizer steps of this job before the one that is counted. 0: the first is."""
+    """Optimizer steps of this job before the counted one. 0: the first step is counted."""
     module_depth: Annotated[Integer, Field(ge=-1)] = -1
-    """Depth of the modules among which the largest are shown: 0 is the model, 1 its children. -1: the deepest there
-    is."""
+    """Depth of the modules among which the largest are shown: 0 is the model, 1 its children. -1: the deepest level."""
     top_modules: Count = 1
-    """How many modules with most FLOPs are shown at each depth."""
+    """Number of modules with the most FLOPs to show at each depth."""
     detailed: Bool = True
     """Show the tree of all modules down to `module_depth`."""
     output_file: Text | None = None
-    """File that gets the profile. null: it is printed on rank 0."""
+    """File for the profile. null: print it on rank 0."""
     peak_tflops: Positive | None = None
     """Peak of one device in the dtype of the computation, dense, in TFLOP/s (10^12 a second), such as 989 for bf16 on
-    an H100 SXM. null: shares of it (MFU, HFU) are left out. (zerolite's own key.)"""
+    an H100 SXM. null: leave out the shares of it (MFU, HFU). (zerolite's own key.)"""

@@ -22,7 +22,7 @@ FILE = Path("docs/configuration.md")
 
 
 def render(text: str) -> str:
-    """Return the page with what stands between `<!-- generated: NAME -->` and `<!-- end -->` written anew."""
+    """Return the page with new text between each `<!-- generated: NAME -->` and its `<!-- end -->`."""
     aliases = "\n".join(f"- `{alias}` is accepted as another spelling of `{name}`." for alias, name in ALIASES.items())
     renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     parts = {
@@ -39,7 +39,7 @@ def render(text: str) -> str:
 
 
 def _blocks(prefix: str, model: type[Block]) -> Iterator[str]:
-    """A section for each block in the model, followed by those of the blocks in it."""
+    """Yield a section for each block in the model, followed by those of the blocks in it."""
     for name, info in model.model_fields.items():
         inner = block_model(info)
         if inner is not None:
@@ -70,7 +70,7 @@ def _key_rows(prefix: str, model: type[Block]) -> Iterator[str]:
 
 
 def descriptions(model: type[Block]) -> dict[str, str]:
-    """Return the string below each field in the source, by field."""
+    """Return the string below each field in the source code, by field name."""
     found: dict[str, str] = {}
     for parent in reversed(model.__mro__):
         if issubclass(parent, BaseModel) and parent is not BaseModel:

@@ -1,4 +1,4 @@
-"""Reader of a dict, path, JSON text or hjson text that finds duplicate keys."""
+"""Reader of a configuration from a dict, path, JSON text or hjson text, which finds duplicate keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _PATH_SUFFIXES = (".json", ".hjson", ".json5", ".jsonc", ".yaml", ".yml", ".txt"
 
 
 class RawConfig(NamedTuple):
-    """Values of a source (the last one of a duplicated key) and the errors in the text itself."""
+    """Contents of a source.
+
+    Attributes:
+        values: the values; for a duplicate key the last one.
+        duplicates: (path, sentence) of each duplicate key.
+        origin: path of the file, or None.
+    """
 
     values: dict[str, Any]
     duplicates: list[tuple[str, str]]
@@ -25,7 +31,7 @@ class RawConfig(NamedTuple):
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object of the text, before duplicates are dropped."""
+    """Pairs of one object in the text, with duplicates, which a dict would drop."""
 
 
 def read_source(source: Mapping[str, object] | str | os.PathLike[str]) -> RawConfig:
@@ -44,7 +50,7 @@ def read_source(source: Mapping[str, object] | str | os.PathLike[str]) -> RawCon
 
 
 def _is_text(source: str) -> bool:
-    """True if a string is a configuration rather than the path to one."""
+    """True if the string is a configuration itself, not the path of one."""
     stripped = source.lstrip("\ufeff \t\r\n")
     if not stripped or stripped[0] in "{[" or "\n" in stripped or "\0" in stripped:
         return True
@@ -90,7 +96,7 @@ def _parse_json_or_hjson(text: str, origin: str | None) -> object:
 
     try:
         return hjson.loads(text, object_pairs_hook=_Pairs, parse_int=_integer)
-    except IndexError:  # where the text ends within a token, the parser reads on
+    except IndexError:  # hjson reads past the end of text that ends inside a token
         hjson_problem = "the text ends within a comment, or within a text that begins with '''"
     except ValueError as error:
         hjson_problem = _syntax_problem(error)
@@ -99,7 +105,11 @@ def _parse_json_or_hjson(text: str, origin: str | None) -> object:
 
 
 def _integer(digits: str) -> int | float:
-    """Infinity where Python refuses to convert so many digits: a value at its key, and no error of syntax."""
+    """Convert digits to a number, and too many of them to infinity.
+
+    Python refuses to convert too many digits, which would look like an error of syntax. Infinity becomes an error at
+    its key.
+    """
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
@@ -110,7 +120,7 @@ def _syntax_problem(error: ValueError) -> str:
 
 
 def _pairs_to_dicts(value: object, path: str, duplicates: list[tuple[str, str]]) -> object:
-    """Turn pairs into dicts, noting the full path of every key that an object holds more than once."""
+    """Turn pairs into dicts, and add an error to ``duplicates`` for every key that an object has more than once."""
     if isinstance(value, _Pairs):
         for key, count in Counter(key for key, _ in value).items():
             if count > 1:

@@ -1,7 +1,7 @@
-"""Types of configuration values, and the sentence that says what is wrong with one: expected, got, what to do.
+"""Types of configuration values, and the sentence for a wrong one: expected, got, what to do.
 
-A type's `title` and `description` are the words of its own for what it takes and for what to do; without them, both
-follow from pydantic's JSON schema and from the kind of its error.
+A type's `title` says what it takes, and its `description` what to do. Without them, both follow from pydantic's JSON
+schema and from the kind of the error.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from zerolite.utils.dtype_names import CONFIG as DTYPE_NAMES
 MAX_BATCH = 2**31 - 1
 _MAX_INT = 2**63 - 1
 
-# JSON's numbers. float() alone would also take "nan", "inf", "1_000" and digits of other scripts. No part of the
-# pattern can match what the next one matches, so that a long text is refused in linear time.
+# JSON's numbers. float() alone would also take "nan", "inf", "1_000" and digits of other scripts. No two neighbouring
+# parts of the pattern match the same text, so that a long text is refused in linear time.
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
 
 _LONGEST_NUMBER = 400
-"""Characters: the largest float has 309 digits."""
+"""Characters of the longest text that is taken for a number: the largest float has 309 digits."""
 
 
 class Block(BaseModel):
-    """A block of keys. The string below a field says what it does and in which unit."""
+    """Block of keys. The string below a field says what the key does and in which unit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     keeps_auto: ClassVar[str] = ""
-    """The field for which "auto" is a value of its own."""
+    """Name of the field for which "auto" is a value of its own, not the default."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _use_default(cls, value: object, info: ValidationInfo) -> object:
-        """Take the default for "auto" and, in the place of a block, for null and false."""
+        """Use the default for "auto", and for null and false in place of a block."""
         field = cls.model_fields[info.field_name or ""]
         auto = isinstance(value, str) and value == "auto" and info.field_name != cls.keeps_auto
         absent = (value is None or value is False) and block_model(field) is not None
@@ -66,7 +66,7 @@ class Block(BaseModel):
 
 
 def block_model(info: FieldInfo) -> type[Block] | None:
-    """The model behind a field (`Block` or `Block | None`), if it is one."""
+    """Return the model of a field that is a block (`Block` or `Block | None`), else None."""
     for candidate in (info.annotation, *get_args(info.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Block):
             return candidate
@@ -74,7 +74,7 @@ def block_model(info: FieldInfo) -> type[Block] | None:
 
 
 def show(value: object, limit: int = 60) -> str:
-    """The value as JSON would write it, with the name of its type where the text alone does not tell."""
+    """Return a value as JSON, shortened, with the name of its type if the text alone does not show it."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp:
@@ -89,17 +89,17 @@ def show(value: object, limit: int = 60) -> str:
 
 
 def shorten(text: str, limit: int = 100) -> str:
-    """Cut a long text, and escape what cannot be printed as UTF-8."""
+    """Shorten a long text, and escape characters that UTF-8 cannot hold."""
     if len(text) > limit:
         text = text[: limit - 3] + "..."
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def join_path(path: str, key: object) -> str:
-    """The full path of a key in the block at `path`."""
+    """Return the full path of a key in the block at `path`."""
     try:
         name = shorten(str(key)) or '""'
-    except ValueError:  # an integer of more digits than Python converts
+    except ValueError:  # an integer with more digits than Python converts to text
         name = show(key)
     return f"{path}.{name}" if path else name
 
@@ -108,7 +108,10 @@ def join_path(path: str, key: object) -> str:
 
 
 def as_number(value: object) -> Any:
-    """Numeric strings ("1e9", as YAML tools write it) and foreign number types as int or float; the rest unchanged."""
+    """Return numeric strings and foreign number types as int or float, and other values unchanged.
+
+    YAML tools write numbers as strings such as "1e9".
+    """
     if isinstance(value, str) and len(value) <= _LONGEST_NUMBER and _NUMBER.fullmatch(value.strip()):
         exact, value = Decimal(value.strip()), float(value)
         if abs(value) <= _MAX_INT:
@@ -125,7 +128,7 @@ def as_number(value: object) -> Any:
 
 
 def _dtype(value: object) -> object:
-    """DeepSpeed's or torch's spelling of a dtype, or a torch.dtype itself, as fp32, fp16 or bf16."""
+    """Return fp32, fp16 or bf16 for DeepSpeed's or torch's name of a dtype, or for a torch.dtype."""
     is_torch_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     spelling = str(value) if is_torch_dtype else value
     return _DTYPES.get(spelling.lower(), value) if isinstance(spelling, str) else value
@@ -145,12 +148,12 @@ def _default_for_null(value: object) -> object:
 
 
 def _listed(value: object) -> object:
-    """Return a list or tuple as a tuple, and refuse the rest: pydantic would take any iterable."""
+    """Return a list or tuple as a tuple, and an invalid value for the rest: pydantic would take any iterable."""
     return tuple(value) if isinstance(value, (list, tuple)) else object()
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that refuses to change; `dict(d)` makes a copy that can."""
+    """Dict that cannot be changed; `dict(d)` makes a copy that can."""
 
     def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise TypeError("the configuration is frozen; change a copy made with dict(...) or load another configuration")
@@ -166,7 +169,7 @@ class FrozenDict(dict[str, Any]):
 
 
 def frozen(value: object) -> Any:
-    """A copy of a JSON value whose objects are frozen."""
+    """Return a copy of a JSON value whose objects are frozen."""
     if isinstance(value, Mapping):
         return FrozenDict((key, frozen(item)) for key, item in value.items())
     return [frozen(item) for item in value] if isinstance(value, list) else value
@@ -204,14 +207,20 @@ Arguments = Annotated[dict[str, Any], AfterValidator(frozen), Field(description=
 
 
 def describe_type(info: FieldInfo) -> str:
-    """The words for what a field takes, which the generated reference shows as its type."""
+    """Describe the values that a field takes, as in the column `type` of the generated reference."""
     return _words(_schema(info))
 
 
 def describe_error(info: FieldInfo, value: object, details: Mapping[str, Any]) -> str:
-    """Describe the error in the value of a field. details: of pydantic's error."""
+    """Return the sentence for a wrong value of a field.
+
+    Args:
+        info: the field.
+        value: the wrong value.
+        details: pydantic's details of the error.
+    """
     context = details.get("ctx", {})
-    if "error" in context:  # of a validator of ours
+    if "error" in context:  # raised by a validator of this package, with a whole sentence
         return str(context["error"])
     schema = _schema(info)
     first = schema["anyOf"][0] if "anyOf" in schema else schema
@@ -249,7 +258,7 @@ _REMEDIES = {
 
 
 def _words(schema: dict[str, Any]) -> str:
-    """The words for what a JSON schema takes."""
+    """Describe the values that a JSON schema takes."""
     if "title" in schema:
         return str(schema["title"])
     if "anyOf" in schema:
@@ -275,4 +284,4 @@ def _range(schema: dict[str, object]) -> str:
 
 
 _BOUNDS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "multipleOf": "multiple_of"}
-"""JSON schema's names. pydantic writes its own where a validator comes before the bound."""
+"""pydantic's names of bounds by those of JSON schema: a schema has its own if a validator precedes the bound."""

@@ -1,4 +1,4 @@
-"""Settings without effect at the chosen stage: remove them and warn."""
+"""Settings without effect at the chosen stage: they are replaced by their defaults, with a warning."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _OF_STAGE_3 = ("leaf_modules", "leaf_module")
 _SAME_AT_ALL_STAGES = ("stage3_gather_16bit_weights_on_model_save",)
 
 
-_Found = tuple[str, str, dict[str, Any]]  # key of `zero_optimization`, why, what the configuration goes on with
+_Found = tuple[str, str, dict[str, Any]]  # key of `zero_optimization`, reason, replacements for its values
 
 
 def needs_stage_3(stage: int, value: object) -> str:
-    """Return the sentence for a setting of stage 3 at a lower stage."""
+    """Return the sentence for a stage-3 setting at a lower stage."""
     return f"got {show(value)}, which has an effect at zero_optimization.stage 3 only, and the stage is {stage}"
 
 
 def drop_ineffective(config: ZeroliteConfig, found_before: Iterable[tuple[str, str]]) -> ZeroliteConfig:
-    """Return the configuration without what has no effect; `without_effect` lists that, with `found_before`."""
+    """Return the configuration without ineffective settings. Its `without_effect` lists them, and `found_before`."""
     zero = config.zero_optimization
     found = list(_find(zero))
     replacements = {key: value for *_, values in found for key, value in values.items()}
@@ -36,13 +36,13 @@ def drop_ineffective(config: ZeroliteConfig, found_before: Iterable[tuple[str, s
 
 
 def find_dropped(config: ZeroliteConfig) -> list[tuple[str, str]]:
-    """(path, sentence) of what the stage would leave out, where another stage may be chosen for its sake."""
+    """Return (path, sentence) of each setting that would be dropped at this stage, but not at another one."""
     found = _find(config.zero_optimization)
     return [(f"zero_optimization.{path}", why) for path, why, replacements in found if replacements]
 
 
 def _find(zero: ZeroConfig) -> Iterator[_Found]:
-    """A stage that is "auto" becomes one at which what is given has an effect, where there is one."""
+    """Yield the settings without effect. With stage "auto" a stage is chosen at which they have one, if possible."""
     stage = zero.stage
     for name in ("offload_optimizer", "offload_param"):
         given = getattr(zero, name).model_fields_set
