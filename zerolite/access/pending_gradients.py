@@ -210,5 +210,5 @@ class PendingGradients:
 
     def _change(self, indices: Sequence[int]) -> None:
         self._finish(indices)
-        with self._pipeline.commands(Command.OTHER):  # a rank that has left engine.join() would not change its parts
+        with self._pipeline.announce(Command.OTHER):  # a rank that has left engine.join() would not change its parts
             pass

@@ -46,7 +46,7 @@ class Checkpointer:
             return UserState(dict(client_state or {}), self._loaders.state_dict())
 
         request = SaveRequest(directory_of(save_dir, "save_dir"), tag, *map(bool, flags))
-        with self.components.pipeline.commands(Command.SAVE), _undisturbed():
+        with self.components.pipeline.announce(Command.SAVE), _undisturbed():
             return self._saver.save(request, user, scheduler)
 
     def follow_save(self, scheduler: object) -> None:
@@ -61,7 +61,7 @@ class Checkpointer:
             flags: the other fields of :class:`LoadRequest`, in their order.
         """
         request = LoadRequest(directory_of(load_dir, "load_dir"), tag, *map(bool, flags))
-        with self.components.pipeline.commands(Command.OTHER):
+        with self.components.pipeline.announce(Command.OTHER):
             self._saver.wait_for_all()
             with _undisturbed():
                 return self._loader.load(request, scheduler, self._loaders)

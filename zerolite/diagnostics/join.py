@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from zerolite.comm import Communicator, ControlChannel
-from zerolite.zero.commands import Command, number_of
+from zerolite.zero.commands import Command, float_from_bits
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.sharded_optimizer import KEPT, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -229,7 +229,7 @@ class Join:
     # ---------------------------------------------------------------- sources of commands
 
     def _install(self) -> None:
-        self._pipeline.commands.announce_with(self.announce)
+        self._pipeline.announce.use(self.announce)
         self._comm.guard_with(self._guard)
         coordinator = self._engine.coordinator
         if coordinator is not None:
@@ -237,7 +237,7 @@ class Join:
             coordinator.context.listen(self)
 
     def _remove(self) -> None:
-        self._pipeline.commands.announce_with(None)
+        self._pipeline.announce.use(None)
         self._comm.guard_with(None)
         self._reducer.rank_factor = 1.0
         coordinator = self._engine.coordinator
@@ -302,7 +302,7 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.ZERO_GRAD: lambda join: join._pipeline.zero_grad(),
     Command.REDUCE: lambda join: join._pipeline.reduce(),
     Command.STATS: lambda join: join._pipeline.stats(),
-    Command.CLIP: lambda join, bits: join._pipeline.clip(number_of(bits)),
+    Command.CLIP: lambda join, bits: join._pipeline.clip(float_from_bits(bits)),
     Command.METRIC: lambda join: join._engine.absent_from_metric(),
     Command.SAVE: lambda join: join._engine.follow_save(),
 }

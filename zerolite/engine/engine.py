@@ -94,7 +94,7 @@ class Engine:
         if self._same_inputs is not None:
             self._same_inputs.compare(find_tensors((args, kwargs)))
         sends = self._broadcast_buffers and self._module.training
-        with self._pipeline.commands(Command.FORWARD, sends):
+        with self._pipeline.announce(Command.FORWARD, sends):
             if sends:
                 self.send_buffers()
         args, kwargs = self._boundary.enter((args, kwargs))
@@ -187,7 +187,7 @@ class Engine:
             return False
         if self._join is not None:
             self._pipeline.look_at_grads()  # before the step: a command inside another is not announced
-        with self._pipeline.commands(Command.ENGINE_STEP, flush, _FORCED.index(self._accumulation.forced_boundary)):
+        with self._pipeline.announce(Command.ENGINE_STEP, flush, _FORCED.index(self._accumulation.forced_boundary)):
             if flush:  # first, because on_engine_step counts this call as a micro-batch
                 if self.step_log is not None:
                     self.step_log.close_early(self._accumulation.flush_factor(), self._pipeline.outcomes.global_steps)
@@ -466,7 +466,7 @@ class Engine:
 
         Called on all ranks.
         """
-        with self._pipeline.commands(Command.METRIC):
+        with self._pipeline.announce(Command.METRIC):
             return metrics.reduce(value, op, self._comm, self.device)
 
     def gather(self, tensors: object) -> Any:
@@ -478,7 +478,7 @@ class Engine:
 
         Raises the errors of :meth:`reduce`. Called on all ranks.
         """
-        with self._pipeline.commands(Command.METRIC):
+        with self._pipeline.announce(Command.METRIC):
             return metrics.gather(tensors, self._comm, self.device)
 
     def gather_for_metrics(self, tensors: object, loader: object = None) -> Any:
@@ -495,7 +495,7 @@ class Engine:
         Raises the errors of :meth:`reduce`, and ValueError if there is not one row for each sample. Called on all
         ranks.
         """
-        with self._pipeline.commands(Command.METRIC):
+        with self._pipeline.announce(Command.METRIC):
             return metrics.gather(tensors, self._comm, self.device, self.loaders, loader)
 
     def absent_from_metric(self) -> None:

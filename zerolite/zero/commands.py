@@ -39,8 +39,8 @@ class Announce(Protocol):
 NOTHING = contextlib.nullcontext()
 
 
-class Commands:
-    """Contexts of operations in which all ranks take part: ``with commands(Command.STEP): ...``.
+class Announcer:
+    """Contexts of operations in which all ranks take part: ``with announce(Command.STEP): ...``.
 
     An engine has one object for all its parts. Outside ``engine.join()`` nothing is announced, because every rank has
     data and runs the same operations.
@@ -52,16 +52,16 @@ class Commands:
     def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]:
         return NOTHING if self._announce is None else self._announce(command, *numbers)
 
-    def announce_with(self, announce: Announce | None) -> None:
+    def use(self, announce: Announce | None) -> None:
         """Announce commands with ``announce`` from now on, or stop announcing if it is None."""
         self._announce = announce
 
 
-def bits_of(number: float) -> int:
+def float_to_bits(number: float) -> int:
     """Return the bits of a float as a 64-bit integer, to be sent with other integers."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
-def number_of(bits: int) -> float:
-    """Return the float of these bits; inverse of :func:`bits_of`."""
+def float_from_bits(bits: int) -> float:
+    """Return the float of these bits; inverse of :func:`float_to_bits`."""
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])

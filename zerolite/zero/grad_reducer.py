@@ -31,7 +31,7 @@ from zerolite.offload.offloaded_gradients import OffloadedGradients
 from zerolite.utils.accelerator import host_values
 from zerolite.utils.memory_tags import GRADIENTS
 from zerolite.zero.bucket_memory import ALONE_NUMEL, IN_FLIGHT, Backward, BucketMemory, ReductionOptions
-from zerolite.zero.commands import Command, Commands
+from zerolite.zero.commands import Announcer, Command
 from zerolite.zero.gradient_arrivals import GradientArrivals
 from zerolite.zero.gradient_bucket import BucketState, GradientBucket
 from zerolite.zero.launch_order import LaunchOrder
@@ -84,7 +84,7 @@ class GradReducer:
         self._buckets: list[GradientBucket] = []
         self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size, make_gradient)
         self.used, self.shown = self.arrivals.used, self.arrivals.shown
-        self.commands = Commands()
+        self.announce = Announcer()
         self.rank_factor = 1.0
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
@@ -184,7 +184,7 @@ class GradReducer:
             return
         self.current.end()
         try:
-            with self.commands(Command.BACKWARD_END):
+            with self.announce(Command.BACKWARD_END):
                 self.arrivals.end_backward(complete)
                 if complete or not self.shown.all_none(self.parameters):  # else the user has dropped all gradients
                     self.arrivals.show(self._engine_began, several=self.current.accumulated > 1)
@@ -225,7 +225,7 @@ class GradReducer:
         ranks, in the same order."""
         if self._plan is None or not self.current.open:
             return
-        with self.commands(Command.GROUP_END, group):
+        with self.announce(Command.GROUP_END, group):
             for index in self._plan.on_group_end(group):
                 if self.current.reducing and self._buckets[index].state is BucketState.OPEN:
                     self._launch(self._buckets[index])

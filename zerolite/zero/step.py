@@ -27,7 +27,7 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import UpdateChecks, UpdateLook
-from zerolite.zero.commands import NOTHING, Command, bits_of
+from zerolite.zero.commands import NOTHING, Command, float_to_bits
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
@@ -105,7 +105,7 @@ class StepPipeline:
         self._buffer, self._reducer, self._optimizer, self._param_gatherer = buffer, reducer, optimizer, param_gatherer
         self._comm, self._device, self._collector, self._observers = comm, device, collector, observers
         self._accumulation, self._scaler, self._options = accumulation, scaler, options
-        self.commands = reducer.commands
+        self.announce = reducer.announce
         finite, limit = options.check_finite, options.max_skipped_in_a_row
         self.outcomes = Outcomes(optimizer.method, buffer, scaler, unused, observers, finite, limit, comm.main, checks)
         self.gradient_scale = GradientScale(accumulation, scaler, self.outcomes)
@@ -182,7 +182,7 @@ class StepPipeline:
         # collectives.
         reducing = self._reducer.reduces_each_backward or self._accumulation.next_backward_closes()
         divided = engine_scaled is None and self._options.divide_plain_backward
-        with self.commands(Command.BACKWARD, scaled, weighted, reducing, divided):
+        with self.announce(Command.BACKWARD, scaled, weighted, reducing, divided):
             self._begin(scaled, weight, reducing, divided, end_with_backward=engine_scaled is None)
         for notify in self._observers.on_backward_begin:
             notify()
@@ -224,7 +224,7 @@ class StepPipeline:
         for begins in self._observers.on_phase_begin:
             begins(REDUCE_WAIT)
         try:
-            with self.commands(Command.REDUCE):
+            with self.announce(Command.REDUCE):
                 self._reducer.finish()
         finally:
             for ended in self._observers.on_phase_end:
@@ -267,7 +267,7 @@ class StepPipeline:
         if self.changes.all_dropped(found):
             self.zero_grad()
             return
-        with self.commands(Command.OTHER):  # a rank without data cannot know of it
+        with self.announce(Command.OTHER):  # a rank without data cannot know of it
             self.changes.take(found)
 
     def stats(self) -> StatsVector:
@@ -280,7 +280,7 @@ class StepPipeline:
     def _collected(self) -> StatsVector:
         if self._collector.latest is not None:
             return self._collector.latest
-        with self.commands(Command.STATS):
+        with self.announce(Command.STATS):
             self.finish_reductions()
             schedules = self.outcomes.schedules
             stats = self._collector.collect(
@@ -302,7 +302,7 @@ class StepPipeline:
         if not max_norm > 0:
             raise ValueError(f"clip_gradients: expected max_norm > 0, got {max_norm}")
         self.look_at_grads()
-        with self.commands(Command.CLIP, bits_of(max_norm)):
+        with self.announce(Command.CLIP, float_to_bits(max_norm)):
             self._max_norm = float(max_norm)
             self.changes.apply_factors()
             return self.stats().get().norm / self.divisor()
@@ -326,7 +326,7 @@ class StepPipeline:
                 )
             if self._step_update.params_outdated:
                 raise RuntimeError("engine.update() was called twice without engine.publish() between")
-            with self.commands(Command.UPDATE, gather):
+            with self.announce(Command.UPDATE, gather):
                 if self._optimizer.run_hooks("pre"):
                     self.look_at_grads()
                 self._update(gather)
@@ -376,7 +376,7 @@ class StepPipeline:
     def publish(self) -> None:
         """All-gather the updated values into the compute parameters of all ranks."""
         self.check_available()
-        with self._observers.phase(STEP), self.commands(Command.PUBLISH):
+        with self._observers.phase(STEP), self.announce(Command.PUBLISH):
             for bucket in reversed(self._reducer.order.buckets):
                 self._param_gatherer.gather_bucket(bucket)
             self._param_gatherer.end_step()
@@ -386,7 +386,7 @@ class StepPipeline:
 
     def zero_grad(self) -> None:
         """Drop the accumulated gradients, with their clipping and loss scale."""
-        with self.commands(Command.ZERO_GRAD) if self._accumulation.backwards else NOTHING:
+        with self.announce(Command.ZERO_GRAD) if self._accumulation.backwards else NOTHING:
             for notify in self._observers.on_gradients_dropped:
                 notify()
             self.changes.clear()  # first: the reducer checks which gradients the user still refers to
@@ -397,7 +397,7 @@ class StepPipeline:
     def step(self) -> None:
         """Run all phases. Afterwards there are no gradients."""
         self.look_at_grads()
-        with self.commands(Command.STEP):
+        with self.announce(Command.STEP):
             self._apply(gather=True)
             self.zero_grad()
 
