@@ -195,7 +195,7 @@ class ConsistencyCheck:
             own += (combined_hash([content_hash(t, self._device) for t in tensors], self._device) % _HASH).double()
 
     def note(self, values: torch.Tensor, numbers: UpdateNumbers) -> None:
-        """Remember if the ranks' hashes of ``numbers`` differ. :meth:`act` raises.
+        """Remember if the ranks' hashes of ``numbers`` differ. :meth:`raise_errors` raises.
 
         Each rank reads the statistics at its own time, but to name the difference takes a collective on all ranks.
         """
@@ -207,7 +207,7 @@ class ConsistencyCheck:
         """Forget differences, because all ranks have loaded the same values. Called on all ranks."""
         self._differing = self._compared = None
 
-    def act(self) -> None:
+    def raise_errors(self) -> None:
         """Raise RuntimeError on all ranks if the numbers in the last statistics differ within a pipeline stage."""
         differing, self._differing = self._differing, None
         if differing is not None:

@@ -32,7 +32,8 @@ class StepChecks:
     """The two checks whose values are reduced with the step's statistics (:class:`~zerolite.zero.grad_stats.Extra`).
 
     Each rank calls :meth:`note` when it reads the statistics, which may be at different times. All ranks call
-    :meth:`act` at the same place, where it may communicate and raise. All other methods are called on all ranks, too.
+    :meth:`raise_errors` at the same place, where it may communicate and raise. All other methods are called on all
+    ranks, too.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class StepChecks:
             elif groups := part.nonfinite_groups(of_part):
                 self.blame = _blame(groups, numbers)
 
-    def act(self) -> None:
+    def raise_errors(self) -> None:
         """Raise on all ranks what the statistics have shown.
 
         Raises:
@@ -108,7 +109,7 @@ class StepChecks:
                 "did it (a learning rate or schedule that runs away, an eps of 0, a loss scale near 0)."
             )
         if self._consistency is not None:
-            self._consistency.act()
+            self._consistency.raise_errors()
 
     # ---------------------------------------------------------------- the step
 
@@ -125,7 +126,7 @@ class StepChecks:
             RuntimeError: the ranks hold different weights, or use different numbers.
             FloatingPointError: the last update has made weights non-finite.
         """
-        self.act()
+        self.raise_errors()
         groups = numbers_of(self._optimizer.param_groups, self._keys)
         numbers = UpdateNumbers(step, groups, divisor, max_norm, gathers)
         if self._updated is not None:
@@ -135,7 +136,7 @@ class StepChecks:
 
     def before_save(self, step: int, scale: float, max_norm: float) -> None:
         """Run all checks at once, between two steps. Raises as :meth:`before_update` does."""
-        self.act()
+        self.raise_errors()
         numbers = UpdateNumbers(step, numbers_of(self._optimizer.param_groups, self._keys), scale, max_norm)
         if self._consistency is not None:
             self._consistency.use(numbers)
@@ -144,7 +145,7 @@ class StepChecks:
             written = self.write(values)
             self._world.all_reduce(values, tag="consistency").wait()
             self.note((written, HostRead(values).get()))
-            self.act()
+            self.raise_errors()
         if self._consistency is not None:
             self._consistency.compare_weights()
 

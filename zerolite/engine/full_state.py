@@ -231,7 +231,7 @@ class FullState:
 
     def _check_readable(self) -> None:
         self._pipeline.check_available()
-        self._pipeline.check_whole()
+        self._pipeline.check_no_failed_update()
 
 
 def _unguarded_state(model: torch.nn.Module) -> dict[str, object]:

@@ -24,7 +24,7 @@ class UpdateChecks(Extra, Protocol):
     def note(self, extra: tuple[Any, torch.Tensor] | None) -> None:
         """extra: what ``write`` has returned, and what the ranks have written, added, on the host."""
 
-    def act(self) -> None:
+    def raise_errors(self) -> None:
         """Raise the errors that the statistics show, on all ranks."""
 
     def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
@@ -34,11 +34,11 @@ class UpdateChecks(Extra, Protocol):
             step: updates so far.
             gathers: a hash of stage 3's schedule, 0 without one.
 
-        Raises as :meth:`act` does.
+        Raises as :meth:`raise_errors` does.
         """
 
     def before_save(self, step: int, scale: float, max_norm: float) -> None:
-        """Look at everything at once, between two steps. Raises as :meth:`act` does."""
+        """Look at everything at once, between two steps. Raises as :meth:`raise_errors` does."""
 
     def forget(self, update: bool) -> None:
         """Forget the weights that the last update left, because values have been written. update: all of them."""

@@ -230,13 +230,13 @@ class Outcomes:
         """Return True if a step with these gradients updates anything."""
         return not self.check_finite or math.isfinite(outcome.norm)
 
-    def act(self, outcome: GradStats) -> None:
+    def raise_errors(self, outcome: GradStats) -> None:
         """Raise the errors that the statistics show. All ranks read the same ones here, so all of them raise."""
         if not outcome.inputs_agree:
             outcome.check_inputs()
         if self.checks is not None:
             self.checks.note(outcome.extra)
-            self.checks.act()
+            self.checks.raise_errors()
 
     def leave_unread(self, stats: StatsVector, divisor: float, maybe_unused: frozenset[int]) -> None:
         """Keep the statistics of a step that the device takes or skips. The host reads them later."""

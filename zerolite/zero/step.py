@@ -318,8 +318,8 @@ class StepPipeline:
         for begins in self._observers.on_phase_begin:
             begins(STEP)
         try:
-            if self._step_update.torn:
-                self.check_whole()
+            if self._step_update.failed_update:
+                self.check_no_failed_update()
             if self._updated:
                 raise RuntimeError(
                     "engine.update() was called twice for the same gradients; call engine.zero_grad() first"
@@ -369,7 +369,7 @@ class StepPipeline:
         self.written.forget()
         self.on_weights_replaced()
         self._buffer.placements.written_in_place()
-        self._step_update.mend()
+        self._step_update.forget_failed_update()
         self.zero_grad()
         self.publish()
 
@@ -439,7 +439,7 @@ class StepPipeline:
         self.on_weights_replaced()
         self.outcomes.load_state_dict(state)
         self._buffer.placements.written_in_place()
-        self._step_update.mend()
+        self._step_update.forget_failed_update()
 
     # ---------------------------------------------------------------- inside
 
@@ -457,6 +457,6 @@ class StepPipeline:
         if self.suspended:
             raise RuntimeError(self.suspended)
 
-    def check_whole(self) -> None:
+    def check_no_failed_update(self) -> None:
         """Raise RuntimeError if an update has failed halfway and no checkpoint has been loaded since."""
-        self._step_update.check_whole()
+        self._step_update.check_no_failed_update()

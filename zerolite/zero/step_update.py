@@ -55,7 +55,7 @@ class StepUpdate:
     all.
 
     Attributes:
-        torn: why masters are not all of one step; "" if they are.
+        failed_update: why masters are not all of one step; "" if they are.
         params_outdated: masters are ahead of the parameters.
     """
 
@@ -84,7 +84,7 @@ class StepUpdate:
         self._update_numel, self._may_skip_on_device = update_numel, may_skip_on_device
         self._world_size = world_size
         self._look = look
-        self.torn = ""
+        self.failed_update = ""
         self.params_outdated = False
         self.plan()
 
@@ -137,7 +137,7 @@ class StepUpdate:
     def _run_read(self, vector: StatsVector, given: Factor, max_norm: float, gather: bool) -> None:
         """Update or skip by the statistics, which all ranks read. So all ranks launch the all-gathers, or none does."""
         outcome = vector.get()
-        self._outcomes.act(outcome)
+        self._outcomes.raise_errors(outcome)
         divisor = self._scale.local_divisor() * mean_weight(outcome)
         if self._outcomes.applies(outcome):
             self._outcomes.check_used(outcome)
@@ -203,7 +203,7 @@ class StepUpdate:
         try:
             self._sweep(update if self._look is None else self._look(update), gather)
         except BaseException as error:
-            self.torn, self.params_outdated = f"{type(error).__name__}: {error}", False
+            self.failed_update, self.params_outdated = f"{type(error).__name__}: {error}", False
             raise
 
     def _update_maybe_unused(
@@ -252,14 +252,14 @@ class StepUpdate:
         """Note that the parameters of all ranks have the masters' values, or that their all-gathers are launched."""
         self.params_outdated = False
 
-    def check_whole(self) -> None:
+    def check_no_failed_update(self) -> None:
         """Raise RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
-        if self.torn:
+        if self.failed_update:
             raise RuntimeError(
-                f"an update has failed in its middle ({self.torn}), so some weights are a step ahead of others; they "
-                "cannot be trained on, nor saved. Start again from the last checkpoint"
+                f"an update has failed in its middle ({self.failed_update}), so some weights are a step ahead of "
+                "others; they cannot be trained on, nor saved. Start again from the last checkpoint"
             )
 
-    def mend(self) -> None:
+    def forget_failed_update(self) -> None:
         """Allow updates again after a failed one, because all masters have new values."""
-        self.torn = ""
+        self.failed_update = ""
