@@ -430,7 +430,7 @@ class Assembly:
         # that there are few large calls.
         numel = min(bucket_numel(self.specs, config, comm.world_size), AUTO_BUCKET)
         options = step_options(config, numel, self.kind in SKIPS_ON_DEVICE)
-        checks, look = self._checks(options.check_finite)
+        checks, observe_update = self._checks(options.check_finite)
         make: Callable[..., StepPipeline] = StepPipeline if self.trains else EvaluationPipeline
         if self.trains and not self.topology.trivial:
             self.sums = GradientSums(self.topology, buffer, self.ties, self.reducer, self.device)
@@ -452,7 +452,7 @@ class Assembly:
             collector,
             self.observers,
             checks,
-            look,
+            observe_update,
         )
 
     def _collector(self) -> StatsCollector:

@@ -51,7 +51,7 @@ Update = Callable[[Sequence[SpanTensors]], None]
 """Update of some of the spans of a step."""
 
 
-class UpdateLook(Protocol):
+class UpdateObserver(Protocol):
     """Observer of the masters before and after each of the calls that make one update."""
 
     def __call__(self, update: Update) -> Update:

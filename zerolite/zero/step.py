@@ -26,7 +26,7 @@ from zerolite.comm import Communicator
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.checks import UpdateChecks, UpdateLook
+from zerolite.zero.checks import UpdateChecks, UpdateObserver
 from zerolite.zero.commands import NOTHING, Command, float_to_bits
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
@@ -69,7 +69,7 @@ class StepPipeline:
     """See the module. All methods are called on all ranks, in the same order.
 
     Attributes:
-        commands: announces operations to ranks that have run out of data.
+        announce: announces operations to ranks that have run out of data.
         outcomes: counters and outcomes of steps.
         gradient_scale: divisors of the accumulated gradients.
         changes: changes that the user makes to ``p.grad``.
@@ -95,12 +95,12 @@ class StepPipeline:
         collector: StatsCollector,
         observers: Observers,
         checks: UpdateChecks | None = None,
-        look: UpdateLook | None = None,
+        observe_update: UpdateObserver | None = None,
     ) -> None:
         """
         Args:
             checks: checks whose numbers are reduced with the statistics.
-            look: observes masters before and after each update.
+            observe_update: observes the masters before and after each update.
         """
         self._buffer, self._reducer, self._optimizer, self._param_gatherer = buffer, reducer, optimizer, param_gatherer
         self._comm, self._device, self._collector, self._observers = comm, device, collector, observers
@@ -120,7 +120,7 @@ class StepPipeline:
             options.update_numel,
             options.skip_on_device,
             comm.world_size,
-            look,
+            observe_update,
         )
         self.written = WrittenValues(buffer, param_gatherer, self._step_update, self.outcomes)
         self.suspended = ""

@@ -10,7 +10,7 @@ import torch
 
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.buffer import ParameterBuffer
-from zerolite.zero.checks import Update, UpdateLook
+from zerolite.zero.checks import Update, UpdateObserver
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsVector, clip_coefficient, clip_coefficient_on_device
 from zerolite.zero.gradient_scale import GradientScale
@@ -71,11 +71,11 @@ class StepUpdate:
         update_numel: int,
         may_skip_on_device: bool,
         world_size: int,
-        look: UpdateLook | None,
+        observe_update: UpdateObserver | None,
     ) -> None:
         """
         Args:
-            look: looks at what updates do.
+            observe_update: wraps each update to observe the masters before and after it.
             update_numel: master elements that are updated in one call where ``method`` is better with few.
             may_skip_on_device: the config lets the device decide whether a step is skipped.
         """
@@ -83,7 +83,7 @@ class StepUpdate:
         self._param_gatherer, self._staged, self._scale, self._outcomes = param_gatherer, staged, scale, outcomes
         self._update_numel, self._may_skip_on_device = update_numel, may_skip_on_device
         self._world_size = world_size
-        self._look = look
+        self._observe_update = observe_update
         self.failed_update = ""
         self.params_outdated = False
         self.plan()
@@ -201,7 +201,7 @@ class StepUpdate:
         # Set before the first write: an exception in the middle leaves some masters ahead of others.
         self.params_outdated = not gather
         try:
-            self._sweep(update if self._look is None else self._look(update), gather)
+            self._sweep(update if self._observe_update is None else self._observe_update(update), gather)
         except BaseException as error:
             self.failed_update, self.params_outdated = f"{type(error).__name__}: {error}", False
             raise
