@@ -103,7 +103,7 @@ class StepChecks:
         blame, self.blame = self.blame, ""
         if blame:
             assert self._updated is not None
-            self._updated.tell()
+            self._updated.note_raised()
             raise FloatingPointError(
                 f"{blame}. These weights are lost: start again from the last checkpoint, and look at the value that "
                 "did it (a learning rate or schedule that runs away, an eps of 0, a loss scale near 0)."

@@ -40,7 +40,7 @@ class UpdatedWeights:
         self._after: Sums = {}
         self._known = False  # masters are still those that the last update has left
         self._count = 0  # param groups in the last update
-        self._told = False  # the outcome of the last update has been raised
+        self._error_raised = False  # the outcome of the last update has been raised
         self._announced: UpdateNumbers | None = None
         self.numbers: UpdateNumbers | None = None  # of the last update
         self._plan = SquaresPlan(
@@ -59,12 +59,12 @@ class UpdatedWeights:
             update: the outcome of the last update does not matter any more, even if it has not been raised yet.
         """
         self._known = False
-        if update or self._told:
+        if update or self._error_raised:
             self._before, self._after = {}, {}
 
-    def tell(self) -> None:
+    def note_raised(self) -> None:
         """Note that the outcome of the last update has been raised; new values clear it."""
-        self._told = True
+        self._error_raised = True
 
     # ---------------------------------------------------------------- the update
 
@@ -77,7 +77,7 @@ class UpdatedWeights:
         known."""
         count = self._more + len(self._optimizer.param_groups)
         known = self._known and count == self._count
-        self.numbers, self._told, self._known = self._announced, False, True
+        self.numbers, self._error_raised, self._known = self._announced, False, True
         self._before, self._after, self._count = self._after if known else {}, {}, count
 
         def watched(sub_group: Sequence[SpanTensors]) -> None:
