@@ -41,7 +41,7 @@ from zerolite.checkpoint.state import (
 from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import RaiseTogether
 from zerolite.data.dataloader import Loaders
-from zerolite.zero.sharded_optimizer import KEPT
+from zerolite.zero.sharded_optimizer import LOCAL_GROUP_KEYS
 
 logger = logging.getLogger("zerolite")
 _CALL = "engine.load_checkpoint"
@@ -436,7 +436,7 @@ def _family(optimizer: str) -> str:
 
 def _update_group(group: dict[str, Any], values: Mapping[str, object]) -> None:
     for key, value in values.items():
-        if key in KEPT or (key not in group and key != "initial_lr"):
+        if key in LOCAL_GROUP_KEYS or (key not in group and key != "initial_lr"):
             continue
         if isinstance(group.get(key), torch.Tensor):
             group[key].fill_(value)

@@ -28,7 +28,7 @@ from zerolite.checkpoint.training_run import TrainingRun
 from zerolite.comm import keep_track
 from zerolite.utils.dtypes import CODES
 from zerolite.utils.pinned_memory import host_memory
-from zerolite.zero.sharded_optimizer import KEPT
+from zerolite.zero.sharded_optimizer import LOCAL_GROUP_KEYS
 
 logger = logging.getLogger("zerolite")
 CLIENT = "client_state/"
@@ -294,7 +294,7 @@ class Saver:
         """Return the content of state.json before it is encoded. ``model``: facts of the full model."""
         optimizer = self._components.model.optimizer
         groups = [
-            {"names": names, "values": {key: value for key, value in group.items() if key not in KEPT}}
+            {"names": names, "values": {key: value for key, value in group.items() if key not in LOCAL_GROUP_KEYS}}
             for names, group in zip(model.groups, optimizer.param_groups, strict=True)
         ]
         schedule = None

@@ -21,7 +21,7 @@ import torch
 from zerolite.comm import Communicator, ControlChannel
 from zerolite.zero.commands import Command, float_from_bits
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.sharded_optimizer import KEPT, ShardedOptimizer
+from zerolite.zero.sharded_optimizer import LOCAL_GROUP_KEYS, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.step import StepPipeline
 
@@ -274,7 +274,7 @@ class Join:
 
 
 def _hyperparameters(groups: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    return [{key: _as_number(value) for key, value in group.items() if key not in KEPT} for group in groups]
+    return [{key: _as_number(value) for key, value in group.items() if key not in LOCAL_GROUP_KEYS} for group in groups]
 
 
 def _as_number(value: object) -> object:

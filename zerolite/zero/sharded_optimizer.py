@@ -252,7 +252,7 @@ class ShardedOptimizer(Optimizer):
             if index in state_dict["masters"]:
                 self._master_view(shard).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key not in KEPT})
+            group.update({key: value for key, value in saved.items() if key not in LOCAL_GROUP_KEYS})
         pipeline.on_masters_loaded()
 
     # ---------------------------------------------------------------- shards
@@ -331,8 +331,8 @@ class ShardedOptimizer(Optimizer):
 
 
 ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # torch's wrapper would run hooks in one loop only
-# Of a param group when another is loaded: which implementation updates, and what is of the optimizer's class.
-KEPT = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+# Keys of a param group that are not loaded, saved or compared: they choose this rank's implementation or class.
+LOCAL_GROUP_KEYS = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 _TAKES_SCALE = "_step_supports_amp_scaling"
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
