@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerolite.zero.sharded_optimizer import ShownState
+from zerolite.zero.sharded_optimizer import StateView
 
 
 class StateOfParameter(dict[str, Any]):
@@ -22,20 +22,20 @@ class StateOfParameter(dict[str, Any]):
         return dict, (dict(self),)
 
 
-class GuardedState(ShownState):
+class GuardedState(StateView):
     """Optimizer state with two kinds of keys.
 
     The inner optimizer reads and writes states with its shards as keys. Users read, with the model's parameters as
     keys, this rank's part of the states in the shape of its shard. Only parameters appear in iteration and length.
     """
 
-    def __init__(self, known: Mapping[Any, Any], read: Callable[[int], dict[str, Any]]) -> None:
+    def __init__(self, states: Mapping[Any, Any], read: Callable[[int], dict[str, Any]]) -> None:
         """
         Args:
-            known: the states so far, by shard.
+            states: the states so far, by shard.
             read: function from the index of a parameter to its states on this rank.
         """
-        super().__init__(dict, known)
+        super().__init__(dict, states)
         self._read = read
         self._parameters: dict[int, tuple[int, torch.Tensor]] = {}  # by id: index, parameter
 

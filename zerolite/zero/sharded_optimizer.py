@@ -26,7 +26,7 @@ MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[OptimParamShard]], 
 """Make the update of the shards of all buckets, in these dtypes, by the optimizer itself."""
 
 
-class ShownState(defaultdict[Any, Any]):
+class StateView(defaultdict[Any, Any]):
     """Mapping that the user sees as ``optimizer.state``: by parameter of the model, what this rank has of its states.
     For the inner optimizer it is the states of shards, by shard. The core makes it of a class that is passed in."""
 
@@ -35,7 +35,7 @@ class ShownState(defaultdict[Any, Any]):
         raise NotImplementedError
 
 
-ShowState = Callable[[Mapping[Any, Any], Callable[[int], State]], ShownState]
+MakeStateView = Callable[[Mapping[Any, Any], Callable[[int], State]], StateView]
 """Make it from the states that there are, and a function from the index of a parameter to its states on this rank."""
 
 
@@ -59,7 +59,7 @@ class ShardedOptimizer(Optimizer):
         update_dtype: Callable[[torch.dtype], torch.dtype],
         choose_rule: ChooseRule,
         by_itself: MakeUpdate,
-        show_state: ShowState,
+        make_state_view: MakeStateView,
     ) -> None:
         self._buffer = buffer
         self._update_dtype = update_dtype
@@ -78,7 +78,7 @@ class ShardedOptimizer(Optimizer):
         if isinstance(make_inner, Optimizer):
             self._adopt_state()
         known = weakref.ref(self)
-        self.inner.state = self._state = show_state(self.inner.state, lambda index: _read(known, index))
+        self.inner.state = self._state = make_state_view(self.inner.state, lambda index: _read(known, index))
         self._note_shards()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
