@@ -58,7 +58,7 @@ class ShardedOptimizer(Optimizer):
         buffer: ParameterBuffer,
         update_dtype: Callable[[torch.dtype], torch.dtype],
         choose_rule: ChooseRule,
-        by_itself: MakeUpdate,
+        make_update: MakeUpdate,
         make_state_view: MakeStateView,
     ) -> None:
         self._buffer = buffer
@@ -74,22 +74,22 @@ class ShardedOptimizer(Optimizer):
             self.inner = make_inner([{**group, "params": tensors[index]} for index, group in enumerate(groups)])
             for index, group in enumerate(self.inner.param_groups):
                 group["params"] = list(groups[index]["params"])
-        self.method = self._choose_method(choose_rule, by_itself)
+        self.method = self._choose_method(choose_rule, make_update)
         if isinstance(make_inner, Optimizer):
             self._adopt_state()
-        known = weakref.ref(self)
-        self.inner.state = self._state = make_state_view(self.inner.state, lambda index: _read(known, index))
-        self._note_shards()
+        optimizer_ref = weakref.ref(self)
+        self.inner.state = self._state = make_state_view(self.inner.state, lambda index: _read(optimizer_ref, index))
+        self._index_shards()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
         self._constructed = True
 
-    def _choose_method(self, choose_rule: ChooseRule, by_itself: MakeUpdate) -> UpdateMethod:
+    def _choose_method(self, choose_rule: ChooseRule, make_update: MakeUpdate) -> UpdateMethod:
         masters = [master.dtype for master in self._buffer.master]
         dtypes = [self._update_dtype(dtype) for dtype in masters]
         rule = choose_rule(self.inner, masters)
         if rule is None:
-            return by_itself(self.inner, self._buffer, self._shards, dtypes)
+            return make_update(self.inner, self._buffer, self._shards, dtypes)
         for shard in self.shards():
             self.inner.state.pop(shard.tensor, None)  # Adagrad makes its states when it is made
         return FlatUpdate(rule, self.inner, self._buffer, self._shards, dtypes)
@@ -100,7 +100,7 @@ class ShardedOptimizer(Optimizer):
         shards = optim_shards(self.inner.param_groups, self._buffer, self._update_dtype, first)
         self._shards += shards
         self.method.extend(shards, [self._update_dtype(master.dtype) for master in self._buffer.master[first:]])
-        self._note_shards()
+        self._index_shards()
 
     @property
     def param_groups(self) -> Groups:
@@ -142,7 +142,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._pipeline, self._add_group, self._before_groups_are_read = pipeline, add_group, before_groups_are_read
         self._step = pipeline.step if step is None else step
-        self._redirect()
+        self._redirect_inner()
 
     def _settled(self) -> StepPipeline:
         """Return the pipeline, which has read the outcome of the last step: one that the device has skipped is taken
@@ -151,15 +151,15 @@ class ShardedOptimizer(Optimizer):
         self._pipeline.outcomes.settle()
         return self._pipeline
 
-    def _redirect(self) -> None:
-        known = weakref.ref(self)  # the user's object may outlive the engine
+    def _redirect_inner(self) -> None:
+        optimizer_ref = weakref.ref(self)  # the user's object may outlive the engine
         wrapped = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
         for name in _REDIRECTED:
-            function = _forward(known, name)
+            function = _forward(optimizer_ref, name)
             if name == "step" and wrapped is not None:  # torch's schedulers warn if their mark is gone
                 function._wrapped_by_lr_sched = wrapped  # type: ignore[attr-defined]
             vars(self.inner)[name] = types.MethodType(function, self.inner)
-        weakref.finalize(self, _set_free, self.inner, getattr(self.inner, _TAKES_SCALE, False))
+        weakref.finalize(self, _release_inner, self.inner, getattr(self.inner, _TAKES_SCALE, False))
         vars(self.inner)[_TAKES_SCALE] = False  # else GradScaler would leave unscaling to a step that is the engine's
 
     # ---------------------------------------------------------------- torch's interface
@@ -206,7 +206,7 @@ class ShardedOptimizer(Optimizer):
         if getattr(self, "_constructed", False):
             self._add_group(param_group)
 
-    def _note_shards(self) -> None:
+    def _index_shards(self) -> None:
         self._shard_of = {shard.fragment.slot.index: shard for shard in self.shards()}
         self._state.use(self._buffer.parameters)
 
@@ -337,21 +337,21 @@ _TAKES_SCALE = "_step_supports_amp_scaling"
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
 
-def _forward(known: weakref.ref[ShardedOptimizer], name: str) -> Callable[..., Any]:
+def _forward(optimizer_ref: weakref.ref[ShardedOptimizer], name: str) -> Callable[..., Any]:
     def method(inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        optimizer = known()
+        optimizer = optimizer_ref()
         assert optimizer is not None, "removed when the optimizer went"
         return getattr(optimizer, name)(*args, **kwargs)
 
     return method
 
 
-def _read(known: weakref.ref[ShardedOptimizer], index: int) -> State:
-    optimizer = known()
+def _read(optimizer_ref: weakref.ref[ShardedOptimizer], index: int) -> State:
+    optimizer = optimizer_ref()
     return {} if optimizer is None else optimizer.state_of(index)
 
 
-def _set_free(inner: Optimizer, takes_scale: bool) -> None:
+def _release_inner(inner: Optimizer, takes_scale: bool) -> None:
     """The engine is gone: the user's optimizer is an ordinary one again, without the states of shards."""
     for name in _REDIRECTED:
         vars(inner).pop(name, None)
