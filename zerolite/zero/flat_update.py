@@ -32,8 +32,8 @@ class FlatUpdate:
     """States of the shards in flat tensors laid out like the master buckets, at the optimizer's placement. They are
     allocated at once, so that a job that does not fit fails before it trains.
 
-    Steps are counted on the host, for all shards together: ``_missed`` has the shards that were left out of some of
-    them because their parameters got no gradient. Counting does not stop at 2^24, as it does in torch's fp32 tensors.
+    Steps are counted on the host, once for all shards; ``_steps_missed`` counts the steps in which a parameter got no
+    gradient. A Python integer does not stop at 2^24, as the count in torch's fp32 tensors does.
     """
 
     one_launch: ClassVar[bool] = True
@@ -56,13 +56,13 @@ class FlatUpdate:
         self._state_dtypes: list[torch.dtype] = []
         self._states: list[Flat] | None = None  # by name, then by bucket
         self._steps = 0
-        self._missed: dict[int, int] = {}  # by index of the parameter
+        self._steps_missed: dict[int, int] = {}  # by index of the parameter
         self._fresh = False  # whether the plan is that of these parameters
-        self._counted = False  # whether the last update counted for any
+        self._counts = False  # whether the last update counted for any
         # Of the last update: the parameters that took part, None for all; those that the device may have left out; the
         # groups that have no states.
-        self._known: tuple[Any, ...] = ()
-        self._idle: list[int] = []  # parameters for which the last update does not count
+        self._plan_key: tuple[Any, ...] = ()
+        self._not_counted: list[int] = []  # parameters for which the last update does not count
         self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
         self.extend(shards, update_dtypes)
 
@@ -75,7 +75,7 @@ class FlatUpdate:
             self._shards.append([shard for shard in members if shard.fragment.numel])
             for shard in self._shards[-1]:
                 shard.tensor = self._buffer.view_of(shard.fragment, self._buffer.master[shard.fragment.slot.bucket])
-                self._missed[shard.fragment.slot.index] = self._steps
+                self._steps_missed[shard.fragment.slot.index] = self._steps
         for flats in self._states or []:
             flats += self._new_states(groups, first)
         self._allocated(groups)
@@ -96,9 +96,9 @@ class FlatUpdate:
         self._count(used, maybe_unused, groups)
 
     def leave_out(self, indices: Iterable[int]) -> None:
-        if self._counted:
-            for index in set(indices).difference(self._idle):
-                self._missed[index] = self._missed.get(index, 0) + 1
+        if self._counts:
+            for index in set(indices).difference(self._not_counted):
+                self._steps_missed[index] = self._steps_missed.get(index, 0) + 1
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         return {name: flats[bucket] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
@@ -133,10 +133,10 @@ class FlatUpdate:
 
     def forget_last(self) -> None:
         """Take back the count of the last update, which the device has skipped."""
-        if self._counted:
+        if self._counts:
             self._steps -= 1
-            for index in self._idle:
-                self._missed[index] -= 1
+            for index in self._not_counted:
+                self._steps_missed[index] -= 1
 
     # ---------------------------------------------------------------- states
 
@@ -161,9 +161,9 @@ class FlatUpdate:
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
         """Take a state in torch's form; an empty one is that of a parameter which was never updated."""
         tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
-        places = self.make_state(shard, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
-        for name, place in places.items():
-            place.copy_(tensors[name])
+        views = self.make_state(shard, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
+        for name, view in views.items():
+            view.copy_(tensors[name])
 
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -173,22 +173,22 @@ class FlatUpdate:
         if step > self._steps:
             for other in self._all():
                 index = other.fragment.slot.index
-                self._missed[index] = self._missed.get(index, 0) + step - self._steps
+                self._steps_missed[index] = self._steps_missed.get(index, 0) + step - self._steps
             self._steps = step
-        self._missed[shard.fragment.slot.index] = self._steps - step
+        self._steps_missed[shard.fragment.slot.index] = self._steps - step
         self._fresh = False
         if not step and self._states is None:
             return {}
         groups = self._inner.param_groups
         bucket = shard.fragment.slot.bucket
-        places = {}
+        views = {}
         for name, flats in zip(self._rule.states, self._allocated(groups), strict=False):
             view = self._buffer.view_of(shard.fragment, flats[bucket])
             if name in tensors:
-                places[name] = view
+                views[name] = view
             else:
                 view.fill_(self._rule.initial(groups[shard.group]))
-        return places
+        return views
 
     def _allocated(self, groups: Groups) -> list[Flat]:
         if self._states is None:
@@ -216,27 +216,27 @@ class FlatUpdate:
         return (shard for members in self._shards for shard in members)
 
     def _steps_of(self, shard: OptimParamShard) -> int:
-        return self._steps - self._missed.get(shard.fragment.slot.index, 0)
+        return self._steps - self._steps_missed.get(shard.fragment.slot.index, 0)
 
     def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
         """Count one more step for the parameters that take part in it and have states."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        known = (used, maybe_unused, without)
-        if not self._fresh or known != self._known:
-            self._known, self._fresh = known, True
-            self._idle = [
+        plan_key = (used, maybe_unused, without)
+        if not self._fresh or plan_key != self._plan_key:
+            self._plan_key, self._fresh = plan_key, True
+            self._not_counted = [
                 shard.fragment.slot.index
                 for shard in self._all()
                 if shard.group in without or (used is not None and shard.fragment.slot.index not in used)
             ]
             self._launches.clear()
-        self._counted = len(without) < len(groups)
-        if self._counted:
+        self._counts = len(without) < len(groups)
+        if self._counts:
             self._steps += 1
-            for index in self._idle:
-                self._missed[index] = self._missed.get(index, 0) + 1
+            for index in self._not_counted:
+                self._steps_missed[index] = self._steps_missed.get(index, 0) + 1
 
     # ---------------------------------------------------------------- planning
 
@@ -245,7 +245,7 @@ class FlatUpdate:
 
         A parameter that is updated by itself may miss any step. Its step count changes the plan, so it is not cached.
         """
-        apart = used is not None and used <= self._known[1]
+        apart = used is not None and used <= self._plan_key[1]
         key = tuple((tensors.span, tensors.gradient.dtype, tensors.out is None) for tensors in sub_group)
         plan = None if apart else self._launches.get(key)
         if plan is None:
@@ -272,10 +272,10 @@ class FlatUpdate:
             for shard in self._shards[bucket]:
                 fragment, index = shard.fragment, shard.fragment.slot.index
                 if used is None or index in used:
-                    yield fragment.shard_start, fragment.numel, (shard.group, self._missed.get(index, 0))
+                    yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed.get(index, 0))
 
         rows: dict[tuple[int, int], int] = {}
-        table = [[*place, rows.setdefault(row, len(rows))] for *place, row in segments(spans, owned)]
+        table = [[*segment, rows.setdefault(row, len(rows))] for *segment, row in segments(spans, owned)]
         if not table:
             return None
         return _Launch(members, torch.tensor(table, dtype=torch.int64, device="cpu"), tuple(rows))
