@@ -57,12 +57,12 @@ class FlatUpdate:
         self._states: list[Flat] | None = None  # by name, then by bucket
         self._steps = 0
         self._steps_missed: dict[int, int] = {}  # by index of the parameter
-        self._fresh = False  # whether the plan is that of these parameters
-        self._counts = False  # whether the last update counted for any
-        # Of the last update: the parameters that took part, None for all; those that the device may have left out; the
-        # groups that have no states.
-        self._plan_key: tuple[Any, ...] = ()
-        self._not_counted: list[int] = []  # parameters for which the last update does not count
+        # Of the last update:
+        self._counts = False  # it is counted as a step, because some param group has states
+        self._not_counted: list[int] = []  # parameters for which it is not counted
+        self._maybe_unused: frozenset[int] = frozenset()
+        # Arguments from which `_not_counted` and `_launches` follow. None: they must be made anew.
+        self._plan_key: tuple[Any, ...] | None = None
         self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
         self.extend(shards, update_dtypes)
 
@@ -79,7 +79,7 @@ class FlatUpdate:
         for flats in self._states or []:
             flats += self._new_states(groups, first)
         self._allocated(groups)
-        self._fresh = False
+        self._plan_key = None
 
     def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
         """Raises ValueError for a param group that the kernels cannot follow."""
@@ -176,7 +176,7 @@ class FlatUpdate:
                 self._steps_missed[index] = self._steps_missed.get(index, 0) + step - self._steps
             self._steps = step
         self._steps_missed[shard.fragment.slot.index] = self._steps - step
-        self._fresh = False
+        self._plan_key = None
         if not step and self._states is None:
             return {}
         groups = self._inner.param_groups
@@ -224,8 +224,8 @@ class FlatUpdate:
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
         plan_key = (used, maybe_unused, without)
-        if not self._fresh or plan_key != self._plan_key:
-            self._plan_key, self._fresh = plan_key, True
+        if plan_key != self._plan_key:
+            self._plan_key, self._maybe_unused = plan_key, maybe_unused
             self._not_counted = [
                 shard.fragment.slot.index
                 for shard in self._all()
@@ -245,7 +245,7 @@ class FlatUpdate:
 
         A parameter that is updated by itself may miss any step. Its step count changes the plan, so it is not cached.
         """
-        apart = used is not None and used <= self._plan_key[1]
+        apart = used is not None and used <= self._maybe_unused
         key = tuple((tensors.span, tensors.gradient.dtype, tensors.out is None) for tensors in sub_group)
         plan = None if apart else self._launches.get(key)
         if plan is None:
