@@ -45,7 +45,7 @@ class TorchUpdate:
         self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
         # Memory of states that do not exist yet, by index of the parameter: see _reserve.
         self._reserved: dict[int, list[torch.Tensor]] = {}
-        self._known_states: dict[tuple[int, torch.dtype, int], dict[str, torch.dtype]] = {}
+        self._state_dtypes: dict[tuple[int, torch.dtype, int], dict[str, torch.dtype]] = {}
         step: Any = type(inner).step
         # Without torch's wrapper, which calls the user's hooks: one step may call this several times.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -58,9 +58,9 @@ class TorchUpdate:
             bucket = len(self._shards)
             self._shards.append(members)
             self._sizes.append(_split_sizes(self._buffer.fragments[bucket], self._buffer.master[bucket].numel()))
-            if self._temporary(bucket):
-                self._write_back(bucket, self._buffer.master[bucket])
-            self._rest_states(members)
+            if self._updates_copy(bucket):
+                self._write_back_master(bucket, self._buffer.master[bucket])
+            self._move_states(members)
             self._reserve(members)
 
     def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
@@ -99,10 +99,10 @@ class TorchUpdate:
             # An update of such parameters comes before that of the others, which use the same gradient memory.
             # So it scales copies, and the others then scale in place.
             if used is not None and used <= self._maybe_unused:
-                self._show_apart(here, tensors.gradient, factor)
+                self._set_scaled_grads(here, tensors.gradient, factor)
             else:
                 exact.append(tensors.gradient.to(self._update_dtypes[tensors.span.bucket]))
-                self._show(here, exact[-1])
+                self._set_grads(here, exact[-1])
             shards += here
             taken.append(tensors)
         if self._reserved:  # free the reserved memory, because torch makes the states in this step
@@ -119,12 +119,12 @@ class TorchUpdate:
                 shard.tensor.grad = None
             for tensors in taken:
                 self._unbind(tensors)
-        self._name_states(shards)
+        self._tag_states(shards)
         for tensors in sub_group:
             if tensors.out is not None:
                 tensors.out.copy_(tensors.master)
 
-    def _show(self, shards: Sequence[OptimParamShard], gradient: torch.Tensor) -> None:
+    def _set_grads(self, shards: Sequence[OptimParamShard], gradient: torch.Tensor) -> None:
         """Let the ``grad`` of shards of one bucket be views of ``gradient``."""
         first = shards[0].fragment.slot
         if len(shards) > 1 and not self._buffer.keeps_shape(first):
@@ -135,7 +135,7 @@ class TorchUpdate:
             for shard in shards:
                 shard.tensor.grad = self._buffer.view_of(shard.fragment, gradient)
 
-    def _show_apart(
+    def _set_scaled_grads(
         self, shards: Sequence[OptimParamShard], gradient: torch.Tensor, factor: float | torch.Tensor
     ) -> None:
         """Let the ``grad`` of shards be scaled copies, for parameters that the device may leave out."""
@@ -145,7 +145,7 @@ class TorchUpdate:
             if shard.tensor not in self._inner.state:
                 self._new_states[shard.fragment.slot.index] = shard.tensor
 
-    def _name_states(self, shards: Iterable[OptimParamShard]) -> None:
+    def _tag_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Tag the states' memory with its purpose and place."""
         for shard in shards:
             place = self._buffer.placements.of_optimizer(shard.fragment.slot.bucket).place
@@ -191,7 +191,7 @@ class TorchUpdate:
                 else value
                 for key, value in state.items()
             }
-            self._rest_states([shard])
+            self._move_states([shard])
 
     state_names = None
 
@@ -203,25 +203,25 @@ class TorchUpdate:
         device = self._device_of(shard)
         parameter = self._buffer.parameters[shard.fragment.slot.index]
 
-        def place(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
             """Allocate a whole parameter in the order of its memory, over which torch's fused kernels walk."""
             if not self._buffer.keeps_shape(shard.fragment.slot) or shape != parameter.shape:
                 return torch.empty(shape, dtype=dtype, device=device)
             return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
 
-        places = {name: place(shape, dtype) for name, (shape, dtype) in tensors.items()}
-        # Torch keeps counts where the kernel that reads them runs.
-        counts = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        kept = {
-            name: value.to(counts, copy=True) if isinstance(value, torch.Tensor) else value
+        made = {name: allocate(shape, dtype) for name, (shape, dtype) in tensors.items()}
+        # Torch keeps number_device where the kernel that reads them runs.
+        number_device = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        moved_numbers = {
+            name: value.to(number_device, copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in numbers.items()
         }
         self._inner.state.pop(shard.tensor, None)
-        if kept or places:
-            state = self._inner.state[shard.tensor] = {**kept, **places}
-            self._rest_states([shard])
-            places = {name: state[name] for name in places}
-        return places
+        if moved_numbers or made:
+            state = self._inner.state[shard.tensor] = {**moved_numbers, **made}
+            self._move_states([shard])
+            made = {name: state[name] for name in made}
+        return made
 
     def _reserve(self, shards: Iterable[OptimParamShard]) -> None:
         """Reserve the memory of states that torch's optimizers make in their first update.
@@ -234,14 +234,14 @@ class TorchUpdate:
             if not numel or self._inner.state.get(shard.tensor):
                 continue
             placement, device = self._buffer.placements.of_optimizer(bucket), self._device_of(shard)
-            for name, dtype in self._states_to_come(shard, device).items():
+            for name, dtype in self._dtypes_of_states(shard, device).items():
                 if placement.place == DISK:
                     self._disk_flat(bucket, name, dtype)  # is not freed: the state will be stored there
                 else:
                     memory = tag_memory(torch.empty(numel, dtype=dtype, device=device), STATES, placement.place)
                     self._reserved.setdefault(shard.fragment.slot.index, []).append(memory)
 
-    def _states_to_come(self, shard: OptimParamShard, device: torch.device) -> dict[str, torch.dtype]:
+    def _dtypes_of_states(self, shard: OptimParamShard, device: torch.device) -> dict[str, torch.dtype]:
         """Return the dtypes of states with a value for each element, learnt from an update of a tiny tensor.
 
         Empty for classes that are neither torch's nor zerolite's: a step of a copy of the optimizer could change
@@ -252,7 +252,7 @@ class TorchUpdate:
         dims = len(whole_shape(self._buffer.parameters[slot.index])) if self._buffer.keeps_shape(slot) else 1
         shape = [2] * max(1, dims)
         key = shard.group, self._update_dtypes[slot.bucket], len(shape)
-        if key not in self._known_states:
+        if key not in self._state_dtypes:
             tiny = torch.ones(shape, dtype=key[1], device=device).requires_grad_()
             tiny.grad = torch.zeros_like(tiny)
             copy = object.__new__(kind)
@@ -263,19 +263,19 @@ class TorchUpdate:
                 with torch.no_grad(), contextlib.suppress(AssertionError, RuntimeError, TypeError, ValueError):
                     self._step(copy)
             states = copy.state[tiny].items()
-            self._known_states[key] = {
+            self._state_dtypes[key] = {
                 name: state.dtype
                 for name, state in states
                 if isinstance(state, torch.Tensor) and state.shape == tiny.shape
             }
-        return self._known_states[key]
+        return self._state_dtypes[key]
 
     def _device_of(self, shard: OptimParamShard) -> torch.device:
         """Return the device on which the shard is updated."""
         placements, bucket = self._buffer.placements, shard.fragment.slot.bucket
         return torch.device("cpu") if placements.updates_on_host(bucket) else placements.device
 
-    def _rest_states(self, shards: Iterable[OptimParamShard]) -> None:
+    def _move_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Move states with a value for each element to the device of the update, or to disk if their placement is
         there."""
         for shard in shards:
@@ -330,7 +330,7 @@ class TorchUpdate:
 
     # ---------------------------------------------------------------- masters in fewer bits than the update
 
-    def _temporary(self, bucket: int) -> bool:
+    def _updates_copy(self, bucket: int) -> bool:
         """True if the update works on a copy of the bucket's master."""
         return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
 
@@ -338,15 +338,15 @@ class TorchUpdate:
         """Let the shards be views of ``tensors.master``, or of a copy in the dtype of the update, and let their states
         be views of ``tensors.states``."""
         bucket, staged = tensors.span.bucket, self._is_staged(tensors)
-        if not staged and not self._temporary(bucket):
+        if not staged and not self._updates_copy(bucket):
             return
         exact = tensors.master.to(self._update_dtypes[bucket])
         for shard in self._shards[bucket]:
             shard.tensor.data = self._buffer.view_of(shard.fragment, exact)
             if staged and tensors.states:
                 state = self._inner.state.get(shard.tensor) or {}
-                held = {name: flat for name, flat in tensors.states.items() if name in state}
-                state.update({name: self._buffer.view_of(shard.fragment, flat) for name, flat in held.items()})
+                staged_states = {name: flat for name, flat in tensors.states.items() if name in state}
+                state.update({name: self._buffer.view_of(shard.fragment, flat) for name, flat in staged_states.items()})
 
     def _unbind(self, tensors: SpanTensors) -> None:
         """Undo :meth:`_bind`. Results that the update has not written in place are copied to ``tensors``."""
@@ -354,29 +354,29 @@ class TorchUpdate:
         shards = self._shards[bucket]
         if staged:
             for shard in shards:
-                self._put_back(shard, tensors.states)
-        if self._temporary(bucket):
-            self._write_back(bucket, tensors.master)
+                self._write_back_state(shard, tensors.states)
+        if self._updates_copy(bucket):
+            self._write_back_master(bucket, tensors.master)
         elif staged:
             for shard in shards:
                 shard.tensor.data = self._buffer.view_of(shard.fragment, self._buffer.master[bucket])
         if staged:
-            self._rest_states(shards)
+            self._move_states(shards)
 
     def _is_staged(self, tensors: SpanTensors) -> bool:
         """True if ``tensors`` has a staging copy of the master, not the master itself."""
         return tensors.master is not self._buffer.master[tensors.span.bucket]
 
-    def _write_back(self, bucket: int, master: torch.Tensor) -> None:
+    def _write_back_master(self, bucket: int, master: torch.Tensor) -> None:
         """Copy the shards, which are copies in another dtype, into ``master``, and free their memory."""
         for shard in self._shards[bucket]:
             if shard.tensor.numel():
                 self._buffer.view_of(shard.fragment, master).copy_(shard.tensor)
                 shard.tensor.data = shard.tensor.new_empty(0)
 
-    def _put_back(self, shard: OptimParamShard, held: Mapping[str, torch.Tensor]) -> None:
+    def _write_back_state(self, shard: OptimParamShard, staged_states: Mapping[str, torch.Tensor]) -> None:
         state = self._inner.state.get(shard.tensor) or {}
-        for name, flat in held.items():
+        for name, flat in staged_states.items():
             if name in state:
                 view = self._buffer.view_of(shard.fragment, flat)
                 if address(state[name]) != address(view):
