@@ -61,16 +61,16 @@ class ParamGatherer:
         self.pending: dict[int, Pending] = {}
         # Any thread may read a parameter in flight. Held while a thread waits for one, so that each gather ends once.
         self._lock = threading.RLock()
-        self._at_once: set[int] = set()  # buckets whose gathers do not overlap the forward
+        self._not_overlapped: set[int] = set()  # buckets whose gathers do not overlap the forward
         self._stream: Any = None  # of the update, on CUDA
         self.handles: list[Any] = []  # of the installed hooks
         self._observers = observers
-        known = weakref.ref(self)
+        gatherer_ref = weakref.ref(self)
         if self.overlaps:
             _overlapping.add(self)
 
         def wait_for(parameters: Sequence[torch.Tensor]) -> None:
-            param_gatherer = known()
+            param_gatherer = gatherer_ref()
             if param_gatherer is not None:
                 param_gatherer._wait_for(parameters)
 
@@ -100,7 +100,7 @@ class ParamGatherer:
             notify()
 
     def _leave_in_flight(self) -> None:
-        self.wait(sorted(self._at_once))
+        self.wait(sorted(self._not_overlapped))
         for bucket in list(self.pending):
             members = self._members(bucket)
             if any(type(member) is not nn.Parameter for member in members):
@@ -162,7 +162,7 @@ class ParamGatherer:
         return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
 
     def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Wait for the gathers of these parameters; for all if it is not known which are read."""
+        """Wait for the gathers of these parameters; for all if it is not gatherer_ref which are read."""
         wanted = {id(parameter) for parameter in parameters}
         if not wanted:
             self.wait_all()
@@ -183,12 +183,12 @@ class ParamGatherer:
         def buckets(module: nn.Module, recurse: bool) -> list[int]:
             return sorted({bucket_of[id(p)] for p in module.parameters(recurse) if id(p) in bucket_of})
 
-        self._at_once = {bucket_of[id(p)] for p in self._buffer.parameters if type(p) is not nn.Parameter}
+        self._not_overlapped = {bucket_of[id(p)] for p in self._buffer.parameters if type(p) is not nn.Parameter}
         for module in root.modules():
             if is_compiled(module):  # its guards would find another class of parameter than the one that was compiled
-                self._at_once.update(buckets(module, recurse=True))
+                self._not_overlapped.update(buckets(module, recurse=True))
         for module in root.modules():
-            waited = [b for b in buckets(module, isinstance(module, _READ_CHILDREN)) if b not in self._at_once]
+            waited = [b for b in buckets(module, isinstance(module, _READ_CHILDREN)) if b not in self._not_overlapped]
             if waited:
                 self.handles.append(_ForwardHook(self, waited).install(module.register_forward_pre_hook, prepend=True))
 
