@@ -54,10 +54,10 @@ def sub_groups(numels: Sequence[tuple[int, int]], limit: int, alignment: int) ->
 def by_kind(kinds: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
     """Return the indices of equal kinds, one tuple per kind. Entries that are None are left out."""
     found: dict[Hashable, list[int]] = {}
-    for place, kind in enumerate(kinds):
+    for index, kind in enumerate(kinds):
         if kind is not None:
-            found.setdefault(kind, []).append(place)
-    return [tuple(places) for places in found.values()]
+            found.setdefault(kind, []).append(index)
+    return [tuple(indices) for indices in found.values()]
 
 
 def segments(
@@ -73,15 +73,15 @@ def segments(
         (index in ``spans``, start from the span's ``low``, elements, key) of each segment.
     """
     found: list[tuple[int, int, int, Key]] = []
-    for place, (bucket, low, high, _) in enumerate(spans):
+    for index, (bucket, low, high, _) in enumerate(spans):
         for first, count, key in owned(bucket):
             start = max(first, low)
             numel = min(first + count, high) - start
             if numel <= 0:
                 continue
             last = found[-1] if found else None
-            if last and (last[0], last[1] + last[2], last[3]) == (place, start - low, key):
-                found[-1] = place, last[1], last[2] + numel, key
+            if last and (last[0], last[1] + last[2], last[3]) == (index, start - low, key):
+                found[-1] = index, last[1], last[2] + numel, key
             else:
-                found.append((place, start - low, numel, key))
+                found.append((index, start - low, numel, key))
     return found
