@@ -35,35 +35,39 @@ _SEVERAL = 16
 _SMALLEST = 1 << 22
 
 
-class _Part(NamedTuple):
+class _StoredTensor(NamedTuple):
     """One tensor of a span that an update reads or writes.
 
     Attributes:
-        offloaded: its storage, a range of the bucket's flat tensor.
+        stored: its storage, a range of the bucket's flat tensor.
         placement: the placement of that storage.
-        brought: it must be staged in before the update.
+        needs_staging: it must be staged in before the update.
         written: the update changes it.
     """
 
-    offloaded: torch.Tensor
+    stored: torch.Tensor
     placement: Placement
-    brought: bool
+    needs_staging: bool
     written: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes that it needs in a staging buffer."""
-        return whole_blocks(self.offloaded.numel() * self.offloaded.element_size()) if self.brought else 0
+        return whole_blocks(self.stored.numel() * self.stored.element_size()) if self.needs_staging else 0
 
 
-class _Wanted(NamedTuple):
-    """All tensors of a span by name: "gradient", "master", the optimizer's states, and "out" if it is written."""
+class _SpanPlan(NamedTuple):
+    """All tensors of a span by name: "gradient", "master", each optimizer state, and "out" if the update writes it."""
 
     span: Span
-    parts: dict[str, _Part]
+    tensors: dict[str, _StoredTensor]
 
     def span_tensors(self, tensors: dict[str, torch.Tensor]) -> SpanTensors:
-        """Return the span's tensors as an update takes them. ``tensors``: those that the update can access, by name."""
+        """Return the arguments of an update.
+
+        Args:
+            tensors: the stored tensor or its staging copy, by name.
+        """
         gradient, master, out = (tensors.pop(name, None) for name in ("gradient", "master", "out"))
         assert gradient is not None and master is not None
         return SpanTensors(self.span, gradient, master, tensors, out)
@@ -74,56 +78,57 @@ class _SubGroup(Staged):
 
     def __init__(
         self,
-        wanted: Sequence[_Wanted],
+        plans: Sequence[_SpanPlan],
         device: torch.device | None,
         transfers: Transfers,
-        numel: int,
-        longest: int,
+        buffer_bytes: int,
+        largest: int,
     ) -> None:
         """
         Args:
             device: device of the update; None for the host.
-            numel: bytes of the staging buffer on the host. All sub-groups have the same size, so that the next one can
+            buffer_bytes: size of the staging buffer on the host, the same for all sub-groups, so that the next one can
                 use the buffer again.
-            longest: bytes of the largest tensor, for copies between disk and device.
+            largest: bytes of the largest tensor, for copies between disk and device.
         """
-        buffer = transfers.pool.take(numel, torch.uint8) if device is None else None
+        buffer = transfers.pool.take(buffer_bytes, torch.uint8) if device is None else None
         super().__init__(transfers.pool, buffer)
-        self._device, self._transfers, self._longest = device, transfers, longest
-        self._copies: list[tuple[torch.Tensor, _Part]] = []
+        self._device, self._transfers, self._largest = device, transfers, largest
+        self._copies: list[tuple[torch.Tensor, _StoredTensor]] = []
         self._position = 0  # next free byte of the buffer
+        self.spans: list[SpanTensors] = []
         try:
-            self.spans = [
-                w.span_tensors({name: self._stage_in(part) for name, part in w.parts.items()}) for w in wanted
-            ]
+            for plan in plans:
+                accessible = {name: self._stage_in(tensor) for name, tensor in plan.tensors.items()}
+                self.spans.append(plan.span_tensors(accessible))
         except BaseException:
             with contextlib.suppress(OSError):
                 self.finish()
             raise
 
-    def _stage_in(self, part: _Part) -> torch.Tensor:
+    def _stage_in(self, tensor: _StoredTensor) -> torch.Tensor:
         """Return the stored tensor, or a copy that is complete when :meth:`wait` returns."""
-        offloaded = part.offloaded
-        if not part.brought:
-            return offloaded
+        stored = tensor.stored
+        if not tensor.needs_staging:
+            return stored
         if self._buffer is None:
-            here = tag_memory(torch.empty_like(offloaded, device=self._device), STAGING)
+            copy = tag_memory(torch.empty_like(stored, device=self._device), STAGING)
         else:
-            size = offloaded.numel() * offloaded.element_size()
-            here = self._buffer.narrow(0, self._position, size).view(offloaded.dtype)
-            self._position += part.nbytes
-        self._copies.append((here, part))
-        self.add(self._transfers.stage_in(offloaded, part.placement, here, self._longest))
-        return here
+            size = stored.numel() * stored.element_size()
+            copy = self._buffer.narrow(0, self._position, size).view(stored.dtype)
+            self._position += tensor.nbytes
+        self._copies.append((copy, tensor))
+        self.add(self._transfers.stage_in(stored, tensor.placement, copy, self._largest))
+        return copy
 
     def write_back(self) -> None:
         """Send updated tensors back to their placements. Tensors on the device are complete when this returns, because
         the next work on the device reads them."""
-        for here, part in self._copies:
-            if part.written:
-                sent = self._transfers.write_back(here, part.offloaded, part.placement, self._longest)
+        for copy, tensor in self._copies:
+            if tensor.written:
+                sent = self._transfers.write_back(copy, tensor.stored, tensor.placement, self._largest)
                 self.add(sent)
-                if part.offloaded.device.type != "cpu":
+                if tensor.stored.device.type != "cpu":
                     sent.wait()
         self._copies.clear()
 
@@ -146,10 +151,10 @@ class StagedSpans:
 
     def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
         alignment = SPAN_ALIGNMENT if self._method.splits_buckets else 0
-        elements = sum(numel for of_place in buckets.values() for _, numel in of_place)
+        elements = sum(numel for side in buckets.values() for _, numel in side)
         several = max(_SMALLEST, elements // _SEVERAL)
         most = min(self._placements.sub_group_numel, several)
-        self.groups = [group for of_place in buckets.values() for group in sub_groups(of_place, most, alignment)]
+        self.groups = [group for side in buckets.values() for group in sub_groups(side, most, alignment)]
 
     def run(self, gather: bool, update: Update, end: Callable[[Sequence[SpanTensors], bool], None]) -> None:
         if not gather:
@@ -157,53 +162,53 @@ class StagedSpans:
                 self._buffer.sync_master_from_param(bucket)
             self._placements.written_in_place()
         count = self._placements.buffer_count
-        wanted = [[self._wanted(span, gather) for span in spans] for spans in self.groups]
-        sizes = [[part.nbytes for of_span in group for part in of_span.parts.values()] for group in wanted]
-        numel, longest = max(map(sum, sizes)), max(map(max, sizes))
-        coming: deque[_SubGroup] = deque()  # the first is the one to update
-        leaving: deque[_SubGroup] = deque()
+        plans = [[self._plan_span(span, gather) for span in spans] for spans in self.groups]
+        sizes = [[tensor.nbytes for plan in group for tensor in plan.tensors.values()] for group in plans]
+        buffer_bytes, largest = max(map(sum, sizes)), max(map(max, sizes))
+        incoming: deque[_SubGroup] = deque()  # the first is the one to update
+        outgoing: deque[_SubGroup] = deque()
         try:
             for index in range(len(self.groups)):
-                while len(coming) < min(2, count) and index + len(coming) < len(self.groups):
-                    coming.append(self._take(wanted[index + len(coming)], numel, longest))
-                current = coming[0]
+                while len(incoming) < min(2, count) and index + len(incoming) < len(self.groups):
+                    incoming.append(self._begin(plans[index + len(incoming)], buffer_bytes, largest))
+                current = incoming[0]
                 current.wait()
                 update(current.spans)
-                for earlier in leaving:
+                for earlier in outgoing:
                     earlier.advance()
                 current.write_back()
-                leaving.append(coming.popleft())
-                while len(leaving) > max(0, count - 2):
-                    leaving.popleft().finish()
+                outgoing.append(incoming.popleft())
+                while len(outgoing) > max(0, count - 2):
+                    outgoing.popleft().finish()
                 end(current.spans, gather)
-            while leaving:
-                leaving.popleft().finish()
+            while outgoing:
+                outgoing.popleft().finish()
         except BaseException:
-            for under_way in (*coming, *leaving):
+            for unfinished in (*incoming, *outgoing):
                 with contextlib.suppress(Exception):
-                    under_way.finish()
+                    unfinished.finish()
             raise
 
-    def _take(self, wanted: Sequence[_Wanted], numel: int, longest: int) -> _SubGroup:
-        buckets = [of_span.span.bucket for of_span in wanted]
+    def _begin(self, plans: Sequence[_SpanPlan], buffer_bytes: int, largest: int) -> _SubGroup:
+        buckets = [plan.span.bucket for plan in plans]
         self._param_gatherer.wait(buckets)
         for bucket in buckets:
             self._reducer.reduced(bucket)  # waits for the bucket's reduction
         on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.apart
-        return _SubGroup(wanted, None if on_host else self._placements.device, self._transfers, numel, longest)
+        return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, largest)
 
-    def _wanted(self, span: Span, gather: bool) -> _Wanted:
+    def _plan_span(self, span: Span, gather: bool) -> _SpanPlan:
         buffer, placements, bucket = self._buffer, self._placements, span.bucket
         on_host = placements.updates_on_host(bucket)
 
-        def part(flat: torch.Tensor, placement: Placement, written: bool = True) -> _Part:
-            brought = not placements.is_accessible(placement, on_host)
-            return _Part(flat[span.low : span.high], placement, brought, written)
+        def tensor(flat: torch.Tensor, placement: Placement, written: bool = True) -> _StoredTensor:
+            needs_staging = not placements.is_accessible(placement, on_host)
+            return _StoredTensor(flat[span.low : span.high], placement, needs_staging, written)
 
         of_optimizer = placements.of_optimizer(bucket)
-        parts = {name: part(flat, of_optimizer) for name, flat in self._method.states_of(bucket).items()}
+        tensors = {name: tensor(flat, of_optimizer) for name, flat in self._method.states_of(bucket).items()}
         if gather and buffer.separate[bucket]:
-            parts["out"] = part(buffer.owned[bucket], buffer.placement_of_compute(bucket))
-        parts["gradient"] = part(self._reducer.stored_reduced(bucket), of_optimizer, written=False)
-        parts["master"] = part(buffer.master[bucket], buffer.placement_of_master(bucket))
-        return _Wanted(span, parts)
+            tensors["out"] = tensor(buffer.owned[bucket], buffer.placement_of_compute(bucket))
+        tensors["gradient"] = tensor(self._reducer.stored_reduced(bucket), of_optimizer, written=False)
+        tensors["master"] = tensor(buffer.master[bucket], buffer.placement_of_master(bucket))
+        return _SpanPlan(span, tensors)

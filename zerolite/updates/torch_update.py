@@ -210,7 +210,7 @@ class TorchUpdate:
             return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
 
         made = {name: allocate(shape, dtype) for name, (shape, dtype) in tensors.items()}
-        # Torch keeps number_device where the kernel that reads them runs.
+        # Torch keeps step counts on the device of the kernel that reads them.
         number_device = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         moved_numbers = {
             name: value.to(number_device, copy=True) if isinstance(value, torch.Tensor) else value
