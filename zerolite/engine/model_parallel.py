@@ -231,7 +231,7 @@ class ModelParallelStepPipeline(StepPipeline):
         super()._begin(*args, **kwargs)
 
     def finish_reductions(self) -> None:
-        with self._observers.phase(REDUCE_WAIT), self.commands(Command.REDUCE):
+        with self._observers.phase(REDUCE_WAIT), self.announce(Command.REDUCE):
             super().finish_reductions()
             self._sums.run()
 
