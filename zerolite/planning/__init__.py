@@ -1,9 +1,9 @@
-"""The plan: memory and traffic of a job, found by running the engine on tensors without memory.
+"""Plan of a job: its memory and traffic, found by running the engine on tensors without memory.
 
     plan = zerolite.plan(build_model, "zero3.json", world_size=64)
     print(plan.peak.bytes, plan.states)
 
-Names are loaded on first use, so that the command answers mistakes without importing torch.
+Names are imported on first use, so that the command reports mistakes without importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Advice for jobs that do not fit, limited to what the plan's numbers support."""
+"""Advice for jobs that do not fit, derived from the plan's numbers alone."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from zerolite.planning.result import Plan, item_label, total
 from zerolite.utils.sizes import format_size
 
 _PARTITIONED = {1: ("master_weights", "optimizer_states"), 2: ("gradients",), 3: ("compute_parameters",)}
-"""What each stage partitions beside what those below it do."""
+"""Items that each stage partitions in addition to those of the stages below it."""
 
 _OFFLOADED = ("master_weights", "optimizer_states", "gradients")
 
 _WORTH = 0.05
-"""Least part of what is missing that a remedy must save to be named."""
+"""Smallest part of the missing bytes that a remedy must save to be listed."""
 
 _TIMES = (2, 4, 8, 16)
-"""Times as many ranks that may be advised."""
+"""Factors by which more ranks may be advised."""
 
 
 class Remedy(NamedTuple):
-    """Something to try, and the bytes that it saves at the peak. bound: whether it saves less than that."""
+    """A change to try.
+
+    Attributes:
+        action: the change, as the beginning of a sentence.
+        saved: bytes that it saves at the peak.
+        bound: ``saved`` is an upper bound.
+    """
 
     action: str
     saved: int
@@ -35,7 +41,12 @@ class Remedy(NamedTuple):
 
 
 def advise(plan: Plan, stages: bool = True) -> list[str]:
-    """Sentences, those first that save the most; none if it fits or no memory was given. stages: name those too."""
+    """Return sentences, the largest saving first; none if the job fits or no memory was given.
+
+    Args:
+        plan: the plan.
+        stages: advise a higher ZeRO stage too.
+    """
     return [*_advise_device(plan, stages), *_advise_host(plan)]
 
 
@@ -74,20 +85,20 @@ def _advise_device(plan: Plan, stages: bool) -> list[str]:
 
 
 def _higher_stage(plan: Plan, missing: int) -> Iterator[Remedy]:
-    """The lowest stage that saves enough, or else the highest."""
+    """Yield the lowest stage that saves enough, otherwise the highest."""
     held: list[str] = []
     for stage in range(plan.stage + 1, 4):
         held += [item for item in _PARTITIONED[stage] if plan.peak.items[item] > 0]
         saved = total(plan.peak.items, held) * (plan.world_size - 1) // plan.world_size
         if held and (saved >= missing or stage == 3):
-            gathers = ", and gathers what is at work" if stage == 3 else ""  # parameters, while they are used
+            gathers = ", and gathers what is at work" if stage == 3 else ""
             action = f"Stage {stage} (zero_optimization.stage) spreads {_listed(held)} over {plan.world_size} ranks"
             yield Remedy(action + gathers, saved, bound=stage == 3)
             return
 
 
 def _more_ranks(plan: Plan, missing: int) -> Iterator[Remedy]:
-    """Twice as many ranks, or four times, ...: until the partitioned items are small enough."""
+    """Yield the smallest factor of ranks with which the partitioned items are small enough, if there is one."""
     names = [item for stage in range(1, plan.stage + 1) for item in _PARTITIONED[stage] if plan.peak.items[item] > 0]
     partitioned = total(plan.peak.items, names)
     for times in _TIMES:
@@ -103,7 +114,7 @@ def _other_remedies(plan: Plan, missing: int) -> Iterator[Remedy]:
     activations = items["activations"]
     checkpointing = "Activation checkpointing (torch.utils.checkpoint) keeps the inputs of layers and no more of them"
     yield Remedy(checkpointing, activations)
-    if size > 1:  # the largest micro-batch that is small enough, or else 1, with which the batch can stay the same
+    if size > 1:  # the largest micro-batch that saves enough and leaves the global batch unchanged; otherwise 1
         possible = [part for part in range(1, size) if size * plan.accumulation % part == 0]
         enough = [part for part in possible if activations - activations * part // size >= missing]
         smaller = max(enough, default=1)

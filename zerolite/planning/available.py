@@ -14,8 +14,11 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that this process can still allocate on ``device``: what is free there, with what torch's allocator holds
-    without using it; on the host an equal share of what is left there for each rank that starts here."""
+    """Return the bytes that this process can still allocate on ``device``.
+
+    On CUDA these are the free memory and the unused part of torch's cache. On the host each local rank has an equal
+    share of the available memory.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -23,28 +26,28 @@ def available_memory(device: torch.device) -> int:
 
 
 def share_of_host(ranks: int) -> int:
-    """Bytes that this process can still allocate if ``ranks`` processes share what is left on the host and in this
-    process's control group."""
+    """Return the bytes for each of ``ranks`` processes that share the memory left on the host and in this process's
+    control group."""
     left = psutil.virtual_memory().available
     limit = control_group_left()
     return (left if limit is None else min(left, limit)) // ranks
 
 
 def local_ranks(environ: Mapping[str, str]) -> int | None:
-    """Return how many ranks of the job this host has, as the launcher says; None if it does not."""
+    """Return the number of the job's ranks on this host from the launcher's variables; None if none is set."""
     return next((int(environ[name]) for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), 0) or None
 
 
 _VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 _VERSION_2 = "memory.max", "memory.current", "inactive_file"
-"""Files with the limit and the use of a version of control groups, and the line of memory.stat about pages of files,
-which could be dropped."""
-_NO_LIMIT = 2**60  # version 1 writes a number above this one
+"""Per version of control groups: the files with the limit and the usage, and the entry of memory.stat for the page
+cache, which the kernel can drop."""
+_NO_LIMIT = 2**60  # version 1 has a larger number instead of "max"
 
 
 def control_group_left(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes that the strictest control group groups this process leaves; pages of files that it could drop count as
-    free. None where there is no limit."""
+    """Return the bytes left in the strictest control group around this process; None if there is no limit. Page cache
+    that the kernel can drop counts as free."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from zerolite.pipe.schedule_actions import Action
 
 DURATIONS = {"forward": 1, "backward": 2, "backward of inputs": 1, "backward of weights": 1}
-"""Of one micro-batch in one part of the model: all parts take as long, a backward twice as long as a forward, and its
-two halves one half each; what is sent takes no time."""
+"""Duration of each computation of one micro-batch in one part of the model. All parts are assumed equal, a backward
+twice as long as a forward, each of its halves as long as a forward, and messages instantaneous."""
 
 ASSUMED = (
     "The bubble is of parts that all take as long, with backwards twice as long as forwards and messages that take no "
@@ -19,9 +19,17 @@ ASSUMED = (
 
 
 def bubble(orders: Sequence[Sequence[Action]], durations: Mapping[str, int] = DURATIONS) -> float:
-    """The share of a step in which ranks wait, on average: 1 - work / (ranks × time), of what each rank computes in its
-    own order. Raises ValueError if the orders never come to an end."""
-    ends: dict[tuple[str, int, int], int] = {}  # of forwards (F) and gradients of inputs (I), by part and micro-batch
+    """Return the average share of a step in which a rank waits: 1 - work / (ranks × time).
+
+    Args:
+        orders: the computations of each rank, in its order.
+        durations: duration of each kind of computation.
+
+    Raises:
+        ValueError: the orders deadlock.
+    """
+    # End times of forwards (F) and gradients of inputs (I), by part and micro-batch.
+    ends: dict[tuple[str, int, int], int] = {}
     clocks, waiting = [0] * len(orders), [list(reversed(order)) for order in orders]
     parts = 1 + max((action.part for order in orders for action in order), default=0)
     moved = True
@@ -47,7 +55,7 @@ def bubble(orders: Sequence[Sequence[Action]], durations: Mapping[str, int] = DU
 
 
 def _before(action: Action, parts: int) -> list[tuple[str, int, int]]:
-    """Return the computations that must have ended when this one begins."""
+    """Return the computations that must end before ``action`` begins."""
     part, index = action.part, action.micro_batch
     if action.kind == "forward":
         return [("F", part - 1, index)] if part else []

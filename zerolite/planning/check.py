@@ -1,6 +1,6 @@
-"""`zerolite plan --check`: measure a real job on this machine beside its plan.
+"""`zerolite plan --check`: a real job on this machine, measured and compared with its plan.
 
-The job's processes are started by zerolite's own launcher and run this module, one rank each.
+zerolite's own launcher starts the job; each of its processes runs this module as one rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerolite.utils.resources import count_cuda_devices, find_nproc_problem
 from zerolite.utils.sizes import format_size
 
 TOLERANCE = {"cpu": 0.02, "cuda": 0.05}
-"""By how much of the measured peak the planned one may differ."""
+"""Allowed difference of the planned peak, relative to the measured one, by device type."""
 
 _REQUEST, _RANK, _LOG = "request.json", "rank{}.json", "log.txt"
 _PEAK = "peak of a step"
@@ -32,7 +32,14 @@ _LAST_LINES = 15
 
 
 class Line(NamedTuple):
-    """One number of both sides, in bytes, or in calls. tolerance: the relative difference that is none."""
+    """A planned and a measured number.
+
+    Attributes:
+        planned: bytes, or calls.
+        measured: the same of the real job.
+        tolerance: largest relative difference that counts as equal.
+        calls: the unit is calls, not bytes.
+    """
 
     name: str
     planned: int
@@ -52,14 +59,18 @@ class Line(NamedTuple):
 
 
 def run_check(request: Mapping[str, str | None], device: str, plan: Plan) -> int:
-    """Run ``plan``'s job for a few steps and print what rank 0 needed beside what was planned.
+    """Run ``plan``'s job for a few steps and print the measurements of rank 0 beside the plan.
 
     Args:
         request: the options "model", "config", "batch" and "loss" of the command line.
         device: "cuda" or "cpu".
+        plan: the plan of rank 0.
 
-    Returns 0 if model states and traffic are equal and the peak of a step is within :data:`TOLERANCE`, otherwise 1.
-    Raises PlanError if the job cannot run here.
+    Returns:
+        0 if model states and traffic are equal and the peak of a step is within :data:`TOLERANCE`, otherwise 1.
+
+    Raises:
+        PlanError: the job cannot run here.
     """
     problem = find_problem(plan.world_size, device)
     if problem is not None:
@@ -71,7 +82,7 @@ def run_check(request: Mapping[str, str | None], device: str, plan: Plan) -> int
 
 
 def find_problem(world_size: int, device: str) -> str | None:
-    """Say why a job of this size cannot run on this machine, or return None."""
+    """Return the reason why a job of this size cannot run on this machine, or None."""
     devices = count_cuda_devices(os.environ) if device == "cuda" else world_size
     if devices < world_size:
         have = f"has {devices} CUDA device{'' if devices == 1 else 's'}" if devices else "has no CUDA device"
@@ -87,9 +98,9 @@ def find_problem(world_size: int, device: str) -> str | None:
 
 
 def run_job(request: Mapping[str, str | None], world_size: int, device: str) -> Measurement:
-    """Start the processes, wait for them and return what rank 0 has measured. Raises PlanError if they fail."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # an engine takes CUDA where it sees any
-    environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **hidden}  # without the profiler's own lines
+    """Start the processes, wait for them and return the measurement of rank 0. Raises PlanError if they fail."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # an engine uses CUDA if it sees a device
+    environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **hidden}  # silences torch's profiler
     with tempfile.TemporaryDirectory(prefix="zerolite-check-") as name:
         directory = Path(name)
         (directory / _REQUEST).write_text(json.dumps(dict(request)), encoding="utf-8")
@@ -113,8 +124,7 @@ def run_job(request: Mapping[str, str | None], world_size: int, device: str) -> 
 
 
 def measure_rank(directory: Path) -> None:
-    """Measure in a process of the job what the request in ``directory`` says, and write it there. Called on all
-    ranks."""
+    """Run the request in ``directory`` as one rank of the job, and write its measurement there. Called on all ranks."""
     request = json.loads((directory / _REQUEST).read_text(encoding="utf-8"))
     batch, loss = request["batch"], request["loss"]
     measured = measure(
@@ -126,11 +136,11 @@ def measure_rank(directory: Path) -> None:
     (directory / _RANK.format(measured.rank)).write_text(measured.model_dump_json(), encoding="utf-8")
 
 
-# -------------------------------------------------------------------- both sides
+# -------------------------------------------------------------------- comparison
 
 
 def compare(plan: Plan, measured: Measurement, tolerance: float) -> Iterator[Line]:
-    """Every number that both have. tolerance: of the peak; all others must be equal."""
+    """Yield every number that plan and measurement have. ``tolerance`` is for the peak; all others must be equal."""
     none = dict.fromkeys(ITEMS, 0)
     known = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
     for suffix, planned, found, items in (
@@ -150,7 +160,7 @@ def compare(plan: Plan, measured: Measurement, tolerance: float) -> Iterator[Lin
 
 
 def render(lines: list[Line], screen: Screen) -> list[str]:
-    """A table, and in a sentence what it shows."""
+    """Return a table of ``lines``, and the verdict."""
     rows = [["check", "planned", "measured", "difference"]]
     for line in lines:
         sizes = [str(n) if line.calls else format_size(n) for n in (line.planned, line.measured)]

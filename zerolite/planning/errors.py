@@ -2,8 +2,8 @@
 
 
 class PlanError(Exception):
-    """A sentence for the user: what cannot be planned, why, and what to do."""
+    """The job cannot be planned. The message says why and what to do."""
 
 
 class RefusedError(PlanError):
-    """The engine does not take this job; another setting may do."""
+    """The engine refuses the job; with another setting it may accept it."""
