@@ -1,4 +1,4 @@
-"""`zerolite plan`: memory and traffic of a job before a device is rented for it."""
+"""`zerolite plan`: memory and traffic of a job, before a device is rented for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ AUTO = "auto"
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One sentence, without the usage."""
+        """Print one sentence without the usage, and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -153,7 +153,7 @@ def _add_actions(group: argparse._ArgumentGroup) -> None:
 
 
 def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
-    """The options; a mistake that can be seen without the model prints a sentence and exits with status 2."""
+    """Return the options. A mistake that can be found without the model prints a sentence and exits with status 2."""
     parser = build_parser(prog)
     options = parser.parse_args(argv)
     problem = find_problem(options)
@@ -163,7 +163,7 @@ def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
-    """Say what cannot be done, or return None."""
+    """Return a sentence about the first contradiction in ``options``, or None."""
     size, nodes = options.world_size, options.nodes
     if nodes is not None and size % nodes:
         return f"--world-size {size} does not divide by --nodes {nodes}: every node has the same number of ranks"
@@ -191,7 +191,8 @@ def find_problem(options: argparse.Namespace) -> str | None:
 
 
 def find_memory(device: str) -> int:
-    """Bytes of this machine's first CUDA device, or of its memory for "cpu". Raises PlanError where there is none."""
+    """Return the bytes of this machine's first CUDA device, or of its memory for "cpu". Raises PlanError if there is no
+    CUDA device."""
     if device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     import torch
@@ -202,12 +203,12 @@ def find_memory(device: str) -> int:
     return nbytes
 
 
-# -------------------------------------------------------------------- what it does
+# -------------------------------------------------------------------- the command
 
 
 def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparison:
-    """The plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
-    from zerolite.planning import compare, load_batch, load_model_fn, plan  # torch too, with Python's collector off
+    """Return the plan, or all of them with --compare or --grids. Raises PlanError and ConfigError."""
+    from zerolite.planning import compare, load_batch, load_model_fn, plan  # imports torch, with the collector off
     from zerolite.planning.host_room import offloads
     from zerolite.planning.sources import load_function, parse_input_spec
 
@@ -217,7 +218,7 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
         problem = find_check_problem(options.world_size, options.device)
         if problem is not None:
             raise PlanError(f"--check: {problem}")
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what fails is told by PlanError
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # PlanError reports what fails
     given: dict[str, Any] = {"nodes": options.nodes, "device": options.device}
     if not options.grids:
         given["rank"] = 0 if options.check else options.rank
@@ -244,14 +245,14 @@ def make(options: argparse.Namespace, config: ZeroliteConfig) -> Plan | Comparis
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, write and print. Returns the exit status; raises PlanError and ConfigError."""
+    """Plan, write the files and print. Returns the exit status; raises PlanError and ConfigError."""
     from zerolite.planning.report import Screen, render
     from zerolite.planning.result import Plan
 
     config = load_config(options.config)
     config.resolve(grid_of(config, options.world_size).data)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-    with contextlib.redirect_stdout(sys.stderr):  # what the model's module prints is no result
+    with contextlib.redirect_stdout(sys.stderr):  # so that output of the user's modules is not taken for the plan
         made = make(options, config)
     _write_files(made, options)
     _print(made.model_dump_json(indent=1) if options.json == "-" else render(made, Screen.of_terminal()))
@@ -279,7 +280,7 @@ def _write_files(made: Plan | Comparison, options: argparse.Namespace) -> None:
 
 
 def _print(text: str) -> None:
-    """Print to standard output, with "?" for what its encoding lacks."""
+    """Print to standard output, with "?" for characters that its encoding lacks."""
     encoding = sys.stdout.encoding or "ascii"
     print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
@@ -291,9 +292,9 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
             return _status(argv, prog)
         finally:
             sys.stdout.flush()  # of --help too
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader, such as head, has ended
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):  # Python flushes both when it ends
+        for stream in (sys.stdout, sys.stderr):  # Python flushes both at exit, and would print the same error again
             os.dup2(nowhere, stream.fileno())
         return 128 + signal.SIGPIPE
 
@@ -307,7 +308,7 @@ def _status(argv: Sequence[str] | None, prog: str) -> int:
     except (PlanError, ConfigError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    except Exception:  # not 1, which says that the job does not fit
+    except Exception:  # Python's own status would be 1, which means that the job does not fit
         traceback.print_exc()
         return 2
     except KeyboardInterrupt:

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from zerolite.pipe.dry_stage import DryPipeline
 
 _one_at_a_time = threading.RLock()
-"""What a dry run stands in for (the communicator, the listeners to memory) is the process's."""
+"""Held by the dry run in progress: the communicator and the memory listeners that it replaces belong to the process."""
 
 WARM_UP = 3
-"""Steps before the one that is reported: stage 3 records in the first what it follows from the third on. The other
-stages learn in the first two how many gradients come and in which order."""
+"""Steps before the reported one. Stage 3 records the execution order in the first step and follows it from the third
+on. The other stages learn number and order of gradients in the first two."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,17 @@ class Job:
     """Inputs of a dry run.
 
     Attributes:
-        config: resolved for ``grid.data`` ranks; what it says of tensor_parallel and pipeline holds where the grid has
-            several ranks for it.
-        rank: of all.
-        device: "cuda" or "cpu", whose communicator and habits are imitated.
-        shared_memory: on the CPU, whether the ranks are on one host.
-        batch: None runs no forward of the model: every parameter is used once, in the order of registration.
-        loss: of the outputs, or of outputs and targets.
-        make_arguments: called when the model has been made.
-        divided: whether the model is this rank's part already.
+        make_model: makes the model; called where no tensor has memory.
+        config: resolved for ``grid.data`` ranks. Its tensor_parallel and pipeline blocks apply if the grid has several
+            ranks in that dimension.
+        grid: all ranks of the job.
+        rank: the simulated rank, among all.
+        device: "cuda" or "cpu": the simulated kind of device and its communicator.
+        shared_memory: on the CPU, all ranks are on one host.
+        batch: makes one micro-batch. None runs no forward: every parameter is used once, in the order of registration.
+        loss: function of the outputs, or of outputs and targets.
+        make_arguments: makes the engine's arguments; called after ``make_model``.
+        divided: the model is this rank's part already.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -79,7 +81,7 @@ class Job:
 
     @property
     def warm_up(self) -> int:
-        """Steps before the one that is reported."""
+        """Steps before the reported one."""
         return WARM_UP if self.config.zero_optimization.stage == 3 else WARM_UP - 1
 
     @property
@@ -88,11 +90,11 @@ class Job:
 
     @property
     def stage(self) -> int:
-        """Pipeline stage of the rank."""
+        """Pipeline stage of the rank, from 0."""
         return self.grid.coordinates(self.rank)[0]
 
     def at_stage(self, stage: int) -> Job:
-        """Return the job of the rank with the same place in another stage."""
+        """Return the job of the rank with the same data and tensor coordinates in another pipeline stage."""
         _, data, tensor = self.grid.coordinates(self.rank)
         return replace(self, rank=self.grid.rank(stage, data, tensor))
 
@@ -108,42 +110,71 @@ class Job:
 
 @dataclass
 class Outcome:
-    """Observations of a dry run, in bytes of the device where nothing else is said; see
-    :class:`~zerolite.planning.result.Plan`."""
+    """Observations of a dry run, for :class:`~zerolite.planning.result.Plan`. Sizes in bytes, on the device unless
+    noted.
+
+    Attributes:
+        model_name: class of the model.
+        classes: class of each module, by qualified name.
+        parameters: elements of the full parameters of this rank's pipeline stage.
+        trained_parameters: those that are trained.
+        tied_parameters: those that an earlier stage has too and counts.
+        rank_parameters: elements that this rank has.
+        initialize: peak while the engine is made.
+        warm_up: peak of the steps before the reported one.
+        step: peak of the reported step.
+        largest: largest bytes of each item within that step, by place and item.
+        at_rest: bytes of each item after that step.
+        timeline: see :meth:`MemoryTracker.timeline`.
+        recorder: collectives of that step.
+        host_waits: reads for which the host waits in the step that begins them.
+        checkpoint: bytes that this rank writes.
+        original_model: host memory of the model before the engine has it.
+        host_peak: host memory, with the device's if that is the CPU.
+        mapped_from_peers: communicators' shared memory that other ranks of the host allocate and this one maps.
+        recurrent: the model has recurrent layers, whose kernels on devices are fused over time.
+        flops: of that step; None without a batch.
+    """
 
     model_name: str
-    classes: dict[str, str]  # by qualified name of the module
-    parameters: int  # of whole tensors, of this rank's stage
-    trained_parameters: int  # of these
-    tied_parameters: int  # of these, those that a stage before counts
-    rank_parameters: int  # of what this rank has of them
+    classes: dict[str, str]
+    parameters: int
+    trained_parameters: int
+    tied_parameters: int
+    rank_parameters: int
     initialize: PeakMoment
     warm_up: PeakMoment
     step: PeakMoment
-    largest: dict[str, dict[str, int]]  # by place and item
+    largest: dict[str, dict[str, int]]
     at_rest: dict[str, int]
     timeline: list[tuple[dict[str, int], str, str]]
     recorder: Recorder
     host_waits: int
     checkpoint: int
-    original_model: int  # of the host: what the model took, before the engine had it
-    host_peak: int  # with the device's, where that is the CPU
-    mapped_from_peers: int  # in the communicators' memory: of other ranks on this host, which it maps
-    recurrent: bool  # whether the model has layers whose kernels are fused over time
+    original_model: int
+    host_peak: int
+    mapped_from_peers: int
+    recurrent: bool
     flops: Flops | None
 
 
 def run(job: Job, points: int = 1000) -> Outcome:
-    """Make the model and the engine, train ``job.warm_up`` + 1 steps. points: of the course of the last one.
+    """Make the model and the engine and train ``job.warm_up`` + 1 steps. Without a pipeline; see :func:`run_stages`.
 
-    Raises PlanError where the model needs values or the engine refuses the job, and ConfigError. Of a pipeline it is
-    :func:`run_stages` that knows what the stages give each other.
+    Args:
+        job: the inputs.
+        points: maximum length of the time line.
+
+    Raises:
+        PlanError: the model needs values, or the engine refuses the job.
+        ConfigError: for the config.
     """
     return _run(job, points, None)
 
 
 def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int, Outcome]:
-    """:func:`run` for some stages of a pipeline, by number; without a pipeline there is one."""
+    """Return the outcome of :func:`run` for some stages of a pipeline, by number; without a pipeline the only one is
+    0."""
     if job.grid.pipe == 1:
         return {stage: run(job, points) for stage in stages}
     from zerolite.pipe.dry_stage import DryPipeline  # only where there is a pipeline
@@ -158,18 +189,19 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int,
 def _run(job: Job, points: int, dry_pipeline: DryPipeline | None) -> Outcome:
     tracker = MemoryTracker(apart=job.device == "cuda")
     with _simulated_rank(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_frozen():
-        with collector_off():  # the same run gives the same numbers
+        with collector_off():  # the collector would free cycles at another moment in each run
             return _Run(job, tracker, mode, dry_pipeline).outcome(points)
 
 
-_freezing = False  # here, and not by a caller's own gc.freeze
+_freezing = False  # older_objects_frozen has called gc.freeze, not a caller
 
 
 @contextlib.contextmanager
 def older_objects_frozen() -> Iterator[None]:
-    """Collect, and look only at what is made inside from then on: torch's own objects take half a second each time."""
+    """Collect once, and exclude all objects so far from collections inside: torch's own take half a second each
+    time."""
     global _freezing
-    inner, frozen = _freezing, not _freezing and gc.get_freeze_count() > 0  # by a caller
+    inner, frozen = _freezing, not _freezing and gc.get_freeze_count() > 0  # frozen by a caller
     gc.collect()
     if not frozen:
         gc.freeze()
@@ -184,8 +216,8 @@ def older_objects_frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryFakeMode]:
-    """Inside, this process plays ``job.rank``. A loop that trains records gradients, whatever is set where a plan is
-    asked for, and no value is looked at."""
+    """Context in which this process simulates ``job.rank``. Autograd is set as in a training loop, whatever the
+    caller's modes are; anomaly detection is off, as it reads values."""
     with (
         _one_at_a_time,
         warnings.catch_warnings(),
@@ -204,7 +236,7 @@ def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryF
 
 
 def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
-    """Learn what each part of the pipeline gives the next one: one forward of every part, in their order."""
+    """Learn the tensors that each part of the pipeline passes to the next, by one forward of every part, in order."""
     from zerolite.pipe.dry_stage import learn_boundaries
 
     with _simulated_rank(job, dry_pipeline) as mode:
@@ -221,7 +253,14 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
 
 
 class _Run:
-    """Needs the modes that :func:`_run` sets."""
+    """One dry run, inside :func:`_simulated_rank`.
+
+    Args:
+        job: its inputs.
+        tracker: counts memory, if it is active.
+        mode: the active mode.
+        dry_pipeline: boundaries between pipeline stages; None without a pipeline.
+    """
 
     def __init__(self, job: Job, tracker: MemoryTracker, mode: DryFakeMode, dry_pipeline: DryPipeline | None) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
@@ -278,12 +317,12 @@ class _Run:
         tracker.item, tracker.place = (ORIGINAL_MODEL, HOST) if self._job.device == "cuda" else (COMPUTE, DEVICE)
         with as_plan_error("the model's constructor"), self._mode.constructing():
             model = self._job.make_model()
-        gc.collect()  # what the constructor has left in cycles: torch.load's state dicts
+        gc.collect()  # the constructor may leave tensors in cycles, such as torch.load's state dicts
         with as_refusal():
             check_model(model)
-        if not (getattr(model, "is_pipeline_module", False) and not model.built):  # otherwise built where it lives
+        if not (getattr(model, "is_pipeline_module", False) and not model.built):  # built later, only this stage's part
             if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
-                model = DrySkeleton(model).model  # the user's: it stays as it is
+                model = DrySkeleton(model).model  # the constructor returned a real model, which must not change
             move_meta_to_fake_cpu(model)
         return model
 
@@ -297,11 +336,12 @@ class _Run:
                     self._staged, loss_fn = part_of_model(model, job.config, topology, device, loss_fn)
             staged = self._staged
             if job.batch is None:
-                for module in () if staged is None else model.modules():  # they refuse that a stage is called
+                # The hooks of a pipeline stage raise if it is called directly, as the walk below does.
+                for module in () if staged is None else model.modules():
                     module._forward_pre_hooks.clear()
                     module._forward_hooks.clear()
                 walk_through_parameters(model)
-                staged = loss_fn = None  # there is nothing to send
+                staged = loss_fn = None  # without activations stages send nothing
             tracker.item, tracker.place = OTHER, DEVICE
             engine = build_engine(
                 model, job.config, job.make_arguments(), topology, device, job.device, staged, loss_fn
@@ -313,7 +353,8 @@ class _Run:
         return engine
 
     def _prepare_chunks(self, engine: Engine) -> None:
-        """Prepare the pipeline's parts for the shapes of the micro-batches, which takes no memory in a real job."""
+        """Prepare the pipeline's parts for the shapes of the micro-batches, uncounted: a real job does it without
+        memory."""
         if not isinstance(engine, PipelineEngine):
             return
         with as_plan_error("the model's forward"), self._tracker.without_peaks():
@@ -322,7 +363,7 @@ class _Run:
                 chunk.prepare(first)
 
     def _step(self, engine: Engine) -> None:
-        """One accumulation of micro-batches."""
+        """Train one step: all micro-batches of an accumulation, and the update."""
         with as_plan_error("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
             train_one_step(engine, self.batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
@@ -347,6 +388,7 @@ class _Run:
 
 
 def _mapped_from_peers(engine: Engine) -> int:
+    """Return the bytes of the communicators' shared memory that other ranks allocate: equal shares of the whole."""
     comms = {id(comm): comm for comm in (engine.parts.comm, getattr(engine.coordinator, "comm", engine.parts.comm))}
     mapped = sum(tensor.untyped_storage().nbytes() for comm in comms.values() for tensor in comm.memory())
     ranks = engine.parts.comm.world_size
