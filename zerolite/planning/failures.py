@@ -19,8 +19,12 @@ _OWN = str(Path(__file__).parents[1])
 
 @contextlib.contextmanager
 def as_plan_error(where: str, module: Callable[[], str] | None = None) -> Iterator[None]:
-    """Turn what goes wrong inside, in ``where``, into PlanError. module: the name of the module at work, asked when it
-    has happened."""
+    """Context that turns errors into PlanError.
+
+    Args:
+        where: the failing part, for the message.
+        module: returns the name of the current module; called after a failure.
+    """
     try:
         yield
     except (PlanError, ConfigError, KeyboardInterrupt, SystemExit):
@@ -51,7 +55,7 @@ def as_plan_error(where: str, module: Callable[[], str] | None = None) -> Iterat
 
 @contextlib.contextmanager
 def as_refusal() -> Iterator[None]:
-    """Turn what the engine refuses inside into RefusedError with its sentence."""
+    """Context that turns errors of the engine into RefusedError with the same sentence."""
     try:
         yield
     except (PlanError, ConfigError):
@@ -63,7 +67,7 @@ def as_refusal() -> Iterator[None]:
 
 
 def _location(where: str, module: Callable[[], str] | None, error: BaseException) -> str:
-    """The part that failed, with the user's innermost line."""
+    """Describe the failing part, with the innermost line of the user's code."""
     name = module() if module is not None else ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]
     line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""

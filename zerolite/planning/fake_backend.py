@@ -20,14 +20,17 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _MOST_NUMBERS = 4096
 _OF_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
-"""torch's cache of what operators return would keep these storages: those that torch.load makes."""
+"""Operators that are not cached: torch's cache of their results would keep the storages, which torch.load makes."""
 
 _CPU = torch.device("cpu")
 
 
 class _Converter(FakeTensorConverter):
-    """Remembers what it has made of real tensors alone. A weak reference to anything else would keep
-    ``torch.utils.swap_tensors`` from working, and so ``module.half()`` and the like."""
+    """Converter that remembers the results for real tensors only.
+
+    It would keep weak references to meta tensors, and ``torch.utils.swap_tensors``, which ``module.half()`` and the
+    like use, refuses tensors with weak references.
+    """
 
     def set_tensor_memo(self, t: torch.Tensor, v: Any) -> None:
         if not t.is_meta:
@@ -35,24 +38,26 @@ class _Converter(FakeTensorConverter):
 
 
 class DryFakeMode(FakeMode):
-    """The mode of a dry run. Copies of its tensors (``copy.deepcopy``) are its own too."""
+    """FakeTensorMode of a dry run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fake_tensor_converter = _Converter()
         self._constructing = False
-        self._attributes: dict[str, Any] = {}  # of every tensor, all the same
-        # An optimizer may read its numbers, mostly counts of steps: they are 2, as some divide by 1 minus a number.
+        self._attributes: dict[str, Any] = {}  # attributes of a FakeTensor, equal for all
+        # In the optimizer's step, values that it reads, mostly step counts, are 2: some divide by 1 minus a number.
         self.stepping = False
 
     def __deepcopy__(self, memo: Any) -> DryFakeMode:
-        return self
+        return self  # so that a copied tensor belongs to the same mode
 
     @contextlib.contextmanager
     def constructing(self) -> Iterator[None]:
-        """Inside, a model is made, as constructors are used to do it: a few numbers that come from Python can be read
-        again (``[x.item() for x in torch.linspace(0, 0.1, depth)]``), and ``trunc_normal_``, which looks at what it
-        draws, draws nothing for tensors without memory."""
+        """Context for constructors of models, which may read a few values.
+
+        Small tensors of numbers are readable (``[x.item() for x in torch.linspace(0, 0.1, depth)]``), and
+        ``trunc_normal_``, which reads the values that it draws, leaves fake tensors alone.
+        """
         init: Any = torch.nn.init
         draw = init._no_grad_trunc_normal_
 
@@ -67,8 +72,7 @@ class DryFakeMode(FakeMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled in a dry run, and torch's guard against that would take its time with every
-        operator."""
+        """Return False: nothing is compiled in a dry run, and torch's guard against it costs time at each operator."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,8 +82,8 @@ class DryFakeMode(FakeMode):
         )
 
     def wrapped(self, tensor: torch.Tensor) -> FakeTensor:
-        """Return ``tensor``, which is on the meta device, as one of this mode's. FakeTensor's own constructor takes as
-        long as all else that is done for an operator."""
+        """Return a meta tensor as a FakeTensor of this mode. FakeTensor's own constructor takes as long as the rest of
+        an operator, so its attributes are copied from the first one."""
         if not self._attributes:
             self._attributes.update(vars(FakeTensor(self, tensor, _CPU)))
         made: Any = torch.Tensor._make_subclass(
@@ -94,7 +98,7 @@ class DryFakeMode(FakeMode):
         if self.stepping and func is torch.ops.aten._local_scalar_dense.default:
             return 2.0 if args[0].is_floating_point() else 2
         device = torch.device((kwargs or {}).get("device") or "cpu")
-        if device.type not in ("cpu", "meta"):  # a torch that is built for it makes the tensor, and fails in backward
+        if device.type not in ("cpu", "meta"):  # torch built with CUDA would make the tensor and fail only in backward
             raise RuntimeError(f"{func} asks for the device {device}, and tensors of a plan are on the CPU")
         cached, self.cache_enabled = self.cache_enabled, self.cache_enabled and func not in _OF_STORAGES
         try:
@@ -110,7 +114,7 @@ class DryFakeMode(FakeMode):
 
 
 def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
-    """Fake parameters and buffers of ``model`` that are on the meta device, to the CPU. Tied ones stay tied. Inside a
+    """Replace meta parameters and buffers of ``model`` by fake ones on the CPU. Tied ones stay tied. Called inside a
     FakeTensorMode."""
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -123,41 +127,42 @@ def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = made.setdefault(id(buffer), as_fake(buffer))
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:  # what was made of numbers (torch.tensor(0.5)) remembers them, with the dtype that it had
+    for tensor in tensors:  # torch.tensor(0.5) keeps its value, with the dtype of that time, which may change
         tensor.constant = None
 
 
 def as_fake(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` if it is fake and on the CPU, or one like it. Inside a FakeTensorMode."""
+    """Return ``tensor`` itself if it is fake and on the CPU, otherwise a fake one like it. Called inside a
+    FakeTensorMode."""
     if is_fake(tensor) and tensor.device.type == "cpu":
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 class DryPlatform(Platform):
-    """Platform of a simulated rank."""
+    """Platform of a simulated rank: the CPU, no memory, no files, and zeros for values that are read."""
 
     joins_jobs = False
 
     def __init__(self) -> None:
-        self.step = 0  # which one is under way
-        self.host_waits = 0  # reads that were taken in the step in which they had begun: the host waits for the device
+        self.step = 0  # number of the current step
+        self.host_waits = 0  # reads completed in the step that began them: the host waits for the device
 
     def device(self, local_rank: int) -> torch.device:
         """Return the CPU."""
         return torch.device("cpu")
 
     def host_memory(self, nbytes: int, pin: bool, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [nbytes] of torch's own memory, or of none."""
+        """Return a tensor of shape [nbytes] and dtype uint8, without memory if ``like`` has none."""
         make = torch.empty if like is None else like.new_empty
         return make(nbytes, dtype=torch.uint8, device="cpu")
 
     def file(self, make: Callable[[], Any]) -> Any:
-        """Return a file that nothing is written to."""
+        """Return a file that keeps nothing."""
         return DryFile()
 
     def read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return zeros for a tensor without memory, and note when they are taken."""
+        """Return zeros for a tensor without memory, and an event that counts a wait of the host."""
         if not is_fake(tensor):
             return super().read(tensor)
         with unset_fake_temporarily():
@@ -165,7 +170,7 @@ class DryPlatform(Platform):
 
 
 class DryEvent:
-    """Event of a read that has arrived when the step in which it began has ended."""
+    """Event of a read to the host, assumed complete once the step that began it has ended."""
 
     def __init__(self, platform: DryPlatform) -> None:
         self._platform, self._step = platform, platform.step
@@ -175,7 +180,7 @@ class DryEvent:
 
 
 class DryFile:
-    """A file of a dry run, which has no bytes."""
+    """Swap file of a dry run, without contents."""
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""Memory check at ``zerolite.initialize``, and choice of the stage where the config says "auto"."""
+"""Memory check at ``zerolite.initialize``, and choice of the stage if the config says "auto"."""
 
 from __future__ import annotations
 
@@ -36,22 +36,35 @@ from zerolite.utils.sizes import format_size
 logger = logging.getLogger("zerolite")
 
 FOR_STATES = 0.8
-"""The part of the free memory that stage "auto" fills without activations, which are unknown before a batch."""
+"""Part of the free memory that model states may take with stage "auto"; the rest is for activations, which are unknown
+before the first batch."""
 
 _BYTES = {"cuda": 32, "cpu": 64}
-"""No stage and precision needs more bytes a parameter, with states of Adam's size: fp32 parameter, its original,
-gradient and its bucket, master, two moments, and one copy more; on the CPU the regions of shared memory too."""
+"""Upper bound of bytes per parameter over all stages and precisions, by device type, with states of Adam's size: eight
+numbers in fp32 (parameter, original parameter, gradient, bucket, master, two moments, one copy). On the CPU regions of
+shared memory too."""
 
 
 def choose_stage(
     model: torch.nn.Module, config: ZeroliteConfig, arguments: Arguments, topology: Topology, device: torch.device
 ) -> tuple[ZeroliteConfig, Plan | None]:
-    """``config`` with a number in place of the stage "auto": of the stages whose plans need at most :data:`FOR_STATES`
-    of the memory that every rank has free, the one that sends the least, and of those the lowest; if there is none, the
-    one that needs the least. Rank 0 logs why. Also this rank's plan of that stage, if it has made one.
+    """Replace the stage "auto" by a number.
 
-    model: this rank's part of it. Called on all ranks, which need not have equal parts: the highest stage that one of
-    them needs is everyone's."""
+    It is the stage that sends the least, then the lowest, among those that need at most :data:`FOR_STATES` of the free
+    memory; if there is none, the one that needs the least. The free memory is that of the rank with the least. Ranks
+    may have different parts of the model, so the highest stage that a rank chooses is used on all. Rank 0 logs the
+    reason. Called on all ranks.
+
+    Args:
+        model: this rank's part of it.
+        config: resolved.
+        arguments: the engine's arguments.
+        topology: all ranks.
+        device: this rank's.
+
+    Returns:
+        The config with the stage, and this rank's plan of that stage if it has made one.
+    """
     if config.zero_optimization.stage != "auto":
         return config, None
     world = topology.world
@@ -64,18 +77,17 @@ def choose_stage(
         return with_zero(config, stage=stages[0]), None
     plans: list[Plan] = []
     refused: list[Exception] = []
-    # Stage 1 first: what it holds tells what stages 0 and 2 hold at least, and mostly spares their plans.
+    # Stage 1 first: its states give lower bounds for stages 0 and 2, which mostly need no plan then.
     for tried in (stage for stage in (1, 0, 2, 3) if stage in stages):
         if _cannot_be_chosen(tried, plans, limit):
             continue
         try:
             plans.append(_dry_run(model, with_zero(config, stage=tried), arguments, topology.data, device, limit))
-        except Exception as error:  # an optimizer that works at stage 0 only, for one
+        except Exception as error:  # for example an optimizer that works at stage 0 only
             refused.append(error)
     refusal = None if plans else _refusal(refused[0])
     raise_together(world, device, "memory", refusal, "zerolite.initialize", PlanError)
     cheapest_plan = cheapest(plans)
-    # Parts of ranks differ, so their choices may.
     best = plans[cheapest_plan] if cheapest_plan is not None else min(plans, key=lambda made: made.peak.bytes)
     (stage,) = largest([best.stage], world, device, "memory")
     needs = ", ".join(f"stage {made.stage} {format_size(made.peak.bytes)}" for made in plans)
@@ -88,8 +100,11 @@ def choose_stage(
 
 
 def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
-    """True if a stage needs no plan: 2 and 3 where a lower one fits, which sends no more; 2 where what it shares with
-    stage 1 is too large already; and 0 where what stage 1 shards over the ranks is too large in one piece."""
+    """True if a stage needs no plan.
+
+    Stages 2 and 3, if a lower one fits: it sends no more. Stage 2, if the states that it has like stage 1 are too
+    large. Stage 0, if the states that stage 1 shards are too large without sharding.
+    """
     if stage >= 2 and any(made.fits for made in plans):
         return True
     if stage not in (0, 2) or not plans or plans[0].stage != 1:
@@ -99,7 +114,8 @@ def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
 
 
 def _possible_stages(config: ZeroliteConfig) -> list[int]:
-    """Return the stages that the other keys do not contradict: offload needs a stage that has it."""
+    """Return the stages that the other keys of ``config`` allow: offload does not work at all of them. Raises
+    ConfigError if there is none."""
     possible, refused = [], []
     for stage in range(4):
         try:
@@ -114,7 +130,7 @@ def _possible_stages(config: ZeroliteConfig) -> list[int]:
 
 
 def _refusal(error: Exception) -> Exception:
-    """``error`` of a dry run, if it says what is wrong with the job; otherwise a sentence about it."""
+    """Return ``error`` of a dry run if its message is about the job; otherwise a PlanError that quotes it."""
     if isinstance(error, (ConfigError, ValueError, PlanError)):
         return error
     made = PlanError(
@@ -133,14 +149,18 @@ def check_memory(
     device: torch.device,
     made: Plan | None = None,
 ) -> None:
-    """Raise MemoryError on all ranks, or warns, as ``memory_check`` says, if one of them has less memory than the
-    engine will need without activations, on its device or, with offload, on its host and disk.
+    """Raise MemoryError on all ranks, or log a warning, if a rank has too little memory for the engine.
+
+    Activations are not counted. The memory is the device's and, with offload, the host's and the disk's. Called on all
+    ranks; it costs one small all-reduce if all ranks have enough.
 
     Args:
         model: this rank's part of it.
-        made: the plan, where :func:`choose_stage` has made it.
-
-    Called on all ranks; one small all-reduce while all is well.
+        config: resolved; ``memory_check`` chooses between error, warning and no check.
+        arguments: the engine's arguments.
+        topology: all ranks.
+        device: this rank's.
+        made: the plan, if :func:`choose_stage` has made it.
     """
     if config.memory_check == "off":
         return
@@ -151,7 +171,7 @@ def check_memory(
     if _upper_bound(model, device) > free or not (room is None or is_ample(room, config, _numel(model))):
         try:
             made = made or _dry_run(model, config, arguments, topology.data, device, free)
-        except Exception as error:  # on this rank alone, maybe; what is wrong with the job, the engine says
+        except Exception as error:  # maybe on this rank alone; if the job is wrong, the engine raises a better error
             logger.warning("memory_check: no plan can be made (%s: %s); it is tried", type(error).__name__, error)
         else:
             short = _shortage(made.model_copy(update={"device_memory": free}), room, device, topology)
@@ -185,8 +205,8 @@ def _dry_run(
     device: torch.device,
     limit: int,
 ) -> Plan:
-    """The plan of this rank, without a batch: of its part of the model, as of a whole one with the ranks of ``comm``.
-    Nothing of the job itself is touched."""
+    """Plan this rank without a batch. Its part of the model is planned like a full model on the ranks of ``comm``.
+    Nothing of the real job is changed."""
     copies: list[DrySkeleton] = []
 
     def make_model() -> torch.nn.Module:
@@ -207,13 +227,13 @@ def _dry_run(
 
 
 def _without_grid(config: ZeroliteConfig) -> ZeroliteConfig:
-    """``config`` without the grid: the model has been divided."""
+    """Return ``config`` without tensor_parallel and pipeline: the model has been divided already."""
     return with_defaults(silent(config), ("tensor_parallel", "pipeline"))
 
 
 def _own_share(made: Plan, mapped_from_peers: int) -> Plan:
-    """``made`` without what the other ranks of the host have made of the memory that all of them map: each rank has an
-    equal share of what the host has free, and counts its own."""
+    """Subtract the shared memory that other ranks of the host allocate. Each rank is compared with an equal share of
+    the host's free memory, so each counts only its own part."""
     peaks = []
     for peak in (made.peak, made.initialize_peak, made.step_peak):
         less = min(mapped_from_peers, peak.items[BUCKETS])
@@ -224,7 +244,7 @@ def _own_share(made: Plan, mapped_from_peers: int) -> Plan:
 
 
 def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Topology) -> Shortage | None:
-    """Find the shortage on the device, or else on the host."""
+    """Return the shortage on the device, otherwise that on the host; None if there is neither."""
     if made.fits:
         return None if room is None else find_shortage(made, room)
     grid, here = ("", "") if topology.trivial else (f" ({topology.grid})", " here")
@@ -241,7 +261,7 @@ def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Top
 
 
 def _message(short: Shortage | None, comm: Communicator) -> str:
-    """The same on all ranks: the first one's shortage that has one, and which ranks have."""
+    """Return one message for all ranks: the shortage of the first rank that has one, and all such ranks."""
     shortages = [short] if comm.world_size == 1 else HostGroup(comm, "memory").gather(short)
     by_rank = {rank: of_rank for rank, of_rank in enumerate(shortages) if of_rank is not None}
     ranks = list(by_rank)

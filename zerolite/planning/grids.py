@@ -1,4 +1,4 @@
-"""Ranking of grids of ranks for a model and a cluster by estimated step time."""
+"""Search for the grid of ranks with the shortest estimated step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,30 @@ from zerolite.planning.result import Comparison, Plan, Stage, Traffic
 from zerolite.planning.settings import Trials, with_blocks
 
 _ONCE = "stats", "loss", "shared_gradients", "initial_sync"
-"""Purposes of what is sent once a step, however many micro-batches there are."""
+"""Tags of collectives that run once a step, for any number of micro-batches."""
 
 
 class Speeds(NamedTuple):
-    """Assumed speeds of each device: operations a second, and bytes a second that it sends to others of its node and to
-    other nodes."""
+    """Assumed speeds of each device.
+
+    Attributes:
+        flops: operations per second.
+        within: bytes per second sent to devices of the same node.
+        between: bytes per second sent to other nodes.
+    """
 
     flops: float = 150e12
     within: float = 150e9
     between: float = 12.5e9
 
     def seconds(self, flops: float, bubble: float, sent: float, across: float) -> float:
-        """Return the time of a step, where nothing overlaps.
+        """Return the seconds of a step in which nothing overlaps.
 
         Args:
-            bubble: the share of the bubble.
-            across: of the bytes that are sent, those to other nodes.
+            flops: operations of the rank.
+            bubble: share of the step in which the rank waits.
+            sent: bytes that the rank sends.
+            across: those of them that go to other nodes.
         """
         return flops / self.flops / (1 - bubble) + (sent - across) / self.within + across / self.between
 
@@ -44,13 +51,15 @@ class Candidate:
     """A grid with a ZeRO stage.
 
     Attributes:
-        bound: seconds that a step takes at least.
-        states: bytes that model states take at least on one rank.
+        config: resolved for the grid.
+        bubble: share of a step in which ranks of the pipeline wait.
+        bound: lower bound of a step's seconds.
+        states: lower bound of the bytes of model states on one rank.
     """
 
     grid: Grid
     stage: int
-    config: ZeroliteConfig  # resolved
+    config: ZeroliteConfig
     bubble: float
     bound: float
     states: int
@@ -61,27 +70,34 @@ class Candidate:
 
 
 class Blocks(NamedTuple):
-    """Repeated blocks of a model. block, rest: what the smallest of them computes of all that the model does, and what
-    the largest other module does."""
+    """Repeated blocks of a model.
+
+    Attributes:
+        number: number of blocks.
+        block: share of the model's operations in the smallest block.
+        rest: share in the largest module outside of the blocks.
+    """
 
     number: int = 0
     block: float = 0.0
     rest: float = 0.0
 
     def largest_stage(self, pipe: int) -> float:
-        """The least part of all that the largest of ``pipe`` stages computes, each of which has whole blocks, the last
-        one with the largest other module, or the first."""
-        ends = range(1, self.number - pipe + 2) if pipe > 1 else ()
+        """Return a lower bound of the share of operations in the largest of ``pipe`` stages.
+
+        Stages have whole blocks, and the first or the last stage has the largest other module too.
+        """
+        ends = range(1, self.number - pipe + 2) if pipe > 1 else ()  # blocks of that stage
         others = {end: -(-(self.number - end) // (pipe - 1)) for end in ends}
         return min((max(n * self.block, end * self.block + self.rest) for end, n in others.items()), default=0.0)
 
 
 _MANY = 8
-"""Blocks from which on they decide how even stages can be."""
+"""Number of blocks from which :class:`Blocks` bounds how evenly stages can be divided."""
 
 
 def _blocks(outcomes: Iterable[Outcome]) -> Blocks:
-    """Find the longest ModuleList of modules of one class that ran."""
+    """Find the longest ModuleList whose modules are of one class, and share out the operations that were counted."""
     flops: Counter[str] = Counter()
     classes: dict[str, str] = {}
     for outcome in outcomes:
@@ -100,7 +116,7 @@ def _blocks(outcomes: Iterable[Outcome]) -> Blocks:
 
 
 def _is_divided(config: ZeroliteConfig) -> bool:
-    """True if the blocks are divided among the stages in one part for each."""
+    """True if every stage gets one part of consecutive whole blocks."""
     return config.pipeline.split == "auto" and config.pipeline.chunks_per_rank == 1
 
 
@@ -118,13 +134,20 @@ def compare_grids(
     loss: Callable[..., torch.Tensor] | None = None,
     speeds: Speeds | None = None,
 ) -> Comparison:
-    """Plans of grids of pipe × data × tensor ranks, and which of those that fit takes the shortest step by an estimate:
-    computing, waiting in the bubble and sending one after the other, at ``speeds`` (default: :class:`Speeds`).
+    """Plan grids of pipe × data × tensor ranks, and choose the one with the shortest step of those that fit.
 
-    Every grid trains on as many samples in a step as ``config`` says at its own grid. Tensor groups stay within a node.
-    ZeRO is the lowest stage of 1 to 3 that fits (1 at most with a pipeline). Left out without a dry run is what cannot
-    fit, as its model states alone are too large, and what cannot be faster than one that fits. Arguments as for
-    :func:`~zerolite.planning.make.plan`, raises what it does.
+    The time of a step is an estimate: computing, waiting in the bubble and sending, one after the other.
+
+    - Every grid trains on as many samples in a step as ``config`` does at its own grid.
+    - Tensor groups stay within a node.
+    - ZeRO is the lowest of stages 1 to 3 that fits (1 with a pipeline, 0 with one data-parallel rank).
+    - Grids whose model states alone do not fit, or that cannot be faster than one that fits, are left out without a
+      dry run.
+
+    Args:
+        speeds: assumed speeds of each device; default: :class:`Speeds`.
+
+    Other arguments and errors are those of :func:`~zerolite.planning.make.plan`.
     """
     check_arguments(world_size, nodes, None, device)
     memory = parse_memory("device_memory", device_memory), parse_memory("host_memory", host_memory)
@@ -136,7 +159,8 @@ def compare_grids(
 
 
 class _Search:
-    """Branch and bound: the candidates in the order of their bounds, until none can be faster than the best."""
+    """Branch and bound: candidates are planned in the order of their lower bounds, until none can be faster than the
+    best."""
 
     def __init__(
         self,
@@ -151,15 +175,15 @@ class _Search:
         self._memory, self._speeds = memory, speeds
         self._trials = Trials()
         self._refused_grids: set[Grid] = set()  # refused by the engine
-        self._tensor_seconds: dict[int, float] = {}  # seconds of sending, by the number of tensor ranks
-        self._boundary_bytes: float | None = None  # bytes that a pipeline's stage sends the next one for a micro-batch
-        self._outcomes: dict[tuple[Grid, int], dict[int, Outcome]] = {}  # by grid and stage of ZeRO; pipeline stages
+        self._tensor_seconds: dict[int, float] = {}  # seconds of tensor-parallel collectives, by number of tensor ranks
+        self._boundary_bytes: float | None = None  # bytes per micro-batch from one pipeline stage to the next
+        self._outcomes: dict[tuple[Grid, int], dict[int, Outcome]] = {}  # by grid and ZeRO stage, then pipeline stage
         if config.zero_optimization.stage == "auto":
             config = with_blocks(config, zero_optimization={"stage": 1})
-        made = job(config)  # at the config's own grid: for what each parameter takes, and the operations
+        made = job(config)  # the config's own grid: it shows the bytes of each parameter and the operations
         self._base = self._planned(made, range(made.grid.pipe))
         outcomes = self._outcomes[made.grid, made.config.zero_optimization.chosen_stage].values()
-        self._blocks = _blocks(outcomes) if made.grid.tensor == 1 else Blocks()  # of whole modules
+        self._blocks = _blocks(outcomes) if made.grid.tensor == 1 else Blocks()  # sharded layers count differently
 
     def result(self) -> Comparison:
         limit, rows = self._memory[0] or 0, self._trials.rows
@@ -180,17 +204,17 @@ class _Search:
             notes.append(f"{number}: computing, waiting and sending gradients alone take longer there.")
         return self._trials.comparison(0 if rows and rows[0][1].fits else None, notes, speeds=self._speeds)
 
-    # ---------------------------------------------------------------- what there is
+    # ---------------------------------------------------------------- candidates
 
     def _candidates(self) -> Iterator[Candidate]:
         for tensor in _divisors(self._world_size // self._nodes):
             for pipe in _divisors(self._world_size // tensor):
                 grid = Grid(pipe, self._world_size // (tensor * pipe), tensor)
-                # Stage 0 sends as much as stage 1 and holds more.
+                # Stage 0 is planned only for one data-parallel rank: it sends as much as stage 1 and holds more.
                 for stage in (0,) if grid.data == 1 else (1,) if pipe > 1 else (1, 2, 3):
                     try:
                         yield self._candidate(grid, stage)
-                    except (ConfigError, ValueError) as error:  # a batch or a schedule that this grid cannot have
+                    except (ConfigError, ValueError) as error:  # the batch or the schedule is impossible on this grid
                         self._trials.refused.append((f"{grid}, stage {stage}", error))
 
     def _candidate(self, grid: Grid, stage: int) -> Candidate:
@@ -204,17 +228,17 @@ class _Search:
         numel = base.parameters / (grid.pipe * grid.tensor)
         whole, parted = self._bytes_of_states
         share = {0: whole + parted, 3: (whole + parted) / grid.data}.get(stage, whole + parted / grid.data)
-        gradients = 2 * whole * numel * (grid.data - 1) / grid.data  # a ring that reduces and gathers
+        gradients = 2 * whole * numel * (grid.data - 1) / grid.data  # bytes of a reduce-scatter and an all-gather
         across = float(gradients * ring_between_nodes(grid, self._nodes, "data"))
         ranks: Sequence[Plan | Stage] = base.stages or [base]
-        counts = [_flops(rank) for rank in ranks]  # on average all grids have as many
+        counts = [_flops(rank) for rank in ranks]  # the average over all ranks is the same for every grid
         largest = max(1.0, grid.pipe * self._blocks.largest_stage(grid.pipe)) if _is_divided(resolved) else 1.0
         computing = largest * sum(counts) / len(counts) / speeds.flops / (1 - bubble)
         return Candidate(grid, stage, resolved, bubble, computing + across / speeds.between, int(share * numel))
 
     @property
     def _bytes_of_states(self) -> tuple[float, float]:
-        """Bytes of a parameter: of its compute weight and gradient, and of what stage 1 shards over the data ranks."""
+        """Bytes per parameter: of its compute weight, and of the states that stage 1 shards over the data ranks."""
         base = self._base
         numel, data = max(base.rank_parameters, 1), base.data_parallel
         whole = base.states["compute_parameters"] * (data if base.stage == 3 else 1) / numel
@@ -222,8 +246,11 @@ class _Search:
         return whole, parted * (data if base.stage else 1) / numel
 
     def _bound(self, one: Candidate) -> float:
-        """With what tensor parallelism is known to send by now, of each rank the same on all grids with as many tensor
-        ranks, which have as many samples for as many layers; and what a pipeline's first stage sends the second."""
+        """Return the lower bound in seconds, with the traffic that earlier plans have shown.
+
+        Tensor-parallel traffic of a rank is equal on all grids with as many tensor ranks: they run as many samples
+        through as many layers. A pipeline's first stage sends activations to the second.
+        """
         seconds = one.bound + self._tensor_seconds.get(one.grid.tensor, 0.0)
         if one.grid.pipe > 1 and self._boundary_bytes is not None:
             nbytes = self._boundary_bytes * (one.config.gradient_accumulation_steps or 1)
@@ -231,10 +258,11 @@ class _Search:
             seconds += self._speeds.seconds(0.0, 0.0, nbytes, across)
         return seconds
 
-    # ---------------------------------------------------------------- what is tried
+    # ---------------------------------------------------------------- search
 
     def _try_all(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Try all, and return those that cannot be faster than the best."""
+        """Plan candidates by their bounds. Return those that were not planned, as they cannot be faster than the
+        best."""
         waiting, slower = list(candidates), []
         while waiting:
             one = min(waiting, key=lambda one: (self._bound(one), one.stage))
@@ -249,12 +277,12 @@ class _Search:
         return slower
 
     def _is_refused(self, grid: Grid) -> bool:
-        """True if the engine has refused it with another stage of ZeRO, or the tensor size without a pipeline."""
+        """True if the engine has refused the grid with another ZeRO stage, or its tensor size without a pipeline."""
         return any(other == grid or (other.tensor == grid.tensor and other.pipe == 1) for other in self._refused_grids)
 
     def _confirm_best(self, candidates: Sequence[Candidate]) -> bool:
-        """Sort the rows, and plan all stages of the first, until it stays the first. False if one of them has turned
-        out not to fit: then others may be the fastest."""
+        """Sort the rows, and plan all pipeline stages of the first row, until it stays the first. Return False if it
+        then does not fit: other candidates may be the fastest."""
         by_name, rows = {(str(one.grid), one.stage): one for one in candidates}, self._trials.rows
         while True:
             rows.sort(key=lambda row: (not row[1].fits, row[1].seconds or 0.0))
@@ -266,8 +294,13 @@ class _Search:
                 return False
 
     def _row(self, one: Candidate, sampled: bool) -> Plan:
-        """few: of the first stage, which has the most micro-batches, of the last, which has the head, and of one
-        between them, which all others are like."""
+        """Plan a candidate, and learn its tensor-parallel and pipeline traffic for the bounds of others.
+
+        Args:
+            one: the candidate.
+            sampled: plan three pipeline stages only: the first, with the most micro-batches in flight, the last, with
+                the head, and one between them, as all others are like it.
+        """
         pipe = one.grid.pipe
         made = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if sampled else range(pipe))
         ranks: Sequence[Plan | Stage] = made.stages or [made]
@@ -286,7 +319,7 @@ class _Search:
         return made.model_copy(update=update)
 
     def _planned(self, job: Job, stages: Sequence[int]) -> Plan:
-        """Plan ``stages`` of a pipeline, or all where there is none, from a step that may be shorter."""
+        """Plan some pipeline ``stages`` from a step of fewer micro-batches, scaled to the real number."""
         short, times = _shortened(job)
         zero = job.config.zero_optimization.chosen_stage
         outcomes = self._outcomes.setdefault((job.grid, zero), {})
@@ -301,8 +334,10 @@ class _Search:
 
 
 def _shortened(job: Job) -> tuple[Job, Fraction]:
-    """``job`` with as few micro-batches as give the same peak, and how many times as many there are: from then on a
-    schedule repeats itself, but for one that keeps all of them."""
+    """Return ``job`` with the fewest micro-batches that have the same peak, and the factor to the real number.
+
+    Beyond that number a schedule repeats itself, except GPipe's, which keeps the activations of all micro-batches.
+    """
     steps, size = job.config.gradient_accumulation_steps or 1, job.config.train_micro_batch_size_per_gpu
     block, pipe = job.config.pipeline, job.grid.pipe
     few = {"gpipe": steps, "1f1b": pipe + 2}.get(block.schedule, 2 * pipe * block.chunks_per_rank)
@@ -314,13 +349,14 @@ def _shortened(job: Job) -> tuple[Job, Fraction]:
 
 
 def _scaled(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
-    """Return the fields that differ in a step with so many times as many micro-batches."""
+    """Return the fields that differ in a step with ``times`` as many micro-batches. ``stage`` is that of ZeRO."""
     flops = None if made.flops is None else int(made.flops * times)
     traffic = [row if times == 1 or _is_once(row, stage) else _scaled_traffic(row, times) for row in made.traffic]
     return {"flops": flops, "recomputed_flops": int(made.recomputed_flops * times), "traffic": traffic}
 
 
 def _is_once(row: Traffic, stage: int) -> bool:
+    """True if the collectives run once a step. ``stage`` is that of ZeRO."""
     if row.tag in _ONCE:
         return True
     return row.dimension == "data" and (stage < 2 or (stage == 2 and row.op == "all_gather"))
@@ -333,12 +369,12 @@ def _scaled_traffic(row: Traffic, times: Fraction) -> Traffic:
 
 
 def _flops(made: Plan | Stage) -> int:
-    """All that the rank computes in a step."""
+    """Return the operations of a rank in a step, recomputed ones included."""
     return (made.flops or 0) + made.recomputed_flops
 
 
 def _sums(traffic: Sequence[Traffic]) -> tuple[int, int]:
-    """Bytes sent, and those of them that leave the node."""
+    """Return the bytes that are sent, and those of them that leave the node."""
     return sum(row.sent for row in traffic), sum(row.inter_node or 0 for row in traffic)
 
 
