@@ -370,7 +370,7 @@ def test_after_a_step_that_broke_off_the_next_one_follows_the_plan(how):
 def test_an_order_is_adopted_only_if_it_is_the_one_that_was_compared():
     """The hash travels with statistics that a call before the update collects; then another order waits."""
     schedule = mock.Mock(gathers=0, candidate_hash=7)
-    agreement = ScheduleAgreement(schedule, says=False)
+    agreement = ScheduleAgreement(schedule, logs=False)
     agreement.schedule_hash()  # of a step before
     agreement.compare()
     agreement.schedule_hash()  # this step's statistics

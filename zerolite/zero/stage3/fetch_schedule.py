@@ -1,39 +1,51 @@
 """Schedule of gathers, prefetches and releases at stage 3, from ids and element counts. Standard library only.
 
-A *group* is the parameters of a module or a subtree; an *execution* is one forward or backward of a group. The
-*execution order* is the events of a step: ENTER group, LEAVE group. The first step of a kind ("train", "eval", ...) is
-served on demand and recorded. Once all ranks are known to have the same order it becomes a plan: one answer per event,
-computed beforehand, so that following it is a comparison and a look-up. A step that departs from its plan goes on on
-demand and is recorded anew.
+- A *group* is a parameter group: the parameters of a module or of a subtree of modules.
+- An *execution* is one forward or backward of a group.
+- The *execution order* of a step is its events: ENTER group, LEAVE group.
 
-Sizes are in elements. Persistent parameters are always there: they are neither counted nor ever part of an answer.
+The first step of a kind ("train", "eval", ...) is served on demand and recorded. When all ranks are known to have the
+same order, the order becomes a plan with one answer per event, computed in advance. Following a plan is then a
+comparison and a look-up. A step that departs from its plan continues on demand and is recorded anew.
+
+Sizes are in elements. Persistent parameters are always whole: they are not counted, and no answer contains them.
 """
 
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 
 from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPlan, Residency, plan_step
 
 logger = logging.getLogger("zerolite")
 
-_LONGEST = 1 << 20  # events that are recorded: forwards that no backward follows never end their step
-_HASHES = (1 << 20) - 3  # a prime: hashes travel in floating point numbers
+_LONGEST = 1 << 20  # most events of a recording: forwards without a backward never end their step
+_HASHES = (1 << 20) - 3  # a prime below 2^20: hashes are exchanged as floating point numbers
+
+
+class StepMode(Enum):
+    """How the events of a step are served. Between steps it tells of the last step."""
+
+    ON_DEMAND = "on demand"
+    RECORDED = "on demand, and the order may become a plan"
+    PLANNED = "from the plan, with which all events so far agree"
 
 
 class FetchSchedule:
     """Schedule that answers the events of a step; see the module.
 
+    Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order.
+
+    Every rank calls :meth:`begin_step`, then :meth:`enter` and :meth:`leave` for each execution, then
+    :meth:`end_step`. If :attr:`candidate_hash` is then not 0, the ranks compare it, and all of them call :meth:`adopt`
+    or all of them call :meth:`reject`. Events outside a step are served on demand and not recorded.
+
     Args:
-        groups: the parameter ids of each group, by group id; a parameter may belong to several.
+        groups: parameter ids of each group, by group id; a parameter may belong to several groups.
         numels: elements of each parameter, by parameter id.
         persistent: ids of the parameters that always stay whole.
-
-    Equal events give equal answers, so ranks whose events agree launch the same collectives in the same order. Every
-    rank calls, in this order: begin_step, then enter and leave for each execution, then end_step; afterwards, where
-    `candidate_hash` is not 0, the ranks compare it and all of them call adopt, or all of them reject. Events outside of
-    a step are served on demand and not recorded.
     """
 
     def __init__(
@@ -49,25 +61,27 @@ class FetchSchedule:
         self._serial = 0  # plans adopted so far
         self.on_demand_only = False  # after `reject`
         self._paused = False
-        self._plan = NO_PLAN  # that is followed
-        self._position = 0
-        self.following = False  # the events of this step agree with its plan; between steps, all of the last one did
-        # The state on demand; empty while a plan is followed.
+        self._mode = StepMode.ON_DEMAND
+        self._plan = NO_PLAN  # the plan in use
+        self._position = 0  # of the next event in the plan
+        # State of a step without a plan; empty while a plan is in use.
         self._state = Residency(self.groups, self._numels, limits.max_live_numel)
-        self._kind: str | None = None  # of this step; None: outside of a step
-        self._recording = False  # the order of this step may become a plan
-        self._order: list[int] = []  # events of this step, while no plan is followed
-        self._dropped = 0  # events before those, of a step that is too long
-        self.steps = 0  # begun so far
-        self.gathers = 0  # a hash of all gathers so far
+        self._kind: str | None = None  # kind of this step; None outside a step
+        self._order: list[int] = []  # events of this step, while no plan is in use
+        self._dropped = 0  # number of events before those, in a step that is too long
+        self.steps = 0  # steps begun so far
+        self.gathers = 0  # hash of all gathers so far
 
     def set_on_disk(self, on_disk: Mapping[int, int]) -> None:
-        """The elements of this rank's shards that are on disk, by parameter id: plans made from now on say ahead of a
-        gather what to read for it. Called by all ranks, with the same numbers."""
+        """Let plans from now on read shards from disk ahead of their gather. Called by all ranks, with equal arguments.
+
+        Args:
+            on_disk: elements of this rank's shards that are on disk, by parameter id.
+        """
         self._on_disk = dict(on_disk)
 
     def enter(self, group: int) -> Fetch:
-        """An execution of `group` begins: what to release, launch, prefetch and wait for, in this order."""
+        """Begin an execution of `group`. Return the parameters to release, launch, prefetch and wait for."""
         plan, position = self._plan, self._position
         if plan.events[position] == group:
             self._position = position + 1
@@ -77,7 +91,7 @@ class FetchSchedule:
         return self._state.enter(group)
 
     def leave(self, group: int) -> tuple[int, ...]:
-        """The latest open execution of `group` ends: what to release. Nothing if it has none."""
+        """End the latest open execution of `group`, if there is one. Return the parameters to release."""
         plan, position = self._plan, self._position
         if plan.events[position] == ~group:
             self._position = position + 1
@@ -88,40 +102,39 @@ class FetchSchedule:
 
     def _note(self, event: int) -> None:
         if len(self._order) == _LONGEST:
-            self._recording = False
+            self._mode = StepMode.ON_DEMAND
             self._dropped += _LONGEST
             self._order.clear()
         self._order.append(event)
 
     def note_gather(self, first: int, count: int) -> None:
-        """``count`` parameters are gathered in one launch, the first of them ``first``. Called by all ranks for every
-        gather of the model's parameters."""
-        self.gathers = hash((self.gathers, first, count))  # of integers: the same in every process
+        """Note a gather of ``count`` parameters in one launch, of which ``first`` is the first. Called by all ranks for
+        every gather of the model's parameters."""
+        self.gathers = hash((self.gathers, first, count))  # the hash of integers is the same in every process
 
     def begin_step(self, kind: str) -> None:
-        """Begin a step, before its first event. Every kind of step has an order and a plan of its own.
+        """Begin a step, before its first event. Each kind of step has an order and a plan of its own.
 
-        A step that begins with something live (held, or left by a step that was not ended) is served on demand.
+        A step that begins with live parameters (held, or left by a step that did not end) is served on demand.
         """
         self.steps += 1
         if self._plan is not NO_PLAN:
             self._depart()
         self._reset(kind)
-        self.following = False
-        self._follow()
+        self._choose_mode()
 
     def end_step(self) -> tuple[int, ...]:
-        """The step is over, open executions too: what to release, everything that is neither persistent nor held."""
+        """End the step with all its executions. Return the parameters to release: all but persistent and held ones."""
         plan = self._plan
         if self.plan_progress[1]:
             if self._kind is not None:
-                self._candidates.pop(self._kind, None)  # the step that departed was an exception
+                self._candidates.pop(self._kind, None)  # an earlier step departed from the plan, but this one did not
             self._plan, self._position = NO_PLAN, 0
             self._reset(None)
             return plan.final
         self._depart()
         order = tuple(self._order)
-        if self._kind is not None and self._recording and order:
+        if self._kind is not None and self._mode is StepMode.RECORDED and order:
             known = self._plans.get(self._kind)
             if known is None or known.order != order:
                 self._candidates[self._kind] = order
@@ -129,40 +142,44 @@ class FetchSchedule:
         return self._state.end_all()
 
     def forget(self) -> tuple[int, ...]:
-        """Values changed, or an exception ended the step: ends all executions and gives what to release, everything
-        that is neither persistent nor held. What follows in this step is served on demand and not adopted."""
+        """End all executions, because values have changed or an exception has ended the step. Return the parameters to
+        release: all but persistent and held ones. The rest of the step is served on demand and not recorded."""
         self._depart()
         if self._kind is not None:
-            self.following = False
-        self._recording = False
+            self._mode = StepMode.ON_DEMAND
         return self._state.end_all()
 
     def _reset(self, kind: str | None) -> None:
-        self._kind, self._order, self._dropped, self._recording = kind, [], 0, False
+        self._kind, self._order, self._dropped = kind, [], 0
+        if self._mode is StepMode.RECORDED:
+            self._mode = StepMode.ON_DEMAND
 
-    def _follow(self) -> None:
-        """Start on this kind's plan if nothing has happened in the step and nothing is live, or record the step."""
+    def _choose_mode(self) -> None:
+        """Begin the plan of this kind of step, or record the step, if nothing has happened in it so far."""
         state = self._state
         if self._kind is None or self._order or self._plan is not NO_PLAN:
             return
-        # What runs inside the user's gather context may run on one rank alone, so it is no order for all.
-        self._recording = not (self.on_demand_only or self._paused or state.open or state.held)
-        if self._recording and not state.live and not state.in_flight and self._kind in self._plans:
+        # Inside the user's gather context a forward may run on one rank alone, so its order is none for all ranks.
+        if self.on_demand_only or self._paused or state.open or state.held:
+            self._mode = StepMode.ON_DEMAND
+        elif state.live or state.in_flight or self._kind not in self._plans:
+            self._mode = StepMode.RECORDED
+        else:
+            self._mode = StepMode.PLANNED
             self._plan, self._position = self._plans[self._kind], 0
-            self.following = True
 
     def _depart(self) -> None:
-        """Leaves the plan, if one is followed: from here on this step is served on demand and recorded."""
+        """Leave the plan, if one is in use: the rest of this step is served on demand and recorded."""
         plan, position = self._plan, self._position
         if plan is NO_PLAN:
             return
         self._state = self._replay(plan, position)
         self._plan, self._position = NO_PLAN, 0
-        self.following = False
+        self._mode = StepMode.RECORDED
         self._order = list(plan.order[:position])
 
     def _replay(self, plan: FetchPlan, position: int) -> Residency:
-        """The state before event `position` of a plan."""
+        """Return the state before event `position` of a plan."""
         state = Residency(self.groups, self._numels, self._limits.max_live_numel)
         for event, fetch, releases in zip(plan.order[:position], plan.fetches, plan.releases, strict=False):
             state.release(fetch.release)
@@ -177,8 +194,8 @@ class FetchSchedule:
         return state
 
     def hold(self, parameters: Sequence[int]) -> None:
-        """Keep parameters that the caller has gathered, or found gathered, and that are not held yet: nothing releases
-        them before `unhold`. Departs from the plan."""
+        """Keep parameters that are whole until :meth:`unhold`. The caller has gathered them or found them gathered, and
+        none is held yet. Departs from the plan."""
         if parameters:
             self._depart()
         for p in parameters:
@@ -186,17 +203,17 @@ class FetchSchedule:
             self._state.make_live(p)
 
     def unhold(self, parameters: Sequence[int]) -> tuple[int, ...]:
-        """End holds: what to release, the parameters that no open execution needs."""
+        """End holds. Return the parameters to release: those that no open execution needs."""
         state = self._state
         state.held.difference_update(parameters)
         released = state.release([p for p in parameters if not state.needs[p]])
-        self._follow()
+        self._choose_mode()
         return released
 
     def add_parameter(self, group: int, parameter: int) -> None:
-        """An external parameter of `group` was found. Drops all plans and candidates; records the rest of the step.
+        """Add an external parameter to `group`. Drop all plans and candidates; record the rest of the step.
 
-        If an execution of the group is open, the caller gathers the parameter: it is live, and released when that ends.
+        If an execution of the group is open, the caller gathers the parameter, which is released when that ends.
         """
         if parameter in self._persistent or parameter in self.groups[group]:
             return
@@ -211,18 +228,23 @@ class FetchSchedule:
 
     @property
     def plan_progress(self) -> tuple[int, bool]:
-        """The serial number of the plan that this step has followed so far, the same on all ranks, 0 if none; and
-        whether the step has reached its end."""
+        """Return the serial number of the plan in use, the same on all ranks, 0 if there is none; and True if the step
+        has reached the plan's end."""
         return self._plan.serial, self._plan is not NO_PLAN and self._position == len(self._plan.order)
 
     @property
+    def following(self) -> bool:
+        """True if all events of this step agree with its plan; between steps, those of the last step."""
+        return self._mode is StepMode.PLANNED
+
+    @property
     def held(self) -> Collection[int]:
-        """The parameters that are held."""
+        """Parameters between :meth:`hold` and :meth:`unhold`."""
         return self._state.held
 
     @property
     def candidate_hash(self) -> int:
-        """20 bits over the orders that wait for adoption and the groups they speak of; 0 if none waits."""
+        """Hash of 20 bits of the orders that wait for adoption and of the groups; 0 if no order waits."""
         if not self._candidates:
             return 0
         text = repr((self._waiting(), self.groups))
@@ -230,8 +252,8 @@ class FetchSchedule:
         return int.from_bytes(digest, "big") % _HASHES + 1
 
     def adopt(self) -> None:
-        """All ranks have the same `candidate_hash`: their orders become plans, from the next step of their kind on.
-        Called by all ranks."""
+        """Make plans of the orders that wait, for the next steps of their kinds. Called by all ranks, whose
+        :attr:`candidate_hash` are equal."""
         for kind, order in self._waiting():
             self._serial += 1
             plan = plan_step(order, self.groups, self._numels, self._limits, self._on_disk)
@@ -239,33 +261,37 @@ class FetchSchedule:
             del self._candidates[kind]
 
     def _waiting(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The candidates to compare next: training's alone, if it has one, since evaluations may differ every time."""
+        """Return the candidates to compare next: only training's, if it has one, since evaluations may differ every
+        time."""
         found = sorted(self._candidates.items())
         return [item for item in found if item[0] == "train"] or found
 
     def reject(self) -> None:
-        """The ranks' orders differ: from now on everything is served on demand. Called by all ranks."""
+        """Serve all steps on demand from now on, because the orders of the ranks differ. Called by all ranks."""
         self._depart()
         self._plans.clear()
         self._candidates.clear()
-        self._recording = False
+        self._mode = StepMode.ON_DEMAND
         self.on_demand_only = True
 
     def pause(self) -> None:
-        """Until :meth:`resume` all steps are served on demand and none is recorded; what waits for adoption is dropped.
-        Called by all ranks, some of which have no steps from here on."""
+        """Serve all steps on demand, unrecorded, until :meth:`resume`, and drop the candidates. Called by all ranks,
+        some of which have no steps from here on."""
         self._depart()
         self._candidates.clear()
-        self._recording = False
-        self.following, self._paused = False, True
+        self._mode, self._paused = StepMode.ON_DEMAND, True
 
     def resume(self) -> None:
         """End a pause, if there is one. Called by all ranks."""
         self._paused = False
 
     def events(self) -> tuple[str, int, tuple[int, ...]]:
-        """For messages: the kind of the step, the number from 1 of the first event given, and the events of the step
-        from there: a group that is entered, or ~group when it is left. May be called by another thread."""
+        """Return the state of the step for messages; another thread may call it.
+
+        Returns:
+            The kind of the step; the number, from 1, of the first event that is returned; the events from there on: a
+            group that is entered, or ~group when it is left.
+        """
         plan, position, order, dropped = self._plan, self._position, tuple(self._order), self._dropped
         if plan is not NO_PLAN:
             return self._kind or "", 1, plan.order[:position]
@@ -275,39 +301,42 @@ class FetchSchedule:
 class ScheduleAgreement:
     """Comparison of the ranks' recorded execution orders, so that all ranks adopt the same plan in the same update.
 
-    A hash of the order travels in a step's statistics. When the host reads statistics is each rank's own affair; the
-    next update, which all ranks call, acts on what they have said. If the hashes matched, all ranks know it.
+    The statistics of a step carry a hash of the order. Each rank may read statistics at another time, so the result is
+    acted on in the next update, which all ranks call in the same place.
     """
 
-    def __init__(self, schedule: FetchSchedule, says: bool) -> None:
-        """says: this rank logs."""
-        self.schedule, self._says = schedule, says
+    def __init__(self, schedule: FetchSchedule, logs: bool) -> None:
+        """
+        Args:
+            logs: True if this rank writes the warning.
+        """
+        self.schedule, self._logs = schedule, logs
         self._collected = 0  # hash in the statistics that were collected last
         self._compared = 0  # hash in the statistics that an update has used
         self._match = True
 
     def schedule_hash(self) -> int:
-        """Return the hash that travels in the statistics that are being collected: from 1 to 2^20, 0 for none."""
+        """Return the hash for the statistics that are being collected: from 1 to 2^20, 0 for none."""
         self._collected = self.schedule.candidate_hash
         return self._collected
 
     def note(self, schedules_match: bool) -> None:
-        """The statistics of the last update have been read."""
+        """Note the result, when the statistics of the last update have been read."""
         self._match = schedules_match
 
     def begin_update(self) -> None:
-        """Adopt the order that the update before has compared, or drop it. Called on all ranks, at the same place of
-        every update, before its statistics are collected: they compare what is left."""
+        """Adopt or reject the orders that the previous update has compared. Called on all ranks, at the same place of
+        every update, before its statistics are collected: these compare the orders that are left."""
         match, self._match = self._match, True
         compared, self._compared = self._compared, 0
         if not match:
             self.schedule.reject()
-            if self._says:
+            if self._logs:
                 logger.warning("stage 3: the ranks run their modules in different orders; nothing is prefetched")
         elif compared and self.schedule.candidate_hash == compared:
             self.schedule.adopt()
 
     def compare(self) -> None:
-        """The update uses the statistics with the latest hash. Only these count: clipping may have collected them
-        before :meth:`begin_update`."""
+        """Note that the update uses the statistics with the latest hash. Only this hash counts: clipping may have
+        collected statistics before :meth:`begin_update`."""
         self._compared = self._collected
