@@ -18,7 +18,7 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.dtypes import FLOATS
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.grad_reducer import GradReducer
-from zerolite.zero.layout import Slot
+from zerolite.zero.layout import Range, Slot
 from zerolite.zero.optim_shards import OptimParamShard
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
 from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, whole_shape
@@ -367,7 +367,7 @@ class ParameterAccess:
                 for index in indices
             ]
         ranges = [self._ranges(index) for index in indices]
-        widths = [max((numel for _, numel in of_ranks), default=0) for of_ranks in ranges]
+        widths = [max((owned.numel for owned in of_ranks), default=0) for of_ranks in ranges]
         row = sum(widths)
         full = torch.zeros(row * self._comm.world_size, dtype=dtype, device=self._buffer.placements.device)
         own = self._comm.part(full)
@@ -385,8 +385,8 @@ class ParameterAccess:
         results, position = [], 0
         for index, width, of_ranks in zip(indices, widths, ranges, strict=True):
             flat = torch.empty(self._slot(index).numel, dtype=dtype, device=full.device)
-            for rank, (start, numel) in enumerate(of_ranks):
-                flat.narrow(0, start, numel).copy_(rows[rank].narrow(0, position, numel))
+            for rank, owned in enumerate(of_ranks):
+                flat[owned.start : owned.end].copy_(rows[rank].narrow(0, position, owned.numel))
             results.append(self._shaped(index, flat))
             position += width
         return results
@@ -407,10 +407,10 @@ class ParameterAccess:
             results.append(full)
         return results
 
-    def _ranges(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, length) of each rank's fragment in the parameter."""
+    def _ranges(self, index: int) -> list[Range]:
+        """Return the range of the parameter that each rank owns."""
         layout, slot = self._buffer.layout, self._slot(index)
-        return [layout.range_of(slot, rank) for rank in range(layout.world_size)]
+        return [layout.param_range(slot, rank) for rank in range(layout.world_size)]
 
     def _shaped(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         return flat.as_strided(whole_shape(self._buffer.parameters[index]), self._reducer.strides[index])

@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 ALIGNMENT = (
     32  # elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line
@@ -47,6 +48,17 @@ MIN_AUTO_BUCKET = 4 << 20
 AUTO_BUCKET = 40_000_000
 AUTO_BUCKET_PER_RANK = 1_000_000
 WHOLE_PADDING = 0.2  # of the elements of a bucket of whole parameters, at most where enough are left to fill it
+
+
+class Range(NamedTuple):
+    """Elements ``[start, end)`` of a bucket or of a flattened parameter."""
+
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -91,19 +103,19 @@ class Bucket:
     rows: int = 0
 
     @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
+    def gaps(self) -> tuple[Range, ...]:
         """Ranges that cover all elements of the bucket that belong to no parameter; of a sliced one with padding
         the whole."""
         if self.rows:
             full = sum(slot.numel for slot in self.slots) == self.numel
-            return () if full else ((0, self.numel),)
+            return () if full else (Range(0, self.numel),)
         ranges, position = [], 0
         for slot in self.slots:
             if slot.start > position:
-                ranges.append((position, slot.start))
+                ranges.append(Range(position, slot.start))
             position = slot.end
         if self.numel > position:
-            ranges.append((position, self.numel))
+            ranges.append(Range(position, self.numel))
         return tuple(ranges)
 
 
@@ -219,35 +231,32 @@ class PartitionLayout:
         """Elements of the whole layout, padding included."""
         return sum(bucket.numel for bucket in self.buckets)
 
-    def shard_range(self, bucket: Bucket, rank: int) -> tuple[int, int]:
-        """The part of ``bucket`` that rank ``rank`` owns, as a range in the bucket."""
+    def shard_range(self, bucket: Bucket, rank: int) -> Range:
+        """Return the part of ``bucket`` that rank ``rank`` owns, as a range of the bucket."""
         part = bucket.numel // self.world_size
-        return rank * part, (rank + 1) * part
+        return Range(rank * part, (rank + 1) * part)
 
-    def range_of(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the range that rank ``rank`` owns of a parameter: first element and number of elements, which may be
-        0."""
+    def param_range(self, slot: Slot, rank: int) -> Range:
+        """Return the part of a parameter that rank ``rank`` owns, as a range of the flattened parameter. It may be
+        empty."""
         if slot.part:
             start = min(rank * slot.part, slot.numel)
-            return start, min(slot.part, slot.numel - start)
+            return Range(start, min(start + slot.part, slot.numel))
         low, high = self.shard_range(self.buckets[slot.bucket], rank)
         start, end = max(low, slot.start), min(high, slot.end)
-        return (start - slot.start, end - start) if start < end else (0, 0)
+        return Range(start - slot.start, end - slot.start) if start < end else Range(0, 0)
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """Yield the fragments that rank ``rank`` owns, parameter by parameter, bucket after bucket. Empty parameters
         have no fragment."""
         for bucket in self.buckets:
-            low, high = self.shard_range(bucket, rank)
+            shard = self.shard_range(bucket, rank)
             for slot in bucket.slots:
-                if bucket.rows:
-                    numel = min(slot.part, slot.numel - rank * slot.part)
-                    if numel > 0:
-                        yield Fragment(slot, numel, rank * slot.part, low + slot.start, slot.start)
-                    continue
-                start, end = max(low, slot.start), min(high, slot.end)
-                if start < end:
-                    yield Fragment(slot, end - start, start - slot.start, start, start - low)
+                owned = self.param_range(slot, rank)
+                if owned.numel:
+                    # In a sliced bucket a slot has the same offset in every row, and a row is a shard.
+                    start = shard.start + slot.start if bucket.rows else slot.start + owned.start
+                    yield Fragment(slot, owned.numel, owned.start, start, start - shard.start)
 
     def full_fragments(self) -> Iterator[Fragment]:
         """Fragments of an owner of everything: one per non-empty parameter."""

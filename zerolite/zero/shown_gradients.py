@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerolite.zero.buffer import flattened
-from zerolite.zero.layout import PartitionLayout, Slot
+from zerolite.zero.layout import PartitionLayout, Range, Slot
 from zerolite.zero.stage3.released_parameter import as_plain_tensors, set_grad
 
 Factor = float | torch.Tensor
@@ -153,10 +153,12 @@ class ShownGradients:
             self._shown[index] = self._made[index]
 
     def _spec(self, slot: Slot, parameter: torch.Tensor) -> GradientSpec:
-        start, numel = self._layout.range_of(slot, self._rank) if self._sharded else (0, slot.numel)
+        owned = self._layout.param_range(slot, self._rank) if self._sharded else Range(0, slot.numel)
         shape = getattr(parameter, "ds_shape", parameter.shape)
         strides = self._strides[slot.index]
-        return GradientSpec(slot.name, slot.index, shape, strides, start, numel, self._sharded, self._source)
+        return GradientSpec(
+            slot.name, slot.index, shape, strides, owned.start, owned.numel, self._sharded, self._source
+        )
 
     def put_back(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Let ``p.grad`` be again what the engine has put there."""
