@@ -97,7 +97,6 @@ class Bucket:
 
     index: int
     kind: str
-    start: int  # in the flat index space of the whole layout, a multiple of world_size × alignment
     numel: int
     slots: tuple[Slot, ...]
     rows: int = 0
@@ -129,10 +128,6 @@ class Fragment:
     bucket_start: int  # in the full bucket
     shard_start: int  # in the rank's part of the bucket
 
-    @property
-    def whole(self) -> bool:
-        return self.numel == self.slot.numel
-
 
 @dataclass(frozen=True)
 class PartitionLayout:
@@ -160,7 +155,7 @@ class PartitionLayout:
             )
         groups = _group_by_bucket(specs, world_size, bucket_numel, alignment)
         unit = world_size * alignment
-        buckets, start = [], 0
+        buckets = []
         for index, (kind, members) in enumerate(groups):
             whole = specs[members[0]].whole
             place = _place_whole if whole else _place_in_order
@@ -171,8 +166,7 @@ class PartitionLayout:
             ]
             slots.sort(key=lambda slot: (slot.start, slot.numel))  # empty ones before what begins there
             numel = max(unit, _round_up(numel, unit))
-            buckets.append(Bucket(index, kind, start, numel, tuple(slots)))
-            start += numel
+            buckets.append(Bucket(index, kind, numel, tuple(slots)))
         return cls(world_size, alignment, tuple(buckets))
 
     @classmethod
@@ -189,7 +183,6 @@ class PartitionLayout:
         if world_size < 1:
             raise ValueError(f"PartitionLayout: world_size must be at least 1, got {world_size}")
         buckets: list[Bucket] = []
-        start = 0
         for group in reversed(groups):
             kinds: dict[str, list[int]] = {}
             for index in group:
@@ -202,19 +195,17 @@ class PartitionLayout:
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
                     row += _round_up(part, PART_ALIGNMENT)
                 numel = max(PART_ALIGNMENT, row) * world_size
-                buckets.append(Bucket(len(buckets), kind, start, numel, tuple(slots), rows=world_size))
-                start += numel
+                buckets.append(Bucket(len(buckets), kind, numel, tuple(slots), rows=world_size))
         return cls(world_size, PART_ALIGNMENT, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
         """This layout with the buckets of ``more`` behind its own, whose indices and starts are counted on. What was
         at some place stays there."""
-        slots, buckets, start = len(self.slots), len(self.buckets), self.numel
+        slots, buckets = len(self.slots), len(self.buckets)
         added = tuple(
             replace(
                 bucket,
                 index=bucket.index + buckets,
-                start=bucket.start + start,
                 slots=tuple(replace(s, index=s.index + slots, bucket=s.bucket + buckets) for s in bucket.slots),
             )
             for bucket in more.buckets
