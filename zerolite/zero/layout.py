@@ -1,36 +1,35 @@
 """Partition layout: buckets, slots and shards, in plain integers.
 
-Pure: standard library only. Everything that is flat is indexed by a :class:`PartitionLayout`: compute parameters,
-gradients, master weights and every optimizer state.
+Standard library only. One :class:`PartitionLayout` indexes every flat tensor: compute parameters, gradients, master
+weights and optimizer states. A parameter has a :class:`Slot`, slots fill a :class:`Bucket`, a bucket has one shard per
+rank, and the part of a slot in a shard is a :class:`Fragment`. There are three kinds of buckets.
 
-::
+**Plain** buckets (stages 0 to 2). Slots stand one behind the other; shards cut them anywhere. ::
 
-              bucket 0                          bucket 1
-    |--------------------------------|--------------------------|
-    | slot head.w   | pad | slot n.b | slot blocks.1.w |   pad   |     full, one copy per rank
-    |-------|-------|-------|--------|------|------|------|-----|
-      rank0   rank1   rank2   rank3    r0     r1     r2     r3        shards: part r of every bucket
+           bucket 0                         bucket 1
+    full  |--------------------------------|--------------------------|   on every rank: reduced, gathered
+          | slot head.w | pad | slot n.b   | slot blocks.1.w |   pad  |
+    shard |-------|-------|-------|--------|------|------|------|-----|   on one rank: updated
+            rank 0  rank 1  rank 2  rank 3    r0     r1     r2    r3
 
-The design follows ZeRO (Rajbhandari et al., 2020, section 5); cutting every bucket in world_size equal parts,
-instead of cutting the whole flat model once, makes each bucket one uniform reduce-scatter and one all-gather.
+    fragments of head.w: the whole shard of rank 0, and most of the shard of rank 1
 
-Where parameters themselves are partitioned (stage 3), every rank must hold an equal part of *each parameter*
-(:func:`part_numel`). Then a bucket is *sliced*: it has world_size rows, row r belongs to rank r, and every slot has the
-same place in each row. ::
+Every bucket is cut into world_size equal parts, and not the whole model once (as in ZeRO: Rajbhandari et al., 2020,
+section 5). So a bucket is one uniform reduce-scatter and one all-gather.
 
-          slot a       slot b     the last parts are padded
-    row 0 | a[0:k]   | b[0:m]   |
-    row 1 | a[k:2k]  | b[m:2m]  |      shards: the rows, so ds_tensor is a view of one
-    row 2 | a[2k:] . | b[2m:] . |
+**Sliced** buckets (stage 3). Each rank keeps an equal, aligned part of *each parameter* (:func:`part_numel`). The
+bucket is a table with one row per rank, and a slot is a column: it has the same offset in each row. ::
 
-It still is one reduce-scatter, straight into the shard, and every other range follows the same table.
+          slot a       slot b
+    row 0 | a[0:k]   | b[0:m]   |   shard of rank 0; every ds_tensor is a view of it
+    row 1 | a[k:2k]  | b[m:2m]  |   shard of rank 1
+    row 2 | a[2k:] . | b[2m:] . |   shard of rank 2; the last parts are padded
 
-Where an optimizer needs whole parameters, each slot lies within the part of one rank, which owns all of it. The parts
-are equal, so the bucket travels like any other, and what a rank's parameters leave of its part is padding. ::
+**Whole** buckets, for an optimizer that needs whole parameters. Each slot lies within one shard, so one rank owns the
+parameter. Shards are equal here, too; the space that a rank's parameters leave is padding. ::
 
-    |----------------|----------------|
-    | slot c | slot a| slot b  |  pad |     rank 0 owns c and a, rank 1 owns b
-    |----------------|----------------|
+    shard |-----------------|-----------------|
+    full  | slot c | slot a | slot b    | pad |   rank 0 owns c and a, rank 1 owns b
 """
 
 from __future__ import annotations
@@ -40,14 +39,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-ALIGNMENT = (
-    32  # elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line
-)
-PART_ALIGNMENT = 16  # elements: at least 16 bytes in every dtype; parts of sliced buckets are many and often small
+# Elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line.
+ALIGNMENT = 32
+# Elements: at least 16 bytes in every dtype. Parts of sliced buckets are many and often small.
+PART_ALIGNMENT = 16
+# Elements of a bucket: see auto_bucket_numel.
 MIN_AUTO_BUCKET = 4 << 20
 AUTO_BUCKET = 40_000_000
 AUTO_BUCKET_PER_RANK = 1_000_000
-WHOLE_PADDING = 0.2  # of the elements of a bucket of whole parameters, at most where enough are left to fill it
+# Largest part of a whole bucket that may be padding, if more parameters are left to fill it.
+WHOLE_PADDING = 0.2
 
 
 class Range(NamedTuple):
@@ -63,8 +64,14 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the layout sees it. ``kind`` keeps apart what may not share a bucket (dtypes). ``whole``: one rank
-    owns all of it; the same for all of a kind."""
+    """Input of the layout: one parameter.
+
+    Attributes:
+        name: its qualified name.
+        numel: its elements.
+        kind: parameters of different kinds (dtypes, for example) never share a bucket.
+        whole: one rank owns all of it. The same for all parameters of a kind.
+    """
 
     name: str
     numel: int
@@ -74,16 +81,28 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter: elements ``[start, start + numel)`` of its bucket; in a sliced bucket ``[start,
-    start + part)`` of every row, row r holding elements ``[r × part, (r + 1) × part)`` of the parameter."""
+    """Position of one parameter in its bucket.
+
+    It takes the elements ``[start, start + numel)`` of the bucket. In a sliced bucket it takes ``[start, start +
+    part)`` of every row, and row r has the elements ``[r × part, (r + 1) × part)`` of the parameter.
+
+    Attributes:
+        name: qualified name of the parameter.
+        index: position of the parameter in registration order.
+        bucket: index of the bucket.
+        start: first element in the bucket; in a sliced one, in each row.
+        numel: elements of the parameter.
+        part: ``part_numel(numel, world_size)`` in a sliced bucket, otherwise 0.
+        whole: one rank owns all of it.
+    """
 
     name: str
-    index: int  # position of the parameter in registration order
+    index: int
     bucket: int
     start: int
     numel: int
-    part: int = 0  # part_numel(numel, world_size) in a sliced bucket, otherwise 0
-    whole: bool = False  # within one rank's part of the bucket
+    part: int = 0
+    whole: bool = False
 
     @property
     def end(self) -> int:
@@ -92,8 +111,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of slots that travels in one collective. ``numel`` is a multiple of world_size × alignment; ``rows`` is
-    world_size in a sliced bucket, otherwise 0."""
+    """Slots that are reduced in one collective, and gathered in one.
+
+    Attributes:
+        index: position of the bucket in the layout.
+        kind: kind of its parameters.
+        numel: elements with padding, a multiple of world_size × alignment.
+        slots: in the order of their starts.
+        rows: world_size in a sliced bucket, otherwise 0.
+    """
 
     index: int
     kind: str
@@ -103,8 +129,8 @@ class Bucket:
 
     @cached_property
     def gaps(self) -> tuple[Range, ...]:
-        """Ranges that cover all elements of the bucket that belong to no parameter; of a sliced one with padding
-        the whole."""
+        """Ranges that together contain all padding. A sliced bucket with padding is one such range, because its padding
+        is spread over it."""
         if self.rows:
             full = sum(slot.numel for slot in self.slots) == self.numel
             return () if full else (Range(0, self.numel),)
@@ -120,18 +146,29 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of one parameter that rests on one rank; all ranges are ``[start, start + numel)``."""
+    """The part of one parameter that one rank owns: the same ``numel`` elements in three coordinate systems.
+
+    Attributes:
+        slot: slot of the parameter.
+        numel: elements of the part.
+        param_start: first of them in the flattened parameter.
+        bucket_start: first of them in the full bucket.
+        shard_start: first of them in the rank's shard of the bucket.
+    """
 
     slot: Slot
     numel: int
-    param_start: int  # in the flattened parameter
-    bucket_start: int  # in the full bucket
-    shard_start: int  # in the rank's part of the bucket
+    param_start: int
+    bucket_start: int
+    shard_start: int
 
 
 @dataclass(frozen=True)
 class PartitionLayout:
-    """Slots in buckets, buckets in ``world_size`` equal parts. The same on every rank, by construction."""
+    """Layout of all parameters: buckets of slots, each cut into ``world_size`` equal shards.
+
+    It follows from sizes and config alone, so all ranks have the same. The module's docstring draws it.
+    """
 
     world_size: int
     alignment: int
@@ -141,12 +178,21 @@ class PartitionLayout:
     def build(
         cls, specs: Sequence[ParameterSpec], world_size: int, bucket_numel: int, alignment: int = ALIGNMENT
     ) -> PartitionLayout:
-        """Fill buckets of at most ``bucket_numel`` elements with ``specs`` in reverse registration order.
+        """Lay out plain and whole buckets.
 
-        A parameter larger than ``bucket_numel`` gets a bucket of its own. Whole parameters are dealt out to the ranks,
-        balanced by elements; their buckets are larger, so that padding is a small part of them. Buckets are numbered
-        in the order in which their last slot was filled, which is the order in which backward completes them. Raises
-        ValueError for sizes that make no sense.
+        Parameters fill buckets in reverse registration order, and buckets are numbered by their last slot: backward
+        completes them in this order. A parameter larger than ``bucket_numel`` gets a bucket of its own. Whole
+        parameters are dealt out to the ranks, balanced by elements. Their buckets may be larger, so that padding is a
+        small part of them.
+
+        Args:
+            specs: parameters in registration order.
+            world_size: shards per bucket.
+            bucket_numel: most elements of a bucket.
+            alignment: every slot starts at a multiple of so many elements, and so does every shard.
+
+        Raises:
+            ValueError: a size is below 1.
         """
         if world_size < 1 or alignment < 1 or bucket_numel < 1:
             raise ValueError(
@@ -164,7 +210,7 @@ class PartitionLayout:
                 Slot(specs[i].name, i, index, offset, specs[i].numel, whole=whole)
                 for i, offset in zip(members, offsets, strict=True)
             ]
-            slots.sort(key=lambda slot: (slot.start, slot.numel))  # empty ones before what begins there
+            slots.sort(key=lambda slot: (slot.start, slot.numel))  # an empty slot before the one with the same start
             numel = max(unit, _round_up(numel, unit))
             buckets.append(Bucket(index, kind, numel, tuple(slots)))
         return cls(world_size, alignment, tuple(buckets))
@@ -176,9 +222,15 @@ class PartitionLayout:
         groups: Sequence[Sequence[int]],
         world_size: int,
     ) -> PartitionLayout:
-        """One sliced bucket for every group of parameters (indices into ``specs``, each in one group) and kind.
+        """Lay out sliced buckets: one for each group of parameters and kind, numbered in reverse order of ``groups``.
 
-        Buckets are numbered in reverse order of ``groups``. Raises ValueError for sizes that make no sense.
+        Args:
+            specs: parameters in registration order.
+            groups: indices into ``specs``, each in one group.
+            world_size: rows per bucket.
+
+        Raises:
+            ValueError: ``world_size`` is below 1.
         """
         if world_size < 1:
             raise ValueError(f"PartitionLayout: world_size must be at least 1, got {world_size}")
@@ -199,8 +251,7 @@ class PartitionLayout:
         return cls(world_size, PART_ALIGNMENT, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
-        """This layout with the buckets of ``more`` behind its own, whose indices and starts are counted on. What was
-        at some place stays there."""
+        """Return a layout with the buckets of ``more`` after those of this one. Nothing of this one moves."""
         slots, buckets = len(self.slots), len(self.buckets)
         added = tuple(
             replace(
@@ -238,8 +289,7 @@ class PartitionLayout:
         return Range(start - slot.start, end - slot.start) if start < end else Range(0, 0)
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
-        """Yield the fragments that rank ``rank`` owns, parameter by parameter, bucket after bucket. Empty parameters
-        have no fragment."""
+        """Yield the fragments that rank ``rank`` owns, bucket by bucket. Empty parameters have none."""
         for bucket in self.buckets:
             shard = self.shard_range(bucket, rank)
             for slot in bucket.slots:
@@ -250,7 +300,7 @@ class PartitionLayout:
                     yield Fragment(slot, owned.numel, owned.start, start, start - shard.start)
 
     def full_fragments(self) -> Iterator[Fragment]:
-        """Fragments of an owner of everything: one per non-empty parameter."""
+        """Yield the fragments of a rank that owns everything (stage 0): one for each parameter that is not empty."""
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.numel:
@@ -258,28 +308,29 @@ class PartitionLayout:
 
 
 def part_numel(numel: int, world_size: int) -> int:
-    """Elements of each rank's equal part of a parameter: ceil(numel / world_size), rounded up.
+    """Return the elements of each rank's equal part of a parameter: ceil(numel / world_size), rounded up.
 
-    A gather writes rank r's part at r × part, and NCCL takes its slow path for an address that is no multiple of 16
-    bytes. So the last ranks may own fewer elements of a small parameter than the others, or none. One rank alone
-    has the parameter as it is.
+    A gather writes rank r's part at r × part, and NCCL is slow if an address is no multiple of 16 bytes. Rounding up
+    has a price: the last ranks may own fewer elements of a small parameter than the others, or none. With one rank
+    nothing is rounded.
     """
     return numel if world_size == 1 else _round_up(-(-numel // world_size), PART_ALIGNMENT)
 
 
 def auto_bucket_numel(total_numel: int, world_size: int) -> int:
-    """Return the elements per bucket when the config names none, for ``total_numel`` elements over ``world_size`` data
-    ranks: 40 M, or 1 M for each rank if that is more (Megatron's rule), but at most an eighth of the model, and at
-    least 4 Mi.
+    """Return the elements per bucket if the config names none. All ranks must get the same number, so it follows from
+    two numbers that they share.
 
-    A ring sends a bucket in ``world_size`` parts, and parts below about a million elements are bound by latency.
+    - 40 M elements, or 1 M for each rank if that is more (Megatron's rule): a ring sends a bucket in ``world_size``
+      parts, and parts below about a million elements are bound by latency.
+    - At most an eighth of the model, so that the first reduction starts early and the last one is short. It bounds
+      memory, too: up to three buckets exist at once (one fills, two are reduced), which in fp32 are 1.5 bytes per
+      element of the model. Its 16-bit parameters take 2 on every rank at stages 0 to 2.
+    - At least 4 Mi: smaller buckets cost more in launches than they hide.
 
-    The eighth keeps the first reduction early and the last one short, and bounds memory: up to three buckets exist at
-    once (one fills, two travel). In fp32 they take at most 1.5 bytes per element of the model, less than the 2 bytes
-    that its 16-bit parameters take on every rank at stages 0 to 2. The size follows from the model and the number of
-    ranks alone, because all ranks must cut alike.
-
-    Buckets below 16 MB of fp32 cost more in launches than they hide.
+    Args:
+        total_numel: elements of the model.
+        world_size: data-parallel ranks.
     """
     wanted = max(AUTO_BUCKET, AUTO_BUCKET_PER_RANK * world_size)
     return max(MIN_AUTO_BUCKET, min(wanted, total_numel // 8))
@@ -292,14 +343,14 @@ def _round_up(value: int, unit: int) -> int:
 def _group_by_bucket(
     specs: Sequence[ParameterSpec], world_size: int, bucket_numel: int, alignment: int
 ) -> list[tuple[str, list[int]]]:
-    """``(kind, parameter indices)`` per bucket, ordered by the position of each bucket's last member."""
+    """Return ``(kind, parameter indices)`` of each bucket, ordered by the position of each bucket's last member."""
     kinds: dict[str, list[int]] = {}
     for index in reversed(range(len(specs))):
         kinds.setdefault(specs[index].kind, []).append(index)
     found: list[tuple[str, list[int]]] = []
     for kind, indices in kinds.items():
         groups: list[list[int]] = []
-        size = 0  # of the last group, with what aligns its members
+        size = 0  # elements of the last group, with the padding between its members
         for index in indices:
             full = size + specs[index].numel > bucket_numel
             if not groups or (full and not _is_sparse(groups[-1], specs, world_size, alignment)):
@@ -307,7 +358,7 @@ def _group_by_bucket(
                 size = 0
             groups[-1].append(index)
             size += _round_up(specs[index].numel, alignment)
-        # What leaves the last bucket sparse goes with the parameters before it.
+        # If the last bucket is too sparse, its members join the bucket before it.
         while len(groups) > 1 and _is_sparse(groups[-1], specs, world_size, alignment):
             last = groups.pop()
             groups[-1] += last
@@ -316,16 +367,17 @@ def _group_by_bucket(
 
 
 def _is_sparse(group: Sequence[int], specs: Sequence[ParameterSpec], world_size: int, alignment: int) -> bool:
-    """Return whether more than :data:`WHOLE_PADDING` of a bucket of these whole parameters would be padding."""
+    """Return True if more than :data:`WHOLE_PADDING` of a bucket of these whole parameters would be padding."""
     if not specs[group[0]].whole:
         return False
     numels = [specs[index].numel for index in group]
     most = sum(numels) / (1 - WHOLE_PADDING)
+    # The first test is a cheap lower bound of the second: a shard is at least as long as the largest parameter.
     return world_size * max(numels) > most or _place_whole(numels, world_size, alignment)[1] > most
 
 
 def _place_in_order(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
-    """The start of each of several parameters in a bucket, one behind the other, and the end of the last."""
+    """Return the start of each parameter, one behind the other, and the end of the last."""
     starts, end = [], 0
     for numel in numels:
         starts.append(_round_up(end, alignment))
@@ -334,8 +386,11 @@ def _place_in_order(numels: Sequence[int], world_size: int, alignment: int) -> t
 
 
 def _place_whole(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
-    """The start of each of several parameters that one rank owns each, and the end of the last. The largest are placed
-    first, each on the rank that has the least. Equal buckets are dealt out alike."""
+    """Return the start of each parameter, each within one shard, and the end of the last shard.
+
+    Greedy: the largest parameter first, each to the rank that has the least. It is deterministic, so equal buckets are
+    dealt out alike.
+    """
     loads = [0] * world_size
     places: dict[int, tuple[int, int]] = {}
     for member in sorted(range(len(numels)), key=lambda member: -numels[member]):
