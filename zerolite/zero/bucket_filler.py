@@ -12,10 +12,10 @@ from zerolite.zero.layout import Bucket, Slot
 _SMALL = 512  # elements of a parameter; sliced buckets whose parameters have fewer on average are filled in one call
 _LARGEST = 1 << 20  # elements of such a bucket, of which each costs four bytes here
 _SMALL_SLOT = 2048  # elements of a slot whose copy costs more in the call than in the bytes
-_RUN = 1 << 16  # elements of a run, which stay in a CPU's cache while they are moved
+_SEGMENT_NUMEL = 1 << 16  # elements of a segment, which stay in a CPU's cache while they are moved
 
 
-class Held:
+class GradientHolder:
     """Gradients of one bucket that have come and are not moved yet.
 
     While it is open, the hooks of its parameters put gradients here and do nothing else. A model has thousands of small
@@ -23,7 +23,7 @@ class Held:
 
     Attributes:
         gradients: by index of the parameter. Those behind the first ``counted`` are counted when it is closed.
-        shown: what p.grad shows of them, by index of the parameter; None before that is known.
+        placeholders: what p.grad shows of them, by index of the parameter; None before that is known.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -32,13 +32,13 @@ class Held:
         self.bucket = slots[0].bucket
         self.gradients: dict[int, torch.Tensor] = {}
         self.open, self.counted = False, 0
-        self.shown: Mapping[int, torch.Tensor] | None = None
+        self.placeholders: Mapping[int, torch.Tensor] | None = None
 
-    def show(self, shown: Mapping[int, torch.Tensor] | None) -> None:
+    def set_placeholders(self, placeholders: Mapping[int, torch.Tensor] | None) -> None:
         """Let ``p.grad`` show these."""
-        self.shown = shown
+        self.placeholders = placeholders
 
-    def take_all(self) -> dict[int, torch.Tensor]:
+    def pop_all(self) -> dict[int, torch.Tensor]:
         """Return the gradients that are held, and hold none."""
         held, self.gradients = self.gradients, {}
         return held
@@ -53,12 +53,12 @@ class Held:
         return list(self.gradients)[self.counted :]
 
 
-class Run(Held):
+class Segment(GradientHolder):
     """Neighbouring small slots of a flat bucket. Their gradients are held until all are there, and then copied into the
     bucket in one call: copying a bias of 1,000 elements by itself costs more in the call than in the bytes."""
 
     def __init__(self, slots: Sequence[Slot], high: int) -> None:
-        """high: where the run ends in its bucket; what lies between its slots and behind the last belongs to it."""
+        """high: where the segment ends in its bucket; what lies between its slots and behind the last belongs to it."""
         super().__init__(slots)
         self.low, self.high = slots[0].start, high
         self._slots = tuple(slots)
@@ -67,9 +67,9 @@ class Run(Held):
         self._gaps = [end - slot.end for slot, end in zip(slots, ends, strict=True)]
         self._padding: dict[torch.dtype, list[torch.Tensor]] = {}
 
-    def take(self) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """The gradients that are held, which are let go, and the run's elements made of them: [high - low], zeros where
-        there is none."""
+    def pop_flattened(self) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """Return the gradients, which are held no longer, and the segment's elements made of them: [high - low], zeros
+        where there is no gradient."""
         held, self.gradients = self.gradients, {}
         some = next(iter(held.values()))
         # Gradients that are missing, and the padding between slots, become zeros: the whole range is then one tensor,
@@ -85,9 +85,9 @@ class Run(Held):
         return held, torch._C._nn.flatten_dense_tensors(gradients)
 
 
-def runs_of(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Run]:
-    """The runs of a flat bucket; slots that are in none are moved by themselves. strides: of all parameters."""
-    runs: list[Run] = []
+def plan_segments(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Segment]:
+    """The segments of a flat bucket; slots that are in none are moved by themselves. strides: of all parameters."""
+    segments: list[Segment] = []
     members: list[Slot] = []
     ends = [*(slot.start for slot in bucket.slots[1:]), bucket.numel]
     for slot, end in zip(bucket.slots, ends, strict=True):
@@ -96,11 +96,11 @@ def runs_of(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Run]:
             members.append(slot)
         wide = end - slot.end > _SMALL_SLOT  # padding that is not worth moving
         end = slot.end if wide else end
-        if members and (not joins or wide or slot is bucket.slots[-1] or end - members[0].start >= _RUN):
+        if members and (not joins or wide or slot is bucket.slots[-1] or end - members[0].start >= _SEGMENT_NUMEL):
             if len(members) > 1:
-                runs.append(Run(members, end if joins else slot.start))
+                segments.append(Segment(members, end if joins else slot.start))
             members = []
-    return runs
+    return segments
 
 
 def many_small(bucket: Bucket) -> bool:
@@ -124,8 +124,8 @@ class BucketFiller:
         position = 0
         for slot in bucket.slots:
             values = torch.arange(position, position + slot.numel, dtype=torch.int32)
-            for place, part in destinations(source, bucket, slot, values, (1,)):
-                place.copy_(part)
+            for target, part in destinations(source, bucket, slot, values, (1,)):
+                target.copy_(part)
             position += slot.numel
         self._source = source.to(device)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerolite.utils.memory_tags import listeners
-from zerolite.zero.bucket_filler import Held, Run
+from zerolite.zero.bucket_filler import GradientHolder, Segment
 from zerolite.zero.bucket_memory import Backward, ReductionOptions
 from zerolite.zero.gradient_bucket import BucketState, GradientBucket
 from zerolite.zero.layout import PartitionLayout, Slot
@@ -130,7 +130,7 @@ class GradientArrivals:
         self.used: set[int] = set()
         self.handles: list[Any] = []
         self._hook_sums = HookSums()
-        self._hooked: list[Held | None] = []  # by index of the parameter: where its hook may put a gradient
+        self._holders: list[GradientHolder | None] = []  # by index of the parameter: where its hook may put a gradient
         self._some_open = False  # hooks hold gradients that have not been counted
         self._seen_gradient = False  # in this backward
         self._fires: list[int] = []  # contributions of each parameter in this backward
@@ -151,7 +151,7 @@ class GradientArrivals:
         self._slots, self.parameters, self._buckets = layout.slots, list(parameters), buckets
         self.shown.use(layout, strides)
         more = len(self.parameters) - len(self._expected)
-        self._hooked = [buckets[slot.bucket].run_of(slot.index) for slot in layout.slots]
+        self._holders = [buckets[slot.bucket].holder_of(slot.index) for slot in layout.slots]
         self._expected += [1] * more
         self._fires += [0] * more
         self.learned = False  # of the new ones nothing is known
@@ -216,7 +216,7 @@ class GradientArrivals:
             self._fires[slot.index] += 1
             self._reducer.on_gradient(bucket)
         if first:
-            self._open_runs()
+            self._open_holders()
 
     def _take_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the gradient in ``parameter.grad``, the first of a backward, or added to what the engine shows
@@ -239,9 +239,9 @@ class GradientArrivals:
         return gradient
 
     def _accept(self, slot: Slot, bucket: GradientBucket, gradient: torch.Tensor) -> None:
-        hooked, backward = self._hooked[slot.index], self._backward
-        if hooked is not None and hooked.open:
-            self._close(bucket, hooked)
+        holder, backward = self._holders[slot.index], self._backward
+        if holder is not None and holder.open:
+            self._close(bucket, holder)
         if bucket.state is not BucketState.OPEN:
             self._reducer.on_late_gradient(bucket, slot)
         if slot.index in bucket.held.gradients:  # what is held is moved, all of it
@@ -257,28 +257,30 @@ class GradientArrivals:
 
     # ---------------------------------------------------------------- gradients that hooks hold
 
-    def _open_runs(self) -> None:
+    def _open_holders(self) -> None:
         """Let the hooks of small parameters hold gradients with the least Python, where nothing looks at each."""
         backward = self._backward
-        # Held gradients are looked at by nothing before their run is complete: not by a check that names the parameter,
-        # not by a count of memory, and not by create_graph, which must detach each.
+        # Held gradients are looked at by nothing before their holder is complete: not by a check that names the
+        # parameter, not by a count of memory, and not by create_graph, which must detach each.
         if backward.void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
         by_group = backward.launches_by_group and not backward.learning  # no gradient launches anything
         for bucket in self._buckets:
-            for run in bucket.runs_to_open(by_group):
-                if run.shown is None:
-                    run.show(self.shown.made(run.indices))
-                if run.shown is not None and self._hook_sums.users.isdisjoint(run.indices):
-                    run.begin()
+            for holder in bucket.holders_to_open(by_group):
+                if holder.placeholders is None:
+                    holder.set_placeholders(self.shown.made(holder.indices))
+                if holder.placeholders is not None and self._hook_sums.users.isdisjoint(holder.indices):
+                    holder.begin()
                     self._some_open = True
 
-    def _complete_run(self, run: Held) -> None:
-        """The hooks of ``run`` have held the last of its gradients."""
-        bucket = self._buckets[run.bucket]
-        self._close(bucket, run)
-        if isinstance(run, Run):  # others are moved when the bucket is launched, at the end of a group's backward
-            bucket.put_run(run, self._backward.factor)
+    def _complete_holder(self, holder: GradientHolder) -> None:
+        """The hooks of ``holder`` have held the last of its gradients."""
+        bucket = self._buckets[holder.bucket]
+        self._close(bucket, holder)
+        if isinstance(
+            holder, Segment
+        ):  # others are moved when the bucket is launched, at the end of a group's backward
+            bucket.put_segment(holder, self._backward.factor)
             self._reducer.on_gradient(bucket)
 
     def close_all(self) -> None:
@@ -289,12 +291,12 @@ class GradientArrivals:
 
     def close(self, bucket: GradientBucket) -> None:
         """Count what hooks hold of a bucket, and let every further gradient be counted when it comes."""
-        for run in bucket.runs:
-            if run.open:
-                self._close(bucket, run)
+        for holder in bucket.holders:
+            if holder.open:
+                self._close(bucket, holder)
 
-    def _close(self, bucket: GradientBucket, run: Held) -> None:
-        held = bucket.close_run(run)
+    def _close(self, bucket: GradientBucket, holder: GradientHolder) -> None:
+        held = bucket.close_holder(holder)
         self.used.update(held)
         self.shown.note(held)
         for index in held:
@@ -355,8 +357,8 @@ class GradientArrivals:
         """The accumulation's gradients were consumed or are not wanted."""
         if self.shown.retire(self.parameters):
             for bucket in self._buckets:
-                for run in bucket.runs:
-                    run.show(None)  # asked for anew
+                for holder in bucket.holders:
+                    holder.set_placeholders(None)  # asked for anew
         if self._hook_sums.users:
             self._hook_sums.clear()
         self.used.clear()
@@ -370,14 +372,14 @@ def _make_hook(known: weakref.ref[GradientArrivals], slot: Slot) -> Callable[[to
         arrivals = known()
         if arrivals is None:
             return
-        run = arrivals._hooked[index]
-        if run is not None and run.open and index not in run.gradients:
+        holder = arrivals._holders[index]
+        if holder is not None and holder.open and index not in holder.gradients:
             gradient = parameter.grad
             if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
-                run.gradients[index] = gradient
-                parameter.grad = run.shown[index]  # type: ignore[index]
-                if len(run.gradients) == run.count:
-                    arrivals._complete_run(run)
+                holder.gradients[index] = gradient
+                parameter.grad = holder.placeholders[index]  # type: ignore[index]
+                if len(holder.gradients) == holder.count:
+                    arrivals._complete_holder(holder)
                 return
         arrivals._take(slot, parameter)
 

@@ -12,7 +12,7 @@ from zerolite.comm import Pending
 from zerolite.utils.accelerator import address
 from zerolite.utils.dtypes import HALF
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
-from zerolite.zero.bucket_filler import BucketFiller, Held, Run, many_small, runs_of
+from zerolite.zero.bucket_filler import BucketFiller, GradientHolder, Segment, many_small, plan_segments
 from zerolite.zero.bucket_memory import BucketDtypes, BucketMemory
 from zerolite.zero.buffer import destinations, zero_slot
 from zerolite.zero.layout import Bucket, Slot
@@ -34,8 +34,8 @@ class GradientBucket:
     Attributes:
         local: this rank's sum that no reduction has seen yet, the full bucket; None before a gradient is moved.
         written: indices of the parameters that ``local`` holds something of.
-        held: gradients that have come and are not moved yet, but those of runs.
-        runs: where hooks may put gradients without counting each: of neighbouring small slots, which are moved
+        held: gradients that have come and are not moved yet, without those of segments.
+        holders: where hooks may put gradients without counting each: of neighbouring small slots, which are moved
             together, in a flat bucket; ``held`` itself in a sliced one.
         missing: contributions that the backward under way still waits for.
         expected: contributions that come in every backward.
@@ -68,12 +68,12 @@ class GradientBucket:
         self._filler = BucketFiller(bucket, strides, self.device) if many_small(bucket) else None
         filled = [slot for slot in bucket.slots if slot.numel]
         self._filled = len(filled)
-        self._runs = [] if bucket.rows else runs_of(bucket, strides)
-        self._run_of = {index: run for run in self._runs for index in run.indices}
-        self.held = Held(filled or bucket.slots)
-        self.runs: Sequence[Held] = [self.held] if bucket.rows and filled else self._runs
-        # Ranges of no parameter, which are zeros; those in a run are written with it.
-        ends, begins = [0, *(run.high for run in self._runs)], [run.low for run in self._runs]
+        self._segments = [] if bucket.rows else plan_segments(bucket, strides)
+        self._segment_of = {index: segment for segment in self._segments for index in segment.indices}
+        self.held = GradientHolder(filled or bucket.slots)
+        self.holders: Sequence[GradientHolder] = [self.held] if bucket.rows and filled else self._segments
+        # Ranges of no parameter, which are zeros; those in a segment are written with it.
+        ends, begins = [0, *(segment.high for segment in self._segments)], [segment.low for segment in self._segments]
         self._gaps = [gap for gap in bucket.gaps if gap[0] >= ends[bisect.bisect(begins, gap[0])]]
         self.local: torch.Tensor | None = None
         self.written: set[int] = set()
@@ -87,10 +87,10 @@ class GradientBucket:
         if self._offloaded is not None:  # a disk that is full shows at once
             self._offloaded.stored(bucket.index, bucket.numel // memory.comm.world_size, self.mean_dtype)
 
-    def run_of(self, index: int) -> Held | None:
+    def holder_of(self, index: int) -> GradientHolder | None:
         """Return where the hook of a parameter may put its gradient, if there is such a place."""
         if not self.bucket.rows:
-            return self._run_of.get(index)
+            return self._segment_of.get(index)
         return self.held if index in self.held.indices else None
 
     # ---------------------------------------------------------------- a backward
@@ -127,13 +127,13 @@ class GradientBucket:
             tag: memory is being counted.
         """
         self.missing -= 1
-        index, run = slot.index, self._run_of.get(slot.index)
-        if run is not None:
-            if index in run.gradients:
-                self.put_run(run, factor)
-            run.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
-            if len(run.gradients) == run.count:
-                self.put_run(run, factor)
+        index, segment = slot.index, self._segment_of.get(slot.index)
+        if segment is not None:
+            if index in segment.gradients:
+                self.put_segment(segment, factor)
+            segment.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
+            if len(segment.gradients) == segment.count:
+                self.put_segment(segment, factor)
         elif (at_once and self._filler is None) or self.local is not None:
             self.put(slot, gradient, factor)
         elif index in self.held.gradients:
@@ -142,33 +142,33 @@ class GradientBucket:
         else:
             self.held.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
 
-    def runs_to_open(self, by_group: bool) -> Sequence[Held]:
-        """Return the runs in which hooks may hold gradients now. by_group: no gradient launches anything, so that
+    def holders_to_open(self, by_group: bool) -> Sequence[GradientHolder]:
+        """Return the holders in which hooks may hold gradients now. by_group: no gradient launches anything, so that
         a whole bucket may be held until its group's backward ends."""
         if self.bucket.rows and not (by_group and self.local is None and self.state is BucketState.OPEN):
             return ()
-        return self.runs
+        return self.holders
 
-    def close_run(self, run: Held) -> list[int]:
-        """Let no hook put gradients in ``run``; return the parameters whose gradients have not been counted before."""
-        held = run.end()
+    def close_holder(self, holder: GradientHolder) -> list[int]:
+        """Let no hook put gradients in ``holder``. Return the parameters whose gradients have not been counted."""
+        held = holder.end()
         self.missing -= len(held)
         return held
 
-    def put_run(self, run: Run, factor: float) -> None:
-        """Move the gradients that a run holds into ``local``, all in one call."""
-        held, joined = run.take()
+    def put_segment(self, segment: Segment, factor: float) -> None:
+        """Move the gradients that a segment holds into ``local``, all in one call."""
+        held, joined = segment.pop_flattened()
         local = self._open_local(joined) if self.local is None else self.local
-        place, written = local[run.low : run.high], self.written & run.indices
-        # One call writes all of the run, zeros too. That is right if nothing of it is there yet, or if all that comes
-        # is added to what is there; a mixture is moved slot by slot.
+        target, written = local[segment.low : segment.high], self.written & segment.indices
+        # One call writes the whole segment, zeros too. That is right if nothing of it is there yet, or if all that
+        # comes is added to what is there; a mixture is moved slot by slot.
         if not written:
             if factor != 1.0:
-                torch.mul(joined, factor, out=place)
+                torch.mul(joined, factor, out=target)
             else:
-                place.copy_(joined)
+                target.copy_(joined)
         elif written >= held.keys():
-            self._widen()[run.low : run.high].add_(joined, alpha=factor)
+            self._widen()[segment.low : segment.high].add_(joined, alpha=factor)
         else:
             for index, gradient in held.items():
                 self.put(self._slots[index], gradient, factor)
@@ -180,32 +180,32 @@ class GradientBucket:
         first = slot.index not in self.written
         if not first:
             local = self._widen()
-        for place, values in destinations(local, self.bucket, slot, gradient, self._strides[slot.index]):
+        for target, values in destinations(local, self.bucket, slot, gradient, self._strides[slot.index]):
             if not first:
-                place.add_(values, alpha=factor)
+                target.add_(values, alpha=factor)
             elif factor != 1.0:
-                torch.mul(values, factor, out=place)
+                torch.mul(values, factor, out=target)
             else:
-                place.copy_(values)
+                target.copy_(values)
         self.written.add(slot.index)
 
     def add(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
         """Add a gradient as :meth:`put` does, between two backwards."""
-        run = self._run_of.get(slot.index)
-        if run is not None:  # its other gradients may never come, and the run is sent as a whole
+        segment = self._segment_of.get(slot.index)
+        if segment is not None:  # its other gradients may never come, and the segment is sent as a whole
             local = self._open_local(gradient) if self.local is None else self.local
-            if self.written.isdisjoint(run.indices):
-                local[run.low : run.high].zero_()
+            if self.written.isdisjoint(segment.indices):
+                local[segment.low : segment.high].zero_()
         self.put(slot, gradient, factor)
 
     def put_held(self, factor: float) -> None:
         """Move what is held into ``local``, where none of it is yet: in one call if that is possible."""
-        for run in self._runs:
-            if run.gradients:
-                self.put_run(run, factor)
+        for segment in self._segments:
+            if segment.gradients:
+                self.put_segment(segment, factor)
         if not self.held.gradients:
             return
-        held = self.held.take_all()
+        held = self.held.pop_all()
         if self.local is None and self._filler is not None and self._fill(held, factor):
             return
         for index in sorted(held):
@@ -257,20 +257,20 @@ class GradientBucket:
             zeros = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.device)
             return tag_memory(zeros, self._memory.item())
         if len(self.written) < self._filled:
-            for run in self._runs:  # those that are moved have zeros where no gradient came
-                if self.written.isdisjoint(run.indices):
-                    self.local[run.low : run.high].zero_()
+            for segment in self._segments:  # those that are moved have zeros where no gradient came
+                if self.written.isdisjoint(segment.indices):
+                    self.local[segment.low : segment.high].zero_()
             for slot in self.bucket.slots:
-                if slot.numel and slot.index not in self._run_of and slot.index not in self.written:
+                if slot.numel and slot.index not in self._segment_of and slot.index not in self.written:
                     zero_slot(self.local, self.bucket, slot)
         return self.local
 
     def drop(self, slot: Slot) -> None:
         """Forget what has come of a parameter's gradient and no reduction has seen."""
         self.held.gradients.pop(slot.index, None)
-        run = self._run_of.get(slot.index)
-        if run is not None:
-            run.gradients.pop(slot.index, None)
+        segment = self._segment_of.get(slot.index)
+        if segment is not None:
+            segment.gradients.pop(slot.index, None)
         if self.local is not None and slot.index in self.written:
             zero_slot(self.local, self.bucket, slot)
 
@@ -353,8 +353,8 @@ class GradientBucket:
         self.local, self._staged = None, False
         self.written.clear()
         self.held.gradients.clear()
-        for run in self._runs:
-            run.gradients.clear()
+        for segment in self._segments:
+            segment.gradients.clear()
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are kept here now, with their items."""
@@ -365,7 +365,7 @@ class GradientBucket:
             yield (BUCKETS if self._staged else item), self.local
         if self._sent is not None:
             yield self._sent_item, self._sent
-        for held in (self.held, *self._runs):
+        for held in (self.held, *self._segments):
             yield from ((item, gradient) for gradient in held.gradients.values())
         if self.pending is not None:
             yield from ((BUCKETS, tensor) for tensor in self.pending.memory())
