@@ -227,13 +227,13 @@ def test_what_rank_0_does_not_use_is_reduced_last() -> None:
 def test_a_bucket_is_filled_before_a_reduction_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = Simulated(0, 4)
     engine = make_engine(comm, stack(), 2, zero={"contiguous_gradients": False})
-    complete = GradientBucket.complete
+    prepare_launch = GradientBucket.prepare_launch
 
     def watched(self: GradientBucket, factor: float) -> torch.Tensor:
         comm.log.append(("fill", self.bucket.index))
-        return complete(self, factor)
+        return prepare_launch(self, factor)
 
-    monkeypatch.setattr(GradientBucket, "complete", watched)
+    monkeypatch.setattr(GradientBucket, "prepare_launch", watched)
     train(engine)
     for bucket in range(2, 8):
         order = [

@@ -172,7 +172,7 @@ class GradReducer:
     def _move_held(self) -> None:
         for bucket in self._buckets:
             self.arrivals.close(bucket)
-            bucket.put_held(self.current.factor)
+            bucket.copy_in_held(self.current.factor)
 
     def end_backward(self, complete: bool = True) -> None:
         """End a backward: launch the remaining buckets, so that all ranks have launched the same collectives.
@@ -251,7 +251,7 @@ class GradReducer:
             if self._plan is None:
                 raise error
             self._late_error = self._late_error or error
-        bucket.note_late()
+        bucket.mark_late()
 
     @property
     def _late_possible(self) -> bool:
@@ -324,7 +324,7 @@ class GradReducer:
         its copies overlap with them."""
         options = self._options
         self.arrivals.close(bucket)  # a gradient that comes from here on is late: its hook must run
-        local = bucket.complete(self.current.factor)
+        local = bucket.prepare_launch(self.current.factor)
         if options.sum_buckets:
             # bf16 has the range of fp32, and on the CPU a sum of another dtype would first copy the bucket.
             self.bucket_sums.append(local.sum(dtype=torch.float32 if local.dtype == torch.float16 else None))
@@ -334,7 +334,7 @@ class GradReducer:
         unbound = bucket.travels_in_place and not bucket.is_offloaded
         most = len(self._buckets) if unbound else 1 if bucket.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
-            self._in_flight.pop(0).receive()
+            self._in_flight.pop(0).finish_reduction()
         bucket.launch(local)
         self._in_flight.append(bucket)
         if not options.overlap:
@@ -342,7 +342,7 @@ class GradReducer:
 
     def _wait_for_all(self) -> None:
         while self._in_flight:
-            self._in_flight.pop(0).receive()
+            self._in_flight.pop(0).finish_reduction()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -458,7 +458,7 @@ class GradReducer:
         self.used.add(index)
         if not slot.numel:
             return
-        self._buckets[slot.bucket].add(slot, gradient, self._options.arrival_factor)
+        self._buckets[slot.bucket].add_between_backwards(slot, gradient, self._options.arrival_factor)
 
     def release(self, bucket: int) -> None:
         """Drop the mean gradient of a bucket after its use."""

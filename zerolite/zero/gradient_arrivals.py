@@ -250,10 +250,10 @@ class GradientArrivals:
         # is filled in one call when its group's backward ends.
         at_once = self._options.copy_on_arrival and not backward.launches_by_group
         if not torch.is_grad_enabled():
-            bucket.accept(slot, gradient, at_once, backward.factor, tag=bool(listeners))
+            bucket.accumulate(slot, gradient, at_once, backward.factor, tag=bool(listeners))
             return
         with torch.no_grad():  # a backward with create_graph
-            bucket.accept(slot, gradient.detach(), at_once, backward.factor, tag=bool(listeners))
+            bucket.accumulate(slot, gradient.detach(), at_once, backward.factor, tag=bool(listeners))
 
     # ---------------------------------------------------------------- gradients that hooks hold
 
@@ -280,7 +280,7 @@ class GradientArrivals:
         if isinstance(
             holder, Segment
         ):  # others are moved when the bucket is launched, at the end of a group's backward
-            bucket.put_segment(holder, self._backward.factor)
+            bucket.copy_in_segment(holder, self._backward.factor)
             self._reducer.on_gradient(bucket)
 
     def close_all(self) -> None:

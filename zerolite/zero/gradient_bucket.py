@@ -29,7 +29,7 @@ class BucketState(enum.Enum):
 class GradientBucket:
     """See the module. No other object writes its fields.
 
-        hooks ─▶ held ─▶ local ─ launch ─▶ pending ─ receive ─▶ reduced
+        hooks ─▶ held ─▶ local ─ launch ─▶ pending ─ finish_reduction ─▶ reduced
 
     Attributes:
         local: this rank's sum that no reduction has seen yet, the full bucket; None before a gradient is moved.
@@ -108,18 +108,18 @@ class GradientBucket:
     def expect(self, contributions: int) -> None:
         self.expected = contributions
 
-    def note_late(self) -> None:
+    def mark_late(self) -> None:
         """A gradient has come after the launch of this backward."""
         assert self.state is not BucketState.OPEN
         self.state = BucketState.LATE
 
     def count(self, contributions: int) -> None:
-        """Count contributions that have come and were not given to :meth:`accept`."""
+        """Count contributions that have come and were not given to :meth:`accumulate`."""
         self.missing -= contributions
 
     # ---------------------------------------------------------------- gradients into `local`
 
-    def accept(self, slot: Slot, gradient: torch.Tensor, at_once: bool, factor: float, tag: bool) -> None:
+    def accumulate(self, slot: Slot, gradient: torch.Tensor, at_once: bool, factor: float, tag: bool) -> None:
         """Take a contribution: move it, or hold it until it is moved with others.
 
         Args:
@@ -130,15 +130,15 @@ class GradientBucket:
         index, segment = slot.index, self._segment_of.get(slot.index)
         if segment is not None:
             if index in segment.gradients:
-                self.put_segment(segment, factor)
+                self.copy_in_segment(segment, factor)
             segment.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
             if len(segment.gradients) == segment.count:
-                self.put_segment(segment, factor)
+                self.copy_in_segment(segment, factor)
         elif (at_once and self._filler is None) or self.local is not None:
-            self.put(slot, gradient, factor)
+            self.copy_in(slot, gradient, factor)
         elif index in self.held.gradients:
-            self.put_held(factor)
-            self.put(slot, gradient, factor)
+            self.copy_in_held(factor)
+            self.copy_in(slot, gradient, factor)
         else:
             self.held.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
 
@@ -155,7 +155,7 @@ class GradientBucket:
         self.missing -= len(held)
         return held
 
-    def put_segment(self, segment: Segment, factor: float) -> None:
+    def copy_in_segment(self, segment: Segment, factor: float) -> None:
         """Move the gradients that a segment holds into ``local``, all in one call."""
         held, joined = segment.pop_flattened()
         local = self._open_local(joined) if self.local is None else self.local
@@ -171,10 +171,10 @@ class GradientBucket:
             self._widen()[segment.low : segment.high].add_(joined, alpha=factor)
         else:
             for index, gradient in held.items():
-                self.put(self._slots[index], gradient, factor)
+                self.copy_in(self._slots[index], gradient, factor)
         self.written.update(held)
 
-    def put(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
+    def copy_in(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
         """Copy the first gradient of a slot into ``local``, times ``factor``; add later ones, in accumulate_dtype."""
         local = self._open_local(gradient) if self.local is None else self.local
         first = slot.index not in self.written
@@ -189,27 +189,27 @@ class GradientBucket:
                 target.copy_(values)
         self.written.add(slot.index)
 
-    def add(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
-        """Add a gradient as :meth:`put` does, between two backwards."""
+    def add_between_backwards(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
+        """Add a gradient as :meth:`copy_in` does, between two backwards."""
         segment = self._segment_of.get(slot.index)
         if segment is not None:  # its other gradients may never come, and the segment is sent as a whole
             local = self._open_local(gradient) if self.local is None else self.local
             if self.written.isdisjoint(segment.indices):
                 local[segment.low : segment.high].zero_()
-        self.put(slot, gradient, factor)
+        self.copy_in(slot, gradient, factor)
 
-    def put_held(self, factor: float) -> None:
+    def copy_in_held(self, factor: float) -> None:
         """Move what is held into ``local``, where none of it is yet: in one call if that is possible."""
         for segment in self._segments:
             if segment.gradients:
-                self.put_segment(segment, factor)
+                self.copy_in_segment(segment, factor)
         if not self.held.gradients:
             return
         held = self.held.pop_all()
         if self.local is None and self._filler is not None and self._fill(held, factor):
             return
         for index in sorted(held):
-            self.put(self._slots[index], held[index], factor)
+            self.copy_in(self._slots[index], held[index], factor)
 
     def _fill(self, held: dict[int, torch.Tensor], factor: float) -> bool:
         assert self._filler is not None
@@ -245,12 +245,12 @@ class GradientBucket:
             self.local, self._staged = local, _ = tag_memory(local.to(dtype), self._memory.item()), False
         return local
 
-    def complete(self, factor: float) -> torch.Tensor:
+    def prepare_launch(self, factor: float) -> torch.Tensor:
         """Move what is held, and return ``local``, which is launched next, with zeros where no gradient came: every
         rank sends every bucket, whatever its own graph has used."""
         self._launching = True
         try:
-            self.put_held(factor)
+            self.copy_in_held(factor)
         finally:
             self._launching = False
         if self.local is None:
@@ -277,7 +277,7 @@ class GradientBucket:
     # ---------------------------------------------------------------- the reduction
 
     def launch(self, local: torch.Tensor) -> None:
-        """Launch the reduction of what :meth:`complete` has returned."""
+        """Launch the reduction of what :meth:`prepare_launch` has returned."""
         assert self.pending is None, "a bucket has one reduction under way"
         options, comm, key = self._memory.options, self._memory.comm, self.bucket.index + 1
         if local.dtype != self._sent_dtype:
@@ -299,7 +299,7 @@ class GradientBucket:
         if self.state is BucketState.OPEN:  # a late bucket stays late: it has been sent before
             self.state = BucketState.SENT
 
-    def receive(self) -> None:
+    def finish_reduction(self) -> None:
         """Wait for the reduction, and add its result to the mean gradient."""
         assert self.pending is not None
         total, options, comm = self.pending.wait(), self._memory.options, self._memory.comm
@@ -316,7 +316,7 @@ class GradientBucket:
 
     @property
     def mean_dtype(self) -> torch.dtype:
-        """Dtype of the mean gradient after the next :meth:`receive`."""
+        """Dtype of the mean gradient after the next :meth:`finish_reduction`."""
         return self._dtypes.mean[self.reduced is not None]
 
     # ---------------------------------------------------------------- the mean gradient
