@@ -52,26 +52,26 @@ class BucketDtypes:
     (nothing, or several contributions) must not decide what is sent.
 
     Attributes:
-        asked: what the config wants to travel, None for the dtype of the sum.
-        summed: of a sum that rests here between backwards, None for the gradients' own.
-        sent: what travels, by whether several backwards are in it.
+        communication: what the config wants to travel, None for the dtype of the sum.
+        accumulate: of a sum that rests here between backwards, None for the gradients' own.
+        reduce: what travels, by whether several backwards are in it.
         in_place: whether the reduction takes place in the memory in which gradients rest whole, by the same.
         mean: of the mean over ranks, by whether it is added to one that is there.
     """
 
-    def __init__(self, own: torch.dtype, asked: torch.dtype | None, options: ReductionOptions) -> None:
+    def __init__(self, own: torch.dtype, communication: torch.dtype | None, options: ReductionOptions) -> None:
         """own: of the bucket's parameters."""
         accumulate = options.accumulate_dtype
         if accumulate is not None and own not in HALF:  # no narrower than fp32 parameters are
             accumulate = torch.promote_types(accumulate, own)
         several = accumulate or own
-        rests = options.several_expected and not options.reduce_each_backward
-        self.asked = asked
-        self.summed = accumulate if rests else None
-        self.sent = (asked or (several if rests else own), asked or several)
-        offloaded = several if rests else own
-        kept = rests or not options.shard
-        self.in_place = (kept and self.sent[0] == offloaded, kept and self.sent[1] == offloaded)
+        sums_locally = options.several_expected and not options.reduce_each_backward
+        self.communication = communication
+        self.accumulate = accumulate if sums_locally else None
+        self.reduce = (communication or (several if sums_locally else own), communication or several)
+        offloaded = several if sums_locally else own
+        kept = sums_locally or not options.shard
+        self.in_place = (kept and self.reduce[0] == offloaded, kept and self.reduce[1] == offloaded)
         self.mean = (several if options.several_expected else own, several)
 
 
@@ -83,7 +83,7 @@ class Backward:
         factor: by which gradients are multiplied when they are moved into a bucket.
         open: it has begun and not ended.
         reducing: it reduces every bucket.
-        void: what comes in it counts as nothing.
+        discards_gradients: what comes in it counts as nothing.
         launches_by_group: buckets are launched when the backward of a parameter group ends, and not in their order.
         learning: it is still to be learned at which of these ends.
         launched: buckets that it has launched, in their order, so far.
@@ -94,15 +94,17 @@ class Backward:
     factor: float
     open: bool = False
     reducing: bool = False
-    void: bool = False
+    discards_gradients: bool = False
     launches_by_group: bool = False
     learning: bool = False
     launched: int = 0
     unreduced: int = 0
     accumulated: int = 0
 
-    def begin(self, factor: float, reducing: bool, void: bool, launches_by_group: bool, learning: bool) -> None:
-        self.factor, self.open, self.reducing, self.void = factor, True, reducing, void
+    def begin(
+        self, factor: float, reducing: bool, discards_gradients: bool, launches_by_group: bool, learning: bool
+    ) -> None:
+        self.factor, self.open, self.reducing, self.discards_gradients = factor, True, reducing, discards_gradients
         self.launches_by_group, self.learning, self.launched = launches_by_group, learning, 0
         self.unreduced += 1
         self.accumulated += 1
@@ -140,27 +142,27 @@ class BucketMemory:
         """offloaded: where mean gradients rest, None where that is the device."""
         self.comm, self.current, self.options, self.offloaded = comm, current, options, offloaded
         self._order = order
-        self._most = 0  # full buckets that are kept to be used again
+        self._limit = 0  # full buckets that are kept to be used again
         self._free: list[torch.Tensor] = []
 
     def use(self, buckets: int) -> None:
         """Keep so many full buckets at most to be used again."""
-        self._most, self._free = buckets if self.options.keep_buckets else 0, []
+        self._limit, self._free = buckets if self.options.keep_buckets else 0, []
 
-    def new(
-        self, bucket: Bucket, dtype: torch.dtype, device: torch.device, travels: bool, launching: bool
+    def allocate(
+        self, bucket: Bucket, dtype: torch.dtype, device: torch.device, sendable: bool, launching: bool
     ) -> tuple[torch.Tensor, bool]:
         """Return an uninitialised full bucket, and whether it is the communicator's, which travels without a copy.
 
         Args:
-            travels: it may be sent in this dtype.
+            sendable: it may be sent in this dtype.
             launching: it is launched as soon as it is filled.
         """
         options, current = self.options, self.current
         # The communicator's memory belongs to one place in the order of collectives. Outside of a backward that
         # reduces, another collective may be launched before this bucket.
         in_backward = current.reducing and (current.open or launching)
-        if travels and in_backward and options.shard and options.use_reduce_scatter:
+        if sendable and in_backward and options.shard and options.use_reduce_scatter:
             # Its place in the order of collectives is known: this backward launches every bucket before it, and nothing
             # else. By group what is launched next is known only when it is.
             if not current.launches_by_group or launching:
@@ -175,20 +177,20 @@ class BucketMemory:
 
     def item(self) -> str:
         """Item of this rank's sums: gradients where they rest whole, and buckets on their way elsewhere."""
-        travels = self.options.shard and self.current.reducing and self.current.unreduced <= 1
-        return BUCKETS if travels else GRADIENTS
+        in_transit = self.options.shard and self.current.reducing and self.current.unreduced <= 1
+        return BUCKETS if in_transit else GRADIENTS
 
     def give_back(self, bucket: torch.Tensor) -> None:
         """Take memory that may be used again."""
-        if self._most:
+        if self._limit:
             self._free.append(tag_memory(bucket, BUCKETS if self.options.shard else GRADIENTS))
-            del self._free[: -self._most]
+            del self._free[: -self._limit]
 
     def clear(self) -> None:
         """Let go of what is not in use."""
         self._free.clear()
 
-    def waiting(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def unused(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Memory that waits to be used again, with its items."""
         for bucket in self._free:
             yield (BUCKETS if self.options.shard else GRADIENTS), bucket

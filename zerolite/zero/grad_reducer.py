@@ -331,7 +331,7 @@ class GradReducer:
         # Each reduction in flight holds the memory of a whole bucket, unless whole gradients are kept anyway (stage 0).
         # So at most IN_FLIGHT are in flight, and a large one alone. A second reduction of the same bucket waits for the
         # first, because the bucket has one mean.
-        unbound = bucket.travels_in_place and not bucket.is_offloaded
+        unbound = bucket.reduces_in_place and not bucket.is_offloaded
         most = len(self._buckets) if unbound else 1 if bucket.bucket.numel >= ALONE_NUMEL else IN_FLIGHT
         while self._in_flight and (len(self._in_flight) >= most or bucket.pending is not None):
             self._in_flight.pop(0).finish_reduction()
@@ -375,7 +375,7 @@ class GradReducer:
         """Yield (item of the memory report, tensor) for the tensors that are kept here now, small ones left out."""
         for bucket in self._buckets:
             yield from bucket.memory()
-        yield from self._memory.waiting()
+        yield from self._memory.unused()
         if self._offloaded is not None:
             yield from ((GRADIENTS, stored) for stored in self._offloaded.memory())
 

@@ -196,7 +196,7 @@ class GradientArrivals:
         if gradient is None:
             return
         bucket = self._buckets[slot.bucket]
-        if self._backward.void:
+        if self._backward.discards_gradients:
             parameter.grad = None
             bucket.count(min(1, slot.numel))
         else:
@@ -262,7 +262,7 @@ class GradientArrivals:
         backward = self._backward
         # Held gradients are looked at by nothing before their holder is complete: not by a check that names the
         # parameter, not by a count of memory, and not by create_graph, which must detach each.
-        if backward.void or self._on_gradient is not None or listeners or torch.is_grad_enabled():
+        if backward.discards_gradients or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
         by_group = backward.launches_by_group and not backward.learning  # no gradient launches anything
         for bucket in self._buckets:

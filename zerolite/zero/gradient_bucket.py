@@ -42,7 +42,7 @@ class GradientBucket:
         pending: the reduction under way.
         reduced: mean over ranks, where it rests: the full bucket at stage 0, this rank's part above.
         is_offloaded: it does not rest on the device.
-        travels_in_place: it is reduced in the memory in which gradients rest whole.
+        reduces_in_place: it is reduced in the memory in which gradients rest whole.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class GradientBucket:
         """
         self.state = BucketState.OPEN
         self.missing = self.expected
-        self._sent_dtype, self.travels_in_place = self._dtypes.sent[several], self._dtypes.in_place[several]
-        self._sent_item = GRADIENTS if self.travels_in_place else BUCKETS
+        self._reduce_dtype, self.reduces_in_place = self._dtypes.reduce[several], self._dtypes.in_place[several]
+        self._sent_item = GRADIENTS if self.reduces_in_place else BUCKETS
 
     def expect(self, contributions: int) -> None:
         self.expected = contributions
@@ -224,9 +224,9 @@ class GradientBucket:
 
     def _open_local(self, gradient: torch.Tensor, clear_gaps: bool = True) -> torch.Tensor:
         """Allocate ``local``, for a first gradient like ``gradient``."""
-        dtype = self._dtypes.summed or gradient.dtype
-        travels = self._dtypes.asked in (None, dtype)
-        local, self._staged = self._memory.new(self.bucket, dtype, gradient.device, travels, self._launching)
+        dtype = self._dtypes.accumulate or gradient.dtype
+        sendable = self._dtypes.communication in (None, dtype)
+        local, self._staged = self._memory.allocate(self.bucket, dtype, gradient.device, sendable, self._launching)
         self.local = local
         if clear_gaps and self._gaps:
             self._clear_gaps(local)
@@ -280,8 +280,8 @@ class GradientBucket:
         """Launch the reduction of what :meth:`prepare_launch` has returned."""
         assert self.pending is None, "a bucket has one reduction under way"
         options, comm, key = self._memory.options, self._memory.comm, self.bucket.index + 1
-        if local.dtype != self._sent_dtype:
-            own, local = local, local.to(self._sent_dtype)
+        if local.dtype != self._reduce_dtype:
+            own, local = local, local.to(self._reduce_dtype)
             if not self._staged:
                 self._memory.give_back(own)
             self._staged = False
