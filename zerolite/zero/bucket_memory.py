@@ -28,7 +28,7 @@ class ReductionOptions:
         accumulate_dtype: of sums over several contributions.
         several_expected: whether there will be several (accumulation > 1).
         communication_dtype: of a parameter: what its bucket is sent in.
-        arrival_factor, predivide: the division by world_size is split in three exact products: the first while a
+        copy_factor, predivide_factor: the division by world_size is split in three exact products: the first while a
             gradient is moved into its bucket (free; only used where it is a power of two), the second before the sum,
             the rest after it.
     """
@@ -39,8 +39,8 @@ class ReductionOptions:
     accumulate_dtype: torch.dtype | None
     several_expected: bool
     communication_dtype: Callable[[torch.nn.Parameter], torch.dtype | None]
-    arrival_factor: float
-    predivide: float
+    copy_factor: float
+    predivide_factor: float
     copy_on_arrival: bool
     overlap: bool  # launch during backward, and let reductions run while the next bucket fills
     keep_buckets: bool  # use full buckets again
@@ -166,7 +166,7 @@ class BucketMemory:
             # Its place in the order of collectives is known: this backward launches every bucket before it, and nothing
             # else. By group what is launched next is known only when it is.
             if not current.launches_by_group or launching:
-                ahead = 0 if current.launches_by_group else self._order.places[bucket.index] - current.launched
+                ahead = 0 if current.launches_by_group else self._order.positions[bucket.index] - current.launched
                 staged = self.comm.staging(bucket.numel, dtype, ahead)
                 if staged is not None:
                     return staged, True

@@ -78,7 +78,7 @@ class GradReducer:
         """
         self._comm, self._options, self._offloaded, self._observers = comm, options, offloaded, observers
         self.reduces_each_backward, self.keeps_shards = options.reduce_each_backward, options.shard
-        self.current = Backward(options.arrival_factor)
+        self.current = Backward(options.copy_factor)
         self.order = LaunchOrder()
         self._memory = BucketMemory(comm, options, self.order, self.current, offloaded)
         self._buckets: list[GradientBucket] = []
@@ -149,7 +149,7 @@ class GradReducer:
         if self.current.open:
             return
         self._engine_began |= not end_with_backward
-        factor = self._options.arrival_factor * (self.rank_factor if weight is None else 1.0) / divisor
+        factor = self._options.copy_factor * (self.rank_factor if weight is None else 1.0) / divisor
         if factor != self.current.factor:
             # Gradients that an earlier backward has left are multiplied by that backward's factor when they are moved.
             self._move_held()
@@ -458,7 +458,7 @@ class GradReducer:
         self.used.add(index)
         if not slot.numel:
             return
-        self._buckets[slot.bucket].add_between_backwards(slot, gradient, self._options.arrival_factor)
+        self._buckets[slot.bucket].add_between_backwards(slot, gradient, self._options.copy_factor)
 
     def release(self, bucket: int) -> None:
         """Drop the mean gradient of a bucket after its use."""

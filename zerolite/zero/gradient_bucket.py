@@ -285,9 +285,9 @@ class GradientBucket:
             if not self._staged:
                 self._memory.give_back(own)
             self._staged = False
-        if options.predivide != 1.0:
-            local.div_(options.predivide)
-        divisor = comm.world_size * options.arrival_factor / options.predivide
+        if options.predivide_factor != 1.0:
+            local.div_(options.predivide_factor)
+        divisor = comm.world_size * options.copy_factor / options.predivide_factor
         if options.shard and options.use_reduce_scatter:
             self.pending = comm.reduce_scatter(local, "gradients", divisor, self.mean_dtype, key)
         else:

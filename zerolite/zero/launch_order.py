@@ -13,13 +13,13 @@ class LaunchOrder:
 
     Attributes:
         buckets: their indices in this order.
-        places: of each bucket in ``buckets``.
+        positions: of each bucket in ``buckets``.
         learning: another order is to be taken over at the end of a backward.
     """
 
     def __init__(self) -> None:
         self.buckets: list[int] = []
-        self.places: list[int] = []
+        self.positions: list[int] = []
         self.learning = False
         self._completed: dict[int, None] = {}  # buckets in the order in which their last gradients have come in it
 
@@ -31,7 +31,7 @@ class LaunchOrder:
 
     def _take(self, buckets: list[int]) -> None:
         self.buckets = buckets
-        self.places = sorted(range(len(buckets)), key=buckets.__getitem__)
+        self.positions = sorted(range(len(buckets)), key=buckets.__getitem__)
 
     def begin_backward(self) -> None:
         """Forget which buckets have been completed."""
@@ -43,10 +43,10 @@ class LaunchOrder:
         self._completed[bucket] = None
 
     def completion(self) -> list[int]:
-        """Return for each bucket its place in the order of completion in this backward; buckets that were not completed
-        come last."""
-        places = {bucket: place for place, bucket in enumerate(self._completed)}
-        return [places.get(bucket, len(self.buckets)) for bucket in range(len(self.buckets))]
+        """Return the position of each bucket in the order in which this backward has completed them. Buckets that it
+        has not completed come last."""
+        positions = {bucket: position for position, bucket in enumerate(self._completed)}
+        return [positions.get(bucket, len(self.buckets)) for bucket in range(len(self.buckets))]
 
     def learn(self, completion: Sequence[int]) -> None:
         """Take over the order in which buckets were completed, the same on all ranks."""
