@@ -116,7 +116,7 @@ class UnfrozenParams:
         fill_buckets(parts.buffer, parts.precision, parts.comm, parts.device)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in everything]
         parts.reducer.use(layout, everything, strides)
-        parts.reducer.arrivals.attach_rest()
+        parts.reducer.arrivals.attach_new()
         parts.sharded.extend()
         parts.pipeline.use_layout()
         parts.param_gatherer.attach(parts.model)

@@ -216,7 +216,11 @@ class GradReducer:
         elif bucket.missing <= 0:
             if self.order.learning:
                 self.order.complete(bucket.bucket.index)
-            if self.current.reducing and self._options.overlap and (self.arrivals.learned or self._new_buckets):
+            if (
+                self.current.reducing
+                and self._options.overlap
+                and (self.arrivals.contributions_known or self._new_buckets)
+            ):
                 self._launch_all(only_complete=True)
 
     @torch.no_grad()

@@ -25,55 +25,56 @@ if TYPE_CHECKING:
     from zerolite.zero.grad_reducer import GradReducer
 
 
-class HookSums:
+class UserHookSums:
     """For parameters with a hook of ``register_post_accumulate_grad_hook``: plain PyTorch shows such a hook the sum of
     all backwards since the last step, and the hook may change it. The engine's own hook runs last, and takes what has
     been added to the sum.
 
-    ``users``: indices of those parameters. Only they keep a copy of their gradient on this rank.
+    ``indices``: indices of those parameters. Only they keep a copy of their gradient on this rank.
     """
 
     def __init__(self) -> None:
-        self.users: set[int] = set()
+        self.indices: set[int] = set()
         self._sums: dict[int, torch.Tensor] = {}
-        self._early: list[tuple[OrderedDict[int, Any], int]] = []  # hooks from before the engine, and the engine's key
+        # Dicts of hooks that are older than the engine, each with the key of the engine's own hook.
+        self._earlier_hooks: list[tuple[OrderedDict[int, Any], int]] = []
 
     def register(self, index: int, parameter: Any, hook: Callable[[torch.Tensor], None]) -> Any:
         """Register the engine's hook, which stays behind those of the user; return its handle."""
-        early = parameter._post_accumulate_grad_hooks
-        if not early:
-            parameter._post_accumulate_grad_hooks = _OursLast(index, self.users)
+        earlier = parameter._post_accumulate_grad_hooks
+        if not earlier:
+            parameter._post_accumulate_grad_hooks = _EngineHookLast(index, self.indices)
         handle = parameter.register_post_accumulate_grad_hook(hook)
-        if early:  # the handles of the user's hooks know this dict
-            self._early.append((early, handle.id))
-            self.users.add(index)
+        if earlier:  # the handles of the user's hooks know this dict
+            self._earlier_hooks.append((earlier, handle.id))
+            self.indices.add(index)
         return handle
 
-    def show(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def put_sums(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Before a backward: let autograd add to the sums."""
-        for hooks, ours in self._early:
+        for hooks, engine_key in self._earlier_hooks:
             # Hooks run in the order of this dict. One that the user has added since is behind the engine's now.
-            if ours in hooks and next(reversed(hooks)) != ours:
-                hooks[ours] = hooks.pop(ours)
+            if engine_key in hooks and next(reversed(hooks)) != engine_key:
+                hooks[engine_key] = hooks.pop(engine_key)
         for index, total in self._sums.items():
             set_grad(parameters[index], total.clone())
 
-    def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def remove_sums(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """After a backward, or when one has raised: what is in ``p.grad`` of these parameters, and is not what the
         engine shows, is this rank's sum."""
-        for index in self.users:
+        for index in self.indices:
             with as_plain_tensors():
                 if not isinstance(parameters[index].grad, GradientPlaceholder):
                     parameters[index].grad = None
 
     @torch.no_grad()
-    def taken(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+    def new_contribution(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return what this backward and the hooks have added to the sum, which is ``gradient`` now."""
         before, total = self._sums.get(index), gradient.detach()
         self._sums[index] = total
         return total if before is None else total - before
 
-    def forget(self, index: int) -> None:
+    def drop(self, index: int) -> None:
         """The user has dropped the gradient of this parameter."""
         self._sums.pop(index, None)
 
@@ -82,22 +83,22 @@ class HookSums:
         self._sums.clear()
 
 
-class _OursLast(OrderedDict[int, Any]):
+class _EngineHookLast(OrderedDict[int, Any]):
     """Hooks of a parameter, of which the engine's, the first to be registered, runs last."""
 
-    def __init__(self, index: int, users: set[int]) -> None:
-        """users: takes ``index`` when there is another hook."""
+    def __init__(self, index: int, hooked_indices: set[int]) -> None:
+        """hooked_indices: takes ``index`` when there is another hook."""
         super().__init__()
-        self._index, self._users = index, users
-        self._ours: int | None = None
+        self._index, self._hooked_indices = index, hooked_indices
+        self._engine_key: int | None = None
 
     def __setitem__(self, key: int, hook: object) -> None:
         super().__setitem__(key, hook)
-        if self._ours is None:
-            self._ours = key
-        elif key != self._ours and self._ours in self:
-            super().__setitem__(self._ours, self.pop(self._ours))
-            self._users.add(self._index)
+        if self._engine_key is None:
+            self._engine_key = key
+        elif key != self._engine_key and self._engine_key in self:
+            super().__setitem__(self._engine_key, self.pop(self._engine_key))
+            self._hooked_indices.add(self._index)
 
 
 class GradientArrivals:
@@ -107,8 +108,8 @@ class GradientArrivals:
         parameters: of the layout, by index.
         used: the parameters that got a gradient in this accumulation.
         shown: what ``p.grad`` shows.
-        learned: contributions are known from a complete backward; of this rank alone, so it decides when a bucket is
-            launched, never whether.
+        contributions_known: contributions are known from a complete backward; of this rank alone, so it decides when a
+            bucket is launched, never whether.
         handles: of the installed hooks.
     """
 
@@ -129,16 +130,16 @@ class GradientArrivals:
         self.shown = ShownGradients(options.shard, rank, make_gradient)
         self.used: set[int] = set()
         self.handles: list[Any] = []
-        self._hook_sums = HookSums()
+        self._hook_sums = UserHookSums()
         self._holders: list[GradientHolder | None] = []  # by index of the parameter: where its hook may put a gradient
         self._some_open = False  # hooks hold gradients that have not been counted
         self._seen_gradient = False  # in this backward
-        self._fires: list[int] = []  # contributions of each parameter in this backward
+        self._contributions: list[int] = []  # contributions of each parameter in this backward
         # The most contributions that a parameter has had in one backward: several where reentrant checkpointing runs a
         # backward inside it. Known after the first complete one. Where gradients rest whole, that one
         # reduces at its end only; elsewhere it does not wait, and reduces once more what has come late.
-        self._expected: list[int] = []
-        self.learned = False
+        self._expected_contributions: list[int] = []
+        self.contributions_known = False
 
     def use(
         self,
@@ -150,11 +151,11 @@ class GradientArrivals:
         """Have these buckets, those that there are first; between backwards."""
         self._slots, self.parameters, self._buckets = layout.slots, list(parameters), buckets
         self.shown.use(layout, strides)
-        more = len(self.parameters) - len(self._expected)
+        more = len(self.parameters) - len(self._expected_contributions)
         self._holders = [buckets[slot.bucket].holder_of(slot.index) for slot in layout.slots]
-        self._expected += [1] * more
-        self._fires += [0] * more
-        self.learned = False  # of the new ones nothing is known
+        self._expected_contributions += [1] * more
+        self._contributions += [0] * more
+        self.contributions_known = False  # of the new ones nothing is known
 
     def attach(
         self,
@@ -170,9 +171,9 @@ class GradientArrivals:
         outlive its engine.
         """
         self._begin, self._check_first, self._on_gradient = begin, check_first, on_gradient
-        self.attach_rest()
+        self.attach_new()
 
-    def attach_rest(self) -> None:
+    def attach_new(self) -> None:
         """Install the hooks of the parameters that have none yet."""
         known = weakref.ref(self)
         for slot in self._slots[len(self.handles) :]:
@@ -181,7 +182,7 @@ class GradientArrivals:
 
     # ---------------------------------------------------------------- in a hook
 
-    def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
+    def _process(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Move a gradient by itself: a large one, the first of a backward, or one that must be looked at.
 
         The first one of a backward may be the first sign of it, because ``torch.autograd.backward`` on something else
@@ -190,7 +191,7 @@ class GradientArrivals:
         gradient = parameter.grad
         first = not (self._seen_gradient and self._backward.open)
         if first or isinstance(gradient, GradientPlaceholder):
-            gradient = self._take_first(slot, parameter, gradient)
+            gradient = self._process_first(slot, parameter, gradient)
         if self._on_gradient is not None:
             self._on_gradient(slot.index)
         if gradient is None:
@@ -200,8 +201,8 @@ class GradientArrivals:
             parameter.grad = None
             bucket.count(min(1, slot.numel))
         else:
-            if slot.index in self._hook_sums.users:
-                gradient = self._hook_sums.taken(slot.index, gradient)
+            if slot.index in self._hook_sums.indices:
+                gradient = self._hook_sums.new_contribution(slot.index, gradient)
             if gradient.layout is not torch.strided:
                 parameter.grad = None
                 raise RuntimeError(
@@ -211,14 +212,14 @@ class GradientArrivals:
             self.shown.put(slot, parameter)
             self.used.add(slot.index)
             if slot.numel:
-                self._accept(slot, bucket, gradient)
+                self._accumulate(slot, bucket, gradient)
         if slot.numel:
-            self._fires[slot.index] += 1
+            self._contributions[slot.index] += 1
             self._reducer.on_gradient(bucket)
         if first:
             self._open_holders()
 
-    def _take_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _process_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the gradient in ``parameter.grad``, the first of a backward, or added to what the engine shows
         there."""
         if isinstance(gradient, GradientPlaceholder):  # autograd has added to it
@@ -238,7 +239,7 @@ class GradientArrivals:
             self._seen_gradient = True
         return gradient
 
-    def _accept(self, slot: Slot, bucket: GradientBucket, gradient: torch.Tensor) -> None:
+    def _accumulate(self, slot: Slot, bucket: GradientBucket, gradient: torch.Tensor) -> None:
         holder, backward = self._holders[slot.index], self._backward
         if holder is not None and holder.open:
             self._close(bucket, holder)
@@ -269,7 +270,7 @@ class GradientArrivals:
             for holder in bucket.holders_to_open(by_group):
                 if holder.placeholders is None:
                     holder.set_placeholders(self.shown.made(holder.indices))
-                if holder.placeholders is not None and self._hook_sums.users.isdisjoint(holder.indices):
+                if holder.placeholders is not None and self._hook_sums.indices.isdisjoint(holder.indices):
                     holder.begin()
                     self._some_open = True
 
@@ -300,16 +301,16 @@ class GradientArrivals:
         self.used.update(held)
         self.shown.note(held)
         for index in held:
-            self._fires[index] += 1
+            self._contributions[index] += 1
 
     # ---------------------------------------------------------------- a backward
 
     def begin_backward(self) -> None:
         self.shown.hide(self.parameters)
-        if self._hook_sums.users:
-            self._hook_sums.show(self.parameters)
+        if self._hook_sums.indices:
+            self._hook_sums.put_sums(self.parameters)
         self._seen_gradient = False
-        self._fires = [0] * len(self.parameters)
+        self._contributions = [0] * len(self.parameters)
 
     def end_backward(self, complete: bool) -> None:
         """complete: it has not been cut short."""
@@ -318,11 +319,13 @@ class GradientArrivals:
             self.close_all()
         if not complete:
             return
-        self.learned = True
-        if max(self._fires, default=0) > 1:
-            self._expected = list(map(max, self._expected, self._fires))
+        self.contributions_known = True
+        if max(self._contributions, default=0) > 1:
+            self._expected_contributions = list(map(max, self._expected_contributions, self._contributions))
             for bucket in self._buckets:
-                bucket.expect(sum(self._expected[slot.index] for slot in bucket.bucket.slots if slot.numel))
+                bucket.expect(
+                    sum(self._expected_contributions[slot.index] for slot in bucket.bucket.slots if slot.numel)
+                )
 
     def show(self, all_ranks_know: bool, several: bool) -> None:
         """After a backward: show the gradients of the accumulation.
@@ -335,8 +338,8 @@ class GradientArrivals:
             several: also those of earlier backwards, which this one has hidden.
             all_ranks_know: it was not ``torch.autograd.grad``.
         """
-        if self._hook_sums.users:
-            self._hook_sums.hide(self.parameters)
+        if self._hook_sums.indices:
+            self._hook_sums.remove_sums(self.parameters)
         if len(self.used) < len(self.parameters) and (all_ranks_know or (self.used and self._world_size > 1)):
             self.show_all()
         elif several:
@@ -350,7 +353,7 @@ class GradientArrivals:
         """Forget what has come of one parameter's gradient and no reduction has seen."""
         self.close_all()
         self.used.discard(slot.index)
-        self._hook_sums.forget(slot.index)
+        self._hook_sums.drop(slot.index)
         self._buckets[slot.bucket].drop(slot)
 
     def clear(self) -> None:
@@ -359,7 +362,7 @@ class GradientArrivals:
             for bucket in self._buckets:
                 for holder in bucket.holders:
                     holder.set_placeholders(None)  # asked for anew
-        if self._hook_sums.users:
+        if self._hook_sums.indices:
             self._hook_sums.clear()
         self.used.clear()
 
@@ -381,6 +384,6 @@ def _make_hook(known: weakref.ref[GradientArrivals], slot: Slot) -> Callable[[to
                 if len(holder.gradients) == holder.count:
                     arrivals._complete_holder(holder)
                 return
-        arrivals._take(slot, parameter)
+        arrivals._process(slot, parameter)
 
     return hook
