@@ -150,7 +150,7 @@ class GradientArrivals:
     ) -> None:
         """Have these buckets, those that there are first; between backwards."""
         self._slots, self.parameters, self._buckets = layout.slots, list(parameters), buckets
-        self.shown.use(layout, strides)
+        self.shown.set_layout(layout, strides)
         more = len(self.parameters) - len(self._expected_contributions)
         self._holders = [buckets[slot.bucket].holder_of(slot.index) for slot in layout.slots]
         self._expected_contributions += [1] * more
@@ -209,7 +209,7 @@ class GradientArrivals:
                     f"expected a dense gradient for parameter '{slot.name}', got one with layout {gradient.layout}; "
                     "sparse gradients are not supported: build the embedding with sparse=False"
                 )
-            self.shown.put(slot, parameter)
+            self.shown.show_one(slot, parameter)
             self.used.add(slot.index)
             if slot.numel:
                 self._accumulate(slot, bucket, gradient)
@@ -230,7 +230,7 @@ class GradientArrivals:
             if self.shown.is_shown(slot.index):  # the user has taken out, or replaced, what was there
                 self._reducer.drop(slot.index)
                 self.shown.replace(slot.index, None)
-            self.shown.put_back(slot, parameter)
+            self.shown.restore(slot, parameter)
         if not self._backward.open:
             self._begin()
         if not self._seen_gradient:
@@ -269,7 +269,7 @@ class GradientArrivals:
         for bucket in self._buckets:
             for holder in bucket.holders_to_open(by_group):
                 if holder.placeholders is None:
-                    holder.set_placeholders(self.shown.made(holder.indices))
+                    holder.set_placeholders(self.shown.placeholders_of(holder.indices))
                 if holder.placeholders is not None and self._hook_sums.indices.isdisjoint(holder.indices):
                     holder.begin()
                     self._some_open = True
@@ -299,7 +299,7 @@ class GradientArrivals:
     def _close(self, bucket: GradientBucket, holder: GradientHolder) -> None:
         held = bucket.close_holder(holder)
         self.used.update(held)
-        self.shown.note(held)
+        self.shown.mark_shown(held)
         for index in held:
             self._contributions[index] += 1
 

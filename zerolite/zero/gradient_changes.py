@@ -51,7 +51,7 @@ class GradientChanges:
         """Drop gradients that were set to None; keep tensors until it is known what they are."""
         shown = self._reducer.shown
         for index, value in found.items():
-            if shown.put_again(index, self._reducer.parameters[index], value):
+            if shown.absorb(index, self._reducer.parameters[index], value):
                 continue
             self._reducer.drop(index)
             shown.replace(index, value)
@@ -93,7 +93,7 @@ class GradientChanges:
                 values = flat.narrow(0, fragment.param_start, fragment.numel)
                 part.copy_(values.as_strided(part.shape, part.stride()))
             self._reducer.used.add(index)
-            self._reducer.shown.put(self._buffer.layout.slots[index], self._reducer.parameters[index])
+            self._reducer.shown.show_one(self._buffer.layout.slots[index], self._reducer.parameters[index])
             self._collector.forget(self._bucket(index))
             stats.replace(index, gradient, 1.0)
         if assigned:
@@ -117,9 +117,9 @@ class GradientChanges:
         shown, parameter = self._reducer.shown, self._reducer.parameters[index]
         shown.replace(index, None)
         if given:
-            shown.put(self._buffer.layout.slots[index], parameter)
+            shown.show_one(self._buffer.layout.slots[index], parameter)
         else:
-            shown.put_back(self._buffer.layout.slots[index], parameter)
+            shown.restore(self._buffer.layout.slots[index], parameter)
 
     # ---------------------------------------------------------------- factors
 

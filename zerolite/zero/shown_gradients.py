@@ -105,31 +105,31 @@ class ShownGradients:
         self._make = make
         self.factors: dict[int, Factor] = {}
         self._sharded, self._rank = sharded, rank
-        self._made: list[GradientPlaceholder | None] = []  # by index of the parameter, to be used again
+        self._placeholders: list[GradientPlaceholder | None] = []  # by index of the parameter, to be used again
         self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
         self._references: list[int] = []  # to each of those that were made, as far as they are the engine's
         self._source: weakref.ref[Any] = weakref.ref(self)
-        self._given: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
+        self._last_factor: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
         self._products: dict[int, tuple[Factor | None, Factor]] = {}  # with it, by id of the factor before
 
     def connect(self, source: object) -> None:
         """Let the gradients ask ``source`` for their values. It is known weakly: a model may outlive its engine."""
         self._source = weakref.ref(source)
 
-    def use(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
+    def set_layout(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
         """Take a layout that begins with the parameters there are."""
         self._layout, self._strides = layout, strides
         self._partitioned = any(bucket.rows for bucket in layout.buckets)  # parameters may be released
-        more: list[None] = [None] * (len(layout.slots) - len(self._made))
-        self._made += more
+        more: list[None] = [None] * (len(layout.slots) - len(self._placeholders))
+        self._placeholders += more
         self._shown += more
         self._references += [sys.maxsize] * len(more)
 
-    def put(self, slot: Slot, parameter: torch.Tensor) -> None:
+    def show_one(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Show the gradient of a parameter."""
-        held = self._made[slot.index]
+        held = self._placeholders[slot.index]
         if held is None:
-            held = self._made[slot.index] = self._make(self._spec(slot, parameter), parameter)
+            held = self._placeholders[slot.index] = self._make(self._spec(slot, parameter), parameter)
             self._references[slot.index] = _OWN_REFERENCES
         self._shown[slot.index] = held
         if self._partitioned:
@@ -137,20 +137,20 @@ class ShownGradients:
         else:
             parameter.grad = held
 
-    def made(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
-        """Return what :meth:`put` shows of each of these parameters, which stays the same until :meth:`retire` returns
+    def placeholders_of(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
+        """Return what :meth:`show_one` shows of each of these parameters, which stays the same until :meth:`retire` returns
         True; None before it has."""
-        known = {index: held for index in indices if (held := self._made[index]) is not None}
+        known = {index: held for index in indices if (held := self._placeholders[index]) is not None}
         if len(known) < len(set(indices)):
             return None
         for index in known:
             self._references[index] = _OWN_REFERENCES + 1
         return known
 
-    def note(self, indices: Iterable[int]) -> None:
-        """The gradients of these parameters are shown, as :meth:`put` does it."""
+    def mark_shown(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters are shown, as :meth:`show_one` does it."""
         for index in indices:
-            self._shown[index] = self._made[index]
+            self._shown[index] = self._placeholders[index]
 
     def _spec(self, slot: Slot, parameter: torch.Tensor) -> GradientSpec:
         owned = self._layout.param_range(slot, self._rank) if self._sharded else Range(0, slot.numel)
@@ -160,7 +160,7 @@ class ShownGradients:
             slot.name, slot.index, shape, strides, owned.start, owned.numel, self._sharded, self._source
         )
 
-    def put_back(self, slot: Slot, parameter: torch.Tensor) -> None:
+    def restore(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Let ``p.grad`` be again what the engine has put there."""
         set_grad(parameter, self._shown[slot.index])
 
@@ -170,7 +170,7 @@ class ShownGradients:
         with as_plain_tensors():
             for index in indices:
                 if self._shown[index] is None and parameters[index].grad is None:
-                    self.put(self._layout.slots[index], parameters[index])
+                    self.show_one(self._layout.slots[index], parameters[index])
 
     def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Set every ``p.grad`` to None, for the next backward, if any is shown."""
@@ -186,7 +186,7 @@ class ShownGradients:
 
     def retire(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Hide all gradients, which a step has used. One that the user still has shows those of no later step: others
-        are made in its place. Return True if there are such, so that what :meth:`made` has returned is asked for
+        are made in its place. Return True if there are such, so that what :meth:`placeholders_of` has returned is asked for
         anew."""
         shown: list[Any] = self._shown
         self._hide(parameters)
@@ -197,10 +197,10 @@ class ShownGradients:
             return False
         kept = False
         for index, references in enumerate(map(sys.getrefcount, shown)):
-            held = self._made[index]
+            held = self._placeholders[index]
             if held is not None and held is shown[index] and references > self._references[index]:
                 held.spec.mark_used()
-                self._made[index] = None
+                self._placeholders[index] = None
                 kept = True
         if kept:
             self._references = [_OWN_REFERENCES if known < sys.maxsize else known for known in self._references]
@@ -226,7 +226,7 @@ class ShownGradients:
         found = enumerate(zip(gradients, self._shown, strict=True))
         return {index: gradient for index, (gradient, held) in found if gradient is not held}
 
-    def put_again(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+    def absorb(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
         """Return True if ``gradient`` is what was shown, or what an operation on it has given, which is then taken."""
         held = self._shown[index]
         if (
@@ -253,8 +253,8 @@ class ShownGradients:
         """Multiply gradients by ``factor``, a tensor as it is now. Those with one history get one object:
         :meth:`common_factor` compares no values, for which the host would wait for the device."""
         given = (factor, factor._version) if isinstance(factor, torch.Tensor) else (float(factor), 0)
-        if not _same_factor(given, self._given):
-            self._given, self._products = given, {}
+        if not _same_factor(given, self._last_factor):
+            self._last_factor, self._products = given, {}
         for index in indices:
             old = self.factors.get(index)
             if id(old) not in self._products:
