@@ -85,7 +85,7 @@ class PendingGradients:
         kept, scale = self._reducer.part(index), self._scale(index)
         if kept is not None and (kept.device != part.device or kept.data_ptr() != part.data_ptr()):
             kept.copy_(part if scale is None else part / scale)
-        self._pipeline.changes.note_written(index)
+        self._pipeline.changes.on_written(index)
 
     def whole(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the bucket's own memory of a gradient, or None if this memory is not the full gradient as ``p.grad``
@@ -108,7 +108,7 @@ class PendingGradients:
 
     def lend(self, index: int) -> None:
         """Note that the user gets the memory of :meth:`whole` itself, and may write to it unseen."""
-        self._pipeline.changes.expose_to_others(index)
+        self._pipeline.changes.expose_untracked(index)
 
     def _part(self, index: int) -> torch.Tensor:
         """Return this rank's part on the device, as it is stored."""
@@ -136,7 +136,7 @@ class PendingGradients:
         """Return the L2 norms, from the step's statistics."""
         self._check(indices)
         stats, factors = self._pipeline.stats(), self._reducer.shown.factors
-        self._pipeline.changes.refresh(indices)
+        self._pipeline.changes.refresh_stats(indices)
         by_parameter = stats.norms() / self._pipeline.gradient_scale.device_divisor(stats)
         all_norms = by_parameter.unbind() if len(indices) > 1 else ()
         found = []

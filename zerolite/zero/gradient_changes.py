@@ -33,13 +33,13 @@ class GradientChanges:
         self._collector = collector
         self.assigned: dict[int, torch.Tensor] = {}
         self.exposed: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
-        self._uncounted: set[int] = set()  # where torch does not count what is written
+        self._untracked: set[int] = set()  # where torch does not count what is written
 
     def clear(self) -> None:
         """The gradients have been used, or dropped."""
         self.assigned.clear()
         self.exposed.clear()
-        self._uncounted.clear()
+        self._untracked.clear()
 
     # ---------------------------------------------------------------- None and tensors in p.grad
 
@@ -47,7 +47,7 @@ class GradientChanges:
         """Return True if the user has set ``p.grad`` of all parameters to None."""
         return all(value is None for value in found.values()) and self._reducer.shown.all_none(self._reducer.parameters)
 
-    def take(self, found: Mapping[int, torch.Tensor | None]) -> None:
+    def take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
         """Drop gradients that were set to None; keep tensors until it is known what they are."""
         shown = self._reducer.shown
         for index, value in found.items():
@@ -63,7 +63,7 @@ class GradientChanges:
                 stats.replace(index, None, 1.0)
         self._buffer.placements.written_in_place()
 
-    def add(self, scale: Callable[[], float], weighted: bool) -> None:
+    def accumulate_assigned(self, scale: Callable[[], float], weighted: bool) -> None:
         """Before a backward: tensors in ``p.grad`` count like a gradient of this rank's, as autograd would add to them.
         scale: of losses. Raises RuntimeError where backwards have weights."""
         if weighted:  # they stay, so that the next backward raises too
@@ -78,7 +78,7 @@ class GradientChanges:
             self._reducer.add(index, _whole(value) * scale())
 
     @torch.no_grad()
-    def assign(self, stats: StatsVector, divisor: Factor) -> None:
+    def store_assigned(self, stats: StatsVector, divisor: Factor) -> None:
         """After the last backward: tensors in ``p.grad`` are the mean gradient, the same on all ranks. divisor: what
         reduced gradients are divided by to be what ``p.grad`` shows."""
         assigned, self.assigned = self.assigned, {}
@@ -99,9 +99,9 @@ class GradientChanges:
         if assigned:
             self._buffer.placements.written_in_place()
         for index in self.exposed:
-            self._is_written(index)  # the statistics have it
+            self._was_written(index)  # the statistics have it
 
-    def note_written(self, index: int) -> None:
+    def on_written(self, index: int) -> None:
         """The user has changed a gradient in place, on all ranks."""
         self._collector.forget(self._bucket(index))
         self._collector.discard()
@@ -157,25 +157,25 @@ class GradientChanges:
         for tensor in (self._reducer.lend(self._bucket(index)), gradient):
             known.setdefault(id(tensor), (tensor, tensor._version))
 
-    def expose_to_others(self, index: int) -> None:
+    def expose_untracked(self, index: int) -> None:
         """The user is given that memory as a NumPy array or a pointer. torch counts no writes through it, so that every
         later look takes it for written."""
-        self._uncounted.add(index)
+        self._untracked.add(index)
 
-    def refresh(self, indices: Sequence[int] | None = None) -> None:
+    def refresh_stats(self, indices: Sequence[int] | None = None) -> None:
         """Correct the statistics, if there are any, of these gradients (default: all) by what has been written to
         memory that the user has. Only where each rank has whole gradients is there such memory."""
         stats = self._collector.latest
         if stats is None or not self.exposed:
             return
         for index in self.exposed.keys() if indices is None else self.exposed.keys() & set(indices):
-            if self._is_written(index) and (gradient := self._reducer.part(index)) is not None:
+            if self._was_written(index) and (gradient := self._reducer.part(index)) is not None:
                 stats.replace_square(index, gradient)
 
-    def _is_written(self, index: int) -> bool:
+    def _was_written(self, index: int) -> bool:
         """Return True if the user may have written to a gradient since the last call."""
         known = self.exposed[index]
-        written = index in self._uncounted or any(tensor._version != version for tensor, version in known.values())
+        written = index in self._untracked or any(tensor._version != version for tensor, version in known.values())
         self.exposed[index] = {key: (tensor, tensor._version) for key, (tensor, _) in known.items()}
         return written
 

@@ -168,7 +168,9 @@ class StepPipeline:
         scaled, weighted = bool(engine_scaled), weight is not None
         self.look_at_grads(before_backward=True)
         if self.changes.assigned:  # a tensor that the user has put into p.grad counts like a gradient of this rank
-            self.changes.add(self.gradient_scale.loss_scale, weighted or self._accumulation.weighted is True)
+            self.changes.accumulate_assigned(
+                self.gradient_scale.loss_scale, weighted or self._accumulation.weighted is True
+            )
         if self._reducer.shown.factors:
             self.changes.apply_factors()
         for notify in self._observers.before_backward:
@@ -255,20 +257,20 @@ class StepPipeline:
         if self._reducer.current.open:  # a backward has raised, and the sums of the user's hooks are still in p.grad
             self._reducer.end_backward(complete=False)
         if self.changes.exposed:  # values that the user has written into lent memory count, even if it is dropped now
-            self.changes.refresh()
+            self.changes.refresh_stats()
         found = self._reducer.shown.changed(self._reducer.parameters)
         if found:
             self._take_over(found)
         stats = self._collector.latest
         if self.changes.assigned and stats is not None and not (before_backward or self._updated):
-            self.changes.assign(stats, self.gradient_scale.device_divisor(stats))
+            self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
 
     def _take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
         if self.changes.all_dropped(found):
             self.zero_grad()
             return
         with self.announce(Command.OTHER):  # a rank without data cannot know of it
-            self.changes.take(found)
+            self.changes.take_over(found)
 
     def stats(self) -> StatsVector:
         """Return the statistics of the accumulated gradients; collect them if that has not been done."""
@@ -294,7 +296,7 @@ class StepPipeline:
                 self.outcomes.checks,
             )
             if self.changes.assigned or self.changes.exposed:
-                self.changes.assign(stats, self.gradient_scale.device_divisor(stats))
+                self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
         return stats
 
     def clip(self, max_norm: float) -> float:
@@ -349,7 +351,7 @@ class StepPipeline:
             divisor = self.gradient_scale.local_divisor()
             checks.before_update(self.outcomes.counters.global_steps, divisor, self._max_norm, gathers)
         if self.changes.exposed:
-            self.changes.refresh()
+            self.changes.refresh_stats()
         stats = self._collected()
         if schedules is not None:
             schedules.compare()
