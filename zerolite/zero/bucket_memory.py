@@ -145,7 +145,7 @@ class BucketMemory:
         self._limit = 0  # full buckets that are kept to be used again
         self._free: list[torch.Tensor] = []
 
-    def use(self, buckets: int) -> None:
+    def set_limit(self, buckets: int) -> None:
         """Keep so many full buckets at most to be used again."""
         self._limit, self._free = buckets if self.options.keep_buckets else 0, []
 

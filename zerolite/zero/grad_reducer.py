@@ -110,16 +110,16 @@ class GradReducer:
         for bucket in layout.buckets[len(self._buckets) :]:
             parameter = parameters[bucket.slots[0].index]
             self._buckets.append(GradientBucket(bucket, parameter, strides, self._memory))
-        self.arrivals.use(layout, parameters, strides, self._buckets)
+        self.arrivals.set_layout(layout, parameters, strides, self._buckets)
         self.parameters = self.arrivals.parameters
         if self._offloaded is not None:
             widest = max((bucket.numel for bucket in layout.buckets), default=0)
             self._offloaded.expect(4 * widest // self._comm.world_size)  # sums are in fp32
         # Stage 0 keeps whole gradients, so it keeps the memory of all buckets between steps. The other stages need
         # memory for the buckets in flight, for one that is completed, and for the next one that fills.
-        self._memory.use(IN_FLIGHT + 2 if self.keeps_shards else len(layout.buckets))
+        self._memory.set_limit(IN_FLIGHT + 2 if self.keeps_shards else len(layout.buckets))
         follows_gradients = self._plan is None and self._options.overlap and self._comm.world_size > 1
-        self.order.use(len(layout.buckets), learns=follows_gradients)
+        self.order.set_buckets(len(layout.buckets), learns=follows_gradients)
         self._new_buckets = self.keeps_shards
 
     def use_launch_plan(self, plan: LaunchPlan) -> None:
@@ -215,7 +215,7 @@ class GradReducer:
                 self._plan.on_gradient(bucket.bucket.index)
         elif bucket.missing <= 0:
             if self.order.learning:
-                self.order.complete(bucket.bucket.index)
+                self.order.mark_complete(bucket.bucket.index)
             if (
                 self.current.reducing
                 and self._options.overlap

@@ -141,7 +141,7 @@ class GradientArrivals:
         self._expected_contributions: list[int] = []
         self.contributions_known = False
 
-    def use(
+    def set_layout(
         self,
         layout: PartitionLayout,
         parameters: Sequence[torch.nn.Parameter],

@@ -23,13 +23,13 @@ class LaunchOrder:
         self.learning = False
         self._completed: dict[int, None] = {}  # buckets in the order in which their last gradients have come in it
 
-    def use(self, count: int, learns: bool) -> None:
+    def set_buckets(self, count: int, learns: bool) -> None:
         """Have ``count`` buckets, those there are first. learns: the order of their gradients is to be learned."""
-        self._take([*self.buckets, *range(len(self.buckets), count)])
+        self._set_order([*self.buckets, *range(len(self.buckets), count)])
         self.learning = learns and count > 1
         self._completed.clear()
 
-    def _take(self, buckets: list[int]) -> None:
+    def _set_order(self, buckets: list[int]) -> None:
         self.buckets = buckets
         self.positions = sorted(range(len(buckets)), key=buckets.__getitem__)
 
@@ -37,7 +37,7 @@ class LaunchOrder:
         """Forget which buckets have been completed."""
         self._completed.clear()
 
-    def complete(self, bucket: int) -> None:
+    def mark_complete(self, bucket: int) -> None:
         """All gradients of a bucket have come; said again if another one comes after that."""
         self._completed.pop(bucket, None)
         self._completed[bucket] = None
@@ -51,7 +51,7 @@ class LaunchOrder:
     def learn(self, completion: Sequence[int]) -> None:
         """Take over the order in which buckets were completed, the same on all ranks."""
         if self.learning:
-            self._take(sorted(self.buckets, key=completion.__getitem__))
+            self._set_order(sorted(self.buckets, key=completion.__getitem__))
 
     def stop_learning(self) -> None:
         self.learning = False
