@@ -138,8 +138,8 @@ class ShownGradients:
             parameter.grad = held
 
     def placeholders_of(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
-        """Return what :meth:`show_one` shows of each of these parameters, which stays the same until :meth:`retire` returns
-        True; None before it has."""
+        """Return what :meth:`show_one` shows of each of these parameters, which stays the same until :meth:`retire`
+        returns True; None before it has."""
         known = {index: held for index in indices if (held := self._placeholders[index]) is not None}
         if len(known) < len(set(indices)):
             return None
@@ -186,8 +186,8 @@ class ShownGradients:
 
     def retire(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Hide all gradients, which a step has used. One that the user still has shows those of no later step: others
-        are made in its place. Return True if there are such, so that what :meth:`placeholders_of` has returned is asked for
-        anew."""
+        are made in its place. Return True if there are such, so that what :meth:`placeholders_of` has returned is asked
+        for anew."""
         shown: list[Any] = self._shown
         self._hide(parameters)
         self.factors.clear()
