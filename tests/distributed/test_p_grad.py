@@ -170,7 +170,7 @@ def test_a_gradient_that_is_not_there_says_so() -> None:
         kept = weight.grad
 
         def ask(gradient: torch.Tensor, kept: Any = kept) -> None:
-            with raises(RuntimeError, "when that has returned"):
+            with raises(RuntimeError, "when the backward has returned"):
                 kept.norm()
 
         handle = weight.register_hook(ask)
@@ -224,7 +224,7 @@ def test_a_gradient_that_is_kept_scaled_has_no_memory() -> None:
 
 
 @on_ranks(2)
-def test_a_tensor_in_p_grad_is_refused_until_it_is_cleared_where_backwards_have_weights() -> None:
+def test_p_grad_shows_the_weighted_mean_and_refuses_a_tensor_before_a_weighted_backward() -> None:
     for stage in range(4):
         engine = make_engine(at(stage, optimizer=("SGD", {"lr": 0.5})), "Mlp")
         weight: Any = engine.module.first.weight
@@ -252,6 +252,10 @@ def test_a_tensor_in_p_grad_is_refused_until_it_is_cleared_where_backwards_have_
         engine.reload_states()
         engine.step()
         torch.testing.assert_close(start - snapshot(engine)["first.weight"], 0.5 * own, rtol=1e-6, atol=1e-6)
+        backward(engine, 0, weight=3 + engine.rank)
+        start, shown = snapshot(engine)["first.weight"], weight.grad.clone()
+        engine.step()
+        torch.testing.assert_close(start - snapshot(engine)["first.weight"], 0.5 * shown, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
