@@ -1,4 +1,4 @@
-"""Check that offloaded states fit into this host's memory and disks."""
+"""Check that offloaded states fit into the host's memory and disks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from zerolite.utils.sizes import format_size
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _STATES, _STAGED = 24, 24
-"""Bytes a parameter: no precision keeps more off the device, with states of Adam's size (master, two moments, gradient,
-parameter, and one copy more), and no sub-group brings more of them through a buffer."""
+"""Upper bounds of bytes per parameter: off the device, and staged through a buffer. In fp32 with states of Adam's size
+they are six numbers (master, two moments, gradient, parameter, one copy)."""
 
 OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 
 
 class Room(NamedTuple):
-    """Memory and disk of the host that this rank may use, in bytes: equal shares of what is left.
+    """Memory and disks of the host that this rank may use, in bytes: equal shares of what is free.
 
     Attributes:
-        ranks: of the job, on this host.
-        disks: by block of the config that names a folder on one; None where it is unknown.
+        ranks: number of the job's ranks on this host.
+        memory: host memory.
+        disks: disk at ``nvme_path``, by name of the block of the config; None if the folder does not exist.
     """
 
     ranks: int
@@ -38,11 +39,11 @@ class Room(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """Memory or disk of a host that does not suffice.
+    """Memory or disk that is too small.
 
     Attributes:
-        reason: what is needed, and what there is.
-        remedy: what would help.
+        reason: clause with the bytes that are needed and those that are free.
+        remedy: clause with what to change.
     """
 
     reason: str
@@ -55,22 +56,22 @@ def offloads(config: ZeroliteConfig) -> bool:
 
 
 def find_room(model: torch.nn.Module, config: ZeroliteConfig, comm: Communicator) -> Room:
-    """Find the room for the engine; called on all ranks. What ``model`` has on the host by now counts as free: the
-    engine takes it over."""
+    """Find the room for the engine. Called on all ranks. Host memory of ``model`` counts as free, because the engine
+    takes it over."""
     ranks = _ranks_here(comm)
     zero = config.zero_optimization
     blocks = ((OPTIMIZER, zero.offload_optimizer), (PARAMETERS, zero.offload_param))
     paths = {name: block.nvme_path for name, block in blocks if block.device == "nvme" and block.nvme_path}
     free = {name: _free(path) for name, path in paths.items()}
     devices = {os.stat(path).st_dev if os.path.exists(path) else None for path in paths.values()}
-    shares = ranks * (2 if len(paths) == 2 and len(devices) == 1 else 1)  # what one block takes the other has no more
+    shares = ranks * (2 if len(paths) == 2 and len(devices) == 1 else 1)  # both blocks on one disk share it
     disks = {name: None if nbytes is None else nbytes // shares for name, nbytes in free.items()}
     return Room(ranks, share_of_host(ranks) + bytes_of_parameters(model, "cpu"), disks)
 
 
 def bytes_of_parameters(model: torch.nn.Module, kind: str) -> int:
-    """Return the bytes that the parameters of ``model`` have taken on devices of type ``kind`` by now: their buckets
-    take it over."""
+    """Return the bytes of ``model``'s parameters on devices of type ``kind``. They become free when the parameters move
+    to buckets."""
     own = {}
     for parameter in model.parameters():
         handle = handle_of(parameter)
@@ -81,7 +82,7 @@ def bytes_of_parameters(model: torch.nn.Module, kind: str) -> int:
 
 
 def is_ample(room: Room, config: ZeroliteConfig, numel: int) -> bool:
-    """True if a model of ``numel`` parameters fits whatever the optimizer keeps."""
+    """True if a model of ``numel`` parameters fits with any optimizer and precision."""
     zero = config.zero_optimization
     staged = zero.offload_optimizer.buffer_count * min(zero.sub_group_size, numel)
     staged += zero.offload_param.buffer_count * min(zero.offload_param.buffer_size, numel)
@@ -90,7 +91,7 @@ def is_ample(room: Room, config: ZeroliteConfig, numel: int) -> bool:
 
 
 def find_shortage(plan: Plan, room: Room) -> Shortage | None:
-    """Find the memory that ``plan``'s rank lacks, if any."""
+    """Return the shortage of host memory or disk for ``plan``'s rank, if there is one."""
     who, each = describe(plan, counted(plan.world_size)), f"each of {counted(room.ranks)} of a host"
     if plan.host_peak > room.memory:
         items, rest = plan.host or {}, "what the device would hold, or the model before the engine has it"
@@ -117,7 +118,7 @@ def find_shortage(plan: Plan, room: Room) -> Shortage | None:
 
 
 def describe(plan: Plan, ranks: str, here: str = "") -> str:
-    """The beginning of a sentence about what a job needs. here: words behind the number of parameters."""
+    """Return the beginning of a sentence about a job's needs. ``here``: words after the number of parameters."""
     return f"training {plan.model} ({plan.parameters:,} parameters{here}) at ZeRO stage {plan.stage} on {ranks} needs"
 
 
@@ -126,7 +127,7 @@ def counted(ranks: int) -> str:
 
 
 def itemised(named: dict[str, int]) -> str:
-    """Names with their bytes, the most first."""
+    """Format names with their bytes, the largest first."""
     largest = sorted(named.items(), key=lambda entry: -entry[1])
     return ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in largest if nbytes > 0)
 
@@ -141,5 +142,6 @@ def _ranks_here(comm: Communicator) -> int:
 
 
 def _free(path: str) -> int | None:
-    """Bytes at ``path``; None if there is no such folder, which the engine says when it makes its file there."""
+    """Return the free bytes of the disk at ``path``; None if the folder does not exist. The engine raises then, when it
+    makes its file there."""
     return shutil.disk_usage(path).free if os.path.exists(path) else None

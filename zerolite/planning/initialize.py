@@ -46,34 +46,32 @@ def initialize(
     num_local_io_workers: int = 0,
     loss_fn: LossFunction | None = None,
 ) -> Engine:
-    """Make an :class:`~zerolite.engine.engine.Engine` of ``model``.
+    """Make an :class:`~zerolite.engine.engine.Engine` of ``model``. Called on all ranks, with equal arguments.
+
+    If torch.distributed is not running, it is started from the environment. With ``tensor_parallel`` and ``pipeline``,
+    only this rank's part stays in ``model``.
 
     Args:
-        model: moved to this process's device; its parameters take rank 0's values, the compute dtype of ``config``, and
-            a place in flat buffers (same ``Parameter`` objects).
+        model: moved to this process's device. Its ``Parameter`` objects stay; they get rank 0's values, the compute
+            dtype of ``config``, and memory in flat buffers.
         config: DeepSpeed's schema as a dict, a path, or JSON or hjson text.
-        optimizer: an instance, a class, or a function of parameters; otherwise ``config["optimizer"]``; without either
-            the engine only evaluates the model, whose parameters are frozen.
-        model_parameters: parameters or param groups to train, by default all that require a gradient.
+        optimizer: an instance, a class, or a function of parameters; default: ``config["optimizer"]``. Without either
+            the parameters are frozen, and the engine only evaluates.
+        model_parameters: parameters or param groups to train; default: all that require a gradient.
         training_data: a dataset, for ``engine.dataloader``.
-        lr_scheduler: an instance, or a function of the optimizer; otherwise ``config["scheduler"]``; stepped by the
-            engine after every update.
+        lr_scheduler: an instance, or a function of the optimizer; default: ``config["scheduler"]``. The engine steps it
+            after every update.
+        collate_fn: makes a batch of a list of samples, for this engine's loaders.
         broadcast_buffers: send rank 0's buffers before each training forward.
-        collate_fn: a list of samples to a batch, for this engine's loaders.
         num_local_io_workers: processes that load ``training_data``; 0 loads in this one.
-        loss_fn: (outputs, targets) to a scalar, for ``engine.train_batch``; None where the model computes its loss
-            itself.
-
-    With ``tensor_parallel`` and ``pipeline``, this rank's part of ``model`` stays in it, and the rest is dropped.
-    Starts torch.distributed from the environment if it does not run.
+        loss_fn: function of (outputs, targets) that returns a scalar, for ``engine.train_batch``; None if the model
+            computes its loss itself.
 
     Raises:
         ConfigError: for the config.
         ValueError: for the other arguments.
-        RuntimeError: if ranks hold different models, configs or optimizers.
-        MemoryError: if model states do not fit (``memory_check``).
-
-    Called on all ranks, with equal arguments.
+        RuntimeError: ranks have different models, configs or optimizers.
+        MemoryError: model states do not fit (``memory_check``).
     """
     check_model(model)
     given = load_config(config)
@@ -93,7 +91,7 @@ def initialize(
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
     staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
     resolved = known_here(model, resolved, topology)
-    # Before the engine allocates anything, so that a job that cannot fit ends with a sentence.
+    # Before the engine allocates, so that a job that cannot fit ends with a sentence and not out of memory.
     resolved, plan = choose_stage(model, resolved, arguments, topology, device)
     check_memory(model, resolved, arguments, topology, device, plan)
     engine = build_engine(model, resolved, arguments, topology, device, staged=staged, loss_fn=loss_fn)
@@ -108,7 +106,7 @@ def initialize(
 
 
 def _grid(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
-    """The grid that the config asks for, on all ranks the same."""
+    """Make the grid of the config. Raises on all ranks if their configs have different grids."""
     pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
     facts = {f"config key {key}": {"": str(size)} for key, size in ((_PIPE, pipe), (_TENSOR, tensor))}
     different = "zerolite.initialize: the ranks are to form different grids"
@@ -120,6 +118,7 @@ def _grid(config: ZeroliteConfig, world: Communicator, device: torch.device) -> 
 
 
 def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
+    """Resolve the batch sizes; an error says that the world size in it counts data-parallel ranks only."""
     try:
         return config.resolve(topology.data.world_size)
     except ConfigError as error:
@@ -133,7 +132,8 @@ _PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
 
 
 def _listed_params(entry: Any) -> Any:
-    """A param group whose parameters can be read more than once; anything else as it is."""
+    """Return a param group with a list of parameters, as an iterator could be read only once; anything else as it
+    is."""
     members = entry.get("params") if isinstance(entry, dict) else None
     return entry if members is None or isinstance(members, torch.Tensor) else {**entry, "params": list(members)}
 

@@ -1,4 +1,4 @@
-"""`plan`: from a model, a config and a number of ranks to a `Plan`."""
+"""`plan`: makes a `Plan` of a model, a config and a number of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SILENT = (
     *("csv_monitor", "jsonl_monitor", "tensorboard", "wandb", "comms_logger", "flops_profiler", "steps_per_print"),
     *("wall_clock_breakdown", "memory_breakdown", "dump_state", "check_collectives"),
 )
-"""Keys that print, write or measure, and change nothing that is planned."""
+"""Keys of the config that print, write or measure, and change no number of a plan."""
 
 
 def plan(
@@ -43,32 +43,32 @@ def plan(
     batch: Callable[..., Any] | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
 ) -> Plan:
-    """Plan a rank of ``world_size`` ranks that trains the model that ``model_fn()`` makes, with ``config``, which says
-    the grid that they form (``tensor_parallel``, ``pipeline``).
+    """Plan memory and traffic of one rank of a training job.
 
-    The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated.
+    The engine itself runs, on tensors that have shapes and no memory: nothing of the model's size is allocated. No
+    process group is needed or started.
 
     Args:
-        model_fn: called where no tensor has memory; the model may be plain, made in ``zerolite.zero.Init``, or on the
-            meta device.
-        nodes: over how many hosts the ranks are spread, evenly and in order, for the traffic between them.
-        rank: whose needs to tell; None: rank 0's, or with a pipeline those of the stage with the highest peak.
-        device: "cuda" or "cpu", for which communicators and habits are those of the plan.
-        device_memory: of each rank's device.
-        host_memory: of each host, which its ranks share: bytes, or text such as "80GB".
+        model_fn: makes the model; called where no tensor has memory. The model may be plain, made in
+            ``zerolite.zero.Init``, or on the meta device.
+        config: the engine's config. Its ``tensor_parallel`` and ``pipeline`` say which grid the ranks form.
+        world_size: number of all ranks.
+        nodes: number of hosts, which the ranks fill evenly and in order, for the traffic between them.
+        rank: the rank to plan; None: rank 0, or with a pipeline the first rank of the stage with the highest peak.
+        device: "cuda" or "cpu"; the plan has the communicators and code paths of that kind.
+        device_memory: memory of each rank's device, in bytes or as text such as "80GB".
+        host_memory: memory of each host, which its ranks share, in the same forms.
         batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by
-            name; the tensors may be real. None: no forward is run, and activations are not in the numbers, nor what
-            tensor parallelism and pipelines send.
-        loss: from the model's output to a scalar; by default the output itself, its ``loss``, or the mean of its first
-            floating tensor. Or from outputs and targets: then, and where a PipelineModule has a loss function, a batch
-            is a pair (inputs, targets), as for ``engine.train_batch``.
+            name; the tensors may be real. None: no forward is run, so activations and the traffic of tensor parallelism
+            and pipelines are not in the numbers.
+        loss: function of the model's output that returns a scalar; default: the output itself, its ``loss``, or the
+            mean of its first floating tensor. It may be a function of outputs and targets. Then, and if a
+            PipelineModule has a loss function, a batch is a pair (inputs, targets), as for ``engine.train_batch``.
 
     Raises:
-        PlanError: where the model does what needs values, or where the engine refuses the job (RefusedError).
+        PlanError: the model reads values of tensors, or the engine refuses the job (RefusedError).
         ConfigError: for the config.
         ValueError: for the other arguments.
-
-    Needs no process group and starts none; may be called anywhere.
     """
     check_arguments(world_size, nodes, rank, device)
     memory = parse_memory("device_memory", device_memory), parse_memory("host_memory", host_memory)
@@ -86,7 +86,7 @@ def job_of(
     batch: Callable[..., Any] | None,
     loss: Callable[..., torch.Tensor] | None,
 ) -> Job:
-    """See :func:`plan`."""
+    """Return the inputs of a dry run. Arguments and errors as for :func:`plan`."""
     grid = grid_of(config, world_size)
     resolved = silent(config).resolve(grid.data)
     if resolved.zero_optimization.stage == "auto":
@@ -106,12 +106,12 @@ def job_of(
 
 
 def silent(config: ZeroliteConfig) -> ZeroliteConfig:
-    """``config`` without what prints, writes and measures."""
+    """Return ``config`` without the keys that print, write and measure."""
     return with_defaults(config, _SILENT)
 
 
 def with_defaults(config: ZeroliteConfig, keys: Iterable[str]) -> ZeroliteConfig:
-    """``config`` without the user's values for ``keys``."""
+    """Return ``config`` with the defaults of ``keys``."""
     fields = type(config).model_fields
     return config.model_copy(update={name: fields[name].get_default(call_default_factory=True) for name in keys})
 
@@ -138,7 +138,7 @@ def parse_memory(name: str, size: int | str | None) -> int | None:
 
 
 def batch_maker(batch: Callable[..., Any] | None, size: int | None) -> Callable[[], Any] | None:
-    """``batch`` as a function without arguments; it may ask for the micro-batch size."""
+    """Return ``batch`` as a function without arguments. If it takes one, that is the micro-batch ``size``."""
     if batch is None:
         return None
     if not required_parameters(batch):
@@ -153,9 +153,10 @@ def batch_maker(batch: Callable[..., Any] | None, size: int | None) -> Callable[
 def plan_of(
     job: Job, outcome: Outcome, nodes: int | None, device_memory: int | None, host_memory: int | None = None
 ) -> Plan:
-    """Make the plan of ``job`` from its ``outcome``; nodes, device_memory and host_memory as in :func:`plan`."""
+    """Make the plan of ``job`` from its ``outcome``. Other arguments as for :func:`plan`, in bytes."""
     config = job.config
-    looped = config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS  # parts in turn
+    # The ranks have parts in turn (0, 1, ..., 0, 1, ...), so the last rank sends to the first.
+    looped = config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS
     peaks = [_peak(moment, outcome) for moment in (outcome.initialize, outcome.warm_up, outcome.step)]
     on_device = outcome.largest[DEVICE]
     states = dict.fromkeys(ITEMS, 0) | {item: on_device[item] for item in (*MODEL_STATES, BUFFERS)}
@@ -206,8 +207,14 @@ def plan_of_stages(
     host_memory: int | None = None,
     at_rank: bool = False,
 ) -> Plan:
-    """Make the plan of ``job`` from ``outcomes`` of its pipeline's stages; without a pipeline there is one. at_rank:
-    tell of ``job.rank``, and not of the fullest."""
+    """Make the plan of ``job`` from outcomes of pipeline stages.
+
+    Args:
+        job: inputs of the dry runs.
+        outcomes: by pipeline stage; without a pipeline that of stage 0.
+        nodes, device_memory, host_memory: as for :func:`plan`, in bytes.
+        at_rank: the plan is that of ``job.rank``, not of the stage with the highest peak.
+    """
     made = {
         stage: plan_of(job.at_stage(stage), outcome, nodes, device_memory, host_memory)
         for stage, outcome in outcomes.items()
@@ -228,7 +235,7 @@ def plan_of_stages(
 
 
 def bubble_of(config: ZeroliteConfig, stages: int) -> float:
-    """Return the share of a step in which the ranks of the pipeline wait."""
+    """Return the average share of a step in which a rank of the pipeline waits."""
     from zerolite.pipe.schedule_actions import rank_actions  # only where there is a pipeline
 
     block, micro_batches = config.pipeline, config.gradient_accumulation_steps or 1
