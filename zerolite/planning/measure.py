@@ -1,4 +1,4 @@
-"""Measured memory and traffic of real steps, for comparison with a plan."""
+"""Measurement of memory and traffic of real steps, for comparison with a plan."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _MOST_STEPS = 50
 
 
 class Measurement(BaseModel):
-    """One rank of a real job: the fields of :class:`~zerolite.planning.result.Plan` that can be measured. Sizes in
-    bytes, of the step after as many as a plan takes to warm up."""
+    """Measurements of one rank of a real job: the fields of :class:`~zerolite.planning.result.Plan` that can be
+    measured, in bytes, in the step after a plan's warm-up."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,12 +56,13 @@ def measure(
 ) -> Measurement:
     """Make the model and its engine in this process and train a few steps, as a plan does on tensors without memory.
 
-    Args:
-        config: as for ``zerolite.initialize``; its monitors and the like stay off.
-        batch, loss: as for ``zerolite.plan``; batch None: every parameter is used once, by itself.
+    Memory that the process has before does not count. Called on all ranks, with equal arguments.
 
-    Counts from before the model is made; what the process holds already does not count. A pipeline needs a batch.
-    Called on all ranks, with equal arguments.
+    Args:
+        make_model: makes the model.
+        config: as for ``zerolite.initialize``; its monitors and the like stay off.
+        batch: as for ``zerolite.plan``; None: every parameter is used once, by itself. A pipeline needs a batch.
+        loss: as for ``zerolite.plan``.
     """
     meter = _MemoryMeter(default_device(local_rank()))
     with meter.counting():
@@ -99,7 +100,7 @@ def measure(
 
 
 def _warm_up(engine: Engine, micro_batch: MakeBatch, loss: Callable[..., torch.Tensor] | None) -> None:
-    """Train as many steps as a plan does before the one that it reports, and until a loss scale has found its size."""
+    """Train the steps of a plan's warm-up, and more until no step is skipped: the loss scale is small enough then."""
     for step in range(_MOST_STEPS):
         skipped = engine.skipped_steps
         train_one_step(engine, micro_batch, loss)
@@ -109,8 +110,10 @@ def _warm_up(engine: Engine, micro_batch: MakeBatch, loss: Callable[..., torch.T
 
 
 class _LargestItems:
-    """The most of each item in each place that the engine held when it was asked: whenever a part of it says that it
-    allocates, and before every update, when all gradients have been reduced."""
+    """Largest bytes of each item in each place that the engine reports.
+
+    It is asked at every tagged allocation, and before every update, when all gradients have been reduced.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -126,7 +129,7 @@ class _LargestItems:
 
     def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         there = HOST if place == DEVICE and storage.device.type != self._engine.device.type else place
-        self.ask({storage._cdata: Holding(item, storage.nbytes(), there)})  # which has no owner yet
+        self.ask({storage._cdata: Holding(item, storage.nbytes(), there)})  # no part of the engine reports it yet
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         self.ask()
@@ -148,8 +151,8 @@ class _LargestItems:
 
 
 class _MemoryMeter:
-    """Bytes beyond those before: by CUDA's caching allocator, or of the tensors that operators make on the CPU, whose
-    allocator keeps no account."""
+    """Bytes allocated since it was made: by CUDA's caching allocator, or of tensors that operators make on the CPU,
+    whose allocator keeps no account."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_cuda = device, device.type == "cuda"
@@ -167,7 +170,7 @@ class _MemoryMeter:
             self._tracker.reset_peak()
 
     def end_step(self) -> tuple[int, int]:
-        """Bytes at rest after the step, and at most within it."""
+        """Return the bytes at rest after the step, and the most within it."""
         if not self._on_cuda:
             return self._tracker.nbytes[DEVICE], self._tracker.peak.nbytes
         torch.cuda.synchronize(self._device)

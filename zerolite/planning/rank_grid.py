@@ -1,4 +1,4 @@
-"""Grid of ranks that a config requests, and its placement on nodes."""
+"""Grid of pipeline, data and tensor ranks, and its placement on nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerolite.config import ConfigError, ZeroliteConfig
 
 
 class Grid(NamedTuple):
-    """pipe × data × tensor ranks, tensor innermost: see :class:`zerolite.comm.Topology`."""
+    """Sizes of a grid of pipe × data × tensor ranks, tensor innermost, as of :class:`zerolite.comm.Topology`."""
 
     pipe: int = 1
     data: int = 1
@@ -21,15 +21,15 @@ class Grid(NamedTuple):
         return self.pipe * self.data * self.tensor
 
     def rank(self, pipe: int, data: int, tensor: int) -> int:
-        """Among all."""
+        """Return the number among all ranks of the rank at these coordinates."""
         return (pipe * self.data + data) * self.tensor + tensor
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(pipe, data, tensor) of ``rank``."""
+        """Return the (pipe, data, tensor) coordinates of ``rank``."""
         return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
 
     def groups(self, dimension: str) -> Iterator[list[int]]:
-        """All groups of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", each in order."""
+        """Yield the ranks of each group of "pipe", "data", "tensor", "model" (pipe × tensor) or "world", in order."""
         inside = {"model": ("pipe", "tensor"), "world": self._fields}.get(dimension, (dimension,))
         found: dict[tuple[int, ...], list[int]] = {}  # by the coordinates in the other dimensions
         for rank in range(self.world_size):
@@ -42,7 +42,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
-    """Return the grid of ``config``. Raises ConfigError if so many ranks do not form it."""
+    """Return the grid of ``config``. Raises ConfigError if ``world_size`` ranks cannot form it."""
     pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
     if world_size % (pipe * tensor):
         path = "pipeline.stages" if pipe > 1 else "tensor_parallel.size"
@@ -55,16 +55,23 @@ def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
 
 
 def ring_between_nodes(grid: Grid, nodes: int, dimension: str) -> Fraction:
-    """Return the share of ring traffic that goes to another node, if ranks form rings in the order of their numbers and
-    fill one node after the other."""
+    """Return the share of ring traffic that leaves a node. Ranks form rings in rank order and fill one node after the
+    other."""
     here = grid.world_size // nodes  # ranks of a node
     links = [(one, other) for group in grid.groups(dimension) for one, other in _ring(group)]
     return Fraction(sum(one // here != other // here for one, other in links), max(len(links), 1))
 
 
 def messages_between_nodes(grid: Grid, nodes: int, stage: int, looped: bool = False) -> Fraction:
-    """Return the share of the traffic between pipeline stages that goes to another node, if a stage sends equal parts
-    to the stages before and behind. looped: whether the last stage sends to the first one, too."""
+    """Return the share of a pipeline stage's messages that leaves the node, if it sends equal parts to the stages
+    before and after it.
+
+    Args:
+        grid: all ranks, which fill one node after the other.
+        nodes: number of nodes.
+        stage: the pipeline stage.
+        looped: the last stage sends to the first one too.
+    """
     here = grid.world_size // nodes
     beside = [stage - 1, stage + 1]
     stages = [s % grid.pipe for s in beside] if looped else [s for s in beside if 0 <= s < grid.pipe]

@@ -21,29 +21,34 @@ _LOWER, _UPPER = "█▒"
 _GIGA = 10**9
 _MARKS = f"{_LOWER} model states and buffers, {_UPPER} everything else"
 _LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "grid", "", "check")
-"""Heads of columns that are aligned to the left."""
+"""Headings of columns that are aligned to the left."""
 
 
 class Screen(NamedTuple):
-    """The output. width: columns, 40 to 120."""
+    """Output device of ``width`` columns, 40 to 120."""
 
     width: int = _UNKNOWN
 
     @staticmethod
     def of_terminal() -> Screen:
-        """Return the terminal that standard output is; COLUMNS is heeded."""
+        """Return the terminal of standard output; the variable COLUMNS overrides its width."""
         return Screen(max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size((_UNKNOWN, 24)).columns)))
 
     def paragraph(self, text: str, dash: str = "") -> list[str]:
         return textwrap.wrap(text, self.width, initial_indent=dash, subsequent_indent=" " * len(dash))
 
     def listed(self, sentences: Sequence[str]) -> list[str]:
-        """A line, or several, with a dash for each sentence."""
+        """Return the lines of a list with a dash before each sentence."""
         return [line for sentence in sentences for line in self.paragraph(sentence, "- ")]
 
     def table(self, rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> list[str]:
-        """Aligned lines; the first row are the heads. optional: heads of columns that are left out, in this order,
-        while the lines are too long; then the first column is cut."""
+        """Return the aligned lines of a table.
+
+        Args:
+            rows: cells; the first row has the headings.
+            optional: headings of columns that are left out, in this order, while the lines are too long. If they still
+                are, the first column is truncated.
+        """
         columns = list(zip(*rows, strict=True))
         while True:
             widths = [max(map(len, column)) for column in columns]
@@ -61,8 +66,13 @@ class Screen(NamedTuple):
         return [line.rstrip() for line in lines]
 
     def beside(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
-        """``lines`` of a table with a bar behind each after the first, where there is room. bars: (lower part, whole),
-        all on one scale; a "|" stands at ``limit``."""
+        """Return the lines of a table with a bar after each but the first, if there is room.
+
+        Args:
+            lines: the lines.
+            bars: (lower part, whole) of each bar, all on one scale.
+            limit: value at which a "|" is drawn.
+        """
         column = max(map(len, lines)) + 2
         room = min(self.width - column - 1, _WIDEST_BAR)
         largest = max([whole for _, whole in bars] + [limit or 0])
@@ -78,7 +88,7 @@ class Screen(NamedTuple):
 
 
 def render(shown: Plan | Comparison, screen: Screen) -> str:
-    """Everything that a plan or a comparison says, in lines of at most ``screen.width`` columns."""
+    """Return the full report of a plan or a comparison, in lines of at most ``screen.width`` columns."""
     sections = _one_plan(shown, screen) if isinstance(shown, Plan) else _several_plans(shown, screen)
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -118,7 +128,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
-    """A row for each stage of the pipeline, and its bubble."""
+    """Yield a table with a row for each pipeline stage, and a sentence about the bubble."""
     heads = ["parameters", "states", "at rest", "peak", "sent", "between nodes"]
     rows = [["stage", *heads, "in"]]
     for stage in plan.stages:
@@ -130,7 +140,7 @@ def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
 
 
 def _memory(plan: Plan, screen: Screen) -> list[str]:
-    """The items, with bars of what they are at the peak."""
+    """Return the table of items, with bars for their size at the peak."""
     held = {"at rest": plan.at_rest, "in a step": plan.states, "at the peak": plan.peak.items}
     held |= {name: items for name, items in (("host", plan.host), ("disk", plan.disk)) if items is not None}
     rows, bars = [["memory", *held, "share"]], []
@@ -174,8 +184,8 @@ def _device_verdict(plan: Plan) -> str:
 
 
 def _host_verdict(plan: Plan) -> str:
-    """Describe the memory and disk that the rank, and all ranks of its host, take of the host, where that was asked or
-    is much."""
+    """Describe what the rank, and all ranks of its host, take of the host's memory and disk. Empty if nothing is
+    offloaded and no host memory was given."""
     if plan.host is None and plan.disk is None and plan.host_memory is None:
         return ""
     text = f"Of its host's memory the rank takes {format_size(plan.host_peak)} at most"
@@ -199,7 +209,7 @@ def _host_verdict(plan: Plan) -> str:
 
 
 def _timeline(plan: Plan, screen: Screen) -> list[str]:
-    """A chart of the memory in a step, with a column for the fullest of the moments that fall into it."""
+    """Draw the memory in a step. Each column stands for several moments and shows the fullest of them."""
     if not plan.timeline:
         return []
     highest = max(point.bytes for point in plan.timeline)
@@ -219,12 +229,12 @@ def _timeline(plan: Plan, screen: Screen) -> list[str]:
 
 
 def _traffic(plan: Plan, screen: Screen) -> list[str]:
-    """The table, and what is counted, and whether NCCL's fast path is open to all of it."""
+    """Return the table of collectives, their number, and whether NCCL can use its fast path for all."""
     if not plan.traffic:
         return screen.paragraph("traffic of a step: none")
     rows = [["traffic of a step", "for", "over", "count", "bytes", "sent per rank", "between nodes"]]
     over: dict[str, list[Traffic]] = {}
-    for entry in plan.traffic:  # those that send the most first
+    for entry in plan.traffic:  # sorted, the most bytes sent first
         rows.append([entry.op, entry.tag, f"{entry.dimension} {entry.ranks}", *_sums([entry])])
         over.setdefault(entry.dimension, []).append(entry)
     if len(over) > 1:
@@ -243,7 +253,7 @@ def _traffic(plan: Plan, screen: Screen) -> list[str]:
 
 
 def _sums(rows: Sequence[Traffic]) -> list[str]:
-    """Count, bytes, sent, and sent to other nodes."""
+    """Format the sums of count, bytes, bytes sent, and bytes sent to other nodes."""
     sums = [(entry.nbytes, entry.sent, entry.inter_node or 0) for entry in rows]
     return [f"{sum(entry.count for entry in rows):,}", *map(format_size, map(sum, zip(*sums, strict=True)))]
 
@@ -268,7 +278,7 @@ _OPTIONAL = ("collectives", "micro-batches", "states", "at rest", "sent", "host"
 
 
 def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
-    """One line with a bar for each plan, which of them is the best that fits, and what was left out."""
+    """Yield one line with a bar for each plan, the best one that fits, and what was left out."""
     if not comparison.rows:
         yield screen.paragraph("No grid is left to plan.")
         yield screen.listed(comparison.left_out)
@@ -285,7 +295,8 @@ def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]
     ]
     yield from _side_by_side(comparison, screen)
     smallest = min((plan for _, plan in comparison.rows), key=lambda plan: plan.peak.bytes)
-    chosen = comparison.chosen is not None or comparison.speeds  # other stages and grids are in the table
+    # Advice only if no setting fits. It names no stage: all are in the table.
+    chosen = comparison.chosen is not None or comparison.speeds
     yield [*screen.paragraph(_choice(comparison)), *screen.listed([] if chosen else advise(smallest, stages=False))]
     notes = [*comparison.left_out, *(note for _, plan in comparison.rows for note in plan.notes)]
     yield screen.listed(list(dict.fromkeys(notes)))
@@ -308,7 +319,7 @@ def _side_by_side(comparison: Comparison, screen: Screen) -> Iterator[list[str]]
 
 
 def _cells(plan: Plan) -> dict[str, str]:
-    """Cells of a row that is a plan, by the head of their column."""
+    """Return the cells of a plan's row, by column heading."""
     states = [stage.states for stage in plan.stages] or [plan.states]
     return _needs(plan) | {
         "ZeRO": str(plan.stage),
@@ -324,7 +335,7 @@ def _cells(plan: Plan) -> dict[str, str]:
 
 
 def _needs(rank: Plan | Stage) -> dict[str, str]:
-    """Cells of what one rank has, holds and sends, by the head of their column."""
+    """Return the cells of a rank's parameters, memory and traffic, by column heading."""
     return {
         "parameters": f"{rank.rank_parameters:,}",
         "states": format_size(total(rank.states, MODEL_STATES)),
@@ -379,8 +390,11 @@ def _fastest(name: str, plan: Plan, memory: int, speeds: tuple[float, float, flo
 
 
 def draw(shown: Plan | Comparison, path: Path) -> None:
-    """Write ``path``: bars of the items, and the memory in the course of a step of the plan, or of the setting that was
-    chosen (the smallest, if none was). Raises OSError if the file cannot be written."""
+    """Draw bars of the items, and the memory in the course of a step, to a PNG file at ``path``.
+
+    Of a comparison the step is that of the chosen setting, or of the smallest. Raises OSError if the file cannot be
+    written.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -435,7 +449,7 @@ def _on_nodes(plan: Plan) -> str:
 
 
 def _with_nodes(plan: Plan, rows: list[list[str]]) -> list[list[str]]:
-    """``rows``, without the column about nodes where their number was not given."""
+    """Return ``rows``, without the column about nodes if their number was not given."""
     column = rows[0].index("between nodes")
     return rows if plan.nodes is not None else [row[:column] + row[column + 1 :] for row in rows]
 
