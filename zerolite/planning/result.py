@@ -1,4 +1,4 @@
-"""Result of a plan: memory of one rank by item and over a step, traffic, and the verdict."""
+"""Result of a plan: one rank's memory by item and over a step, its traffic, and the verdict."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from zerolite.utils.memory_tags import BUFFERS, MODEL_STATES
 
 Items = dict[str, int]
-"""Bytes by item, every one of zerolite.utils.memory_tags.ITEMS."""
+"""Bytes by item, for all of zerolite.utils.memory_tags.ITEMS."""
 
 AT_REST = (*MODEL_STATES, BUFFERS)
-"""Items that are there at every moment of a step; all else comes and goes."""
+"""Items that exist during the whole step; all others come and go."""
 
 
 class _Frozen(BaseModel):
@@ -48,18 +48,18 @@ class TimePoint(_Frozen):
 
 
 class Traffic(_Frozen):
-    """All collectives of one kind in one step of one rank.
+    """All collectives of one kind that one rank launches in one step. Sizes in bytes.
 
     Attributes:
-        count: launches. Several tensors that travel in one group (NCCL's ncclGroup) are one.
-        unaligned: buffers of them (whole tensors, ranks' parts, shards) that do not begin on 16 bytes, from where NCCL
-            takes a slow path.
-        nbytes: the full tensors that they concern (a gather of P parameters on N ranks counts P, not P / N).
-        sent: what this rank sends if they run as rings, the bandwidth-optimal algorithm: (N - 1) / N of it for a gather
-            or a reduce-scatter, twice that for an all-reduce, all of it for a broadcast and for what one stage of a
-            pipeline sends to another.
-        inter_node: the part of ``sent``, on average over the ranks of a node (of a stage, if it goes to another one),
-            that leaves the node.
+        count: launches. Several tensors in one group (NCCL's ncclGroup) are one launch.
+        nbytes: size of the full tensors: a gather of P bytes on N ranks counts P, not P / N.
+        sent: bytes that this rank sends if the collectives run as rings, the bandwidth-optimal algorithm: (N - 1) / N
+            of ``nbytes`` for a gather or a reduce-scatter, twice that for an all-reduce, all of it for a broadcast and
+            a message between pipeline stages.
+        inter_node: the part of ``sent`` that leaves the node, on average over the ranks of a node (of a stage, for
+            messages between stages).
+        unaligned: buffers (full tensors, ranks' parts, shards) that do not begin on 16 bytes, for which NCCL takes a
+            slow path.
     """
 
     op: str = Field(description="all_reduce, reduce_scatter, all_gather or broadcast; send or receive between stages")
@@ -91,38 +91,38 @@ class Stage(_Frozen):
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends in one step."""
+        """Bytes that the rank sends in one step."""
         return sum(entry.sent for entry in self.traffic)
 
 
 class Plan(_Frozen):
-    """Needs of one rank of a job, found by running the engine on tensors without memory. Sizes in bytes.
+    """Memory and traffic of one rank of a job, found by running the engine on tensors without memory. Sizes in bytes.
 
-    The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline ``stages`` has a rank of
-    each stage, and all else is that of the rank whose peak is highest, unless another one was asked for.
+    The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline ``stages`` has one rank
+    of each stage, and everything else is that of the rank with the highest peak, unless another one was asked for.
 
     Attributes:
-        states: model states and buffers, each item at its largest within a step: what figure 1 of the ZeRO paper
-            counts.
-        at_rest: what is held between two steps.
-        peak: of all phases.
-        initialize_peak: while the engine is made.
-        step_peak: of a step that follows the plan of the steps before it.
-        timeline: that step, at most 1000 points. This one and those before it are the device's.
-        host, disk: what rests there or passes through (offload), each item at its largest within a step; None if that
-            is nothing.
-        host_peak: the most that the rank takes of its host's memory at once: these items, or the model before the
-            engine has it; with device "cpu" the device's too.
-        checkpoint: what this rank writes.
-        flops: of one rank's forward and backward in one step, None without a batch: matrix products, convolutions and
-            attention.
-        recomputed_flops: of forwards that activation checkpointing runs again, which flops leaves out.
-        device_memory: of each rank's device.
-        host_memory: of each host, which its ranks share.
-        parameters: of the whole model.
-        rank_parameters: of what this rank has of it, padding included.
-        bubble: the part of a step in which the ranks of a pipeline wait, as zerolite.planning.bubble counts it.
-        seconds: an estimate of a step's time, to rank grids by.
+        parameters: elements of the full model.
+        rank_parameters: elements that this rank has, padding included.
+        bubble: average share of a step in which a rank of the pipeline waits: see zerolite.planning.bubble.
+        states: model states and buffers on the device, each item at its largest within a step. Figure 1 of the ZeRO
+            paper counts the same.
+        at_rest: items on the device between two steps.
+        peak: the device's fullest moment over all phases.
+        initialize_peak: the same while the engine is made.
+        step_peak: the same in a step after the warm-up.
+        timeline: memory of the device in that step, at most 1000 points.
+        host, disk: offloaded items and staging buffers there, each item at its largest within a step; None if there are
+            none.
+        host_peak: the most host memory that the rank takes at once: offloaded items, or the model before the engine has
+            it; with device "cpu" the device's memory too.
+        checkpoint: bytes that this rank writes.
+        flops: operations of one rank's forward and backward in one step (matrix products, convolutions, attention);
+            None without a batch.
+        recomputed_flops: operations of forwards that activation checkpointing runs again; not part of ``flops``.
+        device_memory: memory of each rank's device.
+        host_memory: memory of each host, which its ranks share.
+        seconds: estimated time of a step, to compare grids.
     """
 
     model: str
@@ -171,23 +171,23 @@ class Plan(_Frozen):
 
     @property
     def offloaded(self) -> int:
-        """Bytes of model states that rest on the host or on disk."""
+        """Bytes of model states on the host or on disk."""
         return sum(total(place, MODEL_STATES) for place in (self.host, self.disk) if place is not None)
 
     @property
     def spare(self) -> int | None:
-        """Bytes of device memory left at the peak, negative if it does not fit; None if it was not given."""
+        """Bytes of device memory left at the peak, negative if the job does not fit; None if it was not given."""
         return None if self.device_memory is None else self.device_memory - self.peak.bytes
 
     @property
     def ranks_per_host(self) -> int | None:
-        """None if the number of nodes was not given."""
+        """Number of ranks on each host; None if the number of nodes was not given."""
         nodes = 1 if self.world_size == 1 else self.nodes
         return None if nodes is None else self.world_size // nodes
 
     @property
     def host_spare(self) -> int | None:
-        """Bytes of a host's memory left when all its ranks take the most, negative if they are too many; None if its
+        """Bytes of a host's memory left when all its ranks are at their peak, negative if they do not fit; None if its
         memory or the number of nodes was not given."""
         if self.host_memory is None or self.ranks_per_host is None:
             return None
@@ -195,7 +195,7 @@ class Plan(_Frozen):
 
     @property
     def fits(self) -> bool | None:
-        """True if the device and the host are large enough; None if what was given does not tell."""
+        """True if the device and the host are large enough; None if the given memory does not tell."""
         if self.host_spare is not None and self.host_spare < 0:
             return False
         return None if self.spare is None else self.spare >= 0
@@ -207,8 +207,8 @@ class Plan(_Frozen):
 
     @property
     def collectives(self) -> dict[str, int]:
-        """Launches of one step by kind, such as ``{"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}``.
-        Messages between stages of a pipeline are none."""
+        """Launches of one step by kind, such as ``{"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}``, without
+        messages between pipeline stages."""
         counts: dict[str, int] = {}
         for entry in self.traffic:
             if entry.op not in ("send", "receive"):
@@ -217,24 +217,24 @@ class Plan(_Frozen):
 
     @property
     def inter_node(self) -> int | None:
-        """The part of it that leaves the node; None if the number of nodes was not given."""
+        """Part of ``sent`` that leaves the node; None if the number of nodes was not given."""
         return None if self.nodes is None else sum(entry.inter_node or 0 for entry in self.traffic)
 
     @property
     def grid(self) -> str:
-        """The sizes of more than one rank, as in "pipe 2 × data 4"; empty if every rank has the whole model."""
+        """Dimensions of more than one rank, as in "pipe 2 × data 4"; empty if every rank has the full model."""
         sizes = (("pipe", self.pipeline_stages), ("data", self.data_parallel), ("tensor", self.tensor_parallel))
         parts = self.pipeline_stages * self.tensor_parallel > 1
         return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) if parts else ""
 
 
 def total(items: Items, names: Iterable[str]) -> int:
-    """The sum of some of the items."""
+    """Return the sum of some items."""
     return sum(items[name] for name in names)
 
 
 def item_label(item: str) -> str:
-    """The name of an item as people read it."""
+    """Return the name of an item for reports."""
     return item.replace("_", " ")
 
 
@@ -242,13 +242,11 @@ class Comparison(_Frozen):
     """Plans of one job with different settings, or on different grids of ranks.
 
     Attributes:
-        rows: (setting or grid, plan). Settings by stage; grids with the fastest that fits first.
-        chosen: index of the best that fits; None if none does or no memory was given. Of settings the cheapest: the
-            least bytes sent in a step, then the least off the device (but for a thousandth), then nothing on disk, the
-            lowest stage, the lowest peak. Of grids the fastest.
-        left_out: sentences about what the engine refuses, or what was not planned.
-        speeds: of grids, operations a second, and bytes a second within a node and to others, by which times were
-            estimated.
+        rows: (setting or grid, plan). Settings are sorted by stage; the first grid is the fastest that fits.
+        chosen: index of the cheapest setting (see :func:`~zerolite.planning.settings.cheapest`) or the fastest grid
+            that fits; None if none does or no memory was given.
+        left_out: sentences about settings that the engine refuses or that were not planned.
+        speeds: for grids, the assumed operations per second, and bytes per second within a node and between nodes.
     """
 
     rows: list[tuple[str, Plan]]

@@ -1,4 +1,4 @@
-"""Comparison of settings of ZeRO: stages, sizes of buckets and of the prefetch, and what rests off the device."""
+"""Comparison of ZeRO settings: stages, sizes of buckets and prefetch, and offload."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from zerolite.planning.result import Comparison, Plan
 from zerolite.utils.memory_tags import BUCKETS, GATHERED, OTHER
 
 _LARGE, _SMALL = 500_000_000, 50_000_000
-"""Sizes of buckets in elements that are tried: DeepSpeed's default, and a tenth of it."""
+"""Sizes of buckets to try, in elements: DeepSpeed's default, and a tenth of it."""
 
 _PLACES = {"cpu": "on the host", "nvme": "on disk"}
 
 _SAME = 1.001
-"""Amounts up to so many times another one are the same: they differ by padding."""
+"""Amounts within this factor count as equal: they differ by padding."""
 
 _SIZED = (BUCKETS, GATHERED, OTHER)
-"""What the sizes that are tried decide, in part at least."""
+"""Items whose size depends on the sizes that are tried."""
 
 _UNSIZED = "Other sizes of buckets and of the prefetch are not planned for stages that no size makes small enough."
 _UNPLANNED = "Settings that offload are not planned, because others fit. With offload_optimizer in the config they are."
 
 
 class Setting(NamedTuple):
-    """Settings of ZeRO to plan.
+    """A ZeRO setting to plan.
 
     Attributes:
-        keys: of ``zero_optimization``, beside the config's own.
-        resized: with other sizes than that has.
+        keys: values for ``zero_optimization`` that replace the config's own.
+        resized: sizes of buckets or prefetch are among them.
     """
 
     name: str
@@ -47,17 +47,18 @@ class Setting(NamedTuple):
 
 
 class Trials:
-    """Plans of one job with several configs, and why the engine refuses others."""
+    """Plans of one job with several configs, and the errors of those that the engine refuses."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, Plan]] = []
         self.refused: list[tuple[str, Exception]] = []
 
     def attempt(self, row: str, setting: str, make: Callable[..., Plan], *args: Any, **given: Any) -> bool:
-        """Add the plan that ``make(*args, **given)`` returns as ``row``. False if it is refused: ``setting`` is."""
+        """Add the plan that ``make(*args, **given)`` returns, under the name ``row``. Return False if the engine
+        refuses it; then the error is kept under the name ``setting``."""
         try:
             self.rows.append((row, make(*args, **given)))
-        except (RefusedError, ConfigError) as error:  # an optimizer that works at stage 0 only, for one
+        except (RefusedError, ConfigError) as error:  # for example an optimizer that works at stage 0 only
             self.refused.append((setting, error))
             return False
         return True
@@ -68,7 +69,7 @@ class Trials:
 
 
 def _left_out(refused: Iterable[tuple[str, Exception]]) -> Iterator[str]:
-    """One line for each reason. refused: (name, why)."""
+    """Yield one sentence for each reason, with all (name, error) of ``refused`` that have it."""
     names: dict[str, list[str]] = {}
     for name, error in refused:
         errors = error.errors if isinstance(error, ConfigError) else [("", str(error))]
@@ -87,15 +88,17 @@ def compare(
     offload_host_memory: int | str | None = None,
     **options: Any,
 ) -> Comparison:
-    """Plans of stages 0 to 3, of a few bucket sizes and of what may rest off the device, and which of them is the
-    cheapest that fits.
+    """Plan stages 0 to 3 with a few bucket sizes and kinds of offload, and choose the cheapest that fits.
+
+    If a setting without offload fits, settings with offload are planned only if ``config`` offloads. Settings that the
+    engine refuses are left out.
 
     Args:
+        offload_host_memory: ``host_memory`` of settings that offload, if that is not among the ``options``.
         options: those of :func:`~zerolite.planning.make.plan`.
-        offload_host_memory: ``host_memory`` of settings that offload, where that is not given.
 
-    Where a setting that offloads nothing fits, those that do are planned only if ``config`` offloads. Settings that the
-    engine refuses are left out; if that is all of them, raises what :func:`~zerolite.planning.make.plan` does.
+    Other arguments and errors are those of :func:`~zerolite.planning.make.plan`; its errors are raised only if no
+    setting can be planned.
     """
     loaded, trials = load_config(config), Trials()
     notes: list[str] = []
@@ -124,9 +127,11 @@ def compare(
 
 
 def cheapest(plans: list[Plan]) -> int | None:
-    """The index of the plan that fits, offloads nothing if there is such a one, and sends the least; of those, the one
-    that keeps the fewest bytes off the device (a thousandth more of both is the same: padding), then nothing on disk,
-    the lowest stage, the lowest peak."""
+    """Return the index of the cheapest plan that fits, or None.
+
+    The order of criteria: no offload, fewest bytes sent, fewest bytes off the device, nothing on disk, lowest stage,
+    lowest peak. Bytes that differ by less than a thousandth count as equal.
+    """
     fitting = [index for index, entry in enumerate(plans) if entry.fits]
     if not fitting:
         return None
@@ -138,7 +143,7 @@ def cheapest(plans: list[Plan]) -> int | None:
 
 
 def _too_large(made: Plan) -> bool:
-    """True if it would not fit either with the smallest buckets and prefetch."""
+    """True if the setting would not fit even with the smallest buckets and prefetch."""
     return made.spare is not None and made.spare + sum(made.peak.items[item] for item in _SIZED) < 0
 
 
@@ -146,14 +151,14 @@ def _too_large(made: Plan) -> bool:
 
 
 def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
-    """``config`` with other values in its ``zero_optimization`` block. Raises ConfigError if they contradict it."""
+    """Return ``config`` with other values in its ``zero_optimization`` block. Raises as :func:`with_blocks`."""
     return with_blocks(config, zero_optimization=keys)
 
 
 def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteConfig:
-    """``config`` with other values in some of its blocks. Raises ConfigError if they contradict each other, or if the
-    stage has no use for one of them."""
-    # A copy is not validated, so the checks that look at several keys are made here.
+    """Return ``config`` with other values in some of its blocks. Raises ConfigError if they contradict each other, or
+    if the stage ignores one of them."""
+    # model_copy does not validate, so the checks across keys run here.
     changed = config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in blocks.items()}
     )
@@ -164,9 +169,11 @@ def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteCon
 
 
 def plain_settings(config: ZeroliteConfig) -> list[Setting]:
-    """Stages 0 to 3 with everything on the device, each followed by a few sizes, unless ``config`` offloads: then where
-    things rest is what is compared. Buckets that the config leaves to zerolite are about as large as the small ones, or
-    whole models."""
+    """Return settings without offload: stages 0 to 3, each followed by a few sizes.
+
+    If ``config`` offloads, only placements are compared, with its own sizes. If it leaves the size of buckets to
+    zerolite, small buckets are left out: the default is about as large.
+    """
     zero = config.zero_optimization
     on_device = _devices(config, "none", "none")
     of_buckets = (_LARGE,) if zero.reduce_bucket_size is None else (_SMALL, _LARGE)
@@ -186,8 +193,11 @@ def plain_settings(config: ZeroliteConfig) -> list[Setting]:
 
 
 def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
-    """Each stage with what it may have elsewhere, the fewest bytes first: on the host, unless ``device`` is "cpu",
-    whose memory that is; on disk where ``config`` names a folder for it; and as ``config`` says."""
+    """Return settings with offload for each stage, those with the fewest bytes first.
+
+    The host is tried unless ``device`` is "cpu", whose memory is the host's. The disk is tried if ``config`` names a
+    folder. The offload of ``config`` itself is tried too.
+    """
     zero = config.zero_optimization
     own = (zero.offload_optimizer.device, zero.offload_param.device)
     places = [*(["cpu"] if device != "cpu" else []), *(["nvme"] if _disk(config) else [])]
@@ -203,16 +213,16 @@ def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
 
 
 def _disk(config: ZeroliteConfig) -> str | None:
-    """The folder that ``config`` names, whether it is used or not."""
+    """Return the folder that ``config`` names for offload, even if it does not use it."""
     zero = config.zero_optimization
     return zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
 
 
 def _devices(config: ZeroliteConfig, optimizer: str, parameters: str) -> dict[str, Any]:
-    """Both blocks of offload as ``config`` has them, for other devices."""
+    """Return both offload blocks of ``config`` with other devices."""
     blocks: dict[str, Any] = {"offload_optimizer": {"device": optimizer}, "offload_param": {"device": parameters}}
     if optimizer == "nvme":
-        blocks["offload_optimizer"]["ratio"] = 1.0  # a part is for the host alone
+        blocks["offload_optimizer"]["ratio"] = 1.0  # partial offload works with the host alone
     for name, update in blocks.items():
         block = getattr(config.zero_optimization, name)
         blocks[name] = block.model_copy(update={**update, "nvme_path": block.nvme_path or _disk(config)})
