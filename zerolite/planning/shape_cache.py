@@ -1,7 +1,7 @@
-"""Results of operators on tensors without memory, remembered by the sizes of what they are called with.
+"""Cache of the shapes that operators return for tensors without memory.
 
-A dry run calls the same operators with the same sizes in every block, every micro-batch and every setting that is
-compared, and torch's shape functions would take most of its time.
+A dry run calls the same operators with the same shapes in every block, every micro-batch and every setting that is
+compared. Without a cache torch's shape functions would take most of its time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-_LIMIT = 100_000  # results that are kept; comparing settings of a large model takes a thousand
+_LIMIT = 100_000  # entries; comparing settings of a large model takes a thousand
 
 
 class _Returns(NamedTuple):
-    """Results of an operator: the argument of this place and name, or tensors of their own where there is no name."""
+    """Result of an operator: the argument at this position and of this name, or new tensors if the name is empty."""
 
     position: int = 0
     name: str = ""
@@ -39,11 +39,12 @@ class _Tensor(NamedTuple):
 
 _MISSING = object()
 _cache: dict[tuple[Any, ...], Any] = {}
-"""Tensors that operators have made, by what they were called with: a _Tensor, a list of them, or None for none."""
+"""Results by operator and arguments: a _Tensor, a list for an operator with several results, or None for no new
+tensor."""
 
 
 def _operators(names: str) -> set[Any]:
-    """Operators of aten, such as "mul.Tensor"; "default" may be left out."""
+    """Return operators of aten by names such as "mul.Tensor"; ".default" may be left out."""
     found = (name.partition(".") for name in names.split())
     return {getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in found}
 
@@ -51,19 +52,19 @@ def _operators(names: str) -> set[Any]:
 _VIEWS = _operators(
     "view _unsafe_view as_strided detach alias permute expand unsqueeze t transpose.int select.int slice.Tensor"
 )
-_LIFT = torch.ops.aten.lift_fresh.default  # torch.tensor's last operator
+_LIFT = torch.ops.aten.lift_fresh.default  # the last operator of torch.tensor
 NUMBERS = _operators("linspace arange arange.start arange.start_step")
-"""Operators whose values may be known, with :data:`_LIFT`."""
+"""Operators whose results may have values, as those of :data:`_LIFT`. They are not cached."""
 
 
 def cached_call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-    """Return the result of ``func``, which ``run()`` returns, without asking it twice for the same sizes."""
+    """Return the result of an operator from the cache, otherwise from ``run()``."""
     if func is _LIFT and type(args[0]) is torch.Tensor and args[0].device == _CPU and not args[0].numel():
-        return _make(mode, _Tensor(args[0].shape, args[0].stride(), args[0].dtype))  # it has no values
+        return _make(mode, _Tensor(args[0].shape, args[0].stride(), args[0].dtype))  # an empty tensor has no values
     if func in _VIEWS and args and type(args[0]) is FakeTensor and _is_plain(args[0], mode):
         return _view(mode, func, args, kwargs)
     returns = _returns(func)
-    # The default dtype decides what operators make of Python's numbers.
+    # The default dtype is part of the key: it decides the result's dtype for Python numbers.
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if returns is None or not (_describe(mode, args, key) and _describe(mode, kwargs.values(), key)):
         return run()
@@ -78,13 +79,15 @@ def cached_call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any],
 
 
 def _view(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a view's kernel for the meta device, which shares the storage: several times as fast as torch's way to it.
+    """Call the kernel of a view for the meta device, whose result shares the storage. This is several times as fast as
+    FakeTensorMode.
 
-    This is torch's ``in_kernel_invocation_manager``, whose generator takes as long as the kernel."""
+    It does the same as torch's ``in_kernel_invocation_manager``, whose generator takes as long as the kernel.
+    """
     before = mode.in_kernel_invocation
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
         mode.in_kernel_invocation = True
-        torch._C._set_meta_in_tls_dispatch_include(True)  # the guard takes it back
+        torch._C._set_meta_in_tls_dispatch_include(True)  # the guard restores it
         try:
             out = func(*args, **kwargs)
         finally:
@@ -94,7 +97,7 @@ def _view(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any]) -> An
 
 @functools.cache
 def _returns(func: Any) -> _Returns | None:
-    """Read the schema of ``func``. None if its result is not to be remembered."""
+    """Read from the schema of ``func`` which tensors it returns; None if its results must not be cached."""
     schema = func._schema
     if (
         func in NUMBERS
@@ -114,7 +117,8 @@ def _returns(func: Any) -> _Returns | None:
 
 
 def _describe(mode: DryFakeMode, values: Iterable[Any], key: list[Any]) -> bool:
-    """Add to ``key`` all that the sizes of a result depend on. False if ``values`` has something else."""
+    """Append to ``key`` everything in ``values`` that shapes of results depend on. Return False if there are other
+    values."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -135,6 +139,7 @@ def _describe(mode: DryFakeMode, values: Iterable[Any], key: list[Any]) -> bool:
 
 
 def _is_plain(tensor: Any, mode: DryFakeMode) -> bool:
+    """True if a FakeTensor is strided, on the CPU, without readable values, and not complex."""
     has_values = tensor.constant is not None and tensor.numel()
     plain = tensor.fake_mode is mode and not has_values and tensor.fake_device == _CPU
     return plain and tensor.layout is torch.strided and not tensor.dtype.is_complex
@@ -143,9 +148,9 @@ def _is_plain(tensor: Any, mode: DryFakeMode) -> bool:
 def _call_and_cache(
     mode: DryFakeMode, returns: _Returns, args: Any, kwargs: dict[str, Any], run: Callable[[], Any], key: Any
 ) -> Any:
-    """Return ``run()``, and remember it if it is what the operator's schema says."""
+    """Return ``run()``, and cache it if the result is as the operator's schema says."""
     given = find_tensors((args, kwargs))
-    before = [(tensor.shape, tensor.stride()) for tensor in given]  # resize_ and the like change their operand
+    before = [(tensor.shape, tensor.stride()) for tensor in given]  # to notice resize_, which changes its operand
     out = run()
     made = () if returns.name else out if isinstance(out, tuple) else (out,)
     taken = {tensor.untyped_storage()._cdata for tensor in given}
@@ -157,7 +162,8 @@ def _call_and_cache(
 
 
 def _is_whole(tensor: Any, mode: DryFakeMode, taken: set[int]) -> bool:
-    """True if ``tensor`` has memory of its own, no more than it needs. taken: memory of others; its own is added."""
+    """True if ``tensor`` has a storage of its own, of exactly its size. Its storage is added to ``taken``, those of
+    other tensors."""
     if type(tensor) is not FakeTensor or not _is_plain(tensor, mode):
         return False
     storage, ends = tensor.untyped_storage(), zip(tensor.shape, tensor.stride(), strict=True)

@@ -19,22 +19,22 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
 class DrySkeleton(Skeleton):
-    """A copy of a model whose parameters are partitioned where the model's are. Made inside a dry run and a
-    FakeTensorMode."""
+    """Copy of a model with fake tensors, partitioned where the model's are. Made inside a dry run."""
 
     device = "cpu"
 
     def __init__(self, model: torch.nn.Module) -> None:
-        device = default_device(0)  # the dry run's platform is in place: the CPU
+        device = default_device(0)  # that of the DryPlatform: the CPU
         self._context = CommContext(create_communicator(device), device)
         super().__init__(model)
-        for module in self.model.modules():  # the engine puts hooks on tensors that come from parameters
+        # Tensors computed from parameters (by weight_norm, for one) are the original's, and the engine would hook them.
+        for module in self.model.modules():
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     del vars(module)[name]
 
     def make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return what stands for a parameter or buffer."""
+        """Return the copy of a parameter or buffer."""
         handle = handle_of(tensor)
         if handle is None:
             made = super().make(tensor, name)
@@ -48,7 +48,7 @@ class DrySkeleton(Skeleton):
         return made
 
     def arguments(self, model: torch.nn.Module, given: Arguments) -> Arguments:
-        """``given``, which speaks of ``model``'s parameters, for the copy."""
+        """Return ``given`` with the copy's parameters in place of those of ``model``."""
         groups = [
             {**group, "params": [self.tensors[id(parameter)] for parameter in group["params"]]}
             for group in param_groups_of(model, given.optimizer, given.model_parameters)
@@ -60,14 +60,15 @@ class DrySkeleton(Skeleton):
 
 
 def _copy_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """A copy without states and hooks, which shares nothing that its ``step`` may change."""
-    # Neither its constructor nor copy.copy: both may run the user's code.
+    """Return a copy of ``optimizer`` with other groups, without states and hooks. It shares no container that ``step``
+    may change."""
+    # Made by object.__new__, because the constructor and copy.copy may run the user's code.
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
     containers = (dict, list, set, collections.deque)
     own = {
         name: copy.copy(value) if isinstance(value, containers) else value for name, value in vars(optimizer).items()
     }
-    own.pop("step", None)  # of a learning rate schedule, bound to the original
+    own.pop("step", None)  # a learning rate schedule has wrapped it, bound to the original
     for name, value in own.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             value.clear()

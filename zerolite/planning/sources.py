@@ -1,4 +1,4 @@
-"""Models, batches and losses by the names given on a command line."""
+"""Loading of models, batches and losses by the names given on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 """The arguments of one forward, by name or in order."""
 
 MICRO_BATCH = "B"
-"""In the shape of an input: the micro-batch size of the config."""
+"""Stands for the config's micro-batch size in the shape of an input."""
 
 _INPUT = re.compile(r"(?:(?P<name>[^\s:\[\],]+):)?(?P<dtype>[^\s:\[\],]+)\[(?P<shape>[^\[\]]*)\]")
 _FLOATING = ("float32", "float16", "bfloat16", "float64", "complex64")
@@ -33,7 +33,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def load_function(spec: str, option: str) -> Callable[..., Any]:
-    """The function that ``spec``, as in "package.module:name", names. Raises PlanError."""
+    """Return the function of ``spec``, as in "package.module:name". Raises PlanError."""
     found = import_object(spec, option)
     if not callable(found):
         raise PlanError(f"{option} {spec}: expected a function, and it is of type {type(found).__name__}")
@@ -42,10 +42,13 @@ def load_function(spec: str, option: str) -> Callable[..., Any]:
 
 
 def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
-    """Load the function that makes the model: the function of "package.module:build_model", or the path of a Hugging
-    Face config.json, or of the directory that it is in.
+    """Return a function that makes the model.
 
-    Raises PlanError where there is no such thing, or it cannot be called without arguments.
+    Args:
+        spec: "package.module:build_model", or the path of a Hugging Face config.json or of its directory.
+
+    Raises:
+        PlanError: there is no such function or file, or the function needs arguments.
     """
     if _is_path(spec):
         return _load_hugging_face(Path(spec))
@@ -67,10 +70,14 @@ def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
 
 
 def import_object(spec: str, option: str) -> Any:
-    """Import the object of ``spec``, as in "package.module:name" or "package.module:Class.method".
+    """Import an object by name.
 
-    option: where the user gave it, as in "--model". Raises PlanError, which says which part is missing, or what failed
-    while it was imported.
+    Args:
+        spec: the name, as in "package.module:name" or "package.module:Class.method".
+        option: the option with the name, as in "--model", for messages.
+
+    Raises:
+        PlanError: a part of the name does not exist, or its import failed.
     """
     module, colon, name = spec.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *name.split(".")]):
@@ -78,7 +85,7 @@ def import_object(spec: str, option: str) -> Any:
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        says = getattr(error, "msg", error)  # of a SyntaxError without its place
+        says = getattr(error, "msg", error)  # the message of a SyntaxError without file and line
         failure = f"{type(error).__name__}: {says}{_location(error)}"
         raise PlanError(f"{option}: importing {module!r} failed with {failure}") from error
     place = f"module {module!r}"
@@ -91,7 +98,7 @@ def import_object(spec: str, option: str) -> Any:
 
 
 def _location(error: BaseException) -> str:
-    """File and line of what was at work, empty if that was the import system itself."""
+    """Return file and line of the failing code; empty if the import system itself failed."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"
     place = ""
@@ -124,7 +131,7 @@ def _load_hugging_face(path: Path) -> Callable[[], torch.nn.Module]:
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), trust_remote_code=False)
-    except Exception as error:  # of many kinds, by version
+    except Exception as error:  # its type depends on the version of transformers
         raise PlanError(
             f"--model {path}: transformers cannot read '{file}': {str(error).partition('. ')[0]}"
         ) from error
@@ -139,16 +146,24 @@ def _load_hugging_face(path: Path) -> Callable[[], torch.nn.Module]:
 
 
 def load_batch(spec: str) -> Callable[..., Any]:
-    """Load the function that makes a batch: that of "package.module:make_batch", or one for an input spec, as in
-    "input_ids:int64[4,1024] labels:int64[4,1024]" (see :func:`parse_input_spec`). Raises PlanError."""
+    """Return a function that makes a batch, from its name "package.module:make_batch" or from an input spec (see
+    :func:`parse_input_spec`). Raises PlanError."""
     return parse_input_spec(spec) if "[" in spec else load_function(spec, "--batch")
 
 
 def parse_input_spec(text: str) -> Callable[..., Batch]:
-    """Return a function that makes the batch that ``text`` describes: one ``name:dtype[sizes]`` or ``dtype[sizes]`` for
-    each tensor, with spaces between them. Where a size is "B", it takes the micro-batch size.
+    """Return a function that makes the batch that ``text`` describes.
 
-    It returns a dict by name, or a tuple where no tensor has a name. Raises PlanError.
+    Args:
+        text: ``name:dtype[sizes]`` for each tensor, or ``dtype[sizes]`` for each, separated by spaces, as in
+            "input_ids:int64[B,1024] labels:int64[B,1024]".
+
+    Returns:
+        A function that returns a dict by name, or a tuple without names. It takes the micro-batch size if a size is
+        "B", otherwise no argument.
+
+    Raises:
+        PlanError: ``text`` is wrong.
     """
     inputs, rest = [], text.strip()
     while rest:
@@ -177,7 +192,7 @@ def parse_input_spec(text: str) -> Callable[..., Batch]:
 
     def make(micro_batch: int = 1) -> Batch:
         tensors = []
-        for _, dtype, shape in inputs:  # integers are 0, which every table has a row for; all else is 1
+        for _, dtype, shape in inputs:  # integers are 0, a valid index for every embedding; all others are 1
             floating = dtype.is_floating_point or dtype.is_complex or dtype is torch.bool
             sizes = [micro_batch if size == MICRO_BATCH else int(size) for size in shape]
             tensors.append(torch.full(sizes, 1 if floating else 0, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Tracker of a dry run: bytes by item and over time, and operations."""
+"""Memory tracker: bytes by item and over time, and operations, of the operators that run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES,
 from zerolite.utils.nested import find_tensors
 
 ORIGINAL_MODEL = "original_model"
-"""An item of the host's memory beside those of an engine: what a model is made in, until one takes it over."""
+"""Item of host memory beside those of an engine: the model before the engine takes it over."""
 
 
 class TracePoint(NamedTuple):
-    """Point of a run."""
+    """Point of a run: phase, qualified name of the current module, and operator."""
 
     phase: str
     module: str
@@ -35,7 +35,7 @@ class TracePoint(NamedTuple):
 
 
 class PeakMoment(NamedTuple):
-    """The moment of the most bytes so far."""
+    """Moment with the most bytes so far, and the bytes of each item then."""
 
     nbytes: int
     items: dict[str, int]
@@ -46,10 +46,10 @@ class Flops(NamedTuple):
     """FLOPs of one rank's step.
 
     Attributes:
-        model: of one forward and backward of each micro-batch.
-        recomputed: of forwards that activation checkpointing runs again inside backward.
+        model: forward and backward of all micro-batches.
+        recomputed: forwards that activation checkpointing runs again inside backward.
         unknown: names of operators that ran and have no formula.
-        of_modules: all of them by the innermost module.
+        of_modules: all FLOPs by the innermost module.
     """
 
     model: int
@@ -63,18 +63,19 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 
 class ModulesAtWork:
-    """The innermost module that computes now, by qualified name, in forward and in backward.
+    """Innermost module that computes now, in forward and in backward, by qualified name.
 
-    In backward it is the module in whose forward the node that runs was made: nodes are numbered in the order in which
-    they are made, so the numbers at which modules began and ended tell.
+    In backward it is the module whose forward has made the current autograd node. Autograd numbers nodes in the order
+    in which they are made, so it is found from the numbers at which modules began and ended. No hooks on tensors are
+    needed.
     """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        self._owners: dict[int, str] = {}  # by parameter
+        self._owners: dict[int, str] = {}  # module by parameter
         self._stack: list[str] = []
-        self._starts: list[int] = []  # number of the next node where the module at work changed, ascending
-        self._changed: list[str] = []
+        self._starts: list[int] = []  # number of the next node whenever the current module changed, ascending
+        self._changed: list[str] = []  # the current module from then on
 
     def name(self, model: torch.nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -82,7 +83,7 @@ class ModulesAtWork:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside, forwards of modules are seen."""
+        """Context in which hooks follow the forwards of all modules."""
 
         def enter(module: torch.nn.Module, args: Any) -> None:
             self._stack.append(self._names.get(id(module), self.now()))
@@ -101,18 +102,19 @@ class ModulesAtWork:
                 handle.remove()
 
     def forget(self) -> None:
-        """The graph so far is gone: a step has ended."""
+        """Forget all nodes so far. Called after a step, when the graph is freed."""
         self._stack.clear()
         self._starts.clear()
         self._changed.clear()
 
     def now(self) -> str:
+        """Return the current module; "" for the model itself, or if there is none."""
         if self._stack:
             return self._stack[-1]
         node = torch._C._current_autograd_node()
         if node is None or not self._starts:
             return ""
-        leaf = getattr(node, "variable", None)  # of the node that accumulates a parameter's gradient
+        leaf = getattr(node, "variable", None)  # the parameter, of a node that accumulates its gradient
         if leaf is not None:
             return self._owners.get(id(leaf), "")
         place = bisect_right(self._starts, node._sequence_nr()) - 1
@@ -124,7 +126,7 @@ class ModulesAtWork:
 
 
 class _TrackedStorage(NamedTuple):
-    """A storage that counts. ref: keeps the callback at its death."""
+    """Storage that is counted. ``ref`` has the callback that runs when it is freed."""
 
     ref: weakref.ref[torch.UntypedStorage]
     nbytes: int
@@ -133,24 +135,32 @@ class _TrackedStorage(NamedTuple):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracker of every storage that operators make, until it dies.
+    """Tracker of every storage that operators make, until it is freed. Memory inside an operator is not seen.
 
-    ``item`` is what new storages belong to and ``place`` where they are, unless a part of the engine says otherwise
-    (memory_tags.py), and ``phase`` what is going on; the caller sets all three. Memory inside an operator is not seen.
+    Attributes:
+        item: item of new storages, unless a part of the engine tags them (memory_tags.py). The caller sets it.
+        place: their place (device, host, disk), likewise.
+        phase: current phase, likewise.
+        items: bytes now, by place and item.
+        nbytes: sums of ``items`` by place.
     """
 
     def __init__(self, apart: bool = True) -> None:
-        """apart: whether the device has memory of its own. The results of operators are then where their operands are,
-        and the host's memory does not hold the device's."""
+        """
+        Args:
+            apart: the device has memory of its own. Then results of operators are where their operands are, and host
+                memory does not include the device's.
+        """
         super().__init__()
         self.item, self.place = OTHER, DEVICE
         self.phase = "initialize"
         self.modules = ModulesAtWork()
-        self.items = {place: dict.fromkeys((*ITEMS, ORIGINAL_MODEL), 0) for place in PLACES}  # bytes now
-        self.nbytes = dict.fromkeys(PLACES, 0)  # the sums of these
+        self.items = {place: dict.fromkeys((*ITEMS, ORIGINAL_MODEL), 0) for place in PLACES}
+        self.nbytes = dict.fromkeys(PLACES, 0)
         self._apart = apart
         self._storages: dict[int, _TrackedStorage] = {}
-        self._unreported: tuple[int, TracePoint] | None = None  # the storage made last, whose item may not be known yet
+        # The storage made last is reported only at the next change: its tag comes after the operator that makes it.
+        self._unreported: tuple[int, TracePoint] | None = None
         self._peak = PeakMoment(0, self._on_device(), _NOWHERE)
         self._largest = self._items_by_place()
         self._host_peak = 0
@@ -158,7 +168,7 @@ class MemoryTracker(TorchDispatchMode):
         self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
         self._before: dict[str, int] = {}
         self._operators = OperatorFlops()
-        self._flops: list[int] | None = None  # the model's, and recomputed ones
+        self._flops: list[int] | None = None  # [of the model, recomputed]
         self._flops_of: Counter[str] = Counter()
 
     # ---------------------------------------------------------------- running
@@ -174,20 +184,20 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled while memory is followed, and torch's guard against that takes its time."""
+        """Return False: nothing is compiled while memory is tracked, and torch's guard against it costs time."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and is_fake(args[0]) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # asked as often as anything is computed
+            return args[0].fake_device  # a short way, as torch asks for the device with every operator
         given = kwargs or {}
         self._op, mode = func, fake_mode()
-        if type(mode) is DryFakeMode:  # asked here already: its own turn would come after another dispatch by torch
+        if type(mode) is DryFakeMode:  # ask the cache here, before torch dispatches again to reach that mode
             out = shape_cache.cached_call(mode, func, args, given, lambda: func(*args, **given))
         else:
             out = func(*args, **given)
         if self._flops is not None and self.phase != STEP:
-            # A node of backward that records gradients runs a forward again: activation checkpointing.
+            # An operator inside a backward node that records gradients is a forward that checkpointing runs again.
             again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
             flops = self._operators.of_call(func, args, given, out)
             if flops:
@@ -205,7 +215,8 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _place_of_result(self, args: Any) -> str:
-        """The host, if what an engine keeps off the device is among the operands and nothing but numbers is on it."""
+        """Return the host if an operand is offloaded and none but 0-dim tensors is on the device; otherwise
+        ``place``."""
         tracked = [
             self._storages.get(operand.untyped_storage()._cdata)
             for operand in find_tensors(args)
@@ -216,36 +227,36 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak(self) -> PeakMoment:
-        """The device's fullest moment."""
+        """Fullest moment of the device since the beginning or :meth:`reset_peak`."""
         self._report_last()
         return self._peak
 
     @property
     def largest(self) -> dict[str, dict[str, int]]:
-        """Bytes of each item at its own most, by place."""
+        """Largest bytes of each item since the beginning or :meth:`reset_peak`, by place."""
         self._report_last()
         return self._largest
 
     @property
     def host_peak(self) -> int:
-        """Bytes, since the beginning or :meth:`reset_host_peak`."""
+        """Most bytes of host memory since the beginning or :meth:`reset_host_peak`."""
         self._report_last()
         return self._host_peak
 
     def reset_peak(self) -> None:
-        """Begin anew with the fullest moment and the items' largest."""
+        """Reset :attr:`peak` and :attr:`largest` to the current memory."""
         self._report_last()
         self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), TracePoint(self.phase, "", ""))
         self._largest = self._items_by_place()
 
     def reset_host_peak(self) -> None:
-        """Begin anew with the most in the host's memory."""
+        """Reset :attr:`host_peak` to the current memory."""
         self._report_last()
         self._host_peak = self._in_host_memory()
 
     @contextlib.contextmanager
     def without_peaks(self) -> Iterator[None]:
-        """Inside, nothing is the most: memory that a real job does not take."""
+        """Context whose allocations change no peak, as a real job does not make them."""
         self._report_last()
         before = self._peak, {place: dict(items) for place, items in self._largest.items()}, self._host_peak
         yield
@@ -253,20 +264,20 @@ class MemoryTracker(TorchDispatchMode):
         self._peak, self._largest, self._host_peak = before
 
     def record(self) -> None:
-        """Begin to keep every change, for :meth:`timeline`, and to count FLOPs of forwards and backwards."""
+        """Start to record all changes, for :meth:`timeline`, and to count FLOPs of forward and backward."""
         self._report_last()
         self._events, self._before = [], self._on_device()
         self._flops = [0, 0]
 
     @property
     def flops(self) -> Flops:
-        """Since :meth:`record`."""
+        """FLOPs since :meth:`record`."""
         model, recomputed = self._flops or (0, 0)
         return Flops(model, recomputed, frozenset(self._operators.unknown), dict(self._flops_of))
 
     def timeline(self, points: int) -> list[tuple[dict[str, int], str, str]]:
-        """(bytes by item, phase, module) at no more than ``points`` moments since :meth:`record`: of equal numbers of
-        changes the fullest one."""
+        """Return the memory of the device since :meth:`record`, as (bytes by item, phase, module) of at most ``points``
+        moments. Each is the fullest of an equal number of changes."""
         self._report_last()
         events, self._events = self._events or [], None
         width = max(1, -(-len(events) // points))
@@ -282,9 +293,10 @@ class MemoryTracker(TorchDispatchMode):
                 best = (-1, items, "", "")
         return course
 
-    # ---------------------------------------------------------------- what the engine says
+    # ---------------------------------------------------------------- listener of memory_tags
 
     def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+        """Count ``storage`` as ``item`` in ``place``."""
         key = storage._cdata
         tracked = self._storages.get(key)
         if tracked is None:
@@ -301,7 +313,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._report(item, place, tracked.nbytes, self._point())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` is there, and may have another length than before."""
+        """Count ``storage``, which is new or may have another length."""
         tracked = self._storages.get(storage._cdata)
         if tracked is None:
             self._add(storage, self.item, self.place)
@@ -313,7 +325,7 @@ class MemoryTracker(TorchDispatchMode):
             self._report(tracked.item, tracked.place, more, self._point())
 
     def claim(self, tensors: Iterable[torch.Tensor], item: str) -> None:
-        """These are memory of ``item`` on the device."""
+        """Count ``tensors`` as ``item`` on the device."""
         for inner in (inner for tensor in tensors for inner in _tensors_with_memory(tensor)):
             self.tag_memory(inner.untyped_storage(), item, DEVICE)
 
@@ -323,15 +335,15 @@ class MemoryTracker(TorchDispatchMode):
         if is_fake(tensor):
             if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
                 self.resized(tensor.untyped_storage())
-        elif not tensor.is_meta:  # of a model's structure alone, which has no memory in a real run either
+        elif not tensor.is_meta:  # meta tensors have no memory in a real run either
             for inner in _tensors_with_memory(tensor):
                 self.resized(inner.untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        """It is told when the next change comes: until then it may be said that it is somewhere else."""
+        """Count a new storage. It is reported at the next change, because the engine may tag it until then."""
         self._report_last()
-        # torch makes one Python object for a storage and keeps it as long as the memory, so the end of its weak
-        # reference is the release. The address may be used again by then: it is the key until that moment alone.
+        # torch keeps one Python object per storage as long as its memory, so the callback of a weak reference is the
+        # release. It also removes the key, as the address may be used again.
         key, nbytes = storage._cdata, storage.nbytes()
         self._storages[key] = _TrackedStorage(weakref.ref(storage, lambda _: self._released(key)), nbytes, item, place)
         self._change(item, place, nbytes)
@@ -354,11 +366,11 @@ class MemoryTracker(TorchDispatchMode):
         self.nbytes[place] += nbytes
 
     def _report(self, item: str, place: str, nbytes: int, where: TracePoint) -> None:
-        """Report a change to the records of the fullest moment, and to the course of the device."""
+        """Update peaks and time line after a change of ``nbytes``."""
         largest, now = self._largest[place], self.items[place][item]
         if now > largest[item]:
             largest[item] = now
-        if nbytes > 0:  # less than before is never the most
+        if nbytes > 0:  # a release is never a peak
             self._host_peak = max(self._host_peak, self._in_host_memory())
         if place != DEVICE or not nbytes:
             return
@@ -368,7 +380,7 @@ class MemoryTracker(TorchDispatchMode):
             self._events.append((item, nbytes, where.phase, where.module))
 
     def _point(self) -> TracePoint:
-        # To ask autograd for the module takes longer than all else here, and most answers would be thrown away.
+        # The module is looked up only if it is used: asking autograd takes longer than everything else here.
         if self._events is None and self.nbytes[DEVICE] <= self._peak.nbytes:
             return _NOWHERE
         return TracePoint(self.phase, self.modules.now(), str(self._op))
@@ -384,7 +396,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _tensors_with_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory of their own behind ``tensor``."""
+    """Yield ``tensor``, or the tensors inside a wrapper subclass, that have memory of their own."""
     if is_fake(tensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter):
         if tensor.layout is torch.strided:
             yield tensor

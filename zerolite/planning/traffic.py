@@ -1,4 +1,4 @@
-"""Bytes sent in a step by kind and dimension, within nodes and between them."""
+"""Traffic of a step by kind and dimension, within nodes and between them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ if TYPE_CHECKING:
     from zerolite.comm import CollectiveCall
 
 MESSAGES = ("send", "receive")
-ON_HOST = "control"  # the tag of the few numbers that hosts tell each other beside all collectives
+ON_HOST = "control"  # tag of the few numbers that processes exchange on the host, beside all collectives
 
 
 def summarize(
     calls: Iterable[CollectiveCall], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
 ) -> list[Traffic]:
-    """One row for each operation, purpose and dimension, in the order of the bytes sent.
+    """Return one row for each operation, tag and dimension; those that send the most bytes come first.
+
+    Collectives are taken as rings in rank order, and ranks fill one node after the other: the share of the bytes that
+    leaves a node is that of the ring's links. NCCL may choose trees for small tensors, which send as much. Exchanges on
+    the host are left out.
 
     Args:
-        stage: of the pipeline, whose calls they are.
-        looped: whether its last stage sends to the first one, too.
-
-    Rings in the order of ranks, which fill one node after the other: the part of them that leaves a node is that of
-    their links. What hosts tell each other is left out. NCCL may choose trees for small tensors, which send as much.
+        calls: the calls of one rank.
+        grid: all ranks.
+        nodes: number of nodes; None: traffic between nodes is unknown.
+        stage: pipeline stage of the rank.
+        looped: the last pipeline stage sends to the first one too.
     """
     kinds: dict[tuple[str, str, str, int], list[CollectiveCall]] = {}
     for call in calls:
@@ -45,7 +49,7 @@ def summarize(
 
 
 def _sent(op: str, nbytes: int, ranks: int) -> int:
-    """Bytes that each rank of a ring sends (Patarasu and Yuan, 2009; nccl-tests, doc/PERFORMANCE.md)."""
+    """Return the bytes that each rank of a ring sends (Patarasu and Yuan, 2009; nccl-tests, doc/PERFORMANCE.md)."""
     if op == "receive":
         return 0
     if op in ("broadcast", "send"):

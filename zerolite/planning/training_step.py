@@ -1,4 +1,4 @@
-"""One training step, shared by dry runs and measurements."""
+"""One training step, for dry runs and measurements."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from zerolite.utils.nested import find_tensors
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 MakeBatch = Callable[[], Any]
-"""Makes one micro-batch: a tuple of the model's arguments, a dict by name, or the one argument."""
+"""Function that makes one micro-batch: a tuple of the model's arguments, a dict by name, or the only argument."""
 
 Loss = Callable[[Any], torch.Tensor]
-"""A scalar of the model's output."""
+"""Function of the model's output that returns a scalar."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
-"""Around one phase of a micro-batch, by name."""
+"""Function that returns the context for a phase: :data:`FORWARD`, :data:`BACKWARD` or :data:`STEP`."""
 
 
 def _no_phase(phase: str) -> contextlib.AbstractContextManager[None]:
@@ -33,7 +33,7 @@ def _no_phase(phase: str) -> contextlib.AbstractContextManager[None]:
 
 
 class LossOfOutputs:
-    """A loss of the outputs alone, as a loss function of outputs and targets: there are none."""
+    """Loss function of outputs and targets that ignores the targets."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
@@ -45,8 +45,14 @@ class LossOfOutputs:
 def pipeline_loss_fn(
     model: torch.nn.Module, stages: int, loss: Callable[..., torch.Tensor] | None
 ) -> LossFunction | None:
-    """Return the loss_fn that ``zerolite.initialize`` takes for a pipeline of ``stages``. loss: of the outputs, or of
-    outputs and targets; then, as with a PipelineModule that has a loss function, batches are (inputs, targets)."""
+    """Return the ``loss_fn`` of ``zerolite.initialize`` for a plan's ``loss``; None if none is needed.
+
+    Args:
+        model: the model; a PipelineModule may have a loss function.
+        stages: number of pipeline stages.
+        loss: function of the outputs, or of outputs and targets. With the latter, or the PipelineModule's, batches are
+            pairs (inputs, targets).
+    """
     if loss is not None and len(required_parameters(loss)) == 2:
         return loss
     if stages == 1 or getattr(model, "loss_fn", None) is not None:
@@ -55,18 +61,26 @@ def pipeline_loss_fn(
 
 
 def required_parameters(function: Callable[..., Any]) -> list[str]:
-    """The parameters of ``function`` that have no default, but for *args and **kwargs."""
+    """Return the names of parameters without a default, except *args and **kwargs."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return []
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in optional]
 
 
 def train_one_step(engine: Engine, batch: MakeBatch, loss: Loss | None = None, phase: Phase = _no_phase) -> None:
-    """A whole accumulation of micro-batches, each made anew, and its update; forwards alone of an engine without an
-    optimizer. With a pipeline ``phase`` is told of the beginning and the update alone. Called on all ranks."""
+    """Train all micro-batches of one accumulation, each made anew, and update. Called on all ranks.
+
+    An engine without an optimizer runs a forward only.
+
+    Args:
+        engine: the engine.
+        batch: makes a micro-batch.
+        loss: for an engine without a loss function.
+        phase: context of each phase. With a pipeline it is entered at the beginning and for the update only.
+    """
     if isinstance(engine, EvaluationEngine):
         _evaluate(engine, batch, phase)
         return
@@ -94,7 +108,7 @@ def _evaluate(engine: Engine, batch: MakeBatch, phase: Phase) -> None:
 
 def _train_pipeline(engine: PipelineEngine, batch: MakeBatch, phase: Phase) -> None:
     with phase(FORWARD):
-        pass  # it begins with reading the micro-batches
+        pass  # tells ``phase`` that the step begins; forwards and backwards follow in the schedule's order
     runner: Any = engine.runner
     runner.accumulate(micro_batches(engine, batch))
     with phase(STEP):
@@ -102,7 +116,7 @@ def _train_pipeline(engine: PipelineEngine, batch: MakeBatch, phase: Phase) -> N
 
 
 def micro_batches(engine: Engine, batch: MakeBatch) -> Iterator[Any]:
-    """Yield the micro-batches that ``engine.train_batch`` takes, without end."""
+    """Yield micro-batches for ``engine.train_batch``, without end."""
     while True:
         yield (batch(), None) if isinstance(engine.loss_fn, LossOfOutputs) else batch()
 
@@ -121,8 +135,8 @@ def _forward(engine: Engine, batch: Any) -> Any:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The output itself if it is one number, its ``loss`` (an attribute, or a key) if it has one, the mean of its first
-    floating tensor otherwise."""
+    """Return the loss of an ``output``: its attribute or key ``loss``; otherwise its first floating tensor, or the mean
+    of that if it has several elements."""
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named
@@ -134,9 +148,11 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def walk_through_parameters(model: torch.nn.Module) -> None:
-    """Replace the forwards of ``model``'s modules: each calls its children in the order of registration, then adds
-    nothing of each of its own parameters to the scalar that passes through. So hooks run, parameters are gathered and
-    gradients come, one parameter at a time, as in a real backward, without activations."""
+    """Replace the forwards of ``model``'s modules by a walk over all parameters, in the order of registration.
+
+    Each module calls its children, then adds the sum of each of its own parameters to the scalar that passes through.
+    So hooks run, parameters are gathered and gradients arrive one by one, as in a real step, but without activations.
+    """
     for module in model.modules():
         module.forward = functools.partial(_walk, module)
 
@@ -145,7 +161,7 @@ def _walk(module: torch.nn.Module, value: torch.Tensor) -> torch.Tensor:
     for child in module.children():
         value = child(value)
     for parameter in module.parameters(recurse=False):
-        # The product has a gradient of its own. Without it the gradient of a 0-dim parameter would be the scalar that
-        # passes through backward, which lives on when the parameter's bucket has taken it.
+        # The product gives the parameter a gradient tensor of its own. Without it the gradient of a 0-dim parameter
+        # would be the scalar that passes through the whole backward, and live on after its bucket has copied it.
         value = value + (1 * parameter.sum()).to(value.dtype)
     return value
