@@ -51,8 +51,8 @@ def _communication(config: ZeroliteConfig) -> Found:
     if autocast.enabled and autocast.lower_precision_safe_modules and everywhere is not None:
         yield (
             "communication_data_type torch_autocast.lower_precision_safe_modules torch_autocast.enabled",
-            f"expected null when torch_autocast.lower_precision_safe_modules says whose gradients travel in 16 bits, "
-            f'got "{everywhere}", which would be the dtype of all; keep one of the two',
+            f"expected null beside torch_autocast.lower_precision_safe_modules, which chooses the gradients that are "
+            f'reduced in 16 bits, got "{everywhere}" for all gradients; keep one of the two',
         )
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         yield (
@@ -90,7 +90,7 @@ def _offload(config: ZeroliteConfig) -> Found:
     if one is not None and other is not None and one != other:
         yield (
             "aio.intra_op_parallelism aio.thread_count",
-            f"expected aio.thread_count = {one}, of which it is another name, got {other}; leave one of the two out",
+            f"expected the value of its other name, aio.thread_count = {one}, got {other}; leave one of the two out",
         )
 
 
@@ -202,9 +202,9 @@ def _pipeline(config: ZeroliteConfig) -> Found:
     if block.split != "auto" and len(block.split) != parts - 1:
         yield (
             "pipeline.split pipeline.stages pipeline.chunks",
-            f"expected {parts - 1} name{'s' if parts > 2 else ''}, of the modules with which the {parts} parts of "
-            f"{block.stages} stages begin, but for the first ({block.chunks_per_rank} on each), got "
-            f'{len(block.split)}; name as many, or write "auto"',
+            f"expected {parts - 1} name{'s' if parts > 2 else ''}: the first module of each part but the first "
+            f"({block.stages} stages x {block.chunks_per_rank} = {parts} parts), got {len(block.split)}; name as many, "
+            'or write "auto"',
         )
     if config.flops_profiler.enabled:
         yield (
@@ -219,7 +219,7 @@ def _tensor_parallel(config: ZeroliteConfig) -> Found:
     if block.autotp_size > 1 and block.size not in (1, block.autotp_size):
         yield (
             "tensor_parallel.autotp_size tensor_parallel.size",
-            f"expected tensor_parallel.size = {block.size}, of which it is another name, got {block.autotp_size}; "
+            f"expected the value of its other name, tensor_parallel.size = {block.size}, got {block.autotp_size}; "
             "leave one of the two out",
         )
 
