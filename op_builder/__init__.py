@@ -6,9 +6,9 @@ works in both.
 """
 
 from .build import csrc_path
+from .cache import describe_cache
 from .load import OpStatus, build_into, load, status
 from .ops import OPS, OpUnavailable
-from .store import describe_cache
 from .tools import describe_tools
 
 __all__ = ["OPS", "OpStatus", "OpUnavailable", "build_into", "csrc_path", "describe_cache", "describe_tools"]

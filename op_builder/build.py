@@ -115,7 +115,7 @@ def compile_into(recipe: Recipe, target: Path) -> None:
         problem = run_ninja(work)
         if problem is not None:
             os.replace(work / "build.log", log)
-            raise failure(recipe, problem, log)
+            raise compile_error(recipe, problem, log)
         # All of it or nothing, also after a crash of the machine: half a library can end the process that loads it.
         with open(work / "library.so", "rb") as library:
             os.fsync(library)
@@ -140,7 +140,7 @@ def run_ninja(work: Path) -> str | None:
             process.terminate()  # ninja ends what it started
 
 
-def failure(recipe: Recipe, problem: str, log: Path) -> OpUnavailable:
+def compile_error(recipe: Recipe, problem: str, log: Path) -> OpUnavailable:
     """Return the error for a library that did not compile. It quotes the lines of the log that say what is wrong."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"\b(error|fatal|not found|cannot)\b", line, re.IGNORECASE)]

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build import BUILD_S, Recipe, compile_into, failure, make_recipe
+from .build import BUILD_S, Recipe, compile_error, compile_into, make_recipe
+from .cache import build_lock, library_dir
 from .ops import OpUnavailable
-from .store import build_lock, open_store
 from .tools import find_compilers, find_ninja
 
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
@@ -65,7 +65,7 @@ def status(name: str, *, capability: tuple[int, int] | None = None, torch_cuda: 
     try:
         _check_enabled(name)
         recipe = make_recipe(name, capability, torch_cuda)
-        path = next((path for path in _places(recipe) if path.is_file()), None)
+        path = next((path for path in _library_paths(recipe) if path.is_file()), None)
         if path is None:
             find_compilers(recipe.op, torch_cuda)
             find_ninja()
@@ -89,11 +89,11 @@ def _check_enabled(name: str) -> None:
         raise OpUnavailable(cause, "Unset it to use zerolite's kernels.")
 
 
-def _places(recipe: Recipe) -> Iterator[Path]:
+def _library_paths(recipe: Recipe) -> Iterator[Path]:
     """Yield where the library may be: inside the package, and in the cache."""
     yield PREBUILT / recipe.file_name
     with contextlib.suppress(OSError):  # there is no cache
-        yield open_store() / recipe.file_name
+        yield library_dir() / recipe.file_name
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def _load(
     caller, and with them a model."""
     try:
         recipe = make_recipe(name, capability, torch_cuda)
-        return next(filter(None, map(_open, _places(recipe))), None) or _build(recipe)
+        return next(filter(None, map(_open, _library_paths(recipe))), None) or _build(recipe)
     except OpUnavailable as error:
         return error.cause, error.remedy, error.log
 
@@ -112,7 +112,7 @@ def _load(
 def _build(recipe: Recipe) -> ctypes.CDLL:
     """Compile into the cache. Without a cache compile for this process alone, in a temporary directory."""
     with contextlib.suppress(OSError):
-        return _build_in(open_store(), recipe)
+        return _build_in(library_dir(), recipe)
     try:
         with tempfile.TemporaryDirectory(prefix="zerolite-", ignore_cleanup_errors=True) as directory:
             return _build_in(Path(directory), recipe)
@@ -132,7 +132,7 @@ def _build_in(directory: Path, recipe: Recipe) -> ctypes.CDLL:
         if library is not None:  # another process has built it meanwhile
             return library
         if (log.exists() and log.stat().st_mtime_ns) != before:  # another process has failed, and so would this one
-            raise failure(recipe, "failed", log)
+            raise compile_error(recipe, "failed", log)
         compile_into(recipe, target)
     try:
         return ctypes.CDLL(str(target))

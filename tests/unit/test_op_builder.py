@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import op_builder
-from op_builder import OpUnavailable, build, store, tools
+from op_builder import OpUnavailable, build, cache, tools
 from op_builder import load as load_function
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,7 +209,7 @@ def test_a_killed_builder_blocks_nobody(place: Place) -> None:
 HOLDER = """\
 import os, sys, time
 from pathlib import Path
-from op_builder.store import build_lock
+from op_builder.cache import build_lock
 with build_lock(Path(sys.argv[1]), 10):
     pid = os.fork()
     if pid:
@@ -228,12 +228,12 @@ def test_a_lock_dies_with_its_holder_and_is_not_waited_for_forever(tmp_path: Pat
         fork = int(holder.stdout.readline())
         try:
             start = time.monotonic()
-            with store.build_lock(tmp_path / "lock", 0.5):
+            with cache.build_lock(tmp_path / "lock", 0.5):
                 assert time.monotonic() - start >= 0.5
             holder.kill()
             holder.wait()
             start = time.monotonic()
-            with store.build_lock(tmp_path / "lock", 10.0):
+            with cache.build_lock(tmp_path / "lock", 10.0):
                 assert time.monotonic() - start < 5
         finally:
             holder.kill()

@@ -19,7 +19,7 @@ def cache_root() -> Path:
     return Path(xdg if os.path.isabs(xdg) else os.path.expanduser("~/.cache"), "zerolite")
 
 
-def open_store() -> Path:
+def library_dir() -> Path:
     """Return the directory of the libraries, `kernels` in the cache directory; it is made if need be.
 
     Raises:
@@ -28,38 +28,38 @@ def open_store() -> Path:
     root = cache_root()
     if not root.is_absolute():
         raise FileNotFoundError("there is no home directory (set HOME or ZEROLITE_CACHE_DIR)")
-    store = root / "kernels"
+    cache_dir = root / "kernels"
     os.makedirs(root, mode=0o700, exist_ok=True)
     with contextlib.suppress(FileExistsError):
-        os.mkdir(store, mode=0o700)
-    for path, about in ((root, os.stat(root)), (store, os.lstat(store))):
+        os.mkdir(cache_dir, mode=0o700)
+    for path, about in ((root, os.stat(root)), (cache_dir, os.lstat(cache_dir))):
         private = not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and about.st_uid in (os.geteuid(), 0)
         if not (stat.S_ISDIR(about.st_mode) and private):
             raise PermissionError(
                 f"{path} must be a directory of this user or of root, and other users must not write to it; it is "
                 f"{stat.filemode(about.st_mode)} of user {about.st_uid} (`chmod go-w` it, or set ZEROLITE_CACHE_DIR)"
             )
-    return store
+    return cache_dir
 
 
 def describe_cache() -> tuple[str, str]:
     """Return the cache directory, and why it cannot be used (empty if it can)."""
     try:
-        return str(open_store().parent), ""
+        return str(library_dir().parent), ""
     except OSError as error:
         return str(cache_root()), str(error)
 
 
 @contextlib.contextmanager
-def build_lock(path: Path, patience_s: float) -> Iterator[None]:
+def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold the lock of a library, so that one process builds it and the others wait.
 
     A record lock is released by the kernel when its holder dies, and neither forks nor compilers inherit it. It only
-    saves work: where the file system has no locks, or after patience_s, a process goes on without it.
+    saves work: where the file system has no locks, or after timeout_s, a process goes on without it.
     """
     with open(path, "ab") as file:
-        give_up = time.monotonic() + patience_s
-        while time.monotonic() < give_up:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
