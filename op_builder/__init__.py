@@ -1,8 +1,7 @@
 """Build the kernels of `csrc/` on first use; installing zerolite compiles nothing unless asked to.
 
-In a checkout this package is `op_builder/` beside `csrc/`. In a wheel both are part of zerolite, as
-`zerolite/op_builder` and `zerolite/csrc`. They are neighbours in both places, and `from zerolite import op_builder`
-works in both.
+In a checkout this package is `op_builder/` beside `csrc/`. In a wheel both are inside zerolite, as
+`zerolite/op_builder` and `zerolite/csrc`, side by side too. `from zerolite import op_builder` works in both.
 """
 
 from .build import csrc_path

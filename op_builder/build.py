@@ -1,4 +1,4 @@
-"""Key and compiler commands of a library, and its compilation with ninja in a private directory."""
+"""Key and compiler commands of a library, and its compilation with ninja in a temporary directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ops import OPS, WITHOUT_KERNELS, Op, OpUnavailable, Source
 from .tools import Command, find_compilers, find_ninja
 
 BUILD_S = 600.0
-"""Compiling is given up after this many seconds."""
+"""Seconds after which a compilation is given up."""
 
 
 def csrc_path() -> Path:
@@ -26,14 +26,16 @@ def csrc_path() -> Path:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A library that is wanted.
+    """All that a library is built from.
 
     Attributes:
+        op: the entry of the table of libraries.
         capability: compute capability of the GPU as (major, minor); None for the CPU.
-        torch_cuda: `torch.version.cuda`, whose major version nvcc must share; None does not compare.
+        torch_cuda: `torch.version.cuda`, whose major version nvcc must share; None skips the comparison.
         csrc: the directory of the sources.
-        file_name: the op's name, and a key of all that decides what the library does: sources, headers, flags, kind of
-            machine, torch's major version of CUDA. Any compiler's library will do.
+        file_name: name of the library's file: the op's name and a key. The key is a hash of everything that decides
+            what the library does: sources, headers, flags, kind of machine, and torch's major version of CUDA. The
+            compiler is not part of it, since a library of any compiler will do.
     """
 
     op: Op
@@ -43,7 +45,7 @@ class Recipe:
     file_name: str
 
     def compile_command(self, source: Source, compilers: tuple[Command, ...]) -> list[str]:
-        """Return the command that makes an object in the current directory."""
+        """Return the command that compiles a source to an object in the current directory."""
         device = self.op.kind == "cuda" or source.object.endswith(".s")
         flags = [*self.op.flags, *(self.arch_flags() if device else ()), *source.flags]
         compiler = compilers[0 if device else -1]
@@ -59,7 +61,7 @@ class Recipe:
         return ["-gencode", f"arch=compute_{number},code=sm_{number}"]
 
     def ninja_file(self, compilers: tuple[Command, ...]) -> str:
-        """Return the text of build.ninja: an edge for each object and one that links them."""
+        """Return the text of build.ninja: one edge per object, and one that links them."""
         edges = [(source.object, "", self.compile_command(source, compilers)) for source in self.op.sources]
         objects = [source.object for source in self.op.sources]
         linker = compilers[-1 if self.op.kind == "nvrtc" else 0]
@@ -71,10 +73,16 @@ class Recipe:
 
 
 def make_recipe(name: str, capability: tuple[int, int] | None, torch_cuda: str | None) -> Recipe:
-    """Read the sources of an op and compute their key.
+    """Read the sources of an op and compute the key of its library.
+
+    Args:
+        name: a key of `OPS`.
+        capability: compute capability of the GPU as (major, minor); a CUDA op needs it.
+        torch_cuda: `torch.version.cuda`; None skips the comparison with the CUDA compiler's version.
 
     Raises:
-        OpUnavailable: a CUDA op lacks its compute capability, or a source is missing.
+        OpUnavailable: a CUDA op has no compute capability, or a source cannot be read.
+        ValueError: there is no such op.
     """
     if name not in OPS:
         raise ValueError(f"there is no op {name!r}; there are {', '.join(sorted(OPS))}")
@@ -102,11 +110,11 @@ def make_recipe(name: str, capability: tuple[int, int] | None, torch_cuda: str |
 
 
 def compile_into(recipe: Recipe, target: Path) -> None:
-    """Compile a library in a private directory beside its place, and move it there.
+    """Compile a library in a temporary directory beside ``target``, and move it to ``target``.
 
     Raises:
-        OpUnavailable: a tool is missing, or a source does not compile. What compilers write is kept beside the target.
-        OSError: there is no room.
+        OpUnavailable: a tool is missing, or a source does not compile. The compilers' output is kept beside the target.
+        OSError: files cannot be written.
     """
     compilers, log = find_compilers(recipe.op, recipe.torch_cuda), target.with_suffix(".log")
     with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent, ignore_cleanup_errors=True) as name:
@@ -116,7 +124,8 @@ def compile_into(recipe: Recipe, target: Path) -> None:
         if problem is not None:
             os.replace(work / "build.log", log)
             raise compile_error(recipe, problem, log)
-        # All of it or nothing, also after a crash of the machine: half a library can end the process that loads it.
+        # Write the data before the name appears, so that even a crash of the machine leaves no half library. Loading
+        # one could end the process.
         with open(work / "library.so", "rb") as library:
             os.fsync(library)
         os.replace(work / "library.so", target)
@@ -124,7 +133,7 @@ def compile_into(recipe: Recipe, target: Path) -> None:
 
 
 def run_ninja(work: Path) -> str | None:
-    """Run ninja in `work`, its output in build.log. Return what went wrong, None if nothing did."""
+    """Run ninja in `work`, with its output in build.log. Return what went wrong, or None."""
     environ = {**os.environ, "LC_ALL": "C", "NINJA_STATUS": ""}
     with (
         open(work / "build.log", "wb") as log,
@@ -137,11 +146,11 @@ def run_ninja(work: Path) -> str | None:
         except subprocess.TimeoutExpired:
             return f"took longer than {BUILD_S:g} s"
         finally:
-            process.terminate()  # ninja ends what it started
+            process.terminate()  # ninja then ends its compilers
 
 
 def compile_error(recipe: Recipe, problem: str, log: Path) -> OpUnavailable:
-    """Return the error for a library that did not compile. It quotes the lines of the log that say what is wrong."""
+    """Return the error for a library that did not compile. It quotes the lines of the log with the cause."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"\b(error|fatal|not found|cannot)\b", line, re.IGNORECASE)]
     quoted = "\n".join(telling[:4] or lines[-4:])

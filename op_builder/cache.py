@@ -1,4 +1,4 @@
-"""Cache of built libraries: private directories, and a lock for those who build."""
+"""Cache of built libraries: a private directory, and a lock for each build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """Return the cache directory: `ZEROLITE_CACHE_DIR`, otherwise `zerolite` in `XDG_CACHE_HOME` or in ~/.cache."""
+    """Return the cache directory: `ZEROLITE_CACHE_DIR`, else `zerolite` in `XDG_CACHE_HOME` or in ~/.cache."""
     chosen, xdg = os.environ.get("ZEROLITE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     if chosen:
         return Path(os.path.abspath(os.path.expanduser(chosen)))
@@ -20,10 +20,11 @@ def cache_root() -> Path:
 
 
 def library_dir() -> Path:
-    """Return the directory of the libraries, `kernels` in the cache directory; it is made if need be.
+    """Return the directory of the libraries, `kernels` in the cache directory, and make it if it is missing.
 
     Raises:
-        OSError: it cannot be made, or others could put a library there: what is loaded runs as this user.
+        OSError: the directory cannot be made, or other users could write to it: they could run code as this user by a
+            library of theirs.
     """
     root = cache_root()
     if not root.is_absolute():
@@ -43,7 +44,7 @@ def library_dir() -> Path:
 
 
 def describe_cache() -> tuple[str, str]:
-    """Return the cache directory, and why it cannot be used (empty if it can)."""
+    """Return the cache directory, and the reason why it cannot be used; "" if it can."""
     try:
         return str(library_dir().parent), ""
     except OSError as error:
@@ -52,10 +53,10 @@ def describe_cache() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
-    """Hold the lock of a library, so that one process builds it and the others wait.
+    """Hold the lock of a library, so that one process builds it while the others wait.
 
-    A record lock is released by the kernel when its holder dies, and neither forks nor compilers inherit it. It only
-    saves work: where the file system has no locks, or after timeout_s, a process goes on without it.
+    It is a record lock: the kernel releases it when its holder dies, and neither forks nor compilers inherit it. The
+    lock only saves work. If the file system has no locks, or after ``timeout_s``, a process goes on without it.
     """
     with open(path, "ab") as file:
         deadline = time.monotonic() + timeout_s

@@ -21,12 +21,13 @@ PREBUILT = Path(__file__).resolve().parent / "prebuilt"
 
 @dataclass(frozen=True)
 class OpStatus:
-    """Facts about an op that need no build.
+    """Status of an op, found without a build.
 
     Attributes:
-        compatible: it is built, or can be built here as far as can be told.
-        reason: why it is not compatible, otherwise empty.
-        path: the library for the present sources and flags; None if it is not built.
+        name: a key of `OPS`.
+        compatible: the op is built, or all tools for it are here.
+        reason: why it is not compatible; otherwise empty.
+        path: the library for the current sources and flags; None if it is not built.
     """
 
     name: str
@@ -40,18 +41,18 @@ class OpStatus:
 
 
 def load(name: str, *, capability: tuple[int, int] | None = None, torch_cuda: str | None = None) -> ctypes.CDLL:
-    """Return a library of kernels, which is compiled first if there is none for the present sources.
+    """Return a library of kernels, and compile it first if there is none for the current sources.
 
-    The first call decides for the whole process, also that the library cannot be had. Any number of processes may
-    call it at once; one of them compiles.
+    The result of the first call holds for the whole process, a failure too. Any number of processes may call this at
+    the same time; one of them compiles.
 
     Args:
         name: a key of `OPS`.
         capability: compute capability of the GPU as (major, minor); a CUDA op needs it.
-        torch_cuda: `torch.version.cuda`, whose major version the CUDA compiler must share; None does not compare.
+        torch_cuda: `torch.version.cuda`, whose major version the CUDA compiler must share; None skips the comparison.
 
     Raises:
-        OpUnavailable: it cannot be had here; `cause` and `remedy` say why and what to do.
+        OpUnavailable: the library cannot be built or loaded; `cause` and `remedy` say why and what to do.
     """
     _check_enabled(name)
     found = _load(name, capability, torch_cuda)
@@ -61,7 +62,7 @@ def load(name: str, *, capability: tuple[int, int] | None = None, torch_cuda: st
 
 
 def status(name: str, *, capability: tuple[int, int] | None = None, torch_cuda: str | None = None) -> OpStatus:
-    """Say whether an op can be used here, why not, and where it is, without building it. Arguments as of `load`."""
+    """Return whether an op can be used here, why not, and its library, without a build. Arguments as of `load`."""
     try:
         _check_enabled(name)
         recipe = make_recipe(name, capability, torch_cuda)
@@ -75,8 +76,10 @@ def status(name: str, *, capability: tuple[int, int] | None = None, torch_cuda: 
 
 
 def build_into(directory: Path, name: str, *, capability: tuple[int, int] | None = None) -> Path:
-    """Compile an op into a directory and return the library's path. This is how a wheel gets its library, and how a
-    CUDA kernel is compiled where no GPU is."""
+    """Compile an op into a directory and return the library's path.
+
+    Wheels get their library this way, and CUDA kernels are compiled this way on machines without a GPU.
+    """
     recipe = make_recipe(name, capability, None)
     directory.mkdir(parents=True, exist_ok=True)
     compile_into(recipe, directory / recipe.file_name)
@@ -90,9 +93,9 @@ def _check_enabled(name: str) -> None:
 
 
 def _library_paths(recipe: Recipe) -> Iterator[Path]:
-    """Yield where the library may be: inside the package, and in the cache."""
+    """Yield the paths where the library may be: in the package, and in the cache."""
     yield PREBUILT / recipe.file_name
-    with contextlib.suppress(OSError):  # there is no cache
+    with contextlib.suppress(OSError):  # the cache cannot be used
         yield library_dir() / recipe.file_name
 
 
@@ -100,8 +103,10 @@ def _library_paths(recipe: Recipe) -> Iterator[Path]:
 def _load(
     name: str, capability: tuple[int, int] | None, torch_cuda: str | None
 ) -> ctypes.CDLL | tuple[str, str, Path | None]:
-    """Return the library, or what an OpUnavailable is made of: one that is kept would keep the frames of its first
-    caller, and with them a model."""
+    """Return the library, or the arguments of an OpUnavailable.
+
+    A cached exception would keep the frames of its first caller alive by its traceback, and with them a model.
+    """
     try:
         recipe = make_recipe(name, capability, torch_cuda)
         return next(filter(None, map(_open, _library_paths(recipe))), None) or _build(recipe)
@@ -110,7 +115,7 @@ def _load(
 
 
 def _build(recipe: Recipe) -> ctypes.CDLL:
-    """Compile into the cache. Without a cache compile for this process alone, in a temporary directory."""
+    """Compile into the cache, or, if that cannot be used, into a temporary directory for this process alone."""
     with contextlib.suppress(OSError):
         return _build_in(library_dir(), recipe)
     try:
@@ -129,9 +134,9 @@ def _build_in(directory: Path, recipe: Recipe) -> ctypes.CDLL:
     before = log.exists() and log.stat().st_mtime_ns
     with build_lock(target.with_suffix(".lock"), 2 * BUILD_S):
         library = _open(target)
-        if library is not None:  # another process has built it meanwhile
+        if library is not None:  # another process built it while this one waited for the lock
             return library
-        if (log.exists() and log.stat().st_mtime_ns) != before:  # another process has failed, and so would this one
+        if (log.exists() and log.stat().st_mtime_ns) != before:  # another process failed meanwhile
             raise compile_error(recipe, "failed", log)
         compile_into(recipe, target)
     try:
@@ -145,7 +150,7 @@ def _build_in(directory: Path, recipe: Recipe) -> ctypes.CDLL:
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """Load a library if it is there, and of this system."""
+    """Load a library; return None if it is missing or made for another system."""
     try:
         return ctypes.CDLL(str(path)) if path.is_file() else None
     except OSError:

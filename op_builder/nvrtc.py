@@ -1,12 +1,12 @@
-"""Compiler for CUDA device code, run as a program: NVRTC from torch's wheels. It needs no GPU.
+"""Compiler for CUDA device code, run as a program: NVRTC from torch's wheels. It needs neither nvcc nor a GPU.
 
     python nvrtc.py LIBRARY --version
     python nvrtc.py LIBRARY FLAGS... -c kernels.cu -o device.s
 
-It writes device.cubin, the machine code for one compute capability, and device.s, which puts that into a library as
-`zl_image` together with the names of the kernels: each name is a string at a symbol of the same name.
+It writes device.cubin, the machine code for one compute capability, and device.s, which embeds that code in a library
+as `zl_image`, together with the names of the kernels: each name is a string at a symbol of the same name.
 
-It imports nothing of this package: it runs by itself.
+It imports nothing of this package, because it runs as a program of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 UPDATES = ("1, 1, 1", "1, 2, 1", "1, 3, 1", "0, 0, 0")  # dtypes of parameters, gradients, states; 0 for any
-# The kernels that csrc/cuda/kernels.cu launches. The linker fails where one is missing.
+# The kernels that csrc/cuda/kernels.cu launches. The linker fails if one is missing here.
 KERNELS = (
     *(f"zl::update_kernel<zl::{rule}, {dtypes}>" for rule in ("Adam", "Lion", "Adagrad", "Sgd") for dtypes in UPDATES),
     *(f"zl::norm_kernel<{dtype}>" for dtype in (1, 2, 3)),
 )
-# NVRTC knows no headers of the C library. Types as on 64-bit Linux, where host and device share them.
+# NVRTC has no headers of the C library. These are the types of 64-bit Linux, which host and device share.
 HEADERS = {
     "stddef.h": "",
     "stdint.h": """
@@ -35,11 +35,11 @@ static_assert(sizeof(int64_t) == 8 && sizeof(uintptr_t) == 8, "a 64-bit system")
 
 
 class Nvrtc:
-    """The functions of libnvrtc that compiling needs. Each raises RuntimeError with NVRTC's message."""
+    """Functions of libnvrtc for a compilation. Each raises RuntimeError with NVRTC's message."""
 
     def __init__(self, library: str) -> None:
-        # NVRTC opens this one by its bare name, which the loader finds in a directory of a wheel only if it is there
-        # already.
+        # NVRTC opens the builtins by their bare name. The loader does not search a wheel's directory, but it finds a
+        # library of that name that is loaded already.
         self._builtins = [ctypes.CDLL(str(path)) for path in Path(library).parent.glob("libnvrtc-builtins.so*")]
         self._library = ctypes.CDLL(library)
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -50,7 +50,7 @@ class Nvrtc:
         return f"{major.value}.{minor.value}"
 
     def compile(self, source: Path, options: list[str]) -> tuple[bytes, list[str]]:
-        """Return the cubin, and the names that its kernels have in it."""
+        """Return the cubin, and the mangled names of its kernels."""
         program, name = ctypes.c_void_p(), ctypes.c_char_p()
         text = (source.read_bytes(), str(source).encode(), len(HEADERS), _strings(HEADERS.values()), _strings(HEADERS))
         self._call("nvrtcCreateProgram", ctypes.byref(program), *text)
@@ -83,7 +83,7 @@ def _strings(values: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def assembly(cubin: str, names: list[str]) -> str:
-    """Return the text of device.s. Its symbols are hidden: they are those of one library."""
+    """Return the text of device.s. Its symbols are hidden, because they belong to one library alone."""
     lines = ['\t.section .rodata,"a",%progbits', "\t.hidden zl_image", "\t.globl zl_image", "\t.balign 64", "zl_image:"]
     lines.append(f'\t.incbin "{cubin}"')
     for name in names:
@@ -97,7 +97,7 @@ def main(library: str, *flags: str) -> None:
     if flags[-1:] == ("--version",):
         return print(f"NVRTC {nvrtc.version()}")
     source, target = (Path(flags[flags.index(flag) + 1]) for flag in ("-c", "-o"))
-    # To NVRTC the source is a text without a place.
+    # NVRTC gets the source as text, so the directory of its headers must be named.
     cubin, names = nvrtc.compile(source, [*flags[: flags.index("-c")], f"-I{source.parent}"])
     image = target.with_suffix(".cubin")
     image.write_bytes(cubin)

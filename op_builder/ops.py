@@ -1,4 +1,4 @@
-"""List of the kernel libraries and their sources, where a new library is one entry; and the error of this package."""
+"""Table of the kernel libraries, in which a new library is one entry; and the error of this package."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class OpUnavailable(RuntimeError):
     """Kernels cannot be used here; training goes on with PyTorch's own operations.
 
     Attributes:
-        cause: what is wrong, a sentence.
-        remedy: what to do about it, a sentence.
-        log: the compiler's whole output, or None if it did not come to that.
+        cause: sentence that says what is wrong.
+        remedy: sentence that says what to do.
+        log: path of the compiler's whole output; None if no compiler ran.
     """
 
     def __init__(self, cause: str, remedy: str, log: Path | None = None) -> None:
@@ -30,7 +30,13 @@ class OpUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """One call of a compiler: a source relative to csrc/, the object it makes, and the flags of this call alone."""
+    """One call of a compiler.
+
+    Attributes:
+        path: the source, relative to csrc/.
+        object: name of the object that the call makes.
+        flags: flags of this call alone.
+    """
 
     path: str
     object: str
@@ -39,16 +45,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Op:
-    """A library with a plain C interface.
+    """Library with a plain C interface.
 
     Attributes:
-        name: what `load` calls it; the library's file begins with it.
-        kind: "cpp" is compiled by a C++ compiler alone, "cuda" by nvcc for one compute capability, "nvrtc" by
+        name: name for `load`, and the beginning of the library's file name.
+        kind: "cpp" needs a C++ compiler alone. "cuda" is compiled by nvcc for one compute capability, and "nvrtc" by
             NVRTC for one, with a C++ compiler for the sources that make an object file (.o).
-        sources: the calls of the compiler, which run at the same time.
-        headers: patterns relative to csrc/ of what the sources include; a change of these files builds anew.
-        flags: of every call that compiles.
-        link_flags: of the call that links.
+        sources: calls of the compiler, which run at the same time.
+        headers: patterns, relative to csrc/, of the headers; a change of one of them causes a new build.
+        flags: flags of every compilation.
+        link_flags: flags of the linker.
     """
 
     name: str
@@ -60,8 +66,10 @@ class Op:
 
 
 def _cpu_sources(machine: str) -> tuple[Source, ...]:
-    """One object for each instruction set; the library chooses among them when it runs. Only these objects may be
-    compiled for an instruction set: the rest must run on every processor of the family."""
+    """Return one source for each instruction set; the library chooses among them when it runs.
+
+    Only these objects may be compiled for an instruction set. The rest must run on every processor of the family.
+    """
     plain = Source("cpu/kernels.cpp", "plain.o", ("-DZL_ISA=plain",))
     if machine not in ("x86_64", "AMD64"):
         return plain, Source("cpu/dispatch.cpp", "dispatch.o", ("-DZL_ONLY_PLAIN",))
@@ -76,7 +84,8 @@ _OPS = (
         kind="cpp",
         sources=_cpu_sources(os.uname().machine),
         headers=("*.h", "cpu/*.h"),
-        # No contraction and no fast maths: vector body, scalar tail and every instruction set give the same bits.
+        # No contraction (a * b + c in one rounding) and no fast maths, so that vector bodies, scalar tails and all
+        # instruction sets give the same bits.
         flags=("-O3", *HOST, "-ffp-contract=off", "-fno-math-errno"),
         link_flags=("-shared", "-pthread", "-s"),
     ),
@@ -88,7 +97,7 @@ _OPS = (
         flags=("-O3", "-std=c++17", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
         link_flags=("-shared", "-cudart", "static"),
     ),
-    Op(  # the same without nvcc: the library calls the driver of the machine it runs on
+    Op(  # the same kernels without nvcc; the library loads the driver of the machine on which it runs
         name="cuda_kernels_nvrtc",
         kind="nvrtc",
         sources=(
@@ -99,7 +108,7 @@ _OPS = (
         flags=(),
         link_flags=("-shared", "-pthread", "-ldl", "-Wl,-z,defs"),
     ),
-    Op(  # io_uring needs no library; where its header is missing, the library has threads alone
+    Op(  # io_uring needs no library; without its header, threads do the work
         name="async_io",
         kind="cpp",
         sources=(Source("aio/aio.cpp", "aio.o"),),

@@ -1,4 +1,4 @@
-"""Search for compilers and ninja without running them, so that a cached library loads at once."""
+"""Search for compilers and ninja. Only a build needs it, so that a cached library loads at once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Command = tuple[str, ...]
 
 
 def find_compilers(op: Op, torch_cuda: str | None) -> tuple[Command, ...]:
-    """Return the compiler of an op, and for CUDA the C++ compiler behind or beside it.
+    """Return the compiler of an op, and for CUDA also the C++ compiler that goes with it.
 
     Raises:
-        OpUnavailable: there is none, or nvcc is of another major version than torch's CUDA: a driver that serves torch
-            need not serve a newer toolkit's runtime.
+        OpUnavailable: there is none, or nvcc and torch have different major versions of CUDA. A driver that is new
+            enough for torch may be too old for a newer toolkit's runtime.
     """
     if op.kind == "cpp":
         return (find_cxx(),)
@@ -41,7 +41,7 @@ def find_compilers(op: Op, torch_cuda: str | None) -> tuple[Command, ...]:
 
 
 def find_cxx() -> Command:
-    """Return the C++ compiler: `CXX`, otherwise g++, clang++ or c++ on the PATH."""
+    """Return the C++ compiler: `CXX`, else g++, clang++ or c++ on the PATH."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     for program, *words in [chosen] if chosen else [["g++"], ["clang++"], ["c++"]]:
         path = shutil.which(program)
@@ -55,10 +55,10 @@ def find_cxx() -> Command:
 
 
 def find_nvcc() -> Command:
-    """Return CUDA's compiler: in `CUDA_HOME` or `CUDA_PATH`, otherwise on the PATH, otherwise in /usr/local/cuda.
+    """Return nvcc: in `CUDA_HOME` or `CUDA_PATH`, else on the PATH, else in /usr/local/cuda.
 
-    torch.utils.cpp_extension looks in the same places. Its import needs setuptools and takes a second, it writes to
-    stderr where there is a toolkit and no GPU, and it finds no toolkit where torch is built without CUDA.
+    torch.utils.cpp_extension searches the same places, but is not used: its import needs setuptools and takes a second,
+    it writes to stderr if there is a toolkit without a GPU, and it finds no toolkit if torch is built without CUDA.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"
@@ -69,13 +69,15 @@ def find_nvcc() -> Command:
             f"Install the CUDA toolkit of torch's CUDA version or set CUDA_HOME to it, {WITHOUT_KERNELS}",
         )
     host = shlex.split(os.environ.get("CXX", ""))
-    return (path, "-ccbin", host[0]) if len(host) == 1 else (path,)  # nvcc takes no words beside a compiler
+    return (path, "-ccbin", host[0]) if len(host) == 1 else (path,)  # nvcc takes a compiler without arguments only
 
 
 def find_nvrtc(torch_cuda: str | None) -> Command:
-    """Return the command for NVRTC of torch's major version of CUDA, from the packages that torch's wheels depend on:
-    cuda_nvrtc/lib beside cuda_runtime/include up to CUDA 12, and one directory, cu13, from then on."""
-    from importlib.util import find_spec  # slow, and needed only for CUDA
+    """Return the command for NVRTC with torch's major version of CUDA, from the packages of torch's wheels.
+
+    Up to CUDA 12 the library is in cuda_nvrtc/lib and its headers in cuda_runtime/include; later both are in cu13.
+    """
+    from importlib.util import find_spec  # a slow import, needed only for CUDA
 
     major = (torch_cuda or "").partition(".")[0]
     spec, found = find_spec("nvidia"), []
@@ -96,7 +98,7 @@ def find_nvrtc(torch_cuda: str | None) -> Command:
 
 
 def find_ninja() -> str:
-    """Return the path of ninja: of the `ninja` package in this environment, otherwise on the PATH."""
+    """Return the path of ninja: from the `ninja` package in this environment, else on the PATH."""
     path = shutil.which("ninja", path=f"{sysconfig.get_path('scripts')}:{os.environ.get('PATH', '')}")
     if path is None:
         raise OpUnavailable(
@@ -107,7 +109,7 @@ def find_ninja() -> str:
 
 
 def ask_version(command: Command) -> str:
-    """Return what a tool says of its version: its first line, and of nvcc the release, such as "12.8"."""
+    """Run `--version` and return the first line, or the release of nvcc, such as "12.8"."""
     try:
         options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "text": True, "timeout": 30}
         answer: str = subprocess.check_output([*command, "--version"], **options)  # type: ignore[call-overload]
@@ -121,7 +123,7 @@ def ask_version(command: Command) -> str:
 
 
 def describe_tools() -> dict[str, str]:
-    """Return the version and path of each tool, or why there is none, as `zerolite report` prints them."""
+    """Return the version and path of each tool, or why there is none, for `zerolite report`."""
     tools: dict[str, Callable[[], Command]] = {
         "C++ compiler": find_cxx,
         "nvcc": find_nvcc,

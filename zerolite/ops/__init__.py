@@ -1,4 +1,4 @@
-"""Kernels, the torch operators that run them, and an optimizer that torch does not have."""
+"""Kernels, the torch operators that run them, and Lion, an optimizer that torch lacks."""
 
 from zerolite.ops import operators
 from zerolite.ops.lion import Lion

@@ -1,7 +1,7 @@
-"""Asynchronous file reads and writes: csrc/aio, or Python where that cannot be built.
+"""Asynchronous file reads and writes by csrc/aio, or by Python if that cannot be built.
 
-Nothing here is a collective, and nothing waits but what is called wait, close or stop. Threads may share an AsyncIO; a
-fork of the process may not use it.
+Only the methods wait, close and stop wait for a request. Threads may share an AsyncIO; a fork of the process must not
+use it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from zerolite.ops.io_reference import END_OF_FILE, IOResult, PythonIO
 logger = logging.getLogger("zerolite")
 
 BACKENDS = ("auto", "io_uring", "threads", "python")
-_SECTOR = 4096  # bytes: what travels past the page cache is a multiple long
+_SECTOR = 4096  # bytes; direct I/O, past the page cache, needs multiples
 _MOST_IN_FLIGHT = 4096
 _LARGEST_BLOCK = 1 << 30
-_SLICE_S = 0.5  # of waiting, between which Python sees signals
+_SLICE_S = 0.5  # seconds of one wait in the library; between two, Python handles signals
 
 
 class UnexpectedEnd(OSError):
@@ -34,8 +34,7 @@ class UnexpectedEnd(OSError):
 
 
 class Backend(Protocol):
-    """Executor of the requests. ``submit`` gives a ticket, which is valid until ``wait`` has given an outcome for
-    it."""
+    """Executor of the requests. ``submit`` returns a ticket, which is valid until ``wait`` has returned its result."""
 
     name: str
 
@@ -49,12 +48,20 @@ class Backend(Protocol):
 
 
 class IOTask:
-    """A read or a write under way; the tensor lives until it has ended."""
+    """Read or write under way. It keeps its tensor alive until it has ended."""
 
     def __init__(
         self, backend: Backend, write: bool, fd: int, memory: tuple[torch.Tensor, int], offset: int, file: str
     ):
-        """memory: a tensor and the bytes from its beginning on."""
+        """
+        Args:
+            backend: executes the request.
+            write: write to the file; False reads.
+            fd: an open file.
+            memory: (a tensor on the CPU, number of bytes from its beginning on).
+            offset: position in the file, in bytes.
+            file: name of the file, for errors.
+        """
         tensor, self._nbytes = memory
         self._memory: torch.Tensor | None = tensor
         self._backend = backend
@@ -67,12 +74,11 @@ class IOTask:
         self._ticket = backend.submit(write, fd, tensor.data_ptr(), self._nbytes, offset)
 
     def wait(self) -> None:
-        """Wait until the request has ended; sleep, and let other threads run. May be called several times, by any
-        thread.
+        """Wait until the request has ended; other threads run meanwhile. Any thread may call it, any number of times.
 
         Raises:
-            UnexpectedEnd: of a read, the file ends too early.
-            OSError: with the operating system's number; the sentence says file, position and bytes.
+            UnexpectedEnd: the file ends before the bytes of a read.
+            OSError: the request failed, with the operating system's number; the sentence has file, position and bytes.
         """
         _check_process(self._pid)
         with self._lock:
@@ -83,7 +89,7 @@ class IOTask:
             raise self._failure(self._outcome)
 
     def ended(self) -> bool:
-        """True if :meth:`wait` would return, or raise, at once."""
+        """True if :meth:`wait` would return or raise at once."""
         _check_process(self._pid)
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits for it
@@ -113,20 +119,20 @@ class IOTask:
 
 
 class AsyncIO:
-    """Reader and writer in blocks, several of them in flight at once.
+    """Reader and writer of files in blocks, of which several are in flight at once.
 
     Args:
-        block_size: bytes of a block; what is longer is divided.
-        queue_depth: most blocks in flight, of all requests together.
-        thread_count: threads that hand blocks to io_uring and take them back, each with a ring and a part of the depth
-            (without io_uring every block in flight has a thread).
-        single_submit: io_uring gets each block with a call of its own rather than as many as there are.
-        overlap_events: blocks that are done are replaced at once; otherwise a batch ends before the next one begins.
-        backend: one of :data:`BACKENDS`; "auto" is the first of the others that there is here.
+        block_size: bytes of a block; longer requests are divided.
+        queue_depth: largest number of blocks in flight, over all requests.
+        thread_count: threads that submit blocks to io_uring and collect them, each with a ring and a part of the depth.
+            Without io_uring every block in flight has a thread.
+        single_submit: submit each block to io_uring by a call of its own; False submits all waiting blocks at once.
+        overlap_events: replace each completed block at once; False completes a batch before the next one begins.
+        backend: one of :data:`BACKENDS`; "auto" is the first of the others that is available.
 
     Raises:
-        ValueError: for arguments out of range.
-        RuntimeError: if a backend that is asked for by name is not there.
+        ValueError: an argument is out of range.
+        RuntimeError: the backend asked for by name is not available.
     """
 
     def __init__(
@@ -154,23 +160,29 @@ class AsyncIO:
 
     @property
     def backend(self) -> str:
-        """One of :data:`BACKENDS` but "auto"."""
+        """Name of the backend in use, one of :data:`BACKENDS` except "auto"."""
         return self._backend.name
 
     def read(self, fd: int, into: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> IOTask:
-        """Begin to read the bytes of an open file from ``offset`` on into a contiguous tensor on the CPU.
+        """Begin to read bytes of an open file into a contiguous tensor on the CPU.
 
         Args:
-            nbytes: by default as many as the tensor has; more, if its storage goes on so far.
-            file: its name, for errors.
+            fd: the open file.
+            into: the tensor.
+            offset: position in the file, in bytes.
+            nbytes: bytes to read, by default as many as the tensor has; more if its storage is long enough.
+            file: name of the file, for errors.
 
-        Raises ValueError if the arguments do not fit together.
+        Raises:
+            ValueError: the arguments do not fit together.
         """
         return self._begin(False, fd, into, offset, nbytes, file)
 
     def write(self, fd: int, source: torch.Tensor, offset: int, nbytes: int | None = None, file: str = "") -> IOTask:
-        """Begin to write the bytes of a tensor, which must not change until the request has ended. Otherwise as
-        :meth:`read`."""
+        """Begin to write the bytes of a tensor, which must not change until the request has ended.
+
+        Arguments and errors are those of :meth:`read`.
+        """
         return self._begin(True, fd, source, offset, nbytes, file)
 
     def _begin(self, write: bool, fd: int, tensor: torch.Tensor, offset: int, nbytes: int | None, file: str) -> IOTask:
@@ -190,7 +202,7 @@ class AsyncIO:
         return IOTask(self._backend, write, fd, (tensor, size), offset, file or f"file {fd}")
 
     def close(self) -> None:
-        """Wait until all requests have ended; nothing can be submitted afterwards. May be called several times."""
+        """Wait until all requests have ended, and accept no more. May be called several times."""
         if not self._closed and self._pid == os.getpid():
             self._closed = True
             self._backend.stop()

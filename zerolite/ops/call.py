@@ -1,4 +1,4 @@
-"""Arguments of one kernel launch, equal for every device type."""
+"""Arguments of one kernel launch, the same for every device type."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 ADAM, LION, ADAGRAD, SGD = range(4)  # zl_rule in csrc/kernels.h
-COLUMNS = 8  # of a row of scalars
-MOMENTUM = 2  # the column of SGD's rows that has it
+COLUMNS = 8  # numbers in a row of scalars
+MOMENTUM = 2  # column of the momentum in SGD's rows
 TABLE_COLUMNS = 4
 
 Tensors = Sequence[torch.Tensor]
@@ -19,16 +19,20 @@ Tensors = Sequence[torch.Tensor]
 class UpdateCall:
     """One update of many flat arrays.
 
+    ``params``, ``grads``, ``states[k]`` and ``outs`` are lists of contiguous tensors on one device. The i-th tensors of
+    all lists have the same number of elements. Each list has one dtype: fp32, bf16 or fp16.
+
     Attributes:
         rule: ADAM, LION, ADAGRAD or SGD.
-        params, grads, states, outs: lists of contiguous tensors of one device, the i-th of every list of the same
-            number of elements; one dtype per list (fp32, bf16, fp16), the same for all states. outs: empty,
-            or tensors of a 16-bit dtype that hold the parameters, rounded to the nearest (ties to even), and get the
-            updated ones; an element that differs was written by the user, and the update starts from it.
-        table: int64 on the CPU, [segments, 4]: tensor, start, elements, row; segments do not overlap.
-        rows: fp32 on the CPU, [rows, 8], the scalars of csrc/rules.h.
-        factor: fp32, one element on the tensors' device, multiplies the gradients.
-        skip: the same; if it is not zero, nothing is changed.
+        params: masters, which are updated in place.
+        grads: gradients.
+        states: one list per state of the rule, all with one dtype; updated in place.
+        outs: the 16-bit parameters, or an empty list. They hold the masters, rounded to nearest (ties to even), and get
+            the updated values. An element that differs was written by the user, and the update starts from it.
+        table: int64 [segments, 4] on the CPU, rows (tensor, start, elements, row of ``rows``). Segments do not overlap.
+        rows: fp32 [rows, 8] on the CPU, the scalars of csrc/rules.h.
+        factor: fp32, one element on the tensors' device, by which gradients are multiplied; None for 1.
+        skip: the same shape; if it is not zero, nothing is changed. None for 0.
     """
 
     rule: int

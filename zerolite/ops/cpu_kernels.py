@@ -25,11 +25,17 @@ _ERRORS = {
 
 
 class CpuKernels:
-    """Arguments have been checked by the operators in zerolite/ops/operators.py."""
+    """Kernels for the CPU. The operators of zerolite/ops/operators.py have checked the arguments."""
 
     def __init__(self, library: ctypes.CDLL, isa: int = _BEST) -> None:
-        """isa: index in ISA_NAMES, by default the widest that the processor has. Raises RuntimeError for a library
-        of another version of the interface."""
+        """
+        Args:
+            library: the loaded library.
+            isa: index in ISA_NAMES, by default the widest instruction set of this processor.
+
+        Raises:
+            RuntimeError: the library has another version of the interface.
+        """
         check_abi(library, "CPU")
         self._update = declare(library.zl_cpu_update, c_int32, POINTER(Update))
         self._norm = declare(library.zl_cpu_norm, c_int32, POINTER(Norm))
@@ -42,8 +48,13 @@ class CpuKernels:
         _check(self._update(arguments), "update")
 
     def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
-        """sums[owner] += the sum of squares of each segment (tensor, start, elements, owner) of ``table``, in
-        double."""
+        """Add the sum of squares of each segment to its owner's sum, in double.
+
+        Args:
+            sums: float64 [owners].
+            values: flat tensors of one dtype.
+            table: int64 [segments, 4], rows (tensor, start, elements, owner).
+        """
         arguments = norm_arguments(sums, values, table)
         arguments.isa, arguments.threads = self._isa, _threads()
         chunks = (table[:, 2].clamp(0, max(value.numel() for value in values)) + (NORM_CHUNK - 1)) // NORM_CHUNK
@@ -65,14 +76,17 @@ def _threads() -> Threads:
 
 @functools.cache
 def _openmp() -> tuple[int | None, int | None]:
-    """Addresses of GOMP_parallel and omp_get_thread_num in the OpenMP runtime that torch has loaded, so that kernels
-    run on torch's own threads; None where there is none that speaks GNU's interface (LLVM's and Intel's do)."""
+    """Return the addresses of GOMP_parallel and omp_get_thread_num in the OpenMP runtime that torch has loaded.
+
+    With them, kernels run on torch's own threads and start none beside them. GNU's, LLVM's and Intel's runtimes have
+    this interface; (None, None) if no runtime has it.
+    """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "omp" in line and ".so" in line}
     except OSError:
         return None, None
-    # torch's own copy first: it lies in torch's directory or beside it, others may belong to other packages.
+    # torch's own copy comes first: it is in torch's directory or beside it. Others may belong to other packages.
     for path in sorted(paths, key=lambda path: ("torch" not in path, path)):
         name = path.rpartition("/")[2]
         if not name.startswith(("libgomp", "libiomp", "libomp")):

@@ -16,12 +16,13 @@ from zerolite.utils.c_functions import declare
 
 @dataclass(frozen=True)
 class _Entry:
-    """The functions of one kernel.
+    """C functions of one kernel.
 
     Attributes:
-        bytes: of a table of so many segments, 0 if it fits into a launch's arguments.
-        fill: lays out the table of a call.
-        launch: call, table on the host, table on the device, device, stream.
+        name: name of the kernel.
+        bytes: (number of segments) -> bytes of their table; 0 if it fits into the arguments of a launch.
+        fill: (call, memory) lays out the table of a call in memory.
+        launch: (call, table on the host, table on the device, device, stream) launches the kernel.
     """
 
     name: str
@@ -31,20 +32,20 @@ class _Entry:
 
 
 class CudaKernels:
-    """Arguments have been checked by the operators in zerolite/ops/operators.py.
+    """Kernels for CUDA devices. The operators of zerolite/ops/operators.py have checked the arguments.
 
-    A call is one launch on the current stream of its tensors' device and never waits for that device. A table of
-    segments that does not fit into the arguments of a launch (4 KB: 42 segments of an update, 126 of a norm) goes
+    A call is one launch on the current stream of its tensors' device, and never waits for the device. A table of
+    segments that does not fit into the arguments of a launch (4 KB: 42 segments of an update, 126 of a norm) is copied
     through pinned memory, which torch keeps until the copy is done.
 
-    In the capture of a CUDA graph there is no such copy: a longer table becomes several launches. A replay works on the
-    addresses, the table and the rows of scalars (lr, bias correction) that the call had when it was captured; only what
-    lies on the device is read anew: the tensors' elements, ``factor`` and ``skip``. As everything that is captured, a
-    call should have run once before, so that its kernel is loaded.
+    During the capture of a CUDA graph there is no copy: a longer table becomes several launches. A replay uses the
+    addresses, the table and the rows of scalars (lr, bias correction) of the captured call. It reads anew only what is
+    on the device: the tensors' elements, ``factor`` and ``skip``. Run a call once before it is captured, so that its
+    kernel is loaded.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Raise RuntimeError for a library of another version of the interface."""
+        """Raise RuntimeError if the library has another version of the interface."""
         check_abi(library, "CUDA")
         self._update = _entry(library, "update", Update)
         self._norm = _entry(library, "norm", Norm)
@@ -55,10 +56,11 @@ class CudaKernels:
         self._launch(self._update, update_arguments(call), call.params[0].device)
 
     def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
-        """sums[owner] += the sum of squares of each segment (tensor, start, elements, owner) of ``table``, in double.
+        """Add the sum of squares of each segment to its owner's sum, in double; arguments are those of the CPU kernels.
 
-        Equal segments have equal sums, bit for bit, wherever they lie; an owner's are added in the order of the table.
-        Not those of the CPU's kernel: the order of additions within a segment is another."""
+        Equal segments have equal sums, bit for bit, wherever they are, and an owner's sums are added in the order of
+        the table. The bits differ from the CPU's, which adds within a segment in another order.
+        """
         arguments = norm_arguments(sums, values, table)
         arguments.partials = self._partials(ctypes.byref(arguments))
         partial = torch.empty(arguments.partials, dtype=torch.float64, device=sums.device)
@@ -66,8 +68,11 @@ class CudaKernels:
         self._launch(self._norm, arguments, sums.device)
 
     def _launch(self, entry: _Entry, arguments: Structure, device: torch.device) -> None:
-        """Launch on the current stream of ``device``. Memory that is let go of here is used again by later work on that
-        stream only, so the launch comes first."""
+        """Launch on the current stream of ``device``.
+
+        The table is freed when this returns, before the kernel has run. That is safe: only later work on the same
+        stream can get its memory.
+        """
         call = ctypes.byref(arguments)
         filled = copied = None
         size = entry.bytes(arguments.segments)

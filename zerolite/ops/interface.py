@@ -1,4 +1,4 @@
-"""C interface of csrc/kernels.h, shared by the CPU and CUDA libraries."""
+"""C structures of csrc/kernels.h, which the CPU and CUDA libraries share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Norm(Structure):
 
 
 def check_abi(library: ctypes.CDLL, kind: str) -> None:
-    """Raise RuntimeError for a library of another version of the interface."""
+    """Raise RuntimeError if a library has another version of the interface."""
     version = declare(library.zl_abi, c_int32)()
     if version != ABI:
         raise RuntimeError(
@@ -71,7 +71,7 @@ def check_abi(library: ctypes.CDLL, kind: str) -> None:
 
 
 def update_arguments(call: UpdateCall) -> Update:
-    """The structure of a call; it keeps its arrays of addresses alive, and the call must keep the tensors."""
+    """Return the C structure of a call. It keeps its arrays of addresses; the call must keep the tensors."""
     states = [_addresses(tensors) for tensors in call.states]
     params, grads, outs = _addresses(call.params), _addresses(call.grads), _addresses(call.outs)
     numels = _numels(call.params)
@@ -99,7 +99,7 @@ def update_arguments(call: UpdateCall) -> Update:
 
 
 def norm_arguments(sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> Norm:
-    """The same for a norm; ``partial`` is still to be given."""
+    """Return the C structure of a sum of squares. The caller sets ``partial``."""
     addresses, numels = _addresses(values), _numels(values)
     arguments = Norm(
         dtype=DTYPES[values[0].dtype],

@@ -1,4 +1,4 @@
-"""The library of csrc/aio, called through ctypes, which lets other Python threads run during every call."""
+"""The library of csrc/aio, called through ctypes. Other Python threads run during every call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Outcome(Structure):
 
 
 class LibraryIO:
-    """The options are those of :class:`zerolite.ops.async_io.AsyncIO`; backend: "auto", "io_uring" or "threads"."""
+    """Backend in C++. Arguments as of :class:`~zerolite.ops.async_io.AsyncIO`, but no backend "python"."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LibraryIO:
         overlap_events: bool,
         backend: str,
     ) -> None:
-        """Raise RuntimeError if the system refuses its threads, or the io_uring that is asked for."""
+        """Raise RuntimeError if the system refuses threads, or io_uring that was asked for."""
         library = _load()
         if isinstance(library, str):
             raise RuntimeError(library)
@@ -70,7 +70,7 @@ class LibraryIO:
         return ticket
 
     def wait(self, ticket: int, timeout_s: float) -> IOResult | None:
-        """None if the request has not ended after so many seconds. Its ticket is not valid afterwards."""
+        """Return the result, and make the ticket invalid; None if the request still runs after ``timeout_s``."""
         outcome = _Outcome()
         error = self._library.zl_aio_wait(self._handle, ticket, int(timeout_s * 1000), outcome)
         if error == errno.ETIMEDOUT:
@@ -86,7 +86,7 @@ class LibraryIO:
         return bool(answer)
 
     def stop(self) -> None:
-        """Wait until everything has ended. How it ended can be asked for still."""
+        """Wait until all requests have ended. Their results can still be fetched by :meth:`wait`."""
         self._library.zl_aio_stop(self._handle)
 
     def __del__(self) -> None:
@@ -95,7 +95,7 @@ class LibraryIO:
 
 
 def why_unavailable() -> str | None:
-    """None if the library is here or can be built, which this does; else a sentence with the cause and the remedy."""
+    """Return None if the library is loaded or can be built now; else a sentence with the cause and the remedy."""
     found = _load()
     return found if isinstance(found, str) else None
 

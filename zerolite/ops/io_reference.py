@@ -1,4 +1,4 @@
-"""Asynchronous I/O in plain Python: fallback for csrc/aio, and its reference in tests."""
+"""Asynchronous I/O in plain Python: the fallback for csrc/aio, and its reference in tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 END_OF_FILE = -1
-"""An error of a read beside those of errno: the file ends before the bytes that were asked for."""
+"""Error of a read, besides those of errno: the file ends before the requested bytes."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class IOResult:
     """Result of a request.
 
     Attributes:
-        error: 0, a number of errno, or END_OF_FILE, of the failure that comes first in the file.
+        error: 0, a number of errno, or END_OF_FILE; of several failures the first one in the file.
         done: bytes read or written.
-        position: of that failure in the file, in bytes; 0 if there is none.
+        position: position of the failure in the file, in bytes; 0 without one.
     """
 
     error: int
@@ -29,7 +29,7 @@ class IOResult:
 
 
 class PythonIO:
-    """A thread for each block that is in flight: os.preadv and os.pwritev let others run meanwhile."""
+    """Backend with a thread for each block in flight: os.preadv and os.pwritev let other threads run."""
 
     name = "python"
 
@@ -50,7 +50,7 @@ class PythonIO:
         return ticket
 
     def wait(self, ticket: int, timeout_s: float) -> IOResult | None:
-        """None if the request has not ended after so many seconds. Its ticket is not valid afterwards."""
+        """Return the result, and make the ticket invalid; None if the request still runs after ``timeout_s``."""
         if wait(self._requests[ticket], timeout_s).not_done:
             return None
         blocks = [future.result() for future in self._requests.pop(ticket)]
@@ -62,7 +62,7 @@ class PythonIO:
         return all(future.done() for future in self._requests[ticket])
 
     def stop(self) -> None:
-        """Wait until everything has ended. How it ended can be asked for still."""
+        """Wait until all requests have ended. Their results can still be fetched by :meth:`wait`."""
         self._pool.shutdown()
 
 

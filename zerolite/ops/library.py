@@ -20,13 +20,13 @@ class Kernels(Protocol):
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
-    """The compiled kernels for a device, built on first use; None where that is not possible."""
+    """Return the compiled kernels for a device, built on first use; None if they cannot be built."""
     found = _load(device.type, _capability(device))
     return found if not isinstance(found, str) else None
 
 
 def why_unavailable(device: torch.device) -> str | None:
-    """None if :func:`kernels_for` finds kernels for the device, else a sentence with the cause and the remedy."""
+    """Return None if there are kernels for the device; else a sentence with the cause and the remedy."""
     found = _load(device.type, _capability(device))
     return found if isinstance(found, str) else None
 
@@ -36,8 +36,12 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _load_cuda(capability: tuple[int, int] | None) -> Kernels:
-    """The kernels as nvcc compiles them, or without nvcc as NVRTC does. Raises OpUnavailable, OSError or RuntimeError
-    with what is missing for either."""
+    """Load the kernels of nvcc, or without nvcc those of NVRTC.
+
+    Raises:
+        OSError: a library cannot be loaded.
+        RuntimeError: neither compiler can be used, or NVRTC's kernels compute wrong values.
+    """
     from zerolite.ops.cuda_kernels import CudaKernels
     from zerolite.ops.self_check import check_updates
 

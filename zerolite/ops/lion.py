@@ -13,24 +13,24 @@ _Lists = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]  # pa
 
 
 class Lion(Optimizer):
-    """Moves each element by `lr`, in the direction of the sign of an interpolation between the momentum and the
-    gradient.
+    """Optimizer that moves each element by `lr`, by the sign of an interpolation between momentum and gradient.
 
         c = m + (1 - beta1) * (g - m)
         p = p - lr * (sign(c) + weight_decay * p)
         m = m + (1 - beta2) * (g - m)
 
     Args:
+        params: parameters or param groups: real tensors of a floating dtype.
         lr: the size of a step; a good one is 3 to 10 times smaller than AdamW's.
         betas: (beta1, beta2), each in [0, 1).
-        weight_decay: decoupled, as AdamW's.
+        weight_decay: decoupled weight decay, as in AdamW.
 
-    One state per parameter, `exp_avg`, of the parameter's shape and dtype. Parameters and gradients are real, dense
-    tensors of a floating dtype. The update is elementwise: a parameter that is updated in pieces gets the same bits.
+    There is one state per parameter, `exp_avg`, with the parameter's shape and dtype. The update is elementwise: a
+    parameter that is updated in pieces gets the same bits.
 
     Raises:
-        ValueError: for values out of range.
-        TypeError: in `step()` for sparse gradients.
+        ValueError: a value is out of range.
+        TypeError: in `step()`, a gradient is sparse.
     """
 
     def __init__(
@@ -56,8 +56,14 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. closure: re-evaluates the model and returns the loss;
-        its result is returned."""
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            The result of the closure; None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -68,7 +74,7 @@ class Lion(Optimizer):
         return loss
 
     def _same_kind(self, params: list[torch.Tensor]) -> list[_Lists]:
-        """Lists of one device and dtype each, as the foreach operators want them."""
+        """Return lists of one device and dtype each, as torch's foreach operators need them for their fast path."""
         kinds: dict[tuple[torch.device, torch.dtype], _Lists] = {}
         for p in params:
             if p.grad is None:

@@ -1,7 +1,7 @@
 """Kernels as torch operators: ``torch.ops.zerolite.adam_``, ``lion_``, ``adagrad_``, ``sgd_`` and ``squares_``.
 
-Each has a schema with its mutations, an implementation for tensors that exist, and one for fake tensors that checks the
-same things. They change their arguments and return nothing.
+Each has a schema with its mutations, an implementation for real tensors, and one for fake tensors with the same checks.
+They change their arguments in place and return nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerolite.ops.library import kernels_for
 from zerolite.utils.dtypes import FLOATS, HALF
 
 _TAIL = "Tensor(z!)[] outs, Tensor table, Tensor rows, Tensor? factor, Tensor? skip) -> ()"
-_UPDATES = {  # operator: its rule, and the names of its states
+_UPDATES = {  # operator: (rule, names of its states)
     "adam_": (ADAM, ("exp_avgs", "exp_avg_sqs")),
     "lion_": (LION, ("exp_avgs",)),
     "adagrad_": (ADAGRAD, ("sums",)),
@@ -81,7 +81,7 @@ def _check_table(table: torch.Tensor) -> None:
 
 
 def _check_bounds(table: torch.Tensor, tensors: Tensors, rows: int) -> None:
-    """Check that every segment lies within its tensor and names a row (or owner) that exists. Not on fake tensors."""
+    """Check that every segment is within its tensor and names an existing row or owner. Needs real tables."""
     which, start, numel, row = table.unbind(1)
     inside = (which >= 0) & (which < len(tensors)) & (start >= 0) & (numel >= 0) & (row >= 0) & (row < rows)
     sizes = torch.tensor([tensor.numel() for tensor in tensors])
@@ -116,7 +116,7 @@ def _update_implementation(rule: int, count: int, real: bool) -> Any:
         if not call.states and bool(call.rows[:, MOMENTUM].any()):
             raise ValueError("expected momentum_buffers for rows with momentum, got none")
         kernels = kernels_for(call.params[0].device)
-        if not isinstance(kernels, CpuKernels):  # which checks this itself
+        if not isinstance(kernels, CpuKernels):  # the CPU library checks the bounds itself
             _check_bounds(call.table, call.params, call.rows.shape[0])
         (kernels or reference).update(call)
         changed = (*call.params, *itertools.chain(*call.states), *call.outs)

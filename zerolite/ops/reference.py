@@ -1,7 +1,7 @@
-"""Kernels in plain PyTorch: fallback where they cannot be built, and reference in tests.
+"""Kernels in plain PyTorch: the fallback if they cannot be built, and their reference in tests.
 
-The operations are those of csrc/rules.h, which says why, and give the same bits on processors with FMA. They run on a
-stretch of elements at a time, so that temporaries stay small.
+The operations are those of csrc/rules.h, which has the reasons, and give the same bits on processors with FMA. They run
+on a limited number of elements at a time, so that temporaries stay small.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerolite.utils.accelerator import host_value
 from zerolite.utils.rounding import sync_master_from_param_
 
 _STRETCH = 1 << 20
-_EXACT = 1 << 15  # elements converted to double at once: 256 KB, which stays in the second-level cache
+_EXACT = 1 << 15  # elements that are converted to double at once: 256 KB, which stays in the second-level cache
 
 Row = list[float]
 Rule = Callable[[Row, torch.Tensor, torch.Tensor, list[torch.Tensor]], None]
@@ -50,7 +50,7 @@ def update(call: UpdateCall) -> None:
 
 @torch.no_grad()
 def squares(sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
-    """sums[owner] += the sum of squares of each segment (tensor, start, elements, owner) of ``table``, in double."""
+    """Add the sum of squares of each segment (tensor, start, elements, owner) to ``sums[owner]``, in double."""
     segments = table.tolist()
     if sums.is_cuda:
         flats = [_flat(values[tensor])[start : start + numel] for tensor, start, numel, _ in segments]
@@ -69,8 +69,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _root(value: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded square root; torch's own in fp32 is that of the vector library it was built with, which may
-    be off by one unit in the last place."""
+    """Return the correctly rounded fp32 square root.
+
+    torch's fp32 root comes from the vector library of its build, and may be off by one unit in the last place. The root
+    in double, rounded to fp32, is always right.
+    """
     return value.double().sqrt_().float()
 
 

@@ -11,23 +11,24 @@ from zerolite.ops import reference
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
 from zerolite.utils.dtypes import FLOATS
 
-# Scalars of csrc/rules.h with all their terms.
+# Rows of scalars as in csrc/rules.h, chosen so that every operation of each rule has an effect.
 _ROWS = {
     ADAM: (1.0, -1e-5, 0.01, 0.1, 0.05, 0.3, 1e-8, -1e-2),
     LION: (1.0, -1e-4, 0.1, 0.01, -1e-3, 0.0, 0.0, 0.0),
     ADAGRAD: (1.0, 0.01, 1e-10, -1e-2, 0.0, 0.0, 0.0, 0.0),
     SGD: (1.0, 0.01, 0.9, 0.5, 0.0, 1.0, -1e-2, 0.0),
 }
-_STATES = {ADAM: 2, LION: 1, ADAGRAD: 1, SGD: 1}
+_STATES = {ADAM: 2, LION: 1, ADAGRAD: 1, SGD: 1}  # number of states
 _NUMELS = (4099, 33)  # several blocks, a tail, and a tensor that begins within a quad of the next
-# Parameters, gradients, states, outs: the kernels of fp32 with each dtype of gradients, and the one for all dtypes.
+# Dtypes of (parameters, gradients, states, outs): fp32 with each dtype of gradients, and the kernel for any dtypes.
 _DTYPES: tuple[tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None], ...] = (
     (torch.float32, torch.float32, torch.float32, None),
     (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
     (torch.float32, torch.float16, torch.float32, torch.float16),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16, None),
 )
-_CLOSE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # a unit of each, rounded otherwise
+# Relative tolerance: results may be rounded differently, so bf16 and fp16 may differ by one unit in the last place.
+_CLOSE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 class Checked(Protocol):
@@ -39,8 +40,11 @@ class Checked(Protocol):
 
 
 def check_updates(kernels: Checked, device: torch.device) -> None:
-    """Compare an update by each rule, and a sum of squares, with the reference on the host. Raises RuntimeError if they
-    differ by more than rounding, or an update that is to be skipped changes something. Waits for the device."""
+    """Compare an update by each rule, and a sum of squares, with the reference on the host. Waits for the device.
+
+    Raises:
+        RuntimeError: results differ by more than rounding, or a skipped update changes something.
+    """
     for rule in _ROWS:
         for dtypes in _DTYPES:
             for skip in (0.0, 1.0):
@@ -95,7 +99,7 @@ def _call(rule: int, dtypes: Sequence[torch.dtype | None], skip: float, device: 
 
 
 def _tensors(dtype: torch.dtype, seed: int, device: torch.device) -> list[torch.Tensor]:
-    """The same values on every device, of another order of magnitude in each tensor."""
+    """Return random tensors with the same values on every device, each of another order of magnitude."""
     made = []
     for scale, numel in enumerate(_NUMELS):
         generator = torch.Generator("cpu").manual_seed(10 * seed + scale)
