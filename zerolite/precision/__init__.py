@@ -1,1 +1,1 @@
-"""Precision: dtypes of parameters, inputs and outputs, modules that stay in fp32, and the loss scale."""
+"""Dtypes of parameters, inputs and outputs, modules that stay in fp32, and the loss scale."""

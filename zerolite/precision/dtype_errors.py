@@ -1,4 +1,4 @@
-"""Explanations for torch's dtype errors in 16-bit models, with module and remedies."""
+"""Explanation of torch's dtype errors in 16-bit models: the module, and what to do."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def explain(error: BaseException, model: torch.nn.Module, compute: torch.dtype | None) -> None:
-    """Put a sentence behind the message of ``error`` if torch complains about dtypes in a module of ``model``.
+    """Add a sentence to the message of ``error`` if it is torch's, about dtypes, from a module of ``model``.
 
-    compute: the 16-bit dtype to which the engine has cast parameters; if None, nothing is said.
+    Args:
+        error: the exception, with its traceback.
+        model: the model that ran.
+        compute: the 16-bit dtype to which the engine has cast the parameters; None explains nothing.
     """
     if compute is None or not isinstance(error, _KINDS) or not _ABOUT_DTYPES.search(str(error)):
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or str(frames[-1].f_globals.get("__name__", "")).startswith("zerolite."):
-        return  # an error of ours, which says what to do
+        return  # an error of zerolite itself, which says what to do
     names = {id(module): name for name, module in model.named_modules()}
     for frame in reversed(frames):
         module = frame.f_locals.get("self")

@@ -19,14 +19,14 @@ class Precision:
     """Dtypes of everything that training computes with.
 
     Attributes:
-        compute: of the parameters that forward sees; None: each keeps its own.
-        separate_masters: whether the update works on fp32 copies of 16-bit parameters.
-        update_in_fp32: whether the arithmetic and states of the update are fp32 where masters are 16-bit.
-        autocast: of torch.autocast around forward, or None.
-        buffers: of the model's floating buffers; None: each keeps its own.
-        outputs_in_fp32: whether the model's 16-bit outputs beside a loss become fp32, as a loss does. None: they do
-            where the model returns no loss.
-        keeps_fp32: whether a parameter or buffer belongs to a module in fp32, whatever the others are.
+        compute: dtype of the parameters in forward; None lets each keep its own.
+        separate_masters: the update works on fp32 copies of 16-bit parameters.
+        update_in_fp32: the arithmetic and states of the update are fp32 even if the masters are 16-bit.
+        autocast: dtype of torch.autocast around forward; None without autocast.
+        buffers: dtype of the model's floating buffers; None lets each keep its own.
+        outputs_in_fp32: True: all 16-bit outputs of the model become fp32. False: only a loss does. None: only a loss
+            does, or all outputs if the model returns no loss.
+        keeps_fp32: returns True for a parameter or buffer of a module that stays in fp32.
     """
 
     compute: torch.dtype | None = None
@@ -61,13 +61,13 @@ class Precision:
         return torch.autocast(device.type, dtype=self.autocast)
 
     def cast(self, inputs: object) -> Any:
-        """``inputs`` with every floating tensor in the compute dtype, containers of any depth included."""
+        """Return ``inputs`` with every floating tensor, at any depth of containers, in the compute dtype."""
         if self.compute is None:
             return inputs
         return map_tensors(lambda t: t.to(self.compute) if t.is_floating_point() else t, inputs)
 
     def widens(self, outputs: object) -> Callable[[torch.Tensor], bool]:
-        """A function that tells of each tensor in ``outputs``, what the model has returned, whether it becomes fp32."""
+        """Return a predicate that is True for the tensors in the model's ``outputs`` that become fp32."""
         every = self.outputs_in_fp32
         if every is None:
             every = not any(map(is_loss, find_tensors(outputs)))
@@ -75,18 +75,25 @@ class Precision:
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
-    """Return whether an output of a model is taken for a loss: a floating tensor without dimensions, through which a
-    backward can go where gradients are recorded."""
+    """True if an output of a model is taken for a loss.
+
+    A loss is a floating tensor without dimensions. If gradients are recorded, it must also require one.
+    """
     return tensor.dim() == 0 and tensor.is_floating_point() and (tensor.requires_grad or not torch.is_grad_enabled())
 
 
 class GraphBoundary:
-    """The edge between the engine's graph and the user's: tells when a backward begins, and keeps the loss
-    scale inside.
+    """Boundary between the engine's autograd graph and the user's. It reports the begin of a backward, and keeps the
+    loss scale inside.
 
-    Gradients are multiplied by the scale, in fp32, where they enter the model through its outputs, and divided by
-    it where they leave through its inputs. So the two loops, several losses, and modules or other engines before
-    and behind this one all see what they should.
+    Gradients are multiplied by the scale, in fp32, where they enter the model through its outputs. They are divided by
+    it where they leave the model through its inputs. So `loss.backward()` and `engine.backward(loss)`, several losses,
+    and modules or engines before and behind this one all see unscaled gradients.
+
+    Args:
+        on_backward_begin: called at every gradient that enters through an output.
+        loss_scale: returns the current scale; None without a loss scale.
+        precision: dtypes of inputs and outputs.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class GraphBoundary:
         self._on_backward_begin = on_backward_begin
         self._precision = precision
         self._loss_scale = loss_scale
-        self.scaled = False  # whether the backward under way has met the loss scale
+        self.scaled = False  # True once the current backward has been scaled
         self._changes_of_inputs: list[Callable[[Any], Any]] = []
         if loss_scale is not None:
             self._changes_of_inputs.append(functools.partial(map_tensors, self._unscale_on_the_way_out))
@@ -106,28 +113,28 @@ class GraphBoundary:
             self._changes_of_inputs.append(precision.cast)
 
     def enter(self, inputs: object) -> Any:
-        """``inputs`` in the compute dtype, their gradients to be unscaled before any cast."""
+        """Return ``inputs`` in the compute dtype. Hooks will unscale their gradients, in the dtype of the original."""
         for change in self._changes_of_inputs:
             inputs = change(inputs)
         return inputs
 
     def leave(self, outputs: object) -> Any:
-        """``outputs`` in the dtypes that the caller sees, watched where they need gradients."""
+        """Return ``outputs`` in the dtypes for the caller, with hooks on those that require gradients."""
         if type(outputs) is torch.Tensor and outputs.dtype not in HALF:  # a loss, nearly always
             return self._watch(outputs, widen=False)
         widens = self._precision.widens(outputs)
         return map_tensors(lambda tensor: self._watch(tensor, widens(tensor)), outputs)
 
     def expect_scale(self) -> None:
-        """A backward begins, whose gradients must meet the loss scale."""
+        """Note the begin of a backward, which must be scaled."""
         self.scaled = False
 
     def note_scaled(self) -> None:
-        """The backward under way has met the loss scale."""
+        """Note that the current backward has been scaled."""
         self.scaled = True
 
     def check_scaled(self, name: str) -> None:
-        """The first gradient of a backward has arrived: raise RuntimeError if nothing has scaled it."""
+        """Raise RuntimeError if the current backward, whose first gradient has arrived, has not been scaled."""
         if not self.scaled:
             raise RuntimeError(
                 f"fp16: the gradient of parameter '{name}' comes from a graph that did not pass through the "
@@ -139,7 +146,8 @@ class GraphBoundary:
         if widen:
             tensor = tensor.float()
         elif self._loss_scale is not None and tensor.requires_grad:
-            tensor = tensor.view_as(tensor)  # the same tensor may be inside the graph of another output
+            # The graph of another output may contain this tensor; a hook on it would scale that gradient a second time.
+            tensor = tensor.view_as(tensor)
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(self._on_output_gradient)
         return tensor
@@ -154,7 +162,7 @@ class GraphBoundary:
                 "engine, whose loss scale "
                 "would be in the second derivatives as well. Use bf16 or fp32 for this model."
             )
-        if gradient.dtype in HALF:  # rounded before the scale could reach it: small values are 0 by now
+        if gradient.dtype in HALF:  # it was rounded before the scale was applied: small values are 0 already
             raise RuntimeError(
                 f"fp16: expected gradients to enter the model through fp32 outputs, got one through a {gradient.dtype} "
                 f"output of shape {tuple(gradient.shape)}, which the loss scale reaches too late. Beside a loss, "

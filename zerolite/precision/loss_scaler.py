@@ -1,8 +1,8 @@
 """Loss scale of fp16 training, as a small state machine.
 
-The loss is multiplied by the scale before backward, so that small gradients do not vanish in fp16. A gradient that
-overflows costs one skipped step and a smaller scale; a long run of good steps earns a larger one. This module knows
-numbers only: it imports no torch and touches no tensor.
+The loss is multiplied by the scale before backward, so that small gradients do not become 0 in fp16. If a gradient
+overflows, the step is skipped and the scale is reduced; after many good steps it grows. This module works with plain
+numbers: it imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Growth stops here: the scale is multiplied in fp32, and the inverse of this one is still a normal fp32 number.
+# Largest scale. Gradients are multiplied by its inverse in fp32, which is still a normal number.
 MAX_SCALE = 2.0**126
 
 
@@ -21,8 +21,8 @@ class ScaleChange(NamedTuple):
     Attributes:
         before: the scale of the step that has just ended.
         after: the scale of the next step.
-        at_minimum: an overflow came, the scale was at `min_scale` already and no hysteresis was left, so that nothing
-            could be done about it; always False for a static scale.
+        at_minimum: the scale should have been reduced after an overflow, but was at `min_scale` already; always False
+            for a static scale.
     """
 
     before: float
@@ -35,17 +35,19 @@ class LossScaler:
 
     Args:
         scale: the initial value, `2 ** initial_scale_power` for a dynamic scale.
-        dynamic: False keeps `scale` for ever.
+        dynamic: False keeps `scale` unchanged.
         window: good steps in a row after which the scale is multiplied by `factor`.
-        hysteresis: the number of overflows it takes to divide the scale by `factor`; those before the last only use the
-            hysteresis up. It is refilled when the scale grows, or, with `consecutive_hysteresis`, by every good step;
-            it is not refilled by a division, so that overflows which follow divide at once.
+        hysteresis: number of overflows that it takes to divide the scale by `factor`. The count starts anew when the
+            scale grows, but not after a division, so that further overflows divide at once.
+        consecutive_hysteresis: the count also starts anew after every good step.
         min_scale: the scale is never divided below it.
+        factor: factor of growth and of reduction, above 1.
 
     The scale grows after exactly `window` good steps, counted from the start, from the last overflow, or from the last
     growth. DeepSpeed needs one good step more for the first growth and for the first one after an overflow.
 
-    Raises ValueError, with all that is wrong in one message, for values that make no sense together.
+    Raises:
+        ValueError: values are wrong alone or together; the message has all mistakes.
     """
 
     def __init__(
@@ -86,13 +88,14 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """The factor for the loss of the step under way."""
+        """Factor for the loss of the current step."""
         return self._scale
 
     def update(self, overflow: bool) -> ScaleChange:
-        """Ends a step. Call it last in the step, with the same value on all ranks.
+        """Update the scale at the end of a step.
 
-        overflow: some gradient was not finite, on any rank.
+        Args:
+            overflow: a gradient was not finite on any rank; the same value on all ranks.
         """
         before = self._scale
         at_minimum = False
@@ -121,14 +124,17 @@ class LossScaler:
         return False
 
     def state_dict(self) -> dict[str, float | int]:
-        """The state of a run, without its configuration: {"scale", "good_steps", "hysteresis_left"}."""
+        """Return the state without the configuration: {"scale", "good_steps", "hysteresis_left"}."""
         return {"scale": self._scale, "good_steps": self._good_steps, "hysteresis_left": self._hysteresis_left}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Continues from `state_dict()`. The configuration of this scaler wins over the one that saved: a static
-        scale stays as it is; a smaller window, a smaller hysteresis and a larger min_scale take effect at once.
+        """Continue from a saved `state_dict()`.
 
-        Raises ValueError for a state that is not from a LossScaler; nothing is changed then.
+        This scaler's own configuration counts, not that of the saving run: a static scale stays as it is, and a smaller
+        window, a smaller hysteresis or a larger min_scale takes effect at once.
+
+        Raises:
+            ValueError: the state is not that of a LossScaler; nothing is changed then.
         """
         expected = set(self.state_dict())
         if set(state) != expected:
