@@ -23,11 +23,13 @@ KEY = "fp32_modules"
 
 
 class Fp32Forward:
-    """A module's ``forward``, in fp32 and without autocast. Stands in the module's own attributes, not in its hooks: so
-    an exception leaves nothing behind, hooks see what neighbours see, and copies of the module have their own.
+    """Replacement for a module's ``forward``, which runs it in fp32 and without autocast.
 
-    Floating 16-bit tensors among the arguments, at any depth, become fp32. fp32 tensors in the result become what the
-    arguments were: 16-bit if any was; fp32 if there were only wider ones; without floating arguments ``compute``.
+    Floating 16-bit tensors among the arguments, at any depth, become fp32. fp32 tensors in the result become 16-bit if
+    an argument was, stay fp32 if all floating arguments were wider, and become ``compute`` without floating arguments.
+
+    It replaces ``forward`` in the module's own attributes and is no hook. So an exception leaves nothing behind, the
+    module's hooks see the same dtypes as its neighbours, and copies of the module have a replacement of their own.
     """
 
     def __init__(
@@ -35,36 +37,37 @@ class Fp32Forward:
     ) -> None:
         """
         Args:
-            compute: dtype of the neighbours of a module that they call; None for one inside an fp32 module, whose
-                neighbours are fp32.
-            casts_back: False under autocast, which takes fp32 everywhere.
+            module: the module.
+            compute: dtype of the modules around it; None inside an fp32 module, where these are fp32 too.
+            casts_back: cast results back to 16 bits; False under autocast, which takes fp32 everywhere.
+            device_type: device type whose autocast is switched off.
         """
         self._module = module
-        self._replaced = vars(module).get("forward")  # another wrapper's, instead of the class's
+        self._replaced = vars(module).get("forward")  # set by another wrapper; None: the class's
         self._compute = compute
         self._casts_back = casts_back
         self._device_type = device_type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        came: list[torch.dtype] = []
+        input_dtypes: list[torch.dtype] = []
 
         def widen(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_floating_point():
-                came.append(tensor.dtype)
+                input_dtypes.append(tensor.dtype)
             return tensor.float() if tensor.dtype in HALF else tensor
 
         args, kwargs = map_tensors(widen, (args, kwargs))
         with self._without_autocast():
             outputs = self._forward(*args, **kwargs)
-        dtype = self._dtype_of_outputs(came)
+        dtype = self._dtype_of_outputs(input_dtypes)
         if dtype is None:
             return outputs
         return map_tensors(lambda t: t.to(dtype) if t.dtype is torch.float32 else t, outputs)
 
-    def _dtype_of_outputs(self, came: Sequence[torch.dtype]) -> torch.dtype | None:
+    def _dtype_of_outputs(self, input_dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
         if not self._casts_back:
             return None
-        return next((dtype for dtype in came if dtype in HALF), None if came else self._compute)
+        return next((dtype for dtype in input_dtypes if dtype in HALF), None if input_dtypes else self._compute)
 
     def _without_autocast(self) -> contextlib.AbstractContextManager[object]:
         if torch.is_autocast_enabled(self._device_type):
@@ -83,40 +86,42 @@ class Fp32Forward:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Fp32Forward:
         made = memo[id(self)] = Fp32Forward.__new__(Fp32Forward)
-        # The copy's neighbours may be given another dtype.
+        # The modules around the copy may get another dtype.
         made.__dict__.update(copy.deepcopy(vars(self), memo), _compute=None)
         return made
 
     def __reduce__(self) -> Any:
-        """The forward that the module had, so that the pickle can be loaded without zerolite."""
+        """Pickle the original forward instead, so that the pickle can be loaded without zerolite."""
         if self._replaced is not None:
             return copy.copy, (self._replaced,)
-        return getattr, (self._module, "forward")  # the class's: the module that is loaded has no attributes yet
+        return getattr, (self._module, "forward")  # the class's: a module that is being loaded has no attributes yet
 
     def remove(self) -> None:
-        """Give the module its forward back."""
+        """Restore the module's original forward."""
         if vars(self._module).get("forward") is self:
             del self._module.__dict__["forward"]
             if self._replaced is not None:
                 self._module.__dict__["forward"] = self._replaced
 
 
-class _Place(NamedTuple):
-    """A module where it stands in the model.
+class _ModuleEntry(NamedTuple):
+    """Module of the model.
 
     Attributes:
-        kept: in fp32.
-        outermost: no module around it is in fp32 and has a forward, so it is called by those that are not.
+        name: its qualified name.
+        module: the module.
+        keeps_fp32: it stays in fp32.
+        outermost: no fp32 module with a forward is around it, so its callers compute in 16 bits.
     """
 
     name: str
     module: torch.nn.Module
-    kept: bool
+    keeps_fp32: bool
     outermost: bool
 
 
 class Fp32Modules:
-    """The modules of a model whose qualified names match one of ``patterns``, with all that is in them."""
+    """Modules of a model that stay in fp32: those whose qualified names match a pattern, and all inside of them."""
 
     def __init__(
         self,
@@ -126,10 +131,20 @@ class Fp32Modules:
         autocast: torch.dtype | None,
         device_type: str,
     ) -> None:
-        """compute, autocast: of the precision; both None in fp32, where nothing has to be done. Changes nothing yet.
-        Raises ConfigError for a pattern that matches no module, for a parameter that belongs to a module that is kept
-        and to one that is not, and for TorchScript."""
-        self.handles: list[Any] = []  # of what is installed
+        """Find the modules; :meth:`attach` then changes them.
+
+        Args:
+            model: the model.
+            patterns: patterns of qualified names.
+            compute: 16-bit dtype of the parameters; None in fp32 and under autocast.
+            autocast: dtype of autocast, or None. If both are None, nothing has to be done.
+            device_type: device type of the model.
+
+        Raises:
+            ConfigError: a pattern matches no module, a parameter is shared with a module that does not stay in fp32, or
+                a module is TorchScript.
+        """
+        self.handles: list[Any] = []  # installed forwards and hooks, with a method remove()
         self._model = model
         self._patterns = patterns
         self._compute = compute
@@ -137,86 +152,95 @@ class Fp32Modules:
         self._device_type = device_type
         self._tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._check_patterns()
-        self._look()
+        self._collect_modules()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if a parameter stays in fp32, or a buffer in the dtype that it has."""
+        """True if a parameter stays in fp32, or a buffer keeps its dtype."""
         return tensor in self._tensors
 
     def attach(self) -> None:
-        """Let the modules compute in fp32; those too that the model has got since the last call."""
-        places = self._look()
-        for place in places:
-            there = vars(place.module).get("forward")
-            if isinstance(there, Fp32Forward):
-                if there in self.handles:
+        """Make the modules compute in fp32. A later call does the same for modules that were added to the model."""
+        entries = self._collect_modules()
+        for entry in entries:
+            current = vars(entry.module).get("forward")
+            if isinstance(current, Fp32Forward):
+                if current in self.handles:
                     continue
-                there.remove()  # an engine's that is gone: the model is a copy of its model
-            if place.kept and self._mixed and _has_forward(place.module):
-                compute = self._compute if place.outermost else None
-                forward = Fp32Forward(place.module, compute, self._compute is not None, self._device_type)
-                place.module.__dict__["forward"] = forward
+                current.remove()  # it belongs to another engine: this model is a copy of that engine's model
+            if entry.keeps_fp32 and self._mixed and _has_forward(entry.module):
+                compute = self._compute if entry.outermost else None
+                forward = Fp32Forward(entry.module, compute, self._compute is not None, self._device_type)
+                entry.module.__dict__["forward"] = forward
                 self.handles.append(forward)
-        for place in places:
-            layer = place.module
+        for entry in entries:
+            layer = entry.module
             if isinstance(layer, torch.nn.TransformerEncoderLayer) and _calls_every_module not in _pre_hooks(layer):
-                if not place.kept and any(isinstance(vars(m).get("forward"), Fp32Forward) for m in layer.modules()):
+                if not entry.keeps_fp32 and any(
+                    isinstance(vars(m).get("forward"), Fp32Forward) for m in layer.modules()
+                ):
                     self.handles.append(layer.register_forward_pre_hook(_calls_every_module))
 
-    def _look(self) -> list[_Place]:
-        """All modules, each once. Notes their parameters; raises ConfigError for those on both sides."""
-        places: dict[int, _Place] = {}
-        for place in _walk(self._model, self._patterns):
-            known = places.get(id(place.module))
-            if known is not None:
-                kept, outermost = known.kept or place.kept, known.outermost and place.outermost
-                place = known._replace(kept=kept, outermost=outermost)
-            places[id(place.module)] = place
-        scripts = [p.name for p in places.values() if p.kept and isinstance(p.module, torch.jit.ScriptModule)]
-        if scripts and self._mixed:
-            raise ConfigError([(KEY, _is_script(name)) for name in scripts])
+    def _collect_modules(self) -> list[_ModuleEntry]:
+        """Return all modules, each once, and note the tensors that stay in fp32.
+
+        Raises:
+            ConfigError: a parameter is shared with a module in 16 bits, or a module is TorchScript.
+        """
+        entries: dict[int, _ModuleEntry] = {}
+        for entry in _iterate_modules(self._model, self._patterns):
+            earlier = entries.get(id(entry.module))
+            if earlier is not None:
+                keeps_fp32, outermost = earlier.keeps_fp32 or entry.keeps_fp32, earlier.outermost and entry.outermost
+                entry = earlier._replace(keeps_fp32=keeps_fp32, outermost=outermost)
+            entries[id(entry.module)] = entry
+        scripted = [p.name for p in entries.values() if p.keeps_fp32 and isinstance(p.module, torch.jit.ScriptModule)]
+        if scripted and self._mixed:
+            raise ConfigError([(KEY, _is_script(name)) for name in scripted])
         inside: dict[int, str] = {}
         outside: dict[int, str] = {}
-        for place in places.values() if self._mixed else ():
-            stays = place.kept or (self._compute is not None and _mixes_dtypes(place.module))
-            for key, parameter in place.module._parameters.items():
+        for entry in entries.values() if self._mixed else ():
+            stays = entry.keeps_fp32 or (self._compute is not None and _mixes_dtypes(entry.module))
+            for key, parameter in entry.module._parameters.items():
                 if parameter is not None:
-                    (inside if stays else outside)[id(parameter)] = f"{place.name}.{key}" if place.name else key
+                    (inside if stays else outside)[id(parameter)] = f"{entry.name}.{key}" if entry.name else key
                     if stays:
                         self._tensors[parameter] = None
-            for buffer in place.module._buffers.values() if stays else ():
+            for buffer in entry.module._buffers.values() if stays else ():
                 if buffer is not None:
                     self._tensors[buffer] = None
         shared = [(inside[key], outside[key]) for key in inside if key in outside]
         if shared and self._compute is not None:
             raise ConfigError([(KEY, _on_both_sides(*names, self._compute)) for names in shared])
-        return list(places.values())
+        return list(entries.values())
 
     def _check_patterns(self) -> None:
-        names = list(dict.fromkeys(place.name for place in _walk(self._model, ()) if place.name))
+        names = list(dict.fromkeys(entry.name for entry in _iterate_modules(self._model, ()) if entry.name))
         missing = [pattern for pattern in self._patterns if not any(_matches(name, pattern) for name in names)]
         if missing:
             raise ConfigError([(KEY, _matches_none(pattern, names)) for pattern in missing])
 
 
-def _walk(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[_Place]:
-    """Every module by every path that leads to it. What torch.compile wraps has the name of the wrapper."""
+def _iterate_modules(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[_ModuleEntry]:
+    """Yield every module by every path to it. A module that torch.compile wraps gets the name of its wrapper."""
 
-    def visit(name: str, module: torch.nn.Module, kept: bool, in_call: bool) -> Iterator[_Place]:
-        kept = kept or (name != "" and any(_matches(name, pattern) for pattern in patterns))
-        yield _Place(name, module, kept, not in_call)
-        in_call = in_call or (kept and _has_forward(module))
+    def visit(name: str, module: torch.nn.Module, keeps_fp32: bool, in_call: bool) -> Iterator[_ModuleEntry]:
+        keeps_fp32 = keeps_fp32 or (name != "" and any(_matches(name, pattern) for pattern in patterns))
+        yield _ModuleEntry(name, module, keeps_fp32, not in_call)
+        in_call = in_call or (keeps_fp32 and _has_forward(module))
         for key, child in module._modules.items():
             if child is not None:
                 inner = name if key == "_orig_mod" else f"{name}.{key}" if name else key
-                yield from visit(inner, child, kept, in_call)
+                yield from visit(inner, child, keeps_fp32, in_call)
 
     return visit("", model, False, False)
 
 
 def _mixes_dtypes(module: torch.nn.Module) -> bool:
-    """True for torch's batch norms with fp32 statistics: their kernels take 16-bit inputs beside fp32 weights, and no
-    16-bit weights beside fp32 statistics. Their parameters stay in fp32, and no input has to be cast."""
+    """True for torch's batch norms with running statistics, whose parameters stay in fp32 in any case.
+
+    Their kernels take fp32 weights with 16-bit inputs, so that no input must be cast, but they refuse 16-bit weights
+    with fp32 statistics.
+    """
     forward = getattr(type(module), "forward", None)  # TorchScript's classes have none
     return forward in _BATCH_NORMS and bool(module.affine) and bool(module.track_running_stats)
 
@@ -225,7 +249,7 @@ _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm.forward, torch.nn.SyncBatc
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """False for containers, and for what torch.compile puts around a module."""
+    """True if a module has a forward of its own: containers and the wrapper of torch.compile have none."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).forward is not torch.nn.Module.forward and "_orig_mod" not in module._modules
@@ -236,8 +260,11 @@ def _pre_hooks(module: torch.nn.Module) -> Collection[object]:
 
 
 class _CallsEveryModule(ModuleHook):
-    """A hook that does nothing, on a transformer layer of torch: in evaluation one operation would read the weights of
-    all modules in it, of one dtype, without calling those; not where there are hooks."""
+    """Hook that does nothing, for torch's transformer layer.
+
+    In evaluation that layer runs one fused operation, which reads the weights of all its modules without calling them
+    and needs one dtype. With a hook on the layer, torch calls every module instead.
+    """
 
     def __call__(self, module: torch.nn.Module, args: object) -> None: ...
 
@@ -254,14 +281,14 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _matches_none(pattern: str, names: Sequence[str]) -> str:
-    def likeness(name: str) -> tuple[float, float]:
+    def similarity(name: str) -> tuple[float, float]:
         last, wanted = name.rpartition(".")[2], pattern.rpartition(".")[2]
         return difflib.SequenceMatcher(None, last, wanted).ratio(), difflib.SequenceMatcher(None, name, pattern).ratio()
 
     sentence = f'expected patterns of names of modules in the model, got "{pattern}", which matches none'
     if not names:
         return f"{sentence}: the model has no modules in it; leave the key out"
-    return f'{sentence}; the nearest name is "{max(names, key=likeness)}" (model.named_modules() lists all)'
+    return f'{sentence}; the nearest name is "{max(names, key=similarity)}" (model.named_modules() lists all)'
 
 
 def _is_script(name: str) -> str:
