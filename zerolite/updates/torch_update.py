@@ -68,7 +68,7 @@ class TorchUpdate:
         self._maybe_unused = maybe_unused
         self._new_states.clear()
 
-    def leave_out(self, indices: Iterable[int]) -> None:
+    def on_left_out(self, indices: Iterable[int]) -> None:
         """Drop the new states of parameters that the device has left out. Their step counts are on the device."""
         for index in indices:
             tensor = self._new_states.pop(index, None)
@@ -154,10 +154,10 @@ class TorchUpdate:
                     if isinstance(value, torch.Tensor):
                         tag_memory(value, STATES, HOST if place == DISK and not value.dim() else place)
 
-    def forget_last(self) -> None:
+    def on_update_skipped(self) -> None:
         """Drop states that a skipped update has made. Torch's fused kernels need no more: they count steps on the
         device, where they see the skip."""
-        self.leave_out(list(self._new_states))
+        self.on_left_out(list(self._new_states))
 
     @property
     def can_skip_on_device(self) -> bool:

@@ -95,7 +95,7 @@ class FlatUpdate:
             self._allocated(groups)
         self._count(used, maybe_unused, groups)
 
-    def leave_out(self, indices: Iterable[int]) -> None:
+    def on_left_out(self, indices: Iterable[int]) -> None:
         if self._counts:
             for index in set(indices).difference(self._not_counted):
                 self._steps_missed[index] = self._steps_missed.get(index, 0) + 1
@@ -131,7 +131,7 @@ class FlatUpdate:
                 found_inf,
             )
 
-    def forget_last(self) -> None:
+    def on_update_skipped(self) -> None:
         """Take back the count of the last update, which the device has skipped."""
         if self._counts:
             self._steps -= 1

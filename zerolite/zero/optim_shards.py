@@ -79,7 +79,7 @@ class UpdateMethod(Protocol):
             maybe_unused: those of them that the device may leave out.
         """
 
-    def leave_out(self, indices: Iterable[int]) -> None:
+    def on_left_out(self, indices: Iterable[int]) -> None:
         """Note that the device has left these of the ``maybe_unused`` parameters out of the last update."""
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
@@ -100,7 +100,7 @@ class UpdateMethod(Protocol):
             found_inf: 0-dim fp32 on the device, not zero to skip the update there.
         """
 
-    def forget_last(self) -> None:
+    def on_update_skipped(self) -> None:
         """The last update was skipped on the device."""
 
     def state_of(self, shard: OptimParamShard) -> State: ...

@@ -258,9 +258,9 @@ class Outcomes:
         # in which all ranks raise it.
         outcome = unread.stats.get()
         if outcome.weight == 0 or outcome.mixed or not self.applies(outcome):
-            self._method.forget_last()
+            self._method.on_update_skipped()
         elif unread.maybe_unused:
-            self._method.leave_out(unread.maybe_unused - outcome.used)
+            self._method.on_left_out(unread.maybe_unused - outcome.used)
         if self.checks is not None:
             self.checks.note(outcome.extra)
         try:
