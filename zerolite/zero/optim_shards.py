@@ -1,4 +1,4 @@
-"""Optimizer shards of parameters, and the interface of the two update methods."""
+"""Optimizer shards of parameters, and the interface of the methods that update them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from zerolite.zero.layout import Fragment
 from zerolite.zero.spans import Span
 from zerolite.zero.stage3.partitioned_parameter import whole_shape
 
-Groups = list[dict[str, Any]]
-State = dict[str, Any]  # of one parameter, as in torch's optimizer.state[parameter]
+Groups = list[dict[str, Any]]  # as torch's optimizer.param_groups
+State = dict[str, Any]  # of one parameter, as torch's optimizer.state[parameter]
 
 
 @dataclass
 class OptimParamShard:
-    """The owned part of one parameter.
+    """The part of one parameter that this rank updates.
 
     Attributes:
+        fragment: its ranges.
         group: index of its param group.
-        tensor: a view of its master bucket, in the parameter's shape if it is whole; what the inner optimizer was made
-            of.
-        position: among the shards of its bucket.
+        tensor: its master weights, the parameter of the inner optimizer. It is flat, or has the parameter's shape if
+            the rank owns the whole parameter. A view of the master bucket, or a copy in the dtype of the update if
+            masters are kept in fewer bits.
+        position: position among the shards of its bucket.
     """
 
     fragment: Fragment
@@ -35,13 +37,17 @@ class OptimParamShard:
 
 
 class SpanTensors(NamedTuple):
-    """Tensors that the update of one span reads and writes: where they rest, or staging copies.
+    """Tensors that the update of one span reads and writes: the stored ones, or staging copies. All have the shape
+    [elements of the span].
 
     Attributes:
-        gradient: laid out like the master, in any floating dtype; may be scaled in place.
-        states: by name, those of :meth:`UpdateMethod.states_of`.
-        out: this rank's range of the compute parameters, where masters are others and the update is to round into it.
-            The master follows first what has been written there.
+        span: the span.
+        gradient: reduced gradient, in any floating dtype. The update may scale it in place.
+        master: master weights.
+        states: states of :meth:`UpdateMethod.states_of`, by name.
+        out: this rank's range of the compute parameters. The update first copies values that the user has written there
+            to the master, and then rounds the updated master into it. None if the caller does both, or if the master
+            itself is the compute parameter.
     """
 
     span: Span
@@ -52,16 +58,18 @@ class SpanTensors(NamedTuple):
 
 
 class UpdateMethod(Protocol):
-    """Update of the optimizer shards, and owner of their states.
+    """Method that updates the optimizer shards and owns their states: :class:`~zerolite.zero.flat_update.FlatUpdate`
+    or :class:`~zerolite.updates.torch_update.TorchUpdate`.
 
     Attributes:
-        one_launch: all buckets are best updated in one call.
+        one_launch: one call for all buckets is best, because it is one launch.
         syncs_masters: ``update`` first copies values that the user has written into ``out`` to the masters, so it gets
             ``out`` also for buckets that are updated in place. Otherwise the caller does it for these, once before
             all updates of a bucket: an update leaves masters that the compute parameters do not round to yet.
         splits_buckets: a span may be a part of a bucket.
-        can_skip_on_device: ``found_inf`` is taken.
-        state_names: of the states that have a value for each element; None if only the states there are tell.
+        can_skip_on_device: ``update`` takes ``found_inf``.
+        state_names: names of the states with one value per element; None if they are known only from states that
+            exist.
     """
 
     one_launch: ClassVar[bool]
@@ -83,7 +91,7 @@ class UpdateMethod(Protocol):
         """Note that the device has left these of the ``maybe_unused`` parameters out of the last update."""
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
-        """Return a bucket's states that are laid out like its master, where they rest; those there are."""
+        """Return the stored states of a bucket that are laid out like its master, by name."""
         raise NotImplementedError
 
     def update(
@@ -96,37 +104,62 @@ class UpdateMethod(Protocol):
         """Update the shards in ``sub_group`` from ``factor × gradient``.
 
         Args:
-            used: the parameters that are updated (None: all); torch, too, leaves alone those whose ``grad`` is None.
-            found_inf: 0-dim fp32 on the device, not zero to skip the update there.
+            sub_group: spans whose tensors are on one device.
+            factor: number, or a tensor of one fp32 element on that device.
+            used: parameters that are updated (None: all). The others stay as they are, like parameters of torch whose
+                ``grad`` is None.
+            found_inf: fp32 tensor of shape [] on the device; if it is not zero, the device skips the update.
         """
 
     def on_update_skipped(self) -> None:
-        """The last update was skipped on the device."""
+        """Note that the device has skipped the last update."""
 
-    def state_of(self, shard: OptimParamShard) -> State: ...
+    def state_of(self, shard: OptimParamShard) -> State:
+        """Return the states of a shard in torch's form, as views of the stored ones; empty if it was never updated."""
 
-    def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None: ...
+    def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
+        """Copy states in torch's form; an empty mapping stands for a shard that was never updated."""
 
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
-        """Make a shard's states with these numbers, and return the tensors, of these shapes and dtypes where that is
-        free, that the caller fills. Without any the shard is as if never updated."""
+        """Make a shard's states anew. Without numbers and tensors the shard is as if it was never updated.
+
+        Args:
+            shard: the shard.
+            numbers: values of states that have no value per element, such as "step".
+            tensors: shape and dtype of the other states, by name. A method that has dtypes of its own keeps them.
+
+        Returns:
+            the tensors, which the caller fills.
+        """
         raise NotImplementedError
 
     @property
     def state_names(self) -> tuple[str, ...] | None: ...
 
-    def memory(self) -> Iterable[torch.Tensor]: ...
+    def memory(self) -> Iterable[torch.Tensor]:
+        """Return all tensors of states, for reports."""
 
-    def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None: ...
+    def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None:
+        """Add the shards of further buckets, and the dtype in which each of them is updated."""
 
 
 def optim_shards(
     groups: Groups, buffer: ParameterBuffer, update_dtype: Callable[[torch.dtype], torch.dtype], first: int = 0
 ) -> list[list[OptimParamShard]]:
-    """The shards of every bucket from ``first`` on. Where masters are kept in fewer bits than the update computes in,
-    their tensors are copies in the update's dtype."""
+    """Make the optimizer shards of every bucket from ``first`` on.
+
+    Args:
+        groups: param groups of the model's parameters.
+        buffer: buffer of the parameters.
+        update_dtype: function from the dtype of masters to the dtype in which they are updated. If it is another one,
+            the tensors of the shards are copies.
+        first: index of the first bucket.
+
+    Returns:
+        the shards of each bucket.
+    """
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     shards: list[list[OptimParamShard]] = []
     for bucket, fragments in list(enumerate(buffer.fragments))[first:]:
@@ -141,7 +174,15 @@ def optim_shards(
 
 
 def shard_of_state(value: object, parameter: torch.Tensor, shard: OptimParamShard, keeps_shape: bool) -> Any:
-    """The shard's part, where the shard is, of a state that belongs to the whole parameter; anything else as it is."""
+    """Return a shard's part of a state of the whole parameter, on the shard's device and in its dtype. States without a
+    value per element are copied.
+
+    Args:
+        value: the state.
+        parameter: the parameter.
+        shard: its shard.
+        keeps_shape: the shard is the whole parameter, in its shape.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     shape = whole_shape(parameter)
