@@ -1,4 +1,14 @@
-"""Batched copies of small gradients into a bucket: on a fast device the calls cost more than the bytes."""
+"""Batched copies of small gradients into a bucket, where the calls would cost more than the bytes.
+
+A model has thousands of biases and norms, and copying one by itself costs a call for a few hundred elements. So small
+gradients are held until they can be copied together:
+
+- a flat bucket (stages 0 to 2) has :class:`Segment` s of neighbouring small slots, each copied in one call;
+- a sliced bucket (stage 3) whose parameters are small on average is filled in one call (:class:`BucketFiller`).
+
+    flat bucket  | weight |b|n|n|b| weight |b|n| weight |
+                           segment           segment
+"""
 
 from __future__ import annotations
 
@@ -9,24 +19,32 @@ import torch
 from zerolite.zero.buffer import destinations, flattened
 from zerolite.zero.layout import Bucket, Slot
 
-_SMALL = 512  # elements of a parameter; sliced buckets whose parameters have fewer on average are filled in one call
-_LARGEST = 1 << 20  # elements of such a bucket, of which each costs four bytes here
-_SMALL_SLOT = 2048  # elements of a slot whose copy costs more in the call than in the bytes
-_SEGMENT_NUMEL = 1 << 16  # elements of a segment, which stay in a CPU's cache while they are moved
+# A sliced bucket is filled in one call if its parameters have at most this many elements on average ...
+_SMALL = 512
+# ... and if it has at most this many: the filler keeps an index of four bytes for each element.
+_LARGEST = 1 << 20
+_SMALL_SLOT = 2048  # most elements of a slot in a segment
+_SEGMENT_NUMEL = 1 << 16  # elements at which a segment ends: they stay in a CPU's cache while they are copied
 
 
 class GradientHolder:
-    """Gradients of one bucket that have come and are not moved yet.
+    """Gradients of one bucket that wait to be copied into it.
 
-    While it is open, the hooks of its parameters put gradients here and do nothing else. A model has thousands of small
-    parameters, and counting each gradient would cost more than moving it. :meth:`end` counts them all at once.
+    While a holder is open, hooks put gradients into it and do nothing else: to count each small gradient would cost
+    more than to copy it. :meth:`end` counts them all at once.
 
     Attributes:
-        gradients: by index of the parameter. Those behind the first ``counted`` are counted when it is closed.
-        placeholders: what p.grad shows of them, by index of the parameter; None before that is known.
+        indices: parameters whose gradients it may hold.
+        count: number of these parameters.
+        bucket: index of the bucket.
+        gradients: held gradients, by index of the parameter.
+        open: hooks may put gradients here.
+        counted: number of ``gradients``, from the first, that were counted when they came.
+        placeholders: the tensors that hooks leave in ``p.grad``, by index of the parameter; None before they exist.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
+        """slots: those of ``indices``, all of one bucket."""
         self.indices = frozenset(slot.index for slot in slots)
         self.count = len(slots)
         self.bucket = slots[0].bucket
@@ -35,30 +53,39 @@ class GradientHolder:
         self.placeholders: Mapping[int, torch.Tensor] | None = None
 
     def set_placeholders(self, placeholders: Mapping[int, torch.Tensor] | None) -> None:
-        """Let ``p.grad`` show these."""
+        """Set what hooks leave in ``p.grad``; None until it is asked for again."""
         self.placeholders = placeholders
 
     def pop_all(self) -> dict[int, torch.Tensor]:
-        """Return the gradients that are held, and hold none."""
+        """Return the held gradients by index of the parameter, and hold none."""
         held, self.gradients = self.gradients, {}
         return held
 
     def begin(self) -> None:
-        """Let hooks hold gradients here without counting each."""
+        """Open the holder: from here on gradients are not counted when they come."""
         self.open, self.counted = True, len(self.gradients)
 
     def end(self) -> list[int]:
-        """Let no hook do so any more; return the parameters whose gradients have not been counted."""
+        """Close the holder. Return the parameters whose gradients have not been counted."""
+        # A dict keeps the order of insertion, so those that came before `begin` are the first ones.
         self.open = False
         return list(self.gradients)[self.counted :]
 
 
 class Segment(GradientHolder):
-    """Neighbouring small slots of a flat bucket. Their gradients are held until all are there, and then copied into the
-    bucket in one call: copying a bias of 1,000 elements by itself costs more in the call than in the bytes."""
+    """Neighbouring small slots of a flat bucket, whose gradients are held until all have come and copied in one call.
+
+    Attributes:
+        low: start of the segment in the bucket.
+        high: end of the segment in the bucket; padding between its slots and after the last one belongs to it.
+    """
 
     def __init__(self, slots: Sequence[Slot], high: int) -> None:
-        """high: where the segment ends in its bucket; what lies between its slots and behind the last belongs to it."""
+        """
+        Args:
+            slots: in the order of the bucket.
+            high: see the class.
+        """
         super().__init__(slots)
         self.low, self.high = slots[0].start, high
         self._slots = tuple(slots)
@@ -68,12 +95,15 @@ class Segment(GradientHolder):
         self._padding: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def pop_flattened(self) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Return the gradients, which are held no longer, and the segment's elements made of them: [high - low], zeros
-        where there is no gradient."""
+        """Return the held gradients and their concatenation, and hold none.
+
+        Returns:
+            The gradients, by index of the parameter.
+            All elements of the segment [high - low], in their dtype, with zeros where there is no gradient.
+        """
         held, self.gradients = self.gradients, {}
         some = next(iter(held.values()))
-        # Gradients that are missing, and the padding between slots, become zeros: the whole range is then one tensor,
-        # which one copy moves.
+        # Zeros take the places of missing gradients and of padding, so that the whole range is one tensor and one copy.
         if len(held) == self.count:
             gradients = [held[index] for index in self._order]
         else:
@@ -86,7 +116,15 @@ class Segment(GradientHolder):
 
 
 def plan_segments(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Segment]:
-    """The segments of a flat bucket; slots that are in none are moved by themselves. strides: of all parameters."""
+    """Return the segments of a flat bucket. Slots that are in no segment are copied by themselves.
+
+    A segment has at least two slots. It ends before a large slot or one that is not row-major, at wide padding, and at
+    about ``_SEGMENT_NUMEL`` elements.
+
+    Args:
+        bucket: a flat bucket.
+        strides: strides of all whole parameters, by index.
+    """
     segments: list[Segment] = []
     members: list[Slot] = []
     ends = [*(slot.start for slot in bucket.slots[1:]), bucket.numel]
@@ -94,7 +132,7 @@ def plan_segments(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Se
         joins = 0 < slot.numel <= _SMALL_SLOT and _row_major(strides[slot.index])
         if joins:
             members.append(slot)
-        wide = end - slot.end > _SMALL_SLOT  # padding that is not worth moving
+        wide = end - slot.end > _SMALL_SLOT  # writing so much padding in every step would cost more than a call
         end = slot.end if wide else end
         if members and (not joins or wide or slot is bucket.slots[-1] or end - members[0].start >= _SEGMENT_NUMEL):
             if len(members) > 1:
@@ -104,22 +142,33 @@ def plan_segments(bucket: Bucket, strides: Sequence[tuple[int, ...]]) -> list[Se
 
 
 def many_small(bucket: Bucket) -> bool:
-    """True if moving gradients to a sliced bucket one by one costs more in calls than in bytes."""
+    """Return True if copying gradients into a sliced bucket one by one would cost more in calls than in bytes."""
     numel = sum(slot.numel for slot in bucket.slots)
     many = bucket.rows and len(bucket.slots) > 1
     return bool(many) and 0 < numel <= _SMALL * len(bucket.slots) and bucket.numel <= _LARGEST
 
 
 class BucketFiller:
-    """Write a whole sliced bucket from the gradients of all its slots, zeros in between, in one call."""
+    """Fill of a whole sliced bucket from the gradients of all its slots, in one call.
+
+    A sliced bucket has a row for each rank, and each gradient is spread over all rows. So each element of the bucket
+    is looked up by an index in the concatenated gradients, whose last element is a zero for the padding.
+    """
 
     def __init__(self, bucket: Bucket, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """
+        Args:
+            bucket: a sliced bucket.
+            strides: strides of all whole parameters, by index.
+            device: device of the gradients.
+        """
         filled = [slot for slot in bucket.slots if slot.numel]
         self._indices = [slot.index for slot in filled]
-        # In row-major order flattening is one call for all; other memory formats are brought into their own order.
+        # One call flattens all row-major gradients. Those of another memory format (channels_last) are first brought
+        # into the order of their own memory.
         self._formats = {s.index: strides[s.index] for s in filled if not _row_major(strides[s.index])}
         self._zero: dict[torch.dtype, torch.Tensor] = {}
-        # Where each element of the bucket lies in the concatenated gradients, whose last element is a zero.
+        # Position of each element of the bucket in the concatenated gradients. Padding points to the zero at their end.
         source = torch.full((bucket.numel,), sum(slot.numel for slot in bucket.slots), dtype=torch.int32)
         position = 0
         for slot in bucket.slots:
@@ -130,7 +179,11 @@ class BucketFiller:
         self._source = source.to(device)
 
     def fill(self, local: torch.Tensor, gradients: dict[int, torch.Tensor]) -> bool:
-        """False, and nothing done, unless every slot has a gradient of ``local``'s dtype."""
+        """Write all of ``local`` [numel] from ``gradients``, by index of the parameter.
+
+        Returns:
+            False, with ``local`` unchanged, unless every slot has a gradient of ``local``'s dtype.
+        """
         if len(gradients) != len(self._indices):
             return False
         flats = [gradients[index] for index in self._indices]

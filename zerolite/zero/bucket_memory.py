@@ -1,4 +1,4 @@
-"""Reduction options, dtypes and memory of gradient buckets, and the backward under way as they see it."""
+"""Options of the gradient reductions, dtypes and memory of the buckets, and the current backward as they see it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ from zerolite.zero.launch_order import LaunchOrder
 from zerolite.zero.layout import Bucket
 
 IN_FLIGHT = 2
-"""Reductions that may be under way at once where the buckets that travel are memory that would otherwise be free."""
+"""Most reductions in flight at once, if each holds a full bucket of memory that would otherwise be free."""
 ALONE_NUMEL = 1 << 27
-"""Elements from which such a bucket travels alone: a second one would cost half a gigabyte in fp32, and more."""
+"""Elements from which such a bucket is in flight alone: in fp32 a second one would cost at least half a gigabyte."""
 
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """Dtypes and algorithm of the gradient reductions. Dtypes are None where the gradient's own dtype is kept.
+    """Dtypes and algorithm of the gradient reductions. A dtype is None where the gradient's own dtype is kept.
+
+    The division by world_size is split in three: ``copy_factor`` during the copy into the bucket, which is free;
+    ``predivide_factor`` before the sum, which avoids overflow in 16 bits; the rest after the sum.
 
     Attributes:
-        accumulate_dtype: of sums over several contributions.
-        several_expected: whether there will be several (accumulation > 1).
-        communication_dtype: of a parameter: what its bucket is sent in.
-        copy_factor, predivide_factor: the division by world_size is split in three exact products: the first while a
-            gradient is moved into its bucket (free; only used where it is a power of two), the second before the sum,
-            the rest after it.
+        reduce_each_backward: reduce in every backward (stages 2 and 3), not only in the last one of a step.
+        shard: keep this rank's shard of the mean (stages 1 to 3), not the whole.
+        use_reduce_scatter: reduce-scatter, if ``shard``; otherwise all-reduce, and take a part of the result.
+        accumulate_dtype: dtype of sums over several contributions.
+        several_expected: a step has several backwards (accumulation > 1).
+        communication_dtype: returns the dtype in which the bucket of a parameter is sent.
+        copy_factor: 1 / world_size where that is exact, otherwise 1.
+        predivide_factor: divisor of each bucket before the sum.
+        copy_on_arrival: copy a large gradient into its bucket when it comes, so that its own memory is freed.
+        overlap: launch during backward, and let reductions run while the next bucket fills.
+        keep_buckets: reuse the memory of full buckets.
+        sum_buckets: sum each bucket before it is sent: a sum that is not finite names the rank.
     """
 
     reduce_each_backward: bool
@@ -42,27 +51,34 @@ class ReductionOptions:
     copy_factor: float
     predivide_factor: float
     copy_on_arrival: bool
-    overlap: bool  # launch during backward, and let reductions run while the next bucket fills
-    keep_buckets: bool  # use full buckets again
-    sum_buckets: bool  # sum each bucket before it is sent: a sum that is not finite names the rank
+    overlap: bool
+    keep_buckets: bool
+    sum_buckets: bool
 
 
 class BucketDtypes:
-    """Dtypes of one bucket's gradients. They follow from what all ranks know: what this rank's bucket happens to hold
-    (nothing, or several contributions) must not decide what is sent.
+    """Dtypes of one bucket's gradients.
+
+    They follow from options that all ranks share. What this rank's bucket happens to hold (nothing, or several
+    contributions) must not decide the dtype of a collective.
 
     Attributes:
-        communication: what the config wants to travel, None for the dtype of the sum.
-        accumulate: of a sum that rests here between backwards, None for the gradients' own.
-        reduce: what travels, by whether several backwards are in it.
-        in_place: whether the reduction takes place in the memory in which gradients rest whole, by the same.
-        mean: of the mean over ranks, by whether it is added to one that is there.
+        communication: dtype in which the config wants gradients to be sent; None for the dtype of ``local``.
+        accumulate: dtype of ``local``, if it keeps a sum between backwards; None for the gradients' own dtype.
+        reduce: dtype in which the bucket is sent: [0] one backward, [1] the sum of several.
+        in_place: the bucket is reduced in the memory that keeps whole gradients; [0] and [1] as in ``reduce``.
+        mean: dtype of the mean over ranks: [0] of the first reduction, [1] after it was added to an earlier one.
     """
 
     def __init__(self, own: torch.dtype, communication: torch.dtype | None, options: ReductionOptions) -> None:
-        """own: of the bucket's parameters."""
+        """
+        Args:
+            own: dtype of the bucket's parameters.
+            communication: see the class.
+            options: of all buckets.
+        """
         accumulate = options.accumulate_dtype
-        if accumulate is not None and own not in HALF:  # no narrower than fp32 parameters are
+        if accumulate is not None and own not in HALF:  # never narrower than the gradients of fp32 parameters
             accumulate = torch.promote_types(accumulate, own)
         several = accumulate or own
         sums_locally = options.several_expected and not options.reduce_each_backward
@@ -77,17 +93,18 @@ class BucketDtypes:
 
 @dataclass
 class Backward:
-    """The backward under way, or the last one, as buckets need to know it. Written by the reducer, with these methods.
+    """The current backward, or the last one, as the buckets see it. Only the reducer writes it, by these methods.
 
     Attributes:
-        factor: by which gradients are multiplied when they are moved into a bucket.
+        factor: factor of gradients that are copied into a bucket.
         open: it has begun and not ended.
-        reducing: it reduces every bucket.
-        discards_gradients: what comes in it counts as nothing.
-        launches_by_group: buckets are launched when the backward of a parameter group ends, and not in their order.
-        learning: it is still to be learned at which of these ends.
-        launched: buckets that it has launched, in their order, so far.
-        unreduced: backwards since this rank's sums were last reduced; equal on all ranks.
+        reducing: it reduces every bucket; equal on all ranks.
+        discards_gradients: its gradients are dropped when they come, because its loss has weight 0.
+        launches_by_group: a bucket is launched when the backward of a parameter group ends (stage 3), and not when its
+            own gradients have come.
+        learning: the launch plan does not know yet which of these ends is late enough.
+        launched: number of buckets that it has launched, in launch order.
+        unreduced: backwards since ``local`` was last reduced; equal on all ranks.
         accumulated: backwards since the last step.
     """
 
@@ -113,22 +130,29 @@ class Backward:
         self.open = False
 
     def on_launch(self, buckets: int) -> None:
-        """So many buckets have been launched."""
+        """Note that this many buckets have been launched."""
         self.launched = buckets
 
     def on_all_reduced(self, consumed: bool = False) -> None:
-        """This rank's sums have been reduced. consumed: and used by a step, or dropped."""
+        """Note that no bucket has unreduced gradients. consumed: a step has also used them, or they were dropped."""
         self.unreduced = 0
         if consumed:
             self.accumulated = 0
 
 
 class BucketMemory:
-    """Memory of full buckets: the communicator's own for a bucket that travels next, else memory that is used again,
-    or new; and which items of memory (memory_tags.py) it belongs to.
+    """Allocator of full buckets, and their items of memory (memory_tags.py).
 
-    Memory is used again on the CPU only: a large allocation there is new memory from the kernel every time, and
-    touching it for the first time costs several times a copy. CUDA's caching allocator has no such cost.
+    A bucket that is sent next may get the communicator's own memory, which is sent without a copy (shared memory
+    between processes of a host). Otherwise memory of an earlier bucket is reused, on the CPU only: a large allocation
+    there is new memory from the kernel every time, and touching it for the first time costs several times as much as a
+    copy. CUDA's caching allocator has no such cost.
+
+    Attributes:
+        comm: communicator of the reductions.
+        options: of all buckets.
+        current: the current backward.
+        offloaded: storage of offloaded mean gradients; None if they stay on the device.
     """
 
     def __init__(
@@ -139,32 +163,43 @@ class BucketMemory:
         current: Backward,
         offloaded: OffloadedGradients | None,
     ) -> None:
-        """offloaded: where mean gradients rest, None where that is the device."""
+        """
+        Args:
+            order: launch order of the buckets.
+            comm, options, current, offloaded: see the class.
+        """
         self.comm, self.current, self.options, self.offloaded = comm, current, options, offloaded
         self._order = order
-        self._limit = 0  # full buckets that are kept to be used again
+        self._limit = 0  # most full buckets in `_free`
         self._free: list[torch.Tensor] = []
 
     def set_limit(self, buckets: int) -> None:
-        """Keep so many full buckets at most to be used again."""
+        """Keep at most this many full buckets for reuse, and drop those that are kept now."""
         self._limit, self._free = buckets if self.options.keep_buckets else 0, []
 
     def allocate(
         self, bucket: Bucket, dtype: torch.dtype, device: torch.device, sendable: bool, launching: bool
     ) -> tuple[torch.Tensor, bool]:
-        """Return an uninitialised full bucket, and whether it is the communicator's, which travels without a copy.
+        """Allocate a full bucket.
 
         Args:
-            sendable: it may be sent in this dtype.
+            bucket: the bucket.
+            dtype: dtype of the memory.
+            device: device of the memory.
+            sendable: it is sent in this dtype.
             launching: it is launched as soon as it is filled.
+
+        Returns:
+            Uninitialised memory [numel].
+            True if it is the communicator's own.
         """
         options, current = self.options, self.current
-        # The communicator's memory belongs to one place in the order of collectives. Outside of a backward that
-        # reduces, another collective may be launched before this bucket.
+        # The communicator's memory belongs to one position in the sequence of its collectives. Outside of a backward
+        # that reduces, another collective may be launched before this bucket.
         in_backward = current.reducing and (current.open or launching)
         if sendable and in_backward and options.shard and options.use_reduce_scatter:
-            # Its place in the order of collectives is known: this backward launches every bucket before it, and nothing
-            # else. By group what is launched next is known only when it is.
+            # The position is known in a backward: it launches every bucket before this one in launch order, and nothing
+            # else. At stage 3 the next bucket is known only when it is launched.
             if not current.launches_by_group or launching:
                 ahead = 0 if current.launches_by_group else self._order.positions[bucket.index] - current.launched
                 staged = self.comm.staging(bucket.numel, dtype, ahead)
@@ -176,21 +211,21 @@ class BucketMemory:
         return tag_memory(torch.empty(bucket.numel, dtype=dtype, device=device), self.item()), False
 
     def item(self) -> str:
-        """Item of this rank's sums: gradients where they rest whole, and buckets on their way elsewhere."""
+        """Return the item of ``local``: BUCKETS if it is only in transit to a reduction, otherwise GRADIENTS."""
         in_transit = self.options.shard and self.current.reducing and self.current.unreduced <= 1
         return BUCKETS if in_transit else GRADIENTS
 
     def give_back(self, bucket: torch.Tensor) -> None:
-        """Take memory that may be used again."""
+        """Take the memory of a full bucket for reuse."""
         if self._limit:
             self._free.append(tag_memory(bucket, BUCKETS if self.options.shard else GRADIENTS))
             del self._free[: -self._limit]
 
     def clear(self) -> None:
-        """Let go of what is not in use."""
+        """Free the memory that is not in use."""
         self._free.clear()
 
     def unused(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Memory that waits to be used again, with its items."""
+        """Yield the memory that is kept for reuse, with its items."""
         for bucket in self._free:
             yield (BUCKETS if self.options.shard else GRADIENTS), bucket

@@ -1,4 +1,13 @@
-"""Gradient bucket: the gradients of one bucket on this rank, from the hooks to the mean over ranks."""
+"""Gradient bucket: the gradients of one bucket on this rank, from the hooks to the mean over ranks.
+
+    p.grad ─ hook ─▶ held ─ copy_in ─▶ local ─ launch ─▶ pending ─ finish_reduction ─▶ reduced
+                     small gradients   this rank's       the collective                mean over ranks:
+                     that wait for     sum, as long      in flight                     the whole bucket at stage 0,
+                     their neighbours  as the bucket                                   this rank's shard at 1 to 3
+
+Stages 2 and 3 go all the way in every backward, and add to ``reduced``. Stages 0 and 1 add to ``local`` in every
+backward, and go on from there in the last one of a step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +28,12 @@ from zerolite.zero.layout import Bucket, Slot
 
 
 class BucketState(enum.Enum):
-    """State of a bucket in the backward under way."""
+    """State of a bucket in the current backward. :meth:`GradientBucket.open` begins a new round.
+
+        OPEN ─ launch ─▶ SENT ─ mark_late ─▶ LATE
+
+    A late bucket is reduced once more at the end of the backward.
+    """
 
     OPEN = "its gradients are collected"
     SENT = "its reduction has been launched"
@@ -27,22 +41,28 @@ class BucketState(enum.Enum):
 
 
 class GradientBucket:
-    """See the module. No other object writes its fields.
+    """Gradients of one bucket on this rank; see the module's picture. No other object writes its fields.
 
-        hooks ─▶ held ─▶ local ─ launch ─▶ pending ─ finish_reduction ─▶ reduced
+    A *contribution* is one gradient that autograd has accumulated for one parameter. A shared parameter may get several
+    in a backward.
 
     Attributes:
-        local: this rank's sum that no reduction has seen yet, the full bucket; None before a gradient is moved.
-        written: indices of the parameters that ``local`` holds something of.
-        held: gradients that have come and are not moved yet, without those of segments.
-        holders: where hooks may put gradients without counting each: of neighbouring small slots, which are moved
-            together, in a flat bucket; ``held`` itself in a sliced one.
-        missing: contributions that the backward under way still waits for.
-        expected: contributions that come in every backward.
-        pending: the reduction under way.
-        reduced: mean over ranks, where it rests: the full bucket at stage 0, this rank's part above.
-        is_offloaded: it does not rest on the device.
-        reduces_in_place: it is reduced in the memory in which gradients rest whole.
+        bucket: slots of the parameters.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
+        state: see :class:`BucketState`.
+        local: sum of this rank's gradients that have not been reduced yet [numel]; None before the first copy.
+        written: indices of the parameters whose gradients ``local`` contains.
+        held: gradients that wait to be copied, except those in segments.
+        holders: holders to which hooks may give gradients without counting each. In a flat bucket these are its
+            segments; in a sliced one it is ``held``.
+        missing: contributions that the current backward still waits for; below 0 if more came than expected.
+        expected: contributions of a backward.
+        pending: the reduction in flight.
+        reduced: mean over ranks, as it is stored: the whole bucket [numel] at stage 0, this rank's shard
+            [numel / world_size] at stages 1 to 3. None before the first reduction.
+        is_offloaded: ``reduced`` is stored off the device.
+        reduces_in_place: the reduction runs in the memory that keeps whole gradients anyway, so it needs no more.
     """
 
     def __init__(
@@ -54,8 +74,10 @@ class GradientBucket:
     ) -> None:
         """
         Args:
-            parameter: one of its own.
-            strides: of all parameters, by index, when they are whole.
+            bucket: slots of the parameters.
+            parameter: one of the bucket's parameters, which all have one dtype and device.
+            strides: strides of all whole parameters, by index.
+            memory: allocates full buckets.
         """
         self.bucket, self.dtype, self.device = bucket, parameter.dtype, parameter.device
         self._memory = memory
@@ -72,23 +94,23 @@ class GradientBucket:
         self._segment_of = {index: segment for segment in self._segments for index in segment.indices}
         self.held = GradientHolder(filled or bucket.slots)
         self.holders: Sequence[GradientHolder] = [self.held] if bucket.rows and filled else self._segments
-        # Ranges of no parameter, which are zeros; those in a segment are written with it.
+        # Padding must be zero, because it is sent and summed. Padding inside a segment is written with the segment.
         ends, begins = [0, *(segment.high for segment in self._segments)], [segment.low for segment in self._segments]
         self._gaps = [gap for gap in bucket.gaps if gap[0] >= ends[bisect.bisect(begins, gap[0])]]
         self.local: torch.Tensor | None = None
         self.written: set[int] = set()
-        self._staged = False  # `local` is the communicator's memory
-        self._launching = False  # it is being filled, to be launched at once
+        self._staged = False  # `local` is the communicator's memory, which is sent without a copy
+        self._launching = False  # `local` is being filled for a launch that follows at once
         self.expected = self._filled
         self.open(several=False)
         self.pending: Pending | None = None
-        self._sent: torch.Tensor | None = None  # what `pending` reduces
+        self._sent: torch.Tensor | None = None  # input of `pending`
         self.reduced: torch.Tensor | None = None
-        if self._offloaded is not None:  # a disk that is full shows at once
+        if self._offloaded is not None:  # allocate now, so that a full disk is an error before training
             self._offloaded.stored(bucket.index, bucket.numel // memory.comm.world_size, self.mean_dtype)
 
     def holder_of(self, index: int) -> GradientHolder | None:
-        """Return where the hook of a parameter may put its gradient, if there is such a place."""
+        """Return the holder for the gradient of a parameter; None if it is copied by itself."""
         if not self.bucket.rows:
             return self._segment_of.get(index)
         return self.held if index in self.held.indices else None
@@ -96,9 +118,10 @@ class GradientBucket:
     # ---------------------------------------------------------------- a backward
 
     def open(self, several: bool) -> None:
-        """Let the reduction be launched, once: a backward begins, or the step reduces what none has.
+        """Expect one launch: of a backward that begins, or of a step that reduces what no backward has.
 
-        several: this rank's sums hold more than one backward when they are sent, which may ask for a wider dtype.
+        Args:
+            several: ``local`` contains more than one backward when it is sent, so it may be sent in a wider dtype.
         """
         self.state = BucketState.OPEN
         self.missing = self.expected
@@ -106,25 +129,29 @@ class GradientBucket:
         self._sent_item = GRADIENTS if self.reduces_in_place else BUCKETS
 
     def expect(self, contributions: int) -> None:
+        """Expect this many contributions in each backward from the next one on."""
         self.expected = contributions
 
     def mark_late(self) -> None:
-        """A gradient has come after the launch of this backward."""
+        """Note that a gradient has come after the launch in this backward."""
         assert self.state is not BucketState.OPEN
         self.state = BucketState.LATE
 
     def count(self, contributions: int) -> None:
-        """Count contributions that have come and were not given to :meth:`accumulate`."""
+        """Count contributions that are not passed to :meth:`accumulate`."""
         self.missing -= contributions
 
     # ---------------------------------------------------------------- gradients into `local`
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor, at_once: bool, factor: float, tag: bool) -> None:
-        """Take a contribution: move it, or hold it until it is moved with others.
+        """Count a contribution, and copy it into ``local`` or hold it until it is copied with others.
 
         Args:
-            at_once: do not hold it.
-            tag: memory is being counted.
+            slot: slot of the parameter.
+            gradient: the contribution, in the parameter's shape.
+            at_once: copy it now, unless the bucket is filled by segments or in one call.
+            factor: factor of gradients that are copied.
+            tag: tag the memory of a held gradient, because a tracker listens.
         """
         self.missing -= 1
         index, segment = slot.index, self._segment_of.get(slot.index)
@@ -143,25 +170,28 @@ class GradientBucket:
             self.held.gradients[index] = tag_memory(gradient, self._memory.item()) if tag else gradient
 
     def holders_to_open(self, by_group: bool) -> Sequence[GradientHolder]:
-        """Return the holders in which hooks may hold gradients now. by_group: no gradient launches anything, so that
-        a whole bucket may be held until its group's backward ends."""
+        """Return the holders to which hooks may give gradients now.
+
+        Args:
+            by_group: no gradient launches a bucket, so a whole bucket may be held until its group's backward ends.
+        """
         if self.bucket.rows and not (by_group and self.local is None and self.state is BucketState.OPEN):
             return ()
         return self.holders
 
     def close_holder(self, holder: GradientHolder) -> list[int]:
-        """Let no hook put gradients in ``holder``. Return the parameters whose gradients have not been counted."""
+        """Close ``holder`` to hooks, and count its gradients. Return the parameters of those that it counts."""
         held = holder.end()
         self.missing -= len(held)
         return held
 
     def copy_in_segment(self, segment: Segment, factor: float) -> None:
-        """Move the gradients that a segment holds into ``local``, all in one call."""
+        """Copy the gradients of a segment into ``local`` in one call."""
         held, joined = segment.pop_flattened()
         local = self._open_local(joined) if self.local is None else self.local
         target, written = local[segment.low : segment.high], self.written & segment.indices
-        # One call writes the whole segment, zeros too. That is right if nothing of it is there yet, or if all that
-        # comes is added to what is there; a mixture is moved slot by slot.
+        # One call writes all elements of the segment, and zeros where no gradient came. So either all its gradients
+        # must be the first ones of their slots, or all must be added to earlier ones. A mixture is copied slot by slot.
         if not written:
             if factor != 1.0:
                 torch.mul(joined, factor, out=target)
@@ -175,7 +205,7 @@ class GradientBucket:
         self.written.update(held)
 
     def copy_in(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
-        """Copy the first gradient of a slot into ``local``, times ``factor``; add later ones, in accumulate_dtype."""
+        """Copy the first gradient of a slot into ``local``, times ``factor``; add later ones in accumulate_dtype."""
         local = self._open_local(gradient) if self.local is None else self.local
         first = slot.index not in self.written
         if not first:
@@ -190,16 +220,17 @@ class GradientBucket:
         self.written.add(slot.index)
 
     def add_between_backwards(self, slot: Slot, gradient: torch.Tensor, factor: float) -> None:
-        """Add a gradient as :meth:`copy_in` does, between two backwards."""
+        """Copy in a gradient that no backward has brought."""
         segment = self._segment_of.get(slot.index)
-        if segment is not None:  # its other gradients may never come, and the segment is sent as a whole
+        if segment is not None:
+            # The rest of the segment must be defined, because it is sent too: its other gradients may never come.
             local = self._open_local(gradient) if self.local is None else self.local
             if self.written.isdisjoint(segment.indices):
                 local[segment.low : segment.high].zero_()
         self.copy_in(slot, gradient, factor)
 
     def copy_in_held(self, factor: float) -> None:
-        """Move what is held into ``local``, where none of it is yet: in one call if that is possible."""
+        """Copy all held gradients into ``local``, in as few calls as possible."""
         for segment in self._segments:
             if segment.gradients:
                 self.copy_in_segment(segment, factor)
@@ -212,6 +243,7 @@ class GradientBucket:
             self.copy_in(self._slots[index], held[index], factor)
 
     def _fill(self, held: dict[int, torch.Tensor], factor: float) -> bool:
+        """Write all of ``local`` in one call. Return False if that is not possible; ``local`` is then allocated."""
         assert self._filler is not None
         local = self._open_local(next(iter(held.values())), clear_gaps=False)
         if not self._filler.fill(local, held):
@@ -223,7 +255,7 @@ class GradientBucket:
         return True
 
     def _open_local(self, gradient: torch.Tensor, clear_gaps: bool = True) -> torch.Tensor:
-        """Allocate ``local``, for a first gradient like ``gradient``."""
+        """Allocate ``local`` for a first gradient like ``gradient``; only its padding is initialised."""
         dtype = self._dtypes.accumulate or gradient.dtype
         sendable = self._dtypes.communication in (None, dtype)
         local, self._staged = self._memory.allocate(self.bucket, dtype, gradient.device, sendable, self._launching)
@@ -237,17 +269,19 @@ class GradientBucket:
             local[low:high].zero_()
 
     def _widen(self) -> torch.Tensor:
-        """Let ``local`` have the dtype in which several contributions are summed."""
+        """Convert ``local`` to the dtype in which several contributions are summed."""
         dtype, local = self._memory.options.accumulate_dtype, self.local
         assert local is not None
-        # Small gradients vanish beside large sums in bf16. A single gradient is sent as it came, at half the bytes.
+        # In bf16 a small gradient vanishes in a large sum. A single gradient is sent as it came, with half the bytes.
         if dtype is not None and local.dtype in HALF:
             self.local, self._staged = local, _ = tag_memory(local.to(dtype), self._memory.item()), False
         return local
 
     def prepare_launch(self, factor: float) -> torch.Tensor:
-        """Move what is held, and return ``local``, which is launched next, with zeros where no gradient came: every
-        rank sends every bucket, whatever its own graph has used."""
+        """Copy in all held gradients, and return the full bucket [numel] for :meth:`launch`.
+
+        It has zeros where no gradient came: every rank sends every bucket, whatever its own graph has used.
+        """
         self._launching = True
         try:
             self.copy_in_held(factor)
@@ -257,7 +291,7 @@ class GradientBucket:
             zeros = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.device)
             return tag_memory(zeros, self._memory.item())
         if len(self.written) < self._filled:
-            for segment in self._segments:  # those that are moved have zeros where no gradient came
+            for segment in self._segments:  # a segment that was copied in already has these zeros
                 if self.written.isdisjoint(segment.indices):
                     self.local[segment.low : segment.high].zero_()
             for slot in self.bucket.slots:
@@ -266,7 +300,7 @@ class GradientBucket:
         return self.local
 
     def drop(self, slot: Slot) -> None:
-        """Forget what has come of a parameter's gradient and no reduction has seen."""
+        """Drop the gradient of a parameter as far as it has not been reduced."""
         self.held.gradients.pop(slot.index, None)
         segment = self._segment_of.get(slot.index)
         if segment is not None:
@@ -277,7 +311,11 @@ class GradientBucket:
     # ---------------------------------------------------------------- the reduction
 
     def launch(self, local: torch.Tensor) -> None:
-        """Launch the reduction of what :meth:`prepare_launch` has returned."""
+        """Launch the reduction.
+
+        Args:
+            local: return value of :meth:`prepare_launch`.
+        """
         assert self.pending is None, "a bucket has one reduction under way"
         options, comm, key = self._memory.options, self._memory.comm, self.bucket.index + 1
         if local.dtype != self._reduce_dtype:
@@ -292,15 +330,15 @@ class GradientBucket:
             self.pending = comm.reduce_scatter(local, "gradients", divisor, self.mean_dtype, key)
         else:
             self.pending = comm.all_reduce(local, "gradients", divisor, key)
-        # Remembered so that its memory is used again. The communicator looks after a bucket of its own.
+        # Kept, so that its memory can be reused after the reduction. The communicator reuses its own memory itself.
         self._sent = None if self._staged else tag_memory(local, self._sent_item)
         self.local, self._staged = None, False
         self.written.clear()
-        if self.state is BucketState.OPEN:  # a late bucket stays late: it has been sent before
+        if self.state is BucketState.OPEN:  # the second launch of a late bucket leaves it late
             self.state = BucketState.SENT
 
     def finish_reduction(self) -> None:
-        """Wait for the reduction, and add its result to the mean gradient."""
+        """Wait for the reduction, and add its result to ``reduced``."""
         assert self.pending is not None
         total, options, comm = self.pending.wait(), self._memory.options, self._memory.comm
         self.pending = None
@@ -310,44 +348,44 @@ class GradientBucket:
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
         self.store(mean)
         sent, self._sent = self._sent, None
-        # At stage 0 the mean may lie in the memory that was sent.
+        # At stage 0 an all-reduce leaves the mean in the memory that was sent.
         if sent is not None and address(mean) != address(sent):
             self._memory.give_back(sent)
 
     @property
     def mean_dtype(self) -> torch.dtype:
-        """Dtype of the mean gradient after the next :meth:`finish_reduction`."""
+        """Dtype of ``reduced`` after the next :meth:`finish_reduction`."""
         return self._dtypes.mean[self.reduced is not None]
 
     # ---------------------------------------------------------------- the mean gradient
 
     def store(self, mean: torch.Tensor) -> None:
-        """The mean gradient is ``mean``, on the device, from now on."""
+        """Replace the mean gradient by ``mean``, which is on the device; write it back if it is offloaded."""
         if self._offloaded is None:
             self.reduced = tag_memory(mean, GRADIENTS)
         else:
             self.reduced = self._offloaded.write_back(self.bucket.index, mean)
 
     def fetch(self) -> torch.Tensor:
-        """Return the mean gradient on the device."""
+        """Return the mean gradient on the device, a copy if it is offloaded."""
         assert self.reduced is not None
         return self.reduced if self._offloaded is None else self._offloaded.stage_in(self.bucket.index, self.reduced)
 
     def mean(self) -> torch.Tensor:
-        """Return the mean gradient where it rests, when it has arrived there."""
+        """Return the mean gradient as it is stored, after waiting for its write-back."""
         if self._offloaded is not None:
             self._offloaded.wait(self.bucket.index)
         assert self.reduced is not None, "it is read after finish()"
         return self.reduced
 
     def release(self, reuse: bool) -> None:
-        """The mean gradient has been consumed. reuse: its memory may be used again."""
+        """Drop the mean gradient. reuse: keep its memory for other buckets."""
         reduced, self.reduced = self.reduced, None
         if reduced is not None and reuse:
             self._memory.give_back(reduced)
 
     def clear(self) -> None:
-        """Drop this rank's sums. Called when no backward is open and no reduction is under way."""
+        """Drop gradients that have not been reduced. Called between backwards, with no reduction in flight."""
         if self.local is not None and not self._staged:
             self._memory.give_back(self.local)
         self.local, self._staged = None, False
@@ -357,7 +395,7 @@ class GradientBucket:
             segment.gradients.clear()
 
     def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that are kept here now, with their items."""
+        """Yield the tensors of this bucket with their items of memory."""
         item = self._memory.item()
         if self.reduced is not None and self._offloaded is None:
             yield GRADIENTS, self.reduced

@@ -1,4 +1,10 @@
-"""Launch order of the buckets' reductions: one order on all ranks, which follows the gradients once it is known."""
+"""Launch order of the buckets' reductions: one order on all ranks, which follows rank 0's gradients once known.
+
+Ranks that launch collectives in different orders exchange garbage or hang, so a bucket waits for those before it. If
+the order is not roughly that of the gradients, every bucket waits for the end of backward and nothing overlaps.
+
+Pure: standard library only.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +12,30 @@ from collections.abc import Sequence
 
 
 class LaunchOrder:
-    """The order in which a backward launches the buckets.
+    """Order in which a backward launches the buckets.
 
-    The first one that reduces takes the order of the index. Where :meth:`learn` is called at its end, the order is from
-    then on that in which rank 0's gradients have come in it.
+    The first backward that reduces uses the order of the index. :meth:`learn` at its end replaces this by the order in
+    which rank 0's buckets were completed.
 
     Attributes:
-        buckets: their indices in this order.
-        positions: of each bucket in ``buckets``.
-        learning: another order is to be taken over at the end of a backward.
+        buckets: indices of the buckets in launch order.
+        positions: position of each bucket in ``buckets``.
+        learning: the order is replaced at the end of the next backward that reduces.
     """
 
     def __init__(self) -> None:
         self.buckets: list[int] = []
         self.positions: list[int] = []
         self.learning = False
-        self._completed: dict[int, None] = {}  # buckets in the order in which their last gradients have come in it
+        self._completed: dict[int, None] = {}  # an ordered set: buckets by their latest gradient
 
     def set_buckets(self, count: int, learns: bool) -> None:
-        """Have ``count`` buckets, those there are first. learns: the order of their gradients is to be learned."""
+        """Set the number of buckets; new ones come last.
+
+        Args:
+            count: number of buckets, no less than now.
+            learns: learn the order of their gradients in the next backward that reduces.
+        """
         self._set_order([*self.buckets, *range(len(self.buckets), count)])
         self.learning = learns and count > 1
         self._completed.clear()
@@ -34,11 +45,11 @@ class LaunchOrder:
         self.positions = sorted(range(len(buckets)), key=buckets.__getitem__)
 
     def begin_backward(self) -> None:
-        """Forget which buckets have been completed."""
+        """Begin a backward: no bucket is complete."""
         self._completed.clear()
 
     def mark_complete(self, bucket: int) -> None:
-        """All gradients of a bucket have come; said again if another one comes after that."""
+        """Note that all gradients of a bucket have come; called again if another one comes later."""
         self._completed.pop(bucket, None)
         self._completed[bucket] = None
 
@@ -49,9 +60,10 @@ class LaunchOrder:
         return [positions.get(bucket, len(self.buckets)) for bucket in range(len(self.buckets))]
 
     def learn(self, completion: Sequence[int]) -> None:
-        """Take over the order in which buckets were completed, the same on all ranks."""
+        """Replace the order. completion: rank 0's :meth:`completion`, so that the order is equal on all ranks."""
         if self.learning:
             self._set_order(sorted(self.buckets, key=completion.__getitem__))
 
     def stop_learning(self) -> None:
+        """Keep the order."""
         self.learning = False
