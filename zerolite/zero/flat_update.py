@@ -1,4 +1,4 @@
-"""Updates by zerolite's kernels: states flat by bucket, one launch for all buckets of the same dtypes."""
+"""Updates by zerolite's kernels: flat states per bucket, one launch for all buckets of the same dtypes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.optim_shards import Groups, OptimParamShard, SpanTensors, State
 from zerolite.zero.spans import Span, by_kind, segments
 
-Flat = list[torch.Tensor]
+Flat = list[torch.Tensor]  # one flat tensor per bucket, laid out like the masters
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """Spans that go together, by their numbers, and their segments. ``rows``: for each row of scalars its param group,
-    and by how many steps its parameters lag behind those that were updated every time."""
+    """One launch of a kernel over several spans.
+
+    A segment is a range of adjacent elements that share one row of scalars (learning rate, betas, bias corrections).
+
+    Attributes:
+        members: indices of the spans in the sub-group.
+        table: int64, [segments, 4] on the host: index in ``members``, start in the span, elements, row of scalars.
+        rows: for each row, its param group and the number of steps that its parameters have missed.
+    """
 
     members: tuple[int, ...]
     table: torch.Tensor
@@ -29,8 +36,9 @@ class _Launch:
 
 
 class FlatUpdate:
-    """States of the shards in flat tensors laid out like the master buckets, at the optimizer's placement. They are
-    allocated at once, so that a job that does not fit fails before it trains.
+    """Update by the kernels of one rule, with its states in flat tensors at the optimizer's placement.
+
+    States are allocated at once, so that a job that does not fit fails before it trains.
 
     Steps are counted on the host, once for all shards; ``_steps_missed`` counts the steps in which a parameter got no
     gradient. A Python integer does not stop at 2^24, as the count in torch's fp32 tensors does.
@@ -49,8 +57,16 @@ class FlatUpdate:
         shards: Sequence[list[OptimParamShard]],
         update_dtypes: Sequence[torch.dtype],
     ) -> None:
+        """
+        Args:
+            rule: the kernels' rule.
+            inner: optimizer whose param groups have the hyperparameters.
+            buffer: buffer with the masters.
+            shards: optimizer shards of each bucket.
+            update_dtypes: dtype in which each bucket is updated.
+        """
         self._rule = rule
-        self._inner = inner  # whose param groups are used
+        self._inner = inner
         self._buffer = buffer
         self._shards: list[list[OptimParamShard]] = []
         self._state_dtypes: list[torch.dtype] = []
@@ -67,7 +83,7 @@ class FlatUpdate:
         self.extend(shards, update_dtypes)
 
     def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None:
-        """Add the shards of further buckets, which have not been updated yet."""
+        """Add the shards of further buckets. They have missed all steps so far."""
         first = len(self._shards)
         groups = self._inner.param_groups
         self._state_dtypes += [self._rule.state_dtype(groups, dtype) for dtype in update_dtypes]
@@ -82,7 +98,11 @@ class FlatUpdate:
         self._plan_key = None
 
     def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
-        """Raises ValueError for a param group that the kernels cannot follow."""
+        """Begin the updates of a step and count it.
+
+        Raises:
+            ValueError: the user has set a key of a param group that the kernels do not have.
+        """
         groups = self._inner.param_groups
         for index, group in enumerate(groups):
             key = self._rule.unsupported(group)
@@ -91,7 +111,7 @@ class FlatUpdate:
                     f"optimizer.param_groups[{index}]['{key}'] is {group[key]!r}, which zerolite's kernels cannot "
                     "follow; give it when the optimizer is made, and torch's own implementation is used"
                 )
-        if self._states is None:  # a momentum may have been given to a group that had none
+        if self._states is None:  # the user may have given a momentum to a group that had none
             self._allocated(groups)
         self._count(used, maybe_unused, groups)
 
@@ -113,7 +133,7 @@ class FlatUpdate:
     ) -> None:
         groups, names = self._inner.param_groups, self._rule.states if self._states is not None else ()
         for launch in self._plan(sub_group, used):
-            # Computed in float64 on the host and rounded once: bias corrections lose digits in fp32 after many steps.
+            # In float64 on the host and rounded once, because bias corrections lose digits in fp32 after many steps.
             rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             on_device = factor if isinstance(factor, torch.Tensor) else None
@@ -132,7 +152,7 @@ class FlatUpdate:
             )
 
     def on_update_skipped(self) -> None:
-        """Take back the count of the last update, which the device has skipped."""
+        """Take back the count of the last update."""
         if self._counts:
             self._steps -= 1
             for index in self._not_counted:
@@ -155,11 +175,9 @@ class FlatUpdate:
         return tuple(self._rule.states)
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """The states' tensors."""
         return [flat for flats in self._states or () for flat in flats]
 
     def load_state(self, shard: OptimParamShard, state: Mapping[str, Any]) -> None:
-        """Take a state in torch's form; an empty one is that of a parameter which was never updated."""
         tensors = {name: state[name] for name in self._rule.states if state.get(name) is not None}
         views = self.make_state(shard, state, {name: (value.shape, value.dtype) for name, value in tensors.items()})
         for name, view in views.items():
@@ -168,9 +186,9 @@ class FlatUpdate:
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
-        """The tensors are views in the rule's dtype."""
+        """Return views of the flat states, in the rule's dtype."""
         step = int(numbers["step"]) if "step" in numbers else int(bool(tensors))
-        if step > self._steps:
+        if step > self._steps:  # the common count becomes this one, and all other shards have missed the difference
             for other in self._all():
                 index = other.fragment.slot.index
                 self._steps_missed[index] = self._steps_missed.get(index, 0) + step - self._steps
@@ -181,7 +199,7 @@ class FlatUpdate:
             return {}
         groups = self._inner.param_groups
         bucket = shard.fragment.slot.bucket
-        views = {}
+        views = {}  # states that are not given get their initial value
         for name, flats in zip(self._rule.states, self._allocated(groups), strict=False):
             view = self._buffer.view_of(shard.fragment, flats[bucket])
             if name in tensors:
@@ -191,6 +209,7 @@ class FlatUpdate:
         return views
 
     def _allocated(self, groups: Groups) -> list[Flat]:
+        """Return the states. They are allocated as soon as one param group has any."""
         if self._states is None:
             if not any(self._rule.has_states(group) for group in groups):
                 return []
@@ -198,7 +217,7 @@ class FlatUpdate:
         return self._states
 
     def _new_states(self, groups: Groups, first: int) -> Flat:
-        """Allocate states for the buckets from ``first`` on."""
+        """Allocate one state of the buckets from ``first`` on, with its initial values."""
         flats: Flat = []
         buckets = zip(self._buffer.master, self._state_dtypes, self._shards, strict=True)
         for master, dtype, members in list(buckets)[first:]:
@@ -219,7 +238,7 @@ class FlatUpdate:
         return self._steps - self._steps_missed.get(shard.fragment.slot.index, 0)
 
     def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
-        """Count one more step for the parameters that take part in it and have states."""
+        """Count one more step. Parameters that do not take part, or whose group has no states, have missed it."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
         without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
@@ -241,10 +260,9 @@ class FlatUpdate:
     # ---------------------------------------------------------------- planning
 
     def _plan(self, sub_group: Sequence[SpanTensors], used: frozenset[int] | None) -> list[_Launch]:
-        """Return the launches for these tensors, from the cache if possible.
-
-        A parameter that is updated by itself may miss any step. Its step count changes the plan, so it is not cached.
-        """
+        """Return the launches for these tensors, from the cache if possible."""
+        # A parameter that the device may leave out is updated in a call of its own. It may miss any step, and its launch
+        # has the number of missed steps, so that is not cached.
         apart = used is not None and used <= self._maybe_unused
         key = tuple((tensors.span, tensors.gradient.dtype, tensors.out is None) for tensors in sub_group)
         plan = None if apart else self._launches.get(key)
@@ -266,7 +284,10 @@ class FlatUpdate:
         return by_kind(map(kind, sub_group))
 
     def _launch(self, spans: Sequence[Span], members: tuple[int, ...], used: frozenset[int] | None) -> _Launch | None:
-        """Make a launch for these spans. Adjacent shards with equal group and step count form one segment."""
+        """Make a launch for these spans, None if no parameter in them is used.
+
+        Adjacent shards with equal group and step count form one segment.
+        """
 
         def owned(bucket: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
             for shard in self._shards[bucket]:
