@@ -20,7 +20,13 @@ from zerolite.zero.stage3.partitioned_parameter import whole_shape
 
 
 class TorchUpdate:
-    """The inner optimizer steps over the shards of some buckets at a time and keeps their states."""
+    """Update by the inner optimizer itself: its parameters are the shards of some buckets at a time, and it keeps their
+    states.
+
+    A step of the inner optimizer needs ``tensor`` and ``grad`` of each shard. Both are views of flat tensors, so
+    nothing is copied. Where the update computes in another dtype than the masters', or tensors are offloaded, the
+    shards are views of copies during the update.
+    """
 
     one_launch: ClassVar[bool] = False
     syncs_masters: ClassVar[bool] = False
@@ -33,6 +39,13 @@ class TorchUpdate:
         shards: list[list[OptimParamShard]],
         update_dtypes: Sequence[torch.dtype],
     ) -> None:
+        """
+        Args:
+            inner: optimizer over the tensors of the shards.
+            buffer: buffer with the masters.
+            shards: optimizer shards of each bucket.
+            update_dtypes: dtype in which each bucket is updated.
+        """
         self._inner = inner
         self._takes_found_inf = bool(getattr(inner, "_step_supports_amp_scaling", False))
         self._buffer = buffer
@@ -64,7 +77,7 @@ class TorchUpdate:
             self._reserve(members)
 
     def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
-        """Begin an update. ``used`` is not needed: torch's optimizers count steps in their states."""
+        """Begin the updates of a step. ``used`` is not needed: torch's optimizers count steps in their states."""
         self._maybe_unused = maybe_unused
         self._new_states.clear()
 
@@ -72,7 +85,7 @@ class TorchUpdate:
         """Drop the new states of parameters that the device has left out. Their step counts are on the device."""
         for index in indices:
             tensor = self._new_states.pop(index, None)
-            if tensor is not None:  # torch gives a parameter without gradient no state
+            if tensor is not None:  # as in torch, where a parameter without gradient gets no state
                 self._inner.state.pop(tensor, None)
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
@@ -96,8 +109,8 @@ class TorchUpdate:
             if tensors.out is not None:
                 sync_master_from_param_(tensors.master, tensors.out)
             self._bind(tensors)
-            # An update of such parameters comes before that of the others, which use the same gradient memory.
-            # So it scales copies, and the others then scale in place.
+            # Parameters that the device may leave out are updated before the others, which share the gradient's memory.
+            # So their gradients are scaled in copies. The others then scale the memory itself.
             if used is not None and used <= self._maybe_unused:
                 self._set_scaled_grads(here, tensors.gradient, factor)
             else:
@@ -105,7 +118,7 @@ class TorchUpdate:
                 self._set_grads(here, exact[-1])
             shards += here
             taken.append(tensors)
-        if self._reserved:  # free the reserved memory, because torch makes the states in this step
+        if self._reserved:  # torch makes the states in this step, so their memory is freed for it
             for shard in shards:
                 self._reserved.pop(shard.fragment.slot.index, None)
         if exact and (isinstance(factor, torch.Tensor) or factor != 1.0):
@@ -125,7 +138,7 @@ class TorchUpdate:
                 tensors.out.copy_(tensors.master)
 
     def _set_grads(self, shards: Sequence[OptimParamShard], gradient: torch.Tensor) -> None:
-        """Let the ``grad`` of shards of one bucket be views of ``gradient``."""
+        """Set the ``grad`` of shards of one bucket to views of ``gradient``."""
         first = shards[0].fragment.slot
         if len(shards) > 1 and not self._buffer.keeps_shape(first):
             parts = gradient.split_with_sizes(self._sizes[first.bucket])[1::2]
@@ -138,7 +151,7 @@ class TorchUpdate:
     def _set_scaled_grads(
         self, shards: Sequence[OptimParamShard], gradient: torch.Tensor, factor: float | torch.Tensor
     ) -> None:
-        """Let the ``grad`` of shards be scaled copies, for parameters that the device may leave out."""
+        """Set the ``grad`` of shards to scaled copies, for parameters that the device may leave out."""
         for shard in shards:
             dtype = self._update_dtypes[shard.fragment.slot.bucket]
             shard.tensor.grad = self._buffer.view_of(shard.fragment, gradient).to(dtype) * factor
@@ -146,7 +159,7 @@ class TorchUpdate:
                 self._new_states[shard.fragment.slot.index] = shard.tensor
 
     def _tag_states(self, shards: Iterable[OptimParamShard]) -> None:
-        """Tag the states' memory with its purpose and place."""
+        """Tag the memory of states for reports, if a report listens or it is offloaded."""
         for shard in shards:
             place = self._buffer.placements.of_optimizer(shard.fragment.slot.bucket).place
             if listeners or place != DEVICE:
@@ -155,7 +168,7 @@ class TorchUpdate:
                         tag_memory(value, STATES, HOST if place == DISK and not value.dim() else place)
 
     def on_update_skipped(self) -> None:
-        """Drop states that a skipped update has made. Torch's fused kernels need no more: they count steps on the
+        """Drop states that the skipped update has made. More is not needed: torch's fused kernels count steps on the
         device, where they see the skip."""
         self.on_left_out(list(self._new_states))
 
@@ -165,14 +178,14 @@ class TorchUpdate:
         if not self._takes_found_inf:
             return False
         if isinstance(self._inner, torch.optim.SGD):
-            return False  # if the first update is skipped, its kernel leaves the momentum buffer uninitialised
+            return False  # its kernel leaves the momentum buffer uninitialised if the first update is skipped
         return all(group.get("fused") for group in self._inner.param_groups)
 
     def state_of(self, shard: OptimParamShard) -> State:
         return dict(self._inner.state.get(shard.tensor) or {})
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """Return the states' tensors, and the memory that is reserved for states that do not exist yet."""
+        """Return the tensors of states, and the memory that is reserved for states that do not exist yet."""
         for tensors in self._reserved.values():
             yield from tensors
         for shards in self._shards:
@@ -204,7 +217,8 @@ class TorchUpdate:
         parameter = self._buffer.parameters[shard.fragment.slot.index]
 
         def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-            """Allocate a whole parameter in the order of its memory, over which torch's fused kernels walk."""
+            """Allocate a state. For a whole parameter it has the parameter's strides, because torch's fused kernels
+            walk over both in the order of memory."""
             if not self._buffer.keeps_shape(shard.fragment.slot) or shape != parameter.shape:
                 return torch.empty(shape, dtype=dtype, device=device)
             return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
@@ -226,8 +240,8 @@ class TorchUpdate:
     def _reserve(self, shards: Iterable[OptimParamShard]) -> None:
         """Reserve the memory of states that torch's optimizers make in their first update.
 
-        A job that cannot fit then fails at once. The memory is freed right before that update. Making the states
-        themselves early would change numbers: some start from the first gradient or the learning rate of that step.
+        So a job that cannot fit fails at once. The memory is freed right before that update. The states themselves are
+        not made early, because some start from the first gradient or from the learning rate of that step.
         """
         for shard in shards:
             numel, bucket = shard.fragment.numel, shard.fragment.slot.bucket
@@ -242,10 +256,10 @@ class TorchUpdate:
                     self._reserved.setdefault(shard.fragment.slot.index, []).append(memory)
 
     def _dtypes_of_states(self, shard: OptimParamShard, device: torch.device) -> dict[str, torch.dtype]:
-        """Return the dtypes of states with a value for each element, learnt from an update of a tiny tensor.
+        """Return the dtypes of the states with one value per element, by name.
 
-        Empty for classes that are neither torch's nor zerolite's: a step of a copy of the optimizer could change
-        objects that it shares with the original.
+        A copy of the optimizer updates a tiny tensor to learn them. The result is empty for classes that are neither
+        torch's nor zerolite's: a step of the copy could change objects that it shares with the original.
         """
         inner, kind = self._inner, type(self._inner)
         slot = shard.fragment.slot
@@ -259,7 +273,7 @@ class TorchUpdate:
             vars(copy).update(vars(inner), state=defaultdict(dict))
             copy.param_groups = [{**inner.param_groups[shard.group], "params": [tiny]}]
             if kind.__module__.split(".")[0] in ("torch", "zerolite"):
-                # An error here is raised again by a check of its own, or by the first update.
+                # An error is ignored, because a check or the first update raises it again.
                 with torch.no_grad(), contextlib.suppress(AssertionError, RuntimeError, TypeError, ValueError):
                     self._step(copy)
             states = copy.state[tiny].items()
@@ -276,7 +290,7 @@ class TorchUpdate:
         return torch.device("cpu") if placements.updates_on_host(bucket) else placements.device
 
     def _move_states(self, shards: Iterable[OptimParamShard]) -> None:
-        """Move states with a value for each element to the device of the update, or to disk if their placement is
+        """Move states with one value per element to the device of the update, or to the disk if they are offloaded
         there."""
         for shard in shards:
             bucket = shard.fragment.slot.bucket
@@ -300,7 +314,7 @@ class TorchUpdate:
 
     @contextlib.contextmanager
     def _only(self, shards: Sequence[OptimParamShard]) -> Iterator[None]:
-        """Context in which the inner optimizer has these shards as its only parameters."""
+        """Context in which these shards are the only parameters of the inner optimizer."""
         everything = self._inner.param_groups
         outside = [group["params"] for group in everything]
         chosen: dict[int, list[torch.Tensor]] = {}
@@ -328,15 +342,15 @@ class TorchUpdate:
             for name in ("grad_scale", "found_inf"):
                 del vars(self._inner)[name]
 
-    # ---------------------------------------------------------------- masters in fewer bits than the update
+    # ---------------------------------------------------------------- updates of copies
 
     def _updates_copy(self, bucket: int) -> bool:
-        """True if the update works on a copy of the bucket's master."""
+        """True if masters are kept in fewer bits than the update computes in, so that it updates a copy."""
         return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
 
     def _bind(self, tensors: SpanTensors) -> None:
-        """Let the shards be views of ``tensors.master``, or of a copy in the dtype of the update, and let their states
-        be views of ``tensors.states``."""
+        """Point the shards at ``tensors.master``, or at a copy in the dtype of the update, and their states at
+        ``tensors.states``. Nothing if the stored master is updated in place."""
         bucket, staged = tensors.span.bucket, self._is_staged(tensors)
         if not staged and not self._updates_copy(bucket):
             return
@@ -349,7 +363,7 @@ class TorchUpdate:
                 state.update({name: self._buffer.view_of(shard.fragment, flat) for name, flat in staged_states.items()})
 
     def _unbind(self, tensors: SpanTensors) -> None:
-        """Undo :meth:`_bind`. Results that the update has not written in place are copied to ``tensors``."""
+        """Undo :meth:`_bind`. Copy results to ``tensors`` that the update has not written in place."""
         bucket, staged = tensors.span.bucket, self._is_staged(tensors)
         shards = self._shards[bucket]
         if staged:
@@ -368,7 +382,7 @@ class TorchUpdate:
         return tensors.master is not self._buffer.master[tensors.span.bucket]
 
     def _write_back_master(self, bucket: int, master: torch.Tensor) -> None:
-        """Copy the shards, which are copies in another dtype, into ``master``, and free their memory."""
+        """Copy the shards' updated copies into ``master``, and free their memory."""
         for shard in self._shards[bucket]:
             if shard.tensor.numel():
                 self._buffer.view_of(shard.fragment, master).copy_(shard.tensor)
@@ -385,7 +399,7 @@ class TorchUpdate:
 
 
 def _split_sizes(fragments: Sequence[Fragment], numel: int) -> list[int]:
-    """Lengths that cut a shard into gap, fragment, gap, fragment, …, gap."""
+    """Return the lengths of the parts of a shard of ``numel`` elements: gap, fragment, gap, fragment, …, gap."""
     sizes, position = [], 0
     for fragment in fragments:
         sizes += [fragment.shard_start - position, fragment.numel]

@@ -261,8 +261,8 @@ class FlatUpdate:
 
     def _plan(self, sub_group: Sequence[SpanTensors], used: frozenset[int] | None) -> list[_Launch]:
         """Return the launches for these tensors, from the cache if possible."""
-        # A parameter that the device may leave out is updated in a call of its own. It may miss any step, and its launch
-        # has the number of missed steps, so that is not cached.
+        # A parameter that the device may leave out is updated in a call of its own. It may miss any step, and its
+        # launch has the number of missed steps, so it is not cached.
         apart = used is not None and used <= self._maybe_unused
         key = tuple((tensors.span, tensors.gradient.dtype, tensors.out is None) for tensors in sub_group)
         plan = None if apart else self._launches.get(key)
