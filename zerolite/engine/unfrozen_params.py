@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerolite.access.parameter_access import OWNERS
 from zerolite.diagnostics.rank_comparison import Description, check_equal_on_ranks, describe_parameter
+from zerolite.engine.build_stage3 import launch_by_groups
+from zerolite.engine.components import EngineRef
 from zerolite.engine.model_values import fill_buckets
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 if TYPE_CHECKING:
-    from zerolite.engine.build import Assembly
+    from zerolite.engine.build_step import StepParts
 
 _DIFFERENT = "zerolite: the ranks begin to train different parameters (unfrozen, or added in a param group)"
 
@@ -29,17 +32,19 @@ class UnfrozenParams:
     compare which parameters they register.
     """
 
-    def __init__(self, assembly: Assembly, adopts: bool, event: list[Callable[[], None]]) -> None:
+    def __init__(self, parts: StepParts, engine: EngineRef, adopts: bool, event: list[Callable[[], None]]) -> None:
         """
         Args:
-            assembly: the engine's parts, which must learn of such parameters.
+            parts: the engine's parts, which must learn of such parameters.
+            engine: the engine that owns such parameters from then on.
             adopts: an unfrozen parameter without a param group joins the only group. False if the user has chosen which
                 parameters are trained.
             event: list of listeners to which :meth:`register_unfrozen_params` is added.
         """
-        self._assembly, self._adopts, self._event = assembly, adopts, event
+        self._parts, self._engine = parts, engine
+        self._adopts, self._event = adopts, event
         self._frozen: list[torch.nn.Parameter] = []
-        self._watch([p for p in assembly.model.parameters() if not p.requires_grad])
+        self._watch([p for p in parts.setup.model.parameters() if not p.requires_grad])
 
     def _watch(self, parameters: Parameters) -> None:
         """Register these as soon as they require a gradient."""
@@ -53,7 +58,7 @@ class UnfrozenParams:
         unfrozen = [p for p in self._frozen if p.requires_grad]
         if not unfrozen:
             return
-        groups = self._assembly.sharded.inner.param_groups
+        groups = self._parts.sharded.inner.param_groups
         grouped = {id(p) for group in groups for p in group["params"]}
         homeless = [p for p in unfrozen if id(p) not in grouped]
         if homeless and not (self._adopts and len(groups) == 1):
@@ -72,8 +77,8 @@ class UnfrozenParams:
         given: Any = group["params"]
         parameters: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
         names = self._names()
-        trained = {id(p) for p in self._assembly.reducer.parameters}
-        partitioned = any(handle_of(p) is not None for p in self._assembly.reducer.parameters)
+        trained = {id(p) for p in self._parts.reducer.parameters}
+        partitioned = any(handle_of(p) is not None for p in self._parts.reducer.parameters)
         for p in parameters:
             name = names.get(id(p))
             problem = None
@@ -90,22 +95,22 @@ class UnfrozenParams:
                 )
             if problem is not None:
                 raise ValueError(f"engine.optimizer.add_param_group: expected parameters to train, got {problem}")
-        inner = self._assembly.sharded.inner
+        inner = self._parts.sharded.inner
         type(inner).add_param_group(inner, {**group, "params": parameters})
         frozen = {id(p) for p in self._frozen}
         self._watch([p for p in parameters if id(p) not in frozen])
         self.register_unfrozen_params()
 
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self._assembly.model.named_parameters()}
+        return {id(p): name for name, p in self._parts.setup.model.named_parameters()}
 
     @torch.no_grad()
     def _train(self, parameters: Parameters) -> None:
         names = self._names()
         described = {f"parameter '{names[id(p)]}'": describe_parameter(p) for p in parameters}
         order = {"the parameters": [names[id(p)] for p in parameters]}
-        parts = self._assembly
-        check_equal_on_ranks(Description(described, orders=order), parts.comm, parts.device, _DIFFERENT)
+        parts, setup = self._parts, self._parts.setup
+        check_equal_on_ranks(Description(described, orders=order), parts.comm, setup.device, _DIFFERENT)
         parts.pipeline.outcomes.settle()
         parts.param_gatherer.wait_all()
         if parts.partitioned is not None:
@@ -113,13 +118,16 @@ class UnfrozenParams:
         everything = [*parts.reducer.parameters, *parameters]
         layout = parts.buffer.layout.extended(parts.layout_of(parameters, names))
         parts.buffer.use(layout, everything)
-        fill_buckets(parts.buffer, parts.precision, parts.comm, parts.device)
+        fill_buckets(parts.buffer, setup.precision, parts.comm, setup.device)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in everything]
         parts.reducer.use(layout, everything, strides)
         parts.reducer.arrivals.attach_new()
         parts.sharded.extend()
         parts.pipeline.use_layout()
-        parts.param_gatherer.attach(parts.model)
-        parts.tell(parameters)
+        parts.param_gatherer.attach(setup.model)
+        for parameter in parameters:
+            OWNERS[parameter] = self._engine
+        if parts.partitioned is not None:
+            launch_by_groups(parts.partitioned, parts.reducer)
         unfrozen = {id(p) for p in parameters}
         self._frozen = [p for p in self._frozen if id(p) not in unfrozen]
