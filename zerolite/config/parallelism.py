@@ -71,7 +71,7 @@ class TensorParallelConfig(Block):
     @property
     def ranks(self) -> int:
         """Ranks that share each layer, from ``size`` or ``autotp_size``."""
-        return max(self.size, self.autotp_size, 1)
+        return max(self.size, self.autotp_size)
 
 
 class PipelineConfig(Block):

@@ -65,8 +65,8 @@ def find_problems(job: NodeJob) -> list[str]:
         problems.append(f"has no working directory {job.cwd!r}: start where all hosts have the same one, or share it")
     elif (problem := find_target_problem(job.target, job.python)) is not None:
         problems.append(f"cannot run the job: {problem}; copy or share what is to run")
-    if count_devices(job):
-        problems += find_device_problems(job, count_devices(job))
+    if devices := count_devices(job):
+        problems += find_device_problems(job, devices)
     return problems
 
 

@@ -14,6 +14,8 @@ from zerolite.utils.builder import op_builder
 
 
 class Kernels(Protocol):
+    """Compiled kernels of one device type."""
+
     def update(self, call: UpdateCall) -> None: ...
 
     def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None: ...

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from zerolite.ops import reference
 from zerolite.ops.call import ADAGRAD, ADAM, LION, SGD, UpdateCall
+from zerolite.ops.library import Kernels
 from zerolite.utils.dtypes import FLOATS
 
 # Rows of scalars as in csrc/rules.h, chosen so that every operation of each rule has an effect.
@@ -31,15 +31,7 @@ _DTYPES: tuple[tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype | None],
 _CLOSE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-class Checked(Protocol):
-    """The operations of kernels that are compared."""
-
-    def update(self, call: UpdateCall) -> None: ...
-
-    def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None: ...
-
-
-def check_updates(kernels: Checked, device: torch.device) -> None:
+def check_updates(kernels: Kernels, device: torch.device) -> None:
     """Compare an update by each rule, and a sum of squares, with the reference on the host. Waits for the device.
 
     Raises:

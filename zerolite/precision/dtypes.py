@@ -45,8 +45,9 @@ class Precision:
         return self.compute or parameter.dtype
 
     def buffer_dtype(self, buffer: torch.Tensor) -> torch.dtype:
-        cast = self.buffers is not None and buffer.dtype in DTYPES.values() and not self.keeps_fp32(buffer)
-        return self.buffers if cast and self.buffers is not None else buffer.dtype
+        if self.buffers is None or buffer.dtype not in DTYPES.values() or self.keeps_fp32(buffer):
+            return buffer.dtype
+        return self.buffers
 
     def master_dtype(self, compute: torch.dtype) -> torch.dtype:
         return torch.float32 if self.separate_masters and compute in HALF else compute
