@@ -37,7 +37,7 @@ def scales(scaler: LossScaler, steps: list[bool]) -> list[float]:
         ({"window": 2, "hysteresis": 2}, [O, G, G, O, O], [16, 16, 32, 32, 16]),
         # Never below the minimum, also where a halving would jump over it.
         ({"window": 99, "hysteresis": 1, "min_scale": 3.0}, [O] * 5, [8, 4, 3, 3, 3]),
-        ({"window": 1, "hysteresis": 1, "factor": 4.0}, [G, O, O, G], [64, 16, 4, 16]),
+        ({"window": 1, "hysteresis": 1}, [G, O, O, G], [32, 16, 8, 16]),
         ({"dynamic": False, "window": 1, "hysteresis": 1}, [G, G, O, O, O], [16] * 5),
     ],
 )
@@ -111,7 +111,7 @@ def test_refuses_a_broken_state_and_keeps_its_own(changes: dict, word: str) -> N
     [({"scale": 0.0}, "scale must be"), ({"scale": -1.0, "dynamic": False}, "scale must be"),
      ({"scale": math.inf}, "scale must be"), ({"scale": 2.0**127}, "up to 2\\*\\*126"),
      ({"scale": 2.0, "min_scale": 4.0}, "below min_scale"), ({"window": 0}, "window"), ({"window": 1.5}, "window"),
-     ({"hysteresis": 0}, "hysteresis"), ({"min_scale": 0.0}, "min_scale"), ({"factor": 1.0}, "factor"),
+     ({"hysteresis": 0}, "hysteresis"), ({"min_scale": 0.0}, "min_scale"),
      ({"window": 0, "hysteresis": 0}, "window.*hysteresis")],
 )  # fmt: skip
 def test_refuses_settings_without_sense(options: dict, words: str) -> None:

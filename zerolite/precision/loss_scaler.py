@@ -14,6 +14,8 @@ from typing import NamedTuple
 # Largest scale. Gradients are multiplied by its inverse in fp32, which is still a normal number.
 MAX_SCALE = 2.0**126
 
+FACTOR = 2.0  # by which the scale grows and is reduced
+
 
 class ScaleChange(NamedTuple):
     """Result of one call of `LossScaler.update`.
@@ -36,12 +38,11 @@ class LossScaler:
     Args:
         scale: the initial value, `2 ** initial_scale_power` for a dynamic scale.
         dynamic: False keeps `scale` unchanged.
-        window: good steps in a row after which the scale is multiplied by `factor`.
-        hysteresis: number of overflows that it takes to divide the scale by `factor`. The count starts anew when the
-            scale grows, but not after a division, so that further overflows divide at once.
+        window: good steps in a row after which the scale doubles.
+        hysteresis: number of overflows that it takes to halve the scale. The count starts anew when the scale grows,
+            but not after it is halved, so that further overflows halve it at once.
         consecutive_hysteresis: the count also starts anew after every good step.
-        min_scale: the scale is never divided below it.
-        factor: factor of growth and of reduction, above 1.
+        min_scale: the scale is never reduced below it.
 
     The scale grows after exactly `window` good steps, counted from the start, from the last overflow, or from the last
     growth. DeepSpeed needs one good step more for the first growth and for the first one after an overflow.
@@ -58,7 +59,6 @@ class LossScaler:
         hysteresis: int = 2,
         consecutive_hysteresis: bool = False,
         min_scale: float = 1.0,
-        factor: float = 2.0,
     ) -> None:
         errors = []
         if not _positive(scale) or scale > MAX_SCALE:
@@ -72,8 +72,6 @@ class LossScaler:
                 errors.append(f"min_scale must be a positive number, but is {min_scale!r}")
             elif _positive(scale) and scale < min_scale:
                 errors.append(f"the initial scale is {scale!r}, which is below min_scale = {min_scale!r}")
-            if not _positive(factor) or factor <= 1:
-                errors.append(f"factor must be a number above 1, but is {factor!r}")
         if errors:
             raise ValueError("The loss scaler cannot be made: " + "; ".join(errors) + ".")
         self.dynamic = dynamic
@@ -81,7 +79,6 @@ class LossScaler:
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
         self.min_scale = float(min_scale)
-        self.factor = float(factor)
         self._scale = float(scale)
         self._good_steps = 0
         self._hysteresis_left = hysteresis
@@ -109,7 +106,7 @@ class LossScaler:
             self._hysteresis_left -= 1
             return False
         at_minimum = self._scale <= self.min_scale
-        self._scale = max(self._scale / self.factor, self.min_scale)
+        self._scale = max(self._scale / FACTOR, self.min_scale)
         return at_minimum
 
     def _after_good_step(self) -> bool:
@@ -117,8 +114,8 @@ class LossScaler:
         grows = self._good_steps >= self.window
         if grows:
             self._good_steps = 0
-            if self._scale * self.factor <= MAX_SCALE:
-                self._scale *= self.factor
+            if self._scale * FACTOR <= MAX_SCALE:
+                self._scale *= FACTOR
         if grows or self.consecutive_hysteresis:
             self._hysteresis_left = self.hysteresis
         return False
