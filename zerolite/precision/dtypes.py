@@ -138,9 +138,8 @@ class GraphBoundary:
         """Raise RuntimeError if the current backward, whose first gradient has arrived, has not been scaled."""
         if not self.scaled:
             raise RuntimeError(
-                f"fp16: the gradient of parameter '{name}' comes from a graph that did not pass through the "
-                "engine, so the loss scale is "
-                "missing from it. Call engine(...) instead of the bare module."
+                f"fp16: the gradient of parameter '{name}' comes from a graph that did not pass through the engine, so "
+                "it lacks the loss scale. Call engine(...) instead of the bare module."
             )
 
     def _watch(self, tensor: torch.Tensor, widen: bool) -> torch.Tensor:
@@ -160,8 +159,7 @@ class GraphBoundary:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "fp16: a backward with create_graph=True (a gradient penalty, double backward) went through the "
-                "engine, whose loss scale "
-                "would be in the second derivatives as well. Use bf16 or fp32 for this model."
+                "engine, and its loss scale would also be in the second derivatives. Use bf16 or fp32 for this model."
             )
         if gradient.dtype in HALF:  # it was rounded before the scale was applied: small values are 0 already
             raise RuntimeError(
