@@ -1,43 +1,57 @@
 """Gradient accumulation: count of micro-batches, and the backward that completes a step.
 
-Pure: standard library only. An *accumulation* is the micro-batches of one optimizer step. All counters change by the
-same calls on every rank, so their answers may decide which collectives run.
+An *accumulation* is all micro-batches of one optimizer step. All counters change by the same calls on every rank, so
+their answers may decide which collectives run.
+
+Pure: standard library only.
 """
 
 from __future__ import annotations
 
 
 class GradAccumulation:
-    """Counts micro-batches of one accumulation.
+    """Counters of one accumulation, and the prediction which backward is its last.
 
-    A micro-batch ends with ``engine.step()`` in DeepSpeed's loop; a plain loop has only backwards to count.
-    Whichever is further along predicts the boundary. The prediction only decides *when* gradients are reduced,
-    never whether: what is left unreduced is reduced by the step.
+    In DeepSpeed's loop ``engine.step()`` ends each micro-batch, so its calls are counted. A plain loop calls it never
+    or once at the end, so backwards are counted. The prediction decides *when* gradients are reduced, and never if:
+    the step reduces what no backward has.
+
+    Attributes:
+        micro_batches: number of micro-batches in a full accumulation.
+        forced_boundary: the user's answer to :meth:`is_boundary`; None to count.
+        sync_disabled: depth of open ``no_sync()`` contexts.
+        backwards: backwards so far.
+        weighted: its backwards have weights; None before the first.
+        weight: sum of their weights.
     """
 
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
         self.forced_boundary: bool | None = None
-        self.sync_disabled = 0  # depth of no_sync() contexts
+        self.sync_disabled = 0
         self._stepped = 0  # engine.step() calls of this accumulation that followed a backward
         self.backwards = 0
         self._scaled_backwards = 0  # backwards whose loss the engine divided by micro_batches
-        self._divided_backwards = 0  # the user's own, whose gradients the engine divided by micro_batches
+        self._divided_backwards = 0  # the user's own, whose gradients the engine divided likewise
         self._backwards_since_step = 0
-        self.weighted: bool | None = None  # whether its backwards carry weights; None before the first
-        self.weight = 0.0  # sum of their weights
+        self.weighted: bool | None = None
+        self.weight = 0.0
 
     def force_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether the micro-batch in hand is the last one; None returns to counting."""
+        """Set by hand if the current micro-batch is the last one; None returns to counting."""
         self.forced_boundary = is_boundary
 
     @property
     def empty(self) -> bool:
+        """True before the first backward."""
         return self.backwards == 0
 
     def is_boundary(self) -> bool:
-        """True if the micro-batch in hand is the last one of its accumulation: in DeepSpeed's loop the one that the
-        next ``engine.step()`` ends, in a plain loop the one of the latest backward."""
+        """Return True if the current micro-batch is the last one of its accumulation.
+
+        The current one is in DeepSpeed's loop the one that the next ``engine.step()`` ends, and in a plain loop the one
+        of the latest backward.
+        """
         if self.forced_boundary is not None:
             return self.forced_boundary
         if self._plain:
@@ -45,7 +59,7 @@ class GradAccumulation:
         return self._stepped + 1 >= self.micro_batches
 
     def next_backward_closes(self) -> bool:
-        """True if the backward that begins now should reduce, stages 0 and 1."""
+        """Return True if the backward that begins now is the last one, in which stages 0 and 1 reduce."""
         if self.sync_disabled:
             return False
         if self.forced_boundary is not None:
@@ -55,15 +69,16 @@ class GradAccumulation:
 
     @property
     def _plain(self) -> bool:
-        """True if, as far as this accumulation shows, the user calls neither engine.backward() nor engine.step()."""
+        """True if the user has called neither ``engine.backward()`` nor ``engine.step()`` in this accumulation."""
         return self.backwards > 0 and not self._stepped and not self._scaled_backwards
 
     def on_backward(self, scaled: bool, weight: float | None = None, divided: bool = False) -> None:
         """Count a backward.
 
         Args:
-            scaled: the engine has divided its loss, or will divide by the sum of weights instead.
-            divided: the engine divides the gradients of a backward that the user has called.
+            scaled: the engine has divided its loss by ``micro_batches``, or will divide by the sum of weights instead.
+            weight: weight of its loss; None if it has none.
+            divided: the engine divides its gradients instead, because the user has called the backward.
         """
         self.backwards += 1
         self._divided_backwards += divided
@@ -73,7 +88,7 @@ class GradAccumulation:
         self.weight += weight or 0.0
 
     def on_engine_step(self) -> bool:
-        """Count one ``engine.step()``; True if it closes the accumulation."""
+        """Count one ``engine.step()``. Return True if it closes the accumulation."""
         if self.forced_boundary is not None:
             closes = self.forced_boundary
         else:
@@ -84,15 +99,17 @@ class GradAccumulation:
         return closes
 
     def flush_factor(self) -> float:
-        """Return the factor that makes the gradient of a partial accumulation the mean over the micro-batches it
-        contains."""
+        """Return the factor that turns the gradient of a partial accumulation into the mean over its micro-batches.
+
+        The engine has divided each loss by ``micro_batches``, but fewer have come.
+        """
         if not (self._scaled_backwards or self._divided_backwards) or self.weighted:
             return 1.0
         contained = self._stepped + (1 if self._backwards_since_step else 0)
         return self.micro_batches / contained if 0 < contained < self.micro_batches else 1.0
 
     def reset(self) -> None:
-        """The accumulation was consumed or dropped; a forced boundary and open no_sync() contexts stay."""
+        """Begin the next accumulation. A forced boundary and open ``no_sync()`` contexts stay."""
         self._stepped = self.backwards = self._backwards_since_step = 0
         self._scaled_backwards = self._divided_backwards = 0
         self.weighted, self.weight = None, 0.0

@@ -1,7 +1,12 @@
 """Arrival of gradients: hooks move them from ``p.grad`` into their buckets while backward runs.
 
-Every trainable parameter has a hook that fires when its gradient has been accumulated. What stays in ``p.grad`` is a
-tensor without memory that stands for the mean over ranks.
+Every trainable parameter has a hook that autograd calls when it has accumulated a gradient in ``p.grad``. The hook
+takes the gradient out and leaves a placeholder, a tensor without memory that stands for the mean over ranks. There are
+two ways through it:
+
+- The short way: while a holder of small parameters is open, the hook puts the gradient into it and does nothing else.
+- The long way, :meth:`GradientArrivals._process`: begin the backward, run the checks, count the gradient, copy it into
+  its bucket, and tell the reducer, which may launch the bucket.
 """
 
 from __future__ import annotations
@@ -26,42 +31,44 @@ if TYPE_CHECKING:
 
 
 class UserHookSums:
-    """For parameters with a hook of ``register_post_accumulate_grad_hook``: plain PyTorch shows such a hook the sum of
-    all backwards since the last step, and the hook may change it. The engine's own hook runs last, and takes what has
-    been added to the sum.
+    """Gradient sums for the user's own hooks of ``register_post_accumulate_grad_hook``.
 
-    ``indices``: indices of those parameters. Only they keep a copy of their gradient on this rank.
+    Plain PyTorch shows such a hook the sum of all backwards since the last step, and the hook may change it. So before
+    a backward this rank's sum is put back into ``p.grad``, where autograd and the hooks add to it. The engine's hook
+    runs after them and takes the difference.
+
+    Attributes:
+        indices: parameters that have such a hook. Only these keep a copy of their gradient on this rank.
     """
 
     def __init__(self) -> None:
         self.indices: set[int] = set()
         self._sums: dict[int, torch.Tensor] = {}
-        # Dicts of hooks that are older than the engine, each with the key of the engine's own hook.
+        # Hooks of the parameters that had some before the engine, each dict with the key of the engine's hook in it.
         self._earlier_hooks: list[tuple[OrderedDict[int, Any], int]] = []
 
     def register(self, index: int, parameter: Any, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Register the engine's hook, which stays behind those of the user; return its handle."""
+        """Register the engine's ``hook`` behind those of the user, now and later. Return its handle."""
         earlier = parameter._post_accumulate_grad_hooks
         if not earlier:
             parameter._post_accumulate_grad_hooks = _EngineHookLast(index, self.indices)
         handle = parameter.register_post_accumulate_grad_hook(hook)
-        if earlier:  # the handles of the user's hooks know this dict
+        if earlier:  # this dict must stay: the user's handles remove their hooks from it. It is put in order later
             self._earlier_hooks.append((earlier, handle.id))
             self.indices.add(index)
         return handle
 
     def put_sums(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Before a backward: let autograd add to the sums."""
+        """Put the sums into ``p.grad`` before a backward, so that autograd adds to them."""
         for hooks, engine_key in self._earlier_hooks:
-            # Hooks run in the order of this dict. One that the user has added since is behind the engine's now.
+            # Hooks run in the order of this dict, and one that the user has added since is behind the engine's.
             if engine_key in hooks and next(reversed(hooks)) != engine_key:
                 hooks[engine_key] = hooks.pop(engine_key)
         for index, total in self._sums.items():
             set_grad(parameters[index], total.clone())
 
     def remove_sums(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """After a backward, or when one has raised: what is in ``p.grad`` of these parameters, and is not what the
-        engine shows, is this rank's sum."""
+        """Take the sums out of ``p.grad`` after a backward, also after one that has raised. Placeholders stay."""
         for index in self.indices:
             with as_plain_tensors():
                 if not isinstance(parameters[index].grad, GradientPlaceholder):
@@ -69,25 +76,34 @@ class UserHookSums:
 
     @torch.no_grad()
     def new_contribution(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what this backward and the hooks have added to the sum, which is ``gradient`` now."""
+        """Return what autograd and the user's hooks have added to the sum.
+
+        Args:
+            index: of the parameter.
+            gradient: the new sum.
+        """
         before, total = self._sums.get(index), gradient.detach()
         self._sums[index] = total
         return total if before is None else total - before
 
     def drop(self, index: int) -> None:
-        """The user has dropped the gradient of this parameter."""
+        """Drop the sum of a parameter."""
         self._sums.pop(index, None)
 
     def clear(self) -> None:
-        """No gradient is wanted any more."""
+        """Drop all sums."""
         self._sums.clear()
 
 
 class _EngineHookLast(OrderedDict[int, Any]):
-    """Hooks of a parameter, of which the engine's, the first to be registered, runs last."""
+    """Hooks of a parameter. The engine's is registered first and stays last, so it runs after the user's."""
 
     def __init__(self, index: int, hooked_indices: set[int]) -> None:
-        """hooked_indices: takes ``index`` when there is another hook."""
+        """
+        Args:
+            index: of the parameter.
+            hooked_indices: ``index`` is added to it when the user registers a hook.
+        """
         super().__init__()
         self._index, self._hooked_indices = index, hooked_indices
         self._engine_key: int | None = None
@@ -102,15 +118,15 @@ class _EngineHookLast(OrderedDict[int, Any]):
 
 
 class GradientArrivals:
-    """The hooks, and what they know. They run inside backward; everything else is called by the reducer.
+    """The hooks and their state. The hooks run inside backward; the reducer calls everything else.
 
     Attributes:
-        parameters: of the layout, by index.
-        used: the parameters that got a gradient in this accumulation.
-        shown: what ``p.grad`` shows.
-        contributions_known: contributions are known from a complete backward; of this rank alone, so it decides when a
-            bucket is launched, never whether.
-        handles: of the installed hooks.
+        parameters: parameters of the layout, by index.
+        used: indices of the parameters that got a gradient in this accumulation.
+        shown: the placeholders in ``p.grad``.
+        contributions_known: a complete backward has shown how many contributions each parameter gets. Known to this
+            rank alone, so it may decide when a bucket is launched, and never if.
+        handles: handles of the installed hooks.
     """
 
     def __init__(
@@ -131,13 +147,13 @@ class GradientArrivals:
         self.used: set[int] = set()
         self.handles: list[Any] = []
         self._hook_sums = UserHookSums()
-        self._holders: list[GradientHolder | None] = []  # by index of the parameter: where its hook may put a gradient
-        self._some_open = False  # hooks hold gradients that have not been counted
-        self._seen_gradient = False  # in this backward
-        self._contributions: list[int] = []  # contributions of each parameter in this backward
-        # The most contributions that a parameter has had in one backward: several where reentrant checkpointing runs a
-        # backward inside it. Known after the first complete one. Where gradients rest whole, that one
-        # reduces at its end only; elsewhere it does not wait, and reduces once more what has come late.
+        self._holders: list[GradientHolder | None] = []  # by index of the parameter; None: always the long way
+        self._some_open = False  # some holder is open
+        self._seen_gradient = False  # this backward has brought a gradient
+        self._contributions: list[int] = []  # of each parameter in this backward
+        # Most contributions of each parameter in one backward: several if reentrant checkpointing runs a backward
+        # inside it. Until a complete backward has shown them, stage 0 reduces at the end of backward only. The other
+        # stages take one to be all, so that no rank needs memory for all gradients, and reduce late ones once more.
         self._expected_contributions: list[int] = []
         self.contributions_known = False
 
@@ -148,14 +164,21 @@ class GradientArrivals:
         strides: Sequence[tuple[int, ...]],
         buckets: Sequence[GradientBucket],
     ) -> None:
-        """Have these buckets, those that there are first; between backwards."""
+        """Set the layout, which begins with the parameters and buckets there are. Called between backwards.
+
+        Args:
+            layout: layout of all parameters.
+            parameters: parameters of the layout, by index.
+            strides: strides of the whole parameters, by index.
+            buckets: buckets of the layout.
+        """
         self._slots, self.parameters, self._buckets = layout.slots, list(parameters), buckets
         self.shown.set_layout(layout, strides)
         more = len(self.parameters) - len(self._expected_contributions)
         self._holders = [buckets[slot.bucket].holder_of(slot.index) for slot in layout.slots]
         self._expected_contributions += [1] * more
         self._contributions += [0] * more
-        self.contributions_known = False  # of the new ones nothing is known
+        self.contributions_known = False  # not those of new parameters
 
     def attach(
         self,
@@ -163,18 +186,19 @@ class GradientArrivals:
         check_first: Callable[[str], None] | None,
         on_gradient: Callable[[int], None] | None,
     ) -> None:
-        """Install one hook per parameter. ``begin()`` is called before the first gradient of a backward that begins
-        unannounced, and must begin it; ``check_first(name)`` before the first gradient of every backward is moved;
-        ``on_gradient(index)`` before every one.
+        """Install one hook per parameter.
 
-        The hooks know this object weakly: Python's cycle collector does not see the hooks of a tensor, and a model may
-        outlive its engine.
+        Args:
+            begin: begins a backward whose first sign is a gradient, because it has passed no other hook of the engine.
+            check_first: called with the parameter's name before the first gradient of every backward is moved.
+            on_gradient: called with the parameter's index before each gradient is moved.
         """
         self._begin, self._check_first, self._on_gradient = begin, check_first, on_gradient
         self.attach_new()
 
     def attach_new(self) -> None:
-        """Install the hooks of the parameters that have none yet."""
+        """Install hooks on the parameters that have none yet."""
+        # Weak, because a model may outlive its engine, and Python's cycle collector does not see the hooks of a tensor.
         known = weakref.ref(self)
         for slot in self._slots[len(self.handles) :]:
             hook = _make_hook(known, slot)
@@ -183,11 +207,7 @@ class GradientArrivals:
     # ---------------------------------------------------------------- in a hook
 
     def _process(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Move a gradient by itself: a large one, the first of a backward, or one that must be looked at.
-
-        The first one of a backward may be the first sign of it, because ``torch.autograd.backward`` on something else
-        than the model's outputs passes no hook of ours. So it begins the backward before it is moved.
-        """
+        """Take the long way with the gradient in ``parameter.grad``."""
         gradient = parameter.grad
         first = not (self._seen_gradient and self._backward.open)
         if first or isinstance(gradient, GradientPlaceholder):
@@ -220,14 +240,24 @@ class GradientArrivals:
             self._open_holders()
 
     def _process_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the gradient in ``parameter.grad``, the first of a backward, or added to what the engine shows
-        there."""
+        """Return the new gradient, if it is the first of a backward or autograd has added it to a placeholder.
+
+        The first gradient may be the first sign of a backward: ``torch.autograd.backward`` on another tensor than the
+        model's outputs passes no other hook of the engine. Then it begins the backward.
+
+        Args:
+            slot: slot of the parameter.
+            parameter: the parameter.
+            gradient: content of ``parameter.grad``.
+        """
         if isinstance(gradient, GradientPlaceholder):  # autograd has added to it
             gradient = gradient.collect()
         elif self._backward.open:
             parameter.grad = None
         else:
-            if self.shown.is_shown(slot.index):  # the user has taken out, or replaced, what was there
+            # The engine did not know of this backward, so a placeholder would still be in ``p.grad``. It is not: the
+            # user has removed or replaced it.
+            if self.shown.is_shown(slot.index):
                 self._reducer.drop(slot.index)
                 self.shown.replace(slot.index, None)
             self.shown.restore(slot, parameter)
@@ -240,29 +270,29 @@ class GradientArrivals:
         return gradient
 
     def _accumulate(self, slot: Slot, bucket: GradientBucket, gradient: torch.Tensor) -> None:
+        """Pass a gradient to its bucket."""
         holder, backward = self._holders[slot.index], self._backward
         if holder is not None and holder.open:
             self._close(bucket, holder)
         if bucket.state is not BucketState.OPEN:
             self._reducer.on_late_gradient(bucket, slot)
-        if slot.index in bucket.held.gradients:  # what is held is moved, all of it
+        if slot.index in bucket.held.gradients:  # a second contribution: all held gradients are copied in first
             self.close(bucket)
-        # On a device a gradient that is moved at once frees its memory for the next one. By group the whole bucket
-        # is filled in one call when its group's backward ends.
+        # A gradient that is copied at once frees its memory for the next one. At stage 3 gradients are held: the
+        # bucket is filled in one call when its group's backward ends, soon after.
         at_once = self._options.copy_on_arrival and not backward.launches_by_group
         if not torch.is_grad_enabled():
             bucket.accumulate(slot, gradient, at_once, backward.factor, tag=bool(listeners))
             return
-        with torch.no_grad():  # a backward with create_graph
+        with torch.no_grad():  # backward(create_graph=True) runs hooks with autograd on
             bucket.accumulate(slot, gradient.detach(), at_once, backward.factor, tag=bool(listeners))
 
     # ---------------------------------------------------------------- gradients that hooks hold
 
     def _open_holders(self) -> None:
-        """Let the hooks of small parameters hold gradients with the least Python, where nothing looks at each."""
+        """Open the short way for small parameters in this backward, unless each gradient must be looked at."""
         backward = self._backward
-        # Held gradients are looked at by nothing before their holder is complete: not by a check that names the
-        # parameter, not by a count of memory, and not by create_graph, which must detach each.
+        # On the short way nothing drops a gradient, calls `on_gradient`, tags its memory or detaches it.
         if backward.discards_gradients or self._on_gradient is not None or listeners or torch.is_grad_enabled():
             return
         by_group = backward.launches_by_group and not backward.learning  # no gradient launches anything
@@ -275,23 +305,22 @@ class GradientArrivals:
                     self._some_open = True
 
     def _complete_holder(self, holder: GradientHolder) -> None:
-        """The hooks of ``holder`` have held the last of its gradients."""
+        """Copy in a holder's gradients, the last of which has come."""
         bucket = self._buckets[holder.bucket]
         self._close(bucket, holder)
-        if isinstance(
-            holder, Segment
-        ):  # others are moved when the bucket is launched, at the end of a group's backward
+        # The holder of a sliced bucket is copied in when the bucket is launched, at the end of a group's backward.
+        if isinstance(holder, Segment):
             bucket.copy_in_segment(holder, self._backward.factor)
             self._reducer.on_gradient(bucket)
 
     def close_all(self) -> None:
-        """:meth:`close` for all buckets: afterwards ``used`` and ``shown`` are complete."""
+        """Close the holders of all buckets. Afterwards ``used`` and ``shown`` are complete."""
         self._some_open = False
         for bucket in self._buckets:
             self.close(bucket)
 
     def close(self, bucket: GradientBucket) -> None:
-        """Count what hooks hold of a bucket, and let every further gradient be counted when it comes."""
+        """Close a bucket's holders, and count their gradients. Further gradients take the long way."""
         for holder in bucket.holders:
             if holder.open:
                 self._close(bucket, holder)
@@ -306,6 +335,7 @@ class GradientArrivals:
     # ---------------------------------------------------------------- a backward
 
     def begin_backward(self) -> None:
+        """Empty ``p.grad`` before the first gradient of a backward."""
         self.shown.hide(self.parameters)
         if self._hook_sums.indices:
             self._hook_sums.put_sums(self.parameters)
@@ -313,7 +343,7 @@ class GradientArrivals:
         self._contributions = [0] * len(self.parameters)
 
     def end_backward(self, complete: bool) -> None:
-        """complete: it has not been cut short."""
+        """Count what hooks still hold, and what to expect from now on. complete: no exception has cut it short."""
         self._seen_gradient = False
         if self._some_open:
             self.close_all()
@@ -328,15 +358,15 @@ class GradientArrivals:
                 )
 
     def show(self, all_ranks_know: bool, several: bool) -> None:
-        """After a backward: show the gradients of the accumulation.
+        """Show the gradients of the accumulation in ``p.grad`` after a backward.
 
         On several ranks a parameter that this rank has not used shows a gradient too, because another rank may have
-        used it: norms of all gradients must be the same numbers on all ranks, and so must what the user drops. Not
-        after ``torch.autograd.grad`` alone, which gives no rank any.
+        used it: norms and the set of gradients that the user may drop must be the same on all ranks. Nothing is shown
+        after ``torch.autograd.grad`` alone, which leaves no gradient on any rank.
 
         Args:
-            several: also those of earlier backwards, which this one has hidden.
-            all_ranks_know: it was not ``torch.autograd.grad``.
+            all_ranks_know: all ranks have called the engine for this backward, so it was not ``torch.autograd.grad``.
+            several: show also the gradients of earlier backwards, which :meth:`begin_backward` has hidden.
         """
         if self._hook_sums.indices:
             self._hook_sums.remove_sums(self.parameters)
@@ -346,31 +376,33 @@ class GradientArrivals:
             self.shown.show(self.parameters, self.used)
 
     def show_all(self) -> None:
+        """Show the gradients of all trained parameters; on one rank only of those that got one, if any did."""
         trained = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.shown.show(self.parameters, trained if not self.used or self._world_size > 1 else self.used)
 
     def drop(self, slot: Slot) -> None:
-        """Forget what has come of one parameter's gradient and no reduction has seen."""
+        """Drop the gradient of one parameter as far as it has not been reduced."""
         self.close_all()
         self.used.discard(slot.index)
         self._hook_sums.drop(slot.index)
         self._buckets[slot.bucket].drop(slot)
 
     def clear(self) -> None:
-        """The accumulation's gradients were consumed or are not wanted."""
+        """Forget the gradients of the accumulation, which were used or dropped."""
         if self.shown.retire(self.parameters):
             for bucket in self._buckets:
                 for holder in bucket.holders:
-                    holder.set_placeholders(None)  # asked for anew
+                    holder.set_placeholders(None)  # some have been replaced; the next backward asks again
         if self._hook_sums.indices:
             self._hook_sums.clear()
         self.used.clear()
 
 
 def _make_hook(known: weakref.ref[GradientArrivals], slot: Slot) -> Callable[[torch.Tensor], None]:
+    """Return the hook of one parameter. It is called for every parameter in every backward, so the short way through
+    it is a closure that calls no method."""
     index = slot.index
 
-    # Called for every parameter in every backward: a closure, and no call of a method where the gradient is only held.
     def hook(parameter: torch.Tensor) -> None:
         arrivals = known()
         if arrivals is None:

@@ -1,4 +1,13 @@
-"""Changes that the user makes to ``p.grad``, applied to reduced gradients and statistics."""
+"""Changes that the user makes to ``p.grad``, applied to reduced gradients and statistics.
+
+| in the user's loop                   | here                                                              |
+|--------------------------------------|-------------------------------------------------------------------|
+| ``p.grad = None``                    | the gradient is dropped (``take_over``)                           |
+| ``p.grad = tensor``, then a backward | counts as a gradient of this rank (``accumulate_assigned``)       |
+| ``p.grad = tensor``, then a step     | is the mean gradient, the same on all ranks (``store_assigned``)  |
+| ``p.grad.mul_(factor)``              | the update multiplies by it (``common_factor``)                   |
+| writes to a view of ``p.grad``       | are found by version counters (``expose``, ``refresh_stats``)     |
+"""
 
 from __future__ import annotations
 
@@ -13,13 +22,16 @@ from zerolite.zero.shown_gradients import Factor, GradientPlaceholder
 
 
 class GradientChanges:
-    """No method launches a collective: this rank's ``p.grad`` alone must not decide what it launches. Statistics that
-    are there are corrected on each rank, alike.
+    """Changes of ``p.grad`` since the last step; see the module.
+
+    No method launches a collective: the ``p.grad`` of one rank must not decide what that rank launches. If statistics
+    have been collected, each rank corrects its own by the same rules.
 
     Attributes:
-        assigned: by index of the parameter, what the user has put into ``p.grad`` and whose meaning is still open.
-        exposed: by index of the parameter and id, tensors through which the user can write to the memory of a reduced
-            gradient, and their versions.
+        assigned: by index of the parameter, tensors that the user has put into ``p.grad``. Only the next backward or
+            step tells if they are this rank's gradient or the mean.
+        exposed: by index of the parameter and id of the tensor, tensors through which the user can write to the memory
+            of a reduced gradient, with their version counters when it was looked at last.
     """
 
     def __init__(
@@ -33,10 +45,10 @@ class GradientChanges:
         self._collector = collector
         self.assigned: dict[int, torch.Tensor] = {}
         self.exposed: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
-        self._untracked: set[int] = set()  # where torch does not count what is written
+        self._untracked: set[int] = set()  # exposed parameters whose versions do not tell
 
     def clear(self) -> None:
-        """The gradients have been used, or dropped."""
+        """Forget all changes, because the gradients have been used or dropped."""
         self.assigned.clear()
         self.exposed.clear()
         self._untracked.clear()
@@ -44,11 +56,15 @@ class GradientChanges:
     # ---------------------------------------------------------------- None and tensors in p.grad
 
     def all_dropped(self, found: Mapping[int, torch.Tensor | None]) -> bool:
-        """Return True if the user has set ``p.grad`` of all parameters to None."""
+        """Return True if the user has set ``p.grad`` of all parameters to None. found: what ``changed`` returned."""
         return all(value is None for value in found.values()) and self._reducer.shown.all_none(self._reducer.parameters)
 
     def take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
-        """Drop gradients that were set to None; keep tensors until it is known what they are."""
+        """Drop gradients that were set to None, and note assigned tensors.
+
+        Args:
+            found: by index of the parameter, contents of ``p.grad`` that the engine has not put there.
+        """
         shown = self._reducer.shown
         for index, value in found.items():
             if shown.absorb(index, self._reducer.parameters[index], value):
@@ -64,9 +80,16 @@ class GradientChanges:
         self._buffer.placements.written_in_place()
 
     def accumulate_assigned(self, scale: Callable[[], float], weighted: bool) -> None:
-        """Before a backward: tensors in ``p.grad`` count like a gradient of this rank's, as autograd would add to them.
-        scale: of losses. Raises RuntimeError where backwards have weights."""
-        if weighted:  # they stay, so that the next backward raises too
+        """Add assigned tensors to this rank's gradients before a backward, because autograd would add to them.
+
+        Args:
+            scale: returns the factor of the losses in this accumulation.
+            weighted: the backwards of this accumulation have weights.
+
+        Raises:
+            RuntimeError: The backwards have weights.
+        """
+        if weighted:  # `assigned` is kept, so that the next backward raises too
             name = self._buffer.layout.slots[min(self.assigned)].name
             raise RuntimeError(
                 f"p.grad of parameter '{name}' was assigned before a backward with a weight, but the mean weight, by "
@@ -79,12 +102,17 @@ class GradientChanges:
 
     @torch.no_grad()
     def store_assigned(self, stats: StatsVector, divisor: Factor) -> None:
-        """After the last backward: tensors in ``p.grad`` are the mean gradient, the same on all ranks. divisor: what
-        reduced gradients are divided by to be what ``p.grad`` shows."""
+        """Store assigned tensors as mean gradients after the last backward; they are the same on all ranks.
+
+        Args:
+            stats: statistics of the gradients, which are corrected.
+            divisor: number by which stored gradients are divided to be what ``p.grad`` shows.
+        """
         assigned, self.assigned = self.assigned, {}
         for index, value in assigned.items():
             gradient, part = _whole(value), self._reducer.part(index)
-            # Rounded on all ranks: what overflows here must be in the statistics, which then skip the step.
+            # All ranks round the whole gradient, not only their own part: if it overflows, the statistics of every
+            # rank must say so and skip the step.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             gradient = (gradient.to(wide) * divisor).to(self._reducer.mean_dtype(index))
             if part is not None:
@@ -99,17 +127,23 @@ class GradientChanges:
         if assigned:
             self._buffer.placements.written_in_place()
         for index in self.exposed:
-            self._was_written(index)  # the statistics have it
+            self._was_written(index)  # only notes the versions: the new statistics contain what has been written
 
     def on_written(self, index: int) -> None:
-        """The user has changed a gradient in place, on all ranks."""
+        """Forget statistics of a gradient that the user has changed in place, on all ranks."""
         self._collector.forget(self._bucket(index))
         self._collector.discard()
         self._buffer.placements.written_in_place()
 
     def set_by_call(self, index: int, given: bool) -> None:
-        """``zerolite.set_full_grad`` has set the reduced gradient of a parameter, or dropped it: neither a tensor that
-        the user has put into ``p.grad`` before nor a factor counts."""
+        """Note that ``zerolite.set_full_grad`` has written a reduced gradient.
+
+        It replaces what the user has assigned to ``p.grad`` or multiplied it by before.
+
+        Args:
+            index: index of the parameter.
+            given: True if it has set values, False if it has dropped the gradient.
+        """
         (self._reducer.used.add if given else self._reducer.used.discard)(index)
         self._collector.forget(self._bucket(index))
         self._collector.discard()
@@ -125,7 +159,7 @@ class GradientChanges:
 
     @torch.no_grad()
     def apply_factors(self) -> None:
-        """Multiply gradients by what the user has multiplied them by, which the update would do otherwise."""
+        """Multiply the stored gradients by the user's factors, which the update would do otherwise."""
         factors = self._reducer.shown.take_factors()
         for index, factor in factors.items():
             part = self._reducer.part(index)
@@ -138,7 +172,10 @@ class GradientChanges:
                 stats.rescale(factors, None)
 
     def common_factor(self, stats: StatsVector) -> Factor:
-        """Return what the user has multiplied all gradients by, which ``stats`` then take into account."""
+        """Return the user's factor of all gradients, and correct ``stats`` by it.
+
+        If gradients have different factors, they are applied to the stored gradients, and this returns 1.
+        """
         common = self._reducer.shown.common_factor()
         if common is None:
             self.apply_factors()
@@ -150,21 +187,32 @@ class GradientChanges:
     # ---------------------------------------------------------------- memory that the user has
 
     def expose(self, index: int, gradient: torch.Tensor) -> None:
-        """The user is given the memory of a reduced gradient, and may write to it at any time. gradient: what stands
-        for it in the operation that gives it. Autograd takes its result for a view of that, and counts there what is
-        written to the view."""
+        """Watch the memory of a reduced gradient that the user gets and may write to at any time.
+
+        Args:
+            index: index of the parameter.
+            gradient: the placeholder of the operation that returns this memory. Autograd takes the result for a view
+                of it, so its version counter counts writes to the view.
+        """
         known = self.exposed.setdefault(index, {})
         for tensor in (self._reducer.lend(self._bucket(index)), gradient):
             known.setdefault(id(tensor), (tensor, tensor._version))
 
     def expose_untracked(self, index: int) -> None:
-        """The user is given that memory as a NumPy array or a pointer. torch counts no writes through it, so that every
-        later look takes it for written."""
+        """Note that the user gets this memory as a NumPy array or a pointer.
+
+        No version counter counts writes through those, so it is taken as written at every later look.
+        """
         self._untracked.add(index)
 
     def refresh_stats(self, indices: Sequence[int] | None = None) -> None:
-        """Correct the statistics, if there are any, of these gradients (default: all) by what has been written to
-        memory that the user has. Only where each rank has whole gradients is there such memory."""
+        """Correct collected statistics by what the user has written to exposed memory.
+
+        There is exposed memory only at stage 0, where each rank has whole gradients and corrects all statistics alone.
+
+        Args:
+            indices: parameters whose statistics are corrected; None for all.
+        """
         stats = self._collector.latest
         if stats is None or not self.exposed:
             return
@@ -173,7 +221,7 @@ class GradientChanges:
                 stats.replace_square(index, gradient)
 
     def _was_written(self, index: int) -> bool:
-        """Return True if the user may have written to a gradient since the last call."""
+        """Return True if the user may have written to an exposed gradient since the last call."""
         known = self.exposed[index]
         written = index in self._untracked or any(tensor._version != version for tensor, version in known.values())
         self.exposed[index] = {key: (tensor, tensor._version) for key, (tensor, _) in known.items()}

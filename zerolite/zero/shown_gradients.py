@@ -1,4 +1,8 @@
-"""Gradients shown in ``p.grad`` for all parameters, and detection of the user's changes."""
+"""Gradients shown in ``p.grad`` for all parameters, and detection of the user's changes.
+
+Reduced gradients are in buckets. Between backward and step ``p.grad`` has a placeholder without memory, which reads and
+writes them there. The engine remembers what it has put into each ``p.grad``, so whatever else it finds is the user's.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,26 @@ from zerolite.zero.layout import PartitionLayout, Range, Slot
 from zerolite.zero.stage3.released_parameter import as_plain_tensors, set_grad
 
 Factor = float | torch.Tensor
-"""A number by which gradients are multiplied; as a tensor 0-dim float64."""
+"""Number by which gradients are multiplied: a float, or a 0-dim float64 tensor."""
 
 
 @dataclass(eq=False)
 class GradientSpec:
-    """The elements of one parameter that this rank owns: ``[start, start + numel)`` of it in the order in which memory
-    holds it. ``sharded``: a part is flat; otherwise it is the whole, in the parameter's shape. ``used``: it was the
-    gradient of an earlier step."""
+    """Shape of one parameter's gradient, and the part of it that this rank has.
+
+    Placeholders made by operations on ``p.grad`` share its spec, and specs are compared by identity.
+
+    Attributes:
+        name: qualified name of the parameter.
+        index: index of the parameter.
+        shape: shape of the whole gradient.
+        strides: strides of the whole gradient.
+        start: first element of this rank's part, in the order in which memory holds the whole.
+        numel: elements of this rank's part.
+        sharded: this rank's part is flat [numel]; otherwise it is the whole gradient, in the parameter's shape.
+        source: reads and writes the values; None if its engine has gone.
+        used: a step has used the gradient, or it was dropped.
+    """
 
     name: str
     index: int
@@ -37,7 +53,7 @@ class GradientSpec:
     used: bool = False
 
     def mark_used(self) -> None:
-        """A step has used the gradient, or it was dropped."""
+        """Note that a step has used the gradient, or that it was dropped."""
         self.used = True
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -53,14 +69,14 @@ class GradientSpec:
 
 
 class GradientPlaceholder(torch.Tensor):
-    """The tensor in ``p.grad`` between backward and step, without memory of its own. The core makes, shows and hides
-    it; a subclass, which is passed in, says what operations on it do.
+    """Tensor in ``p.grad`` between backward and step, without memory of its own.
+
+    The core makes, shows and hides it. What operations on it do is decided by a subclass, which is passed in.
 
     Attributes:
-        spec: shape and range of this rank's part.
-        part: None for the gradient itself; for what an elementwise operation has made of it, this rank's part of the
-            result.
-        arrived: what autograd has added, in a backward that has begun unannounced.
+        spec: shape of the gradient, and this rank's part of it.
+        part: this rank's part of the result of an elementwise operation; None for the gradient itself.
+        arrived: gradient that autograd has added to the placeholder, in a backward that began without notice.
     """
 
     spec: GradientSpec
@@ -68,56 +84,65 @@ class GradientPlaceholder(torch.Tensor):
     arrived: torch.Tensor | None
 
     def collect(self) -> torch.Tensor | None:
-        """Return what autograd has added, once."""
+        """Return ``arrived`` and set it to None."""
         arrived, self.arrived = self.arrived, None
         return arrived
 
     def open(self) -> torch.Tensor:
-        """Return this rank's part to be written to, until :meth:`close`."""
+        """Return this rank's part, to be written to until :meth:`close`."""
         raise NotImplementedError
 
     def close(self, part: torch.Tensor) -> None:
-        """Take what has been written to ``part``."""
+        """Store ``part``, as :meth:`open` returned it, after it has been written to."""
         raise NotImplementedError
 
     def whole(self) -> torch.Tensor:
-        """Return all values. Called on all ranks."""
+        """Return the whole gradient. Called on all ranks."""
         raise NotImplementedError
 
 
 MakeGradient = Callable[[GradientSpec, torch.Tensor], GradientPlaceholder]
-"""Make the placeholder of a gradient, in the dtype and on the device of a tensor."""
+"""Function that makes the placeholder of a gradient, with the dtype and device of a tensor."""
 
 
+# The engine keeps each placeholder in two lists. This is the reference count of such an object, as `map` sees it.
 _two_lists = [object()]
-_OWN_REFERENCES = next(map(sys.getrefcount, list(_two_lists)))  # to what is in two lists, and nowhere else
+_OWN_REFERENCES = next(map(sys.getrefcount, list(_two_lists)))
 
 
 class ShownGradients:
     """One :class:`GradientPlaceholder` for each parameter that has a gradient in the engine.
 
-    ``factors``: by index of the parameter, what the user has multiplied a gradient by, which is not in its values yet:
-    clipping is then no pass over memory, and the update multiplies once, as with ``gradient_clipping``.
+    Attributes:
+        factors: by index of the parameter, the number by which the user has multiplied its gradient. The values do not
+            have it yet: the update multiplies by it. So clipping is no pass over memory, and gives the bits of
+            ``gradient_clipping``.
     """
 
     def __init__(self, sharded: bool, rank: int, make: MakeGradient) -> None:
-        """sharded: whether reduced gradients are kept in parts, of which ``rank`` owns one."""
+        """
+        Args:
+            sharded: each rank keeps a part of a reduced gradient, not the whole.
+            rank: this rank.
+            make: see :data:`MakeGradient`.
+        """
         self._make = make
         self.factors: dict[int, Factor] = {}
         self._sharded, self._rank = sharded, rank
-        self._placeholders: list[GradientPlaceholder | None] = []  # by index of the parameter, to be used again
-        self._shown: list[torch.Tensor | None] = []  # what each ``p.grad`` is, as far as the engine knows
-        self._references: list[int] = []  # to each of those that were made, as far as they are the engine's
+        self._placeholders: list[GradientPlaceholder | None] = []  # by index; reused in every step
+        self._shown: list[torch.Tensor | None] = []  # content of each ``p.grad``, as far as the engine knows
+        self._references: list[int] = []  # reference count of each placeholder that only the engine has
         self._source: weakref.ref[Any] = weakref.ref(self)
-        self._last_factor: tuple[Factor, int] = (1.0, 0)  # the last factor, and its version
-        self._products: dict[int, tuple[Factor | None, Factor]] = {}  # with it, by id of the factor before
+        self._last_factor: tuple[Factor, int] = (1.0, 0)  # of `multiply`, with its version
+        # By id of an earlier factor: that factor, kept so that the id stays its own, and its product with the last one.
+        self._products: dict[int, tuple[Factor | None, Factor]] = {}
 
     def connect(self, source: object) -> None:
-        """Let the gradients ask ``source`` for their values. It is known weakly: a model may outlive its engine."""
+        """Set the ``source`` of the values. The reference is weak, because a model may outlive its engine."""
         self._source = weakref.ref(source)
 
     def set_layout(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
-        """Take a layout that begins with the parameters there are."""
+        """Set the layout, which begins with the parameters there are. strides: of all whole parameters, by index."""
         self._layout, self._strides = layout, strides
         self._partitioned = any(bucket.rows for bucket in layout.buckets)  # parameters may be released
         more: list[None] = [None] * (len(layout.slots) - len(self._placeholders))
@@ -126,7 +151,7 @@ class ShownGradients:
         self._references += [sys.maxsize] * len(more)
 
     def show_one(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Show the gradient of a parameter."""
+        """Show the gradient of a parameter in its ``p.grad``."""
         held = self._placeholders[slot.index]
         if held is None:
             held = self._placeholders[slot.index] = self._make(self._spec(slot, parameter), parameter)
@@ -138,17 +163,19 @@ class ShownGradients:
             parameter.grad = held
 
     def placeholders_of(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
-        """Return what :meth:`show_one` shows of each of these parameters, which stays the same until :meth:`retire`
-        returns True; None before it has."""
+        """Return the placeholders of these parameters, for a caller that puts them into ``p.grad`` itself.
+
+        They stay the same until :meth:`retire` returns True. None if some have not been made yet.
+        """
         known = {index: held for index in indices if (held := self._placeholders[index]) is not None}
         if len(known) < len(set(indices)):
             return None
-        for index in known:
+        for index in known:  # the caller's dict is one more reference of the engine
             self._references[index] = _OWN_REFERENCES + 1
         return known
 
     def mark_shown(self, indices: Iterable[int]) -> None:
-        """The gradients of these parameters are shown, as :meth:`show_one` does it."""
+        """Note that the caller has put the placeholders of these parameters into ``p.grad``."""
         for index in indices:
             self._shown[index] = self._placeholders[index]
 
@@ -161,19 +188,22 @@ class ShownGradients:
         )
 
     def restore(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Let ``p.grad`` be again what the engine has put there."""
+        """Put into ``p.grad`` again what the engine has shown there last."""
         set_grad(parameter, self._shown[slot.index])
 
     def show(self, parameters: Sequence[torch.nn.Parameter], indices: Iterable[int]) -> None:
-        """Show several gradients, of which some may be shown already. A tensor that the user has put in the place of
-        one stays, to be found."""
+        """Show the gradients of these parameters that are not shown yet.
+
+        A tensor that the user has put into ``p.grad`` stays there, so that :meth:`changed` finds it.
+        """
         with as_plain_tensors():
             for index in indices:
                 if self._shown[index] is None and parameters[index].grad is None:
                     self.show_one(self._layout.slots[index], parameters[index])
 
     def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Set every ``p.grad`` to None, for the next backward, if any is shown."""
+        """Set every ``p.grad`` to None, if some gradient is shown."""
+        # Two C loops, because this runs in every backward and usually finds nothing.
         if any(map(operator.is_not, self._shown, itertools.repeat(None))):
             self._hide(parameters)
 
@@ -185,14 +215,19 @@ class ShownGradients:
         self._shown = [None] * len(parameters)
 
     def retire(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Hide all gradients, which a step has used. One that the user still has shows those of no later step: others
-        are made in its place. Return True if there are such, so that what :meth:`placeholders_of` has returned is asked
-        for anew."""
+        """Hide all gradients after a step has used them.
+
+        A placeholder that the user still refers to must not show the gradients of a later step: it is marked as used,
+        and a new one is made when it is needed.
+
+        Returns:
+            True if there are such, so that :meth:`placeholders_of` must be called again.
+        """
         shown: list[Any] = self._shown
         self._hide(parameters)
         self.factors.clear()
-        # Two C loops and no Python for each parameter: a gradient is the user's, too, if it has more references than
-        # those of the engine.
+        # The user refers to a placeholder if its reference count is above the engine's own. Two C loops find out in
+        # each step that there is none, without Python for each parameter.
         if not any(map(operator.gt, map(sys.getrefcount, shown), self._references)):
             return False
         kept = False
@@ -202,11 +237,12 @@ class ShownGradients:
                 held.spec.mark_used()
                 self._placeholders[index] = None
                 kept = True
-        if kept:
+        if kept:  # callers of `placeholders_of` drop their dicts
             self._references = [_OWN_REFERENCES if known < sys.maxsize else known for known in self._references]
         return kept
 
     def is_shown(self, index: int) -> bool:
+        """Return True if ``p.grad`` of this parameter shows a gradient, as far as the engine knows."""
         return self._shown[index] is not None
 
     # ---------------------------------------------------------------- what the user has done
@@ -227,7 +263,16 @@ class ShownGradients:
         return {index: gradient for index, (gradient, held) in found if gradient is not held}
 
     def absorb(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-        """Return True if ``gradient`` is what was shown, or what an operation on it has given, which is then taken."""
+        """Store what the user has computed from the shown gradient, as in ``p.grad = p.grad * 2``.
+
+        Args:
+            index: index of the parameter.
+            parameter: the parameter, whose ``p.grad`` then has its own placeholder again.
+            gradient: content of ``p.grad``.
+
+        Returns:
+            False, and nothing done, if ``gradient`` is none of this parameter's placeholders.
+        """
         held = self._shown[index]
         if (
             not isinstance(held, GradientPlaceholder)
@@ -243,15 +288,18 @@ class ShownGradients:
         return True
 
     def replace(self, index: int, gradient: torch.Tensor | None) -> None:
-        """The user has put ``gradient`` in the place of what was shown."""
+        """Note that ``p.grad`` has ``gradient`` now, which the user has put there."""
         self._shown[index] = gradient
         self.factors.pop(index, None)
 
     # ---------------------------------------------------------------- factors
 
     def multiply(self, indices: Iterable[int], factor: Factor) -> None:
-        """Multiply gradients by ``factor``, a tensor as it is now. Those with one history get one object:
-        :meth:`common_factor` compares no values, for which the host would wait for the device."""
+        """Multiply gradients by ``factor``, if it is a tensor by its present value.
+
+        Gradients that have been multiplied by the same factors share one object. So :meth:`common_factor` compares
+        objects: to compare values of tensors, the host would have to wait for the device.
+        """
         given = (factor, factor._version) if isinstance(factor, torch.Tensor) else (float(factor), 0)
         if not _same_factor(given, self._last_factor):
             self._last_factor, self._products = given, {}
@@ -263,12 +311,12 @@ class ShownGradients:
             self.factors[index] = self._products[id(old)][1]
 
     def take_factors(self) -> dict[int, Factor]:
-        """Return the factors, which count no more."""
+        """Return ``factors`` and forget them."""
         factors, self.factors = self.factors, {}
         return factors
 
     def common_factor(self) -> Factor | None:
-        """Return the factor of all gradients that are shown, None if they have several, or some have none."""
+        """Return the factor that all shown gradients share; None if they have several, or if some have none."""
         shown = [index for index, held in enumerate(self._shown) if held is not None]
         if len(set(map(id, self.factors.values()))) != 1 or not all(index in self.factors for index in shown):
             return None
