@@ -63,10 +63,10 @@ def tensors_of(outputs: object, part: int) -> tuple[bool, tuple[torch.Tensor, ..
 
 
 def shapes_of(value: object) -> dict[str, Any]:
-    """Return the (shape, dtype) of each tensor in ``value`` and the class of every other leaf, by place."""
+    """Return the (shape, dtype) of each tensor in ``value`` and the class of every other leaf, by name."""
     return {
-        place: (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        for place, leaf in named_leaves(value)
+        name: (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        for name, leaf in named_leaves(value)
     }
 
 

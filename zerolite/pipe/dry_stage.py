@@ -121,13 +121,13 @@ class DryStage(ChunkStage):
 
     def _incoming(self) -> BoundarySpec | None:
         key = self.step.key
-        if key not in self._before.known:
-            self._before.known[key] = self._dry_pipeline.boundaries[self.stage_index - 1]
+        if key not in self._before.specs:
+            self._before.specs[key] = self._dry_pipeline.boundaries[self.stage_index - 1]
         return self._before.spec(key)
 
     def _announce(self) -> None:
         key = self.step.key
-        if not self._after.dead and key not in self._after.known:
+        if not self._after.dead and key not in self._after.specs:
             fresh, self._fresh = self._fresh, None
             self._after.learn(key, fresh)
             if fresh is not None:

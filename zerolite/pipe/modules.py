@@ -70,13 +70,13 @@ class TiedLayerSpec(LayerSpec):
 
 
 class _Layers(nn.Module):
-    """Children, named by their place in the sequence."""
+    """Children, named by their index in the sequence."""
 
 
 class PipelineModule(nn.Module):
     """A sequence of layers, each called with the result of the one before: a tensor or a tuple of tensors.
 
-    Parameters are named ``layers.<place>.…`` on every number of stages; those of a tied layer by its first place.
+    Parameters are named ``layers.<index>.…`` on every number of stages; those of a tied layer by its first index.
     Layers of specs are built in ``zerolite.initialize``, which knows the ranks that need them; in a job of one process,
     at the first use. Until then asking for parameters raises RuntimeError. With one stage it is an ordinary module, and
     calling it runs all layers. Raises ValueError for arguments that it does not accept.
@@ -91,7 +91,7 @@ class PipelineModule(nn.Module):
             None: the config's.
         checkpointable_layers: class names; other layers keep their activations.
         seed_layers: build each layer with a seed of its own, so that its values do not depend on the number of stages.
-        base_seed: the seed is this number + the layer's place; default: ``torch.initial_seed()`` of the first rank.
+        base_seed: the seed is this number + the layer's index; default: ``torch.initial_seed()`` of the first rank.
         seed_fn: called with that seed in place of ``torch.manual_seed``.
         dynamic_shape: accepted; shapes may always change from step to step.
     """
@@ -119,10 +119,10 @@ class PipelineModule(nn.Module):
         self.specs = list(layers)
         if not self.specs:
             raise ValueError("PipelineModule: expected at least one layer, got none")
-        for place, layer in enumerate(self.specs):
+        for index, layer in enumerate(self.specs):
             if not callable(layer) and not isinstance(layer, LayerSpec):
                 raise ValueError(
-                    f"PipelineModule: expected layer {place} to be a module, a function or a LayerSpec, got "
+                    f"PipelineModule: expected layer {index} to be a module, a function or a LayerSpec, got "
                     f"{type(layer).__name__}"
                 )
         self.loss_fn, self.num_stages, self.partition_method = loss_fn, num_stages, partition_method
@@ -130,9 +130,9 @@ class PipelineModule(nn.Module):
         self.checkpointable_layers = None if checkpointable_layers is None else tuple(checkpointable_layers)
         self.seed_layers, self.base_seed, self.seed_fn = seed_layers, base_seed, seed_fn
         self.layers = _Layers()
-        self.functions: dict[int, Callable[[Any], Any]] = {}  # layers of this rank, by place
+        self.functions: dict[int, Callable[[Any], Any]] = {}  # layers of this rank, by index
         self._modules_of_key: dict[str, nn.Module] = {}
-        self.first_places = _first_places(self.specs)
+        self.first_indices = _first_indices(self.specs)
         if not any(isinstance(layer, LayerSpec) for layer in self.specs):
             self.build(range(len(self.specs)))
 
@@ -170,21 +170,21 @@ class PipelineModule(nn.Module):
         """True if this rank's layers have been built."""
         return bool(self.functions)
 
-    def build(self, places: Iterable[int], device: torch.device | None = None) -> None:
-        """Build the layers at ``places`` that do not exist yet, and keep no others.
+    def build(self, indices: Iterable[int], device: torch.device | None = None) -> None:
+        """Build the layers at ``indices`` that do not exist yet, and keep no others.
 
         Args:
-            places: places in the sequence.
+            indices: indices in the sequence.
             device: default: where their classes put them.
         """
         built = self.functions
-        self.functions = {place: built[place] if place in built else self._made(place, device) for place in places}
+        self.functions = {index: built[index] if index in built else self._made(index, device) for index in indices}
 
-    def _made(self, place: int, device: torch.device | None) -> Callable[[Any], Any]:
-        layer = self.specs[place]
+    def _made(self, index: int, device: torch.device | None) -> Callable[[Any], Any]:
+        layer = self.specs[index]
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self._modules_of_key:
-                first = self.first_places[place]
+                first = self.first_indices[index]
                 self._modules_of_key[layer.key] = self._add(first, self._seeded(first, self.specs[first]), device)
             module = self._modules_of_key[layer.key]
             missing = [name for name in layer.tied_weight_attr if not _has(module, name)]
@@ -194,27 +194,27 @@ class PipelineModule(nn.Module):
                     "none; pass tied_weight_attr"
                 )
             return module if layer.forward_fn is None else functools.partial(layer.forward_fn, module)
-        made = self._seeded(place, layer) if isinstance(layer, LayerSpec) else layer
+        made = self._seeded(index, layer) if isinstance(layer, LayerSpec) else layer
         if isinstance(made, nn.Module) or not callable(made):
-            self._add(self.first_places[place], made, device)
+            self._add(self.first_indices[index], made, device)
         return made
 
-    def _seeded(self, place: int, spec: LayerSpec) -> Any:
+    def _seeded(self, index: int, spec: LayerSpec) -> Any:
         if not self.seed_layers:
             return spec.build()
-        seed = (torch.initial_seed() if self.base_seed is None else self.base_seed) + place
+        seed = (torch.initial_seed() if self.base_seed is None else self.base_seed) + index
         with torch.random.fork_rng():
             (self.seed_fn or torch.manual_seed)(seed)
             return spec.build()
 
-    def _add(self, place: int, module: object, device: torch.device | None) -> Any:
+    def _add(self, index: int, module: object, device: torch.device | None) -> Any:
         if not isinstance(module, nn.Module):
             raise ValueError(
-                f"PipelineModule: expected layer {place} ({self.specs[place]!r}) to build a module, got "
+                f"PipelineModule: expected layer {index} ({self.specs[index]!r}) to build a module, got "
                 f"{type(module).__name__}"
             )
-        if str(place) not in self.layers._modules:
-            self.layers.add_module(str(place), module if device is None else module.to(device))
+        if str(index) not in self.layers._modules:
+            self.layers.add_module(str(index), module if device is None else module.to(device))
             self.layers._modules = dict(sorted(self.layers._modules.items(), key=lambda item: int(item[0])))
         return module
 
@@ -270,9 +270,11 @@ class PipelineModule(nn.Module):
             )
         return self.run(range(len(self.specs)), inputs[0] if len(inputs) == 1 else inputs)
 
-    def run(self, places: Sequence[int], value: object) -> Any:
-        """Run the layers at ``places``, which are consecutive, on ``value``."""
-        return run_layers([self.functions[place] for place in places], value, self.interval, self.checkpointable_layers)
+    def run(self, indices: Sequence[int], value: object) -> Any:
+        """Run the layers at ``indices``, which are consecutive, on ``value``."""
+        return run_layers(
+            [self.functions[index] for index in indices], value, self.interval, self.checkpointable_layers
+        )
 
     @property
     def interval(self) -> int:
@@ -329,14 +331,14 @@ def trained_numel(layer: Any) -> int:
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
 
 
-def _first_places(layers: Sequence[object]) -> list[int]:
-    """Return for each place the first place of the same layer."""
+def _first_indices(layers: Sequence[object]) -> list[int]:
+    """Return for each index the first index of the same layer."""
     seen: dict[Any, int] = {}
-    places = []
-    for place, layer in enumerate(layers):
-        key = ("tied", layer.key) if isinstance(layer, TiedLayerSpec) else place
-        places.append(seen.setdefault(id(layer) if isinstance(layer, nn.Module) else key, place))
-    return places
+    indices = []
+    for index, layer in enumerate(layers):
+        key = ("tied", layer.key) if isinstance(layer, TiedLayerSpec) else index
+        indices.append(seen.setdefault(id(layer) if isinstance(layer, nn.Module) else key, index))
+    return indices
 
 
 def _has(module: nn.Module, path: str) -> bool:

@@ -27,19 +27,19 @@ class ParameterAssignment:
     parts: frozenset[int]
 
 
-def assign_parameters(places: Iterable[tuple[str, nn.Parameter, int]]) -> list[ParameterAssignment]:
+def assign_parameters(uses: Iterable[tuple[str, nn.Parameter, int]]) -> list[ParameterAssignment]:
     """Return the assignments of parameters.
 
     Args:
-        places: uses of parameters: a name in the full model, the parameter, and the part.
+        uses: uses of parameters: a name in the full model, the parameter, and the part.
     """
-    known: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
-    for name, parameter, part in places:
-        _, names, parts = known.setdefault(id(parameter), (parameter, {}, set()))
+    found: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
+    for name, parameter, part in uses:
+        _, names, parts = found.setdefault(id(parameter), (parameter, {}, set()))
         names[name] = None
         parts.add(part)
     return [
-        ParameterAssignment(parameter, tuple(names), frozenset(parts)) for parameter, names, parts in known.values()
+        ParameterAssignment(parameter, tuple(names), frozenset(parts)) for parameter, names, parts in found.values()
     ]
 
 
@@ -54,8 +54,8 @@ def assign_layer_parameters(
         bounds: where the parts begin, see partition.py.
     """
     return assign_parameters(
-        (f"{prefix}.{name}", parameter, bisect_right(bounds, place) - 1)
-        for place, (layer, prefix) in enumerate(zip(layers, names, strict=True))
+        (f"{prefix}.{name}", parameter, bisect_right(bounds, index) - 1)
+        for index, (layer, prefix) in enumerate(zip(layers, names, strict=True))
         if layer is not None
         for name, parameter in layer.named_parameters(remove_duplicate=False)
     )

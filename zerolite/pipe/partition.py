@@ -101,10 +101,10 @@ def by_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
         ) from None
     weights = [1.0 if expression.search(name) else 0.0 for name in names]
     if not any(weights):
-        known = ", ".join(dict.fromkeys(names))
+        listed = ", ".join(dict.fromkeys(names))
         raise ValueError(
             f"pipeline.partition_method: expected type:{pattern} to match the class of a layer, got none among "
-            f"{known}; name one of these"
+            f"{listed}; name one of these"
         )
     return balanced(weights, parts)
 

@@ -215,20 +215,20 @@ def _bounds_of(method: str, layers: Sequence[object], names: Sequence[str], part
 def _of_layers(
     model: PipelineModule, bounds: Sequence[int], own: Sequence[int]
 ) -> tuple[list[Chunk], list[ParameterAssignment]]:
-    places = [place for part in own for place in range(bounds[part], bounds[part + 1])]
-    model.build(places)
+    indices = [index for part in own for index in range(bounds[part], bounds[part + 1])]
+    model.build(indices)
     layers = [
         layer if isinstance(layer, nn.Module) else model.layers._modules.get(str(first))
-        for layer, first in zip(model.specs, model.first_places, strict=True)
+        for layer, first in zip(model.specs, model.first_indices, strict=True)
     ]
-    names = [f"layers.{first}" for first in model.first_places]
+    names = [f"layers.{first}" for first in model.first_indices]
     assignments = assign_layer_parameters(layers, names, bounds)
     _strip(layers, assignments, own, bounds)
     chunks: list[Chunk] = []
     for part in own:
         here = range(bounds[part], bounds[part + 1])
-        owners = [layer for layer in (layers[place] for place in here) if layer is not None]
-        functions = [model.functions[place] for place in here]
+        owners = [layer for layer in (layers[index] for index in here) if layer is not None]
+        functions = [model.functions[index] for index in here]
         chunks.append(LayerChunk(part, functions, owners, model.interval, model.checkpointable_layers))
     return chunks, assignments
 

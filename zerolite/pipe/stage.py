@@ -76,11 +76,11 @@ class _Boundary:
     """Boundary with a neighbouring part: the tensors that cross it, by the key of a step's shapes.
 
     Attributes:
-        known: specifications by key.
+        specs: specifications by key.
         dead: the part before it failed in this step before the tensors were known: nothing crosses.
     """
 
-    known: dict[Key, BoundarySpec] = field(default_factory=dict)
+    specs: dict[Key, BoundarySpec] = field(default_factory=dict)
     dead: bool = False
 
     def begin_step(self) -> None:
@@ -90,10 +90,10 @@ class _Boundary:
         if spec is None:
             self.dead = True
         else:
-            self.known[key] = spec
+            self.specs[key] = spec
 
     def spec(self, key: Key) -> BoundarySpec | None:
-        return None if self.dead else self.known[key]
+        return None if self.dead else self.specs[key]
 
 
 class _WritableInput(torch.autograd.Function):
@@ -194,7 +194,7 @@ class ChunkStage(PipelineStage):
         """Return the tensors to expect from the part before; None if nothing comes. With new shapes that part sends
         this first."""
         key = self.step.key
-        if not self._before.dead and key not in self._before.known:
+        if not self._before.dead and key not in self._before.specs:
             assert self._links is not None
             self._before.learn(key, self._links.receive(self._rank_of(self.stage_index - 1)))
         return self._before.spec(key)
@@ -299,7 +299,7 @@ class ChunkStage(PipelineStage):
         step = self.step
         single = True
         if not self.is_first:
-            spec = self._before.known[step.key]
+            spec = self._before.specs[step.key]
             single = spec.single
             if self.has_backward:
                 for tensor, described in zip(received, spec.tensors, strict=True):
@@ -310,14 +310,14 @@ class ChunkStage(PipelineStage):
             loss = step.loss(outputs, index)
             return () if loss is None else (loss,)
         single, tensors = tensors_of(outputs, self.stage_index)
-        known = self._after.known.get(step.key)
+        expected = self._after.specs.get(step.key)
         made = BoundarySpec(single, tuple(map(TensorSpec.of, tensors)))
-        if known is None:
+        if expected is None:
             # Sent to the next part by _announce(), which also runs if this forward fails.
             self._fresh = made
-        elif not same_specs(tensors, known.tensors):
+        elif not same_specs(tensors, expected.tensors):
             raise RuntimeError(
-                f"expected part {self.stage_index} of the pipeline to give {known} for every micro-batch of these "
+                f"expected part {self.stage_index} of the pipeline to give {expected} for every micro-batch of these "
                 f"shapes, as it did at first, got {made}"
             )
         return tensors
@@ -325,7 +325,7 @@ class ChunkStage(PipelineStage):
     def _announce(self) -> None:
         """Send the shapes of the outputs to the next part, if they are new to it."""
         key = self.step.key
-        if self._after.dead or key in self._after.known:
+        if self._after.dead or key in self._after.specs:
             return
         fresh, self._fresh = self._fresh, None
         self._after.learn(key, fresh)

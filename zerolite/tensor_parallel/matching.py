@@ -98,9 +98,9 @@ def _resolve(
 
 def _used_by_functions(model: nn.Module) -> list[str]:
     """Return the tied layers of a PipelineModule that a forward_fn uses in another way than calling them."""
-    places: Any = getattr(model, "first_places", ())
+    indices: Any = getattr(model, "first_indices", ())
     specs: Any = getattr(model, "specs", ()) if getattr(model, "is_pipeline_module", False) else ()
-    return [f"layers.{places[at]}" for at, spec in enumerate(specs) if getattr(spec, "forward_fn", None) is not None]
+    return [f"layers.{indices[at]}" for at, spec in enumerate(specs) if getattr(spec, "forward_fn", None) is not None]
 
 
 def _names_elsewhere(model: nn.Module) -> list[str]:
