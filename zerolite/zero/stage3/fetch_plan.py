@@ -61,7 +61,7 @@ NO_PLAN = FetchPlan((), (END,), (), (), ())
 """Followed where no plan is: no event agrees with it."""
 
 
-class Residency:
+class FetchState:
     """State of the schedule as events change it: which parameters are live, in flight, needed, or held."""
 
     def __init__(self, groups: Sequence[Sequence[int]], numels: Sequence[int], max_live_numel: int) -> None:
@@ -83,8 +83,8 @@ class Residency:
         launch = tuple(p for p in wait if p not in self.in_flight)
         self.begin_execution(group)
         release = self._make_room(self.size(launch))
-        self.start(launch)
-        self.settle(wait)
+        self.mark_in_flight(launch)
+        self.mark_live(wait)
         return Fetch(release, launch, (), wait)
 
     def begin_execution(self, group: int) -> None:
@@ -101,19 +101,19 @@ class Residency:
             self.needs[p] -= 1
         return tuple(p for p in self.groups[group] if not self.needs[p])
 
-    def start(self, parameters: Sequence[int]) -> None:
+    def mark_in_flight(self, parameters: Sequence[int]) -> None:
         self.in_flight.update(parameters)
         self.total += self.size(parameters)
 
-    def settle(self, parameters: Sequence[int]) -> None:
+    def mark_live(self, parameters: Sequence[int]) -> None:
         self.in_flight.difference_update(parameters)
         self.live.update(parameters)
 
-    def make_live(self, parameter: int) -> None:
+    def add_live(self, parameter: int) -> None:
         """The caller has gathered it, or has waited for it where it was in flight."""
         if parameter not in self.live and parameter not in self.in_flight:
-            self.start((parameter,))
-        self.settle((parameter,))
+            self.mark_in_flight((parameter,))
+        self.mark_live((parameter,))
 
     def release(self, parameters: Iterable[int]) -> tuple[int, ...]:
         """Drops those that are there and not held, and gives them back."""
@@ -205,7 +205,7 @@ class _Planner:
     ) -> None:
         self.order, self.limits, self.on_disk = order, limits, on_disk
         self.look_ahead = _LookAhead(order, groups, numels, limits.max_reuse_distance)
-        self.state = Residency(groups, numels, limits.max_live_numel)
+        self.state = FetchState(groups, numels, limits.max_live_numel)
         self.frontier = 0  # every ENTER before this index is provided for
 
     def enter(self, index: int, group: int) -> Fetch:
@@ -241,7 +241,7 @@ class _Planner:
                     break
                 if started or not needs_nothing:
                     ahead += size
-                state.start(missing)
+                state.mark_in_flight(missing)
                 state.due.update((p, self.frontier) for p in missing)
                 started += missing
             self.frontier += 1

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
-from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPlan, Residency, plan_step
+from zerolite.zero.stage3.fetch_plan import NO_PLAN, Fetch, FetchLimits, FetchPlan, FetchState, plan_step
 
 logger = logging.getLogger("zerolite")
 
@@ -65,7 +65,7 @@ class FetchSchedule:
         self._plan = NO_PLAN  # the plan in use
         self._position = 0  # of the next event in the plan
         # State of a step without a plan; empty while a plan is in use.
-        self._state = Residency(self.groups, self._numels, limits.max_live_numel)
+        self._state = FetchState(self.groups, self._numels, limits.max_live_numel)
         self._kind: str | None = None  # kind of this step; None outside a step
         self._order: list[int] = []  # events of this step, while no plan is in use
         self._dropped = 0  # number of events before those, in a step that is too long
@@ -178,14 +178,14 @@ class FetchSchedule:
         self._mode = StepMode.RECORDED
         self._order = list(plan.order[:position])
 
-    def _replay(self, plan: FetchPlan, position: int) -> Residency:
+    def _replay(self, plan: FetchPlan, position: int) -> FetchState:
         """Return the state before event `position` of a plan."""
-        state = Residency(self.groups, self._numels, self._limits.max_live_numel)
+        state = FetchState(self.groups, self._numels, self._limits.max_live_numel)
         for event, fetch, releases in zip(plan.order[:position], plan.fetches, plan.releases, strict=False):
             state.release(fetch.release)
             for launch in (fetch.launch, fetch.prefetch):
-                state.start(launch)
-            state.settle(fetch.wait)
+                state.mark_in_flight(launch)
+            state.mark_live(fetch.wait)
             if event >= 0:
                 state.begin_execution(event)
             else:
@@ -200,7 +200,7 @@ class FetchSchedule:
             self._depart()
         for p in parameters:
             self._state.held.add(p)
-            self._state.make_live(p)
+            self._state.add_live(p)
 
     def unhold(self, parameters: Sequence[int]) -> tuple[int, ...]:
         """End holds. Return the parameters to release: those that no open execution needs."""
@@ -224,7 +224,7 @@ class FetchSchedule:
         open_executions = self._state.open.count(group)
         if open_executions:
             self._state.needs[parameter] += open_executions
-            self._state.make_live(parameter)
+            self._state.add_live(parameter)
 
     @property
     def plan_progress(self) -> tuple[int, bool]:
