@@ -72,7 +72,7 @@ class FetchState:
         self.open: list[int] = []  # groups, outermost first
         self.needs = [0] * len(numels)  # open executions that need each parameter
         self.held: set[int] = set()
-        self.due: dict[int, int] = {}  # of what no execution needs now: index of the ENTER that it is kept for
+        self.kept_until: dict[int, int] = {}  # of what no execution needs now: index of the ENTER that it is kept for
 
     def size(self, parameters: Iterable[int]) -> int:
         return sum(self.numels[p] for p in parameters)
@@ -128,7 +128,7 @@ class FetchState:
         released: list[int] = []
         if self.total + size > self.max_live_numel:
             idle = [p for p in self.live | self.in_flight if not self.needs[p] and p not in self.held]
-            for p in sorted(idle, key=lambda p: (-self.due.get(p, 0), p)):
+            for p in sorted(idle, key=lambda p: (-self.kept_until.get(p, 0), p)):
                 if self.total + size <= self.max_live_numel:
                     break
                 released.extend(self.release((p,)))
@@ -141,46 +141,47 @@ class FetchState:
         return self.release(sorted(self.live | self.in_flight))
 
 
-class _Arrival(NamedTuple):
+class _Use(NamedTuple):
     """One parameter of a group that is entered.
 
     Attributes:
-        closed: index of the LEAVE that ended the execution before; -1: none; the index of this ENTER: it is inside one.
-        kept: True if it may be kept since then.
+        last_leave: index of the LEAVE that ended the execution before; -1 if there is none. The index of this ENTER if
+            another execution that needs the parameter is open.
+        kept: True if it may stay gathered since then.
     """
 
     parameter: int
-    closed: int
+    last_leave: int
     kept: bool
 
 
 class _LookAhead:
-    """Facts that follow from an order alone: `arrivals[i]` for the parameters of ENTER i, and `next_use[leave,
+    """Facts that follow from an order alone: `uses[i]` for the parameters of ENTER i, and `next_use[leave,
     parameter]` for those to keep."""
 
     def __init__(
         self, order: Sequence[int], groups: Sequence[Sequence[int]], numels: Sequence[int], max_reuse_distance: int
     ) -> None:
-        self.arrivals: list[tuple[_Arrival, ...]] = []
+        self.uses: list[tuple[_Use, ...]] = []
         self.next_use: dict[tuple[int, int], int] = {}
         sizes = [sum(numels[p] for p in group) for group in groups]
         entered = 0  # elements of all groups entered so far
         entered_at: list[int] = []
         open_executions = [0] * len(groups)
         needs = [0] * len(numels)
-        closed_at: dict[int, int] = {}
+        left_at: dict[int, int] = {}
         for index, event in enumerate(order):
             entered_at.append(entered)
-            arrivals = []
+            uses = []
             if event >= 0:
                 for p in groups[event]:
-                    closed = index if needs[p] else closed_at.get(p, -1)
+                    last_leave = index if needs[p] else left_at.get(p, -1)
                     kept = bool(needs[p])
-                    if not kept and closed >= 0 and max_reuse_distance:
-                        kept = entered - entered_at[closed] <= max_reuse_distance
+                    if not kept and last_leave >= 0 and max_reuse_distance:
+                        kept = entered - entered_at[last_leave] <= max_reuse_distance
                         if kept:
-                            self.next_use[closed, p] = index
-                    arrivals.append(_Arrival(p, closed, kept))
+                            self.next_use[last_leave, p] = index
+                    uses.append(_Use(p, last_leave, kept))
                     needs[p] += 1
                 open_executions[event] += 1
                 entered += sizes[event]
@@ -188,11 +189,11 @@ class _LookAhead:
                 open_executions[~event] -= 1
                 for p in groups[~event]:
                     needs[p] -= 1
-                    closed_at[p] = index
-            self.arrivals.append(tuple(arrivals))
+                    left_at[p] = index
+            self.uses.append(tuple(uses))
 
 
-class _Planner:
+class _StepPlanner:
     """Walks an order with a state and what follows from it."""
 
     def __init__(
@@ -209,8 +210,8 @@ class _Planner:
         self.frontier = 0  # every ENTER before this index is provided for
 
     def enter(self, index: int, group: int) -> Fetch:
-        needs_nothing = not self.state.groups[group]
-        return self.state.enter(group)._replace(prefetch=self._prefetch(index, needs_nothing))
+        is_empty = not self.state.groups[group]
+        return self.state.enter(group)._replace(prefetch=self._prefetch(index, is_empty))
 
     def leave(self, index: int, group: int) -> tuple[int, ...]:
         state = self.state
@@ -218,14 +219,14 @@ class _Planner:
         for p in state.end_execution(group):
             next_use = self.look_ahead.next_use.get((index, p))
             if next_use is not None and state.total - state.size(state.in_flight) <= self.limits.max_live_numel:
-                state.due[p] = next_use
+                state.kept_until[p] = next_use
             else:
                 released.extend(state.release((p,)))
         return tuple(released)
 
-    def _prefetch(self, now: int, needs_nothing: bool) -> tuple[int, ...]:
+    def _prefetch(self, now: int, is_empty: bool) -> tuple[int, ...]:
         """Starts the groups of the ENTERs after `now`, in order, up to the first that must wait, in one launch.
-        needs_nothing: the group that is entered has no parameters, so the first of the others is needed at once, and
+        is_empty: the group that is entered has no parameters, so the first of the others is needed at once, and
         does not count as ahead."""
         state = self.state
         started: list[int] = []
@@ -237,17 +238,17 @@ class _Planner:
                 break
             if missing:
                 size = state.size(missing)
-                if state.total + size > self.limits.max_live_numel or not self._is_read(missing, now):
+                if state.total + size > self.limits.max_live_numel or not self._fits_read_buffers(missing, now):
                     break
-                if started or not needs_nothing:
+                if started or not is_empty:
                     ahead += size
                 state.mark_in_flight(missing)
-                state.due.update((p, self.frontier) for p in missing)
+                state.kept_until.update((p, self.frontier) for p in missing)
                 started += missing
             self.frontier += 1
         return tuple(started)
 
-    def _is_read(self, parameters: Sequence[int], now: int) -> bool:
+    def _fits_read_buffers(self, parameters: Sequence[int], now: int) -> bool:
         """True if the parameters among these that are on disk can have been read by now. Gathers in flight may have
         half of the buffers: in the other half what comes after them is read."""
         size = sum(self.on_disk.get(p, 0) for p in parameters)
@@ -258,9 +259,9 @@ class _Planner:
         """Return the parameters to gather for a later ENTER; None where it is too early for it, because a parameter
         will be released between `now` and then."""
         missing = []
-        for p, closed, kept in self.look_ahead.arrivals[enter]:
+        for p, last_leave, kept in self.look_ahead.uses[enter]:
             present = p in self.state.live or p in self.state.in_flight
-            if closed > now and not (present and kept):
+            if last_leave > now and not (present and kept):
                 return None
             if not present:
                 missing.append(p)
@@ -277,7 +278,7 @@ def plan_step(
     """Plans a step. `order` holds g for ENTER g and ~g for LEAVE g; `groups` lists each group's parameters without the
     persistent ones, each once; `numels` is indexed by parameter id. `on_disk`: of the parameters whose shards have to
     be read from disk for a gather, the elements of this rank's shard."""
-    planner = _Planner(order, groups, numels, limits, on_disk)
+    planner = _StepPlanner(order, groups, numels, limits, on_disk)
     fetches, releases = [], []
     for index, event in enumerate(order):
         fetches.append(planner.enter(index, event) if event >= 0 else _NOTHING)
@@ -302,26 +303,26 @@ def _plan_reads(
         for launch in (fetch.launch, fetch.prefetch)
         if (needed := tuple(p for p in launch if p in on_disk))
     ]
-    in_hand = launched = read = 0  # elements; gathers launched, and read for, so far
+    buffered = launched = read = 0  # elements; gathers launched, and read for, so far
     in_flight: set[int] = set()
     planned = []
     for index, (event, fetch) in enumerate(zip(order, fetches, strict=True)):
         while launched < len(gathers) and gathers[launched][0] == index:
             in_flight.update(gathers[launched][1])
             if read == launched:  # these have not been read before
-                in_hand += sum(on_disk[p] for p in gathers[launched][1])
+                buffered += sum(on_disk[p] for p in gathers[launched][1])
                 read += 1
             launched += 1
         now: list[int] = []
         while event >= 0 and read < len(gathers):
             size = sum(on_disk[p] for p in gathers[read][1])
-            if in_hand + size > limit:
+            if buffered + size > limit:
                 break
             now.extend(gathers[read][1])
-            in_hand += size
+            buffered += size
             read += 1
         ended = in_flight.intersection((*fetch.release, *fetch.wait, *releases[index]))
         in_flight -= ended
-        in_hand -= sum(on_disk[p] for p in ended)
+        buffered -= sum(on_disk[p] for p in ended)
         planned.append(fetch._replace(read=tuple(now)))
     return planned

@@ -139,10 +139,10 @@ def plan_param_groups(
 
     Subtrees of the first kind inside a block are groups of their own.
     """
-    return _Planner(model, is_leaf, granularity, max_live).groups
+    return _GroupPlanner(model, is_leaf, granularity, max_live).groups
 
 
-class _Planner:
+class _GroupPlanner:
     def __init__(self, model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int) -> None:
         self._is_leaf, self._granularity, self._max_live = is_leaf, granularity, max_live
         self._largest = _numel(model) // LARGEST_SHARE
