@@ -23,7 +23,7 @@ class Passes:
                 self.plan.on_gradient(bucket)
             self.ends += 1
             launched.append(list(self.plan.on_group_end(group)))
-        if not self.plan.settled:
+        if not self.plan.is_learned:
             self.plan.learn(list(self.plan.arrivals))
         return launched
 
@@ -36,14 +36,14 @@ def test_a_bucket_is_launched_when_its_group_ends_for_the_first_time() -> None:
     passes = Passes([[0], [1], []])
     assert passes.run(TWICE) == [[0], [1], []]
     assert passes.run(TWICE) == [[0], [1], []]  # nothing is learned without a plan
-    assert not passes.plan.settled
+    assert not passes.plan.is_learned
 
 
 def test_a_plan_teaches_which_end_is_late_enough() -> None:
     passes = Passes([[0], [1], []])
     passes.run(TWICE, number=1, length=3)
     assert passes.run(TWICE, number=1, length=3) == [[], [1], [0]]
-    assert passes.plan.settled
+    assert passes.plan.is_learned
 
 
 def test_a_pass_that_stops_on_its_way_through_a_plan_teaches_nothing() -> None:
@@ -51,7 +51,7 @@ def test_a_pass_that_stops_on_its_way_through_a_plan_teaches_nothing() -> None:
     beginning of the long one."""
     passes = Passes([[0], [1], []])
     passes.run(TWICE[:2], number=1, length=3)
-    assert not passes.plan.settled
+    assert not passes.plan.is_learned
     assert passes.run(TWICE, number=1, length=3) == [[0], [1], []]
     assert passes.run(TWICE, number=1, length=3) == [[], [1], [0]]
 
@@ -68,7 +68,7 @@ def test_a_bucket_of_several_groups_waits_for_the_last_of_them() -> None:
     assert passes.run(events) == [[1], [], [0]]
     passes.run(events, number=1, length=3)
     assert passes.run(events, number=1, length=3) == [[1], [], [0]]
-    assert passes.plan.settled
+    assert passes.plan.is_learned
     assert passes.run([(2, [1]), (0, [0])]) == [[1], []], "group 1 never ends: with the pass"
     passes.run([(2, [1]), (1, [0])], number=2, length=2)
     assert passes.run([(2, [1]), (1, [0])], number=2, length=2) == [[1], []]

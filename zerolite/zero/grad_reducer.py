@@ -156,7 +156,7 @@ class GradReducer:
         plan = self._plan
         if plan is not None:
             plan.begin_backward()
-        self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.settled)
+        self.current.begin(factor, reducing, weight == 0, plan is not None, plan is not None and not plan.is_learned)
         if self.order.learning:
             self.order.begin_backward()
         self.arrivals.begin_backward()
@@ -263,7 +263,7 @@ class GradReducer:
 
         At stage 3 this may change within a backward, when a module execution ends that departs from the plan.
         """
-        return self._new_buckets if self._plan is None else not self._plan.settled
+        return self._new_buckets if self._plan is None else not self._plan.is_learned
 
     @torch.no_grad()
     def _agree_on_late(self) -> None:

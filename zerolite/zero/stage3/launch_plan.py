@@ -46,7 +46,7 @@ class LaunchPlan:
         self._all_missing = [len(of_bucket) for of_bucket in groups]
         self._missing: list[int] = []  # groups that each bucket waits for in this backward
         self._learned: dict[int, dict[End, list[int]]] = {}  # by plan number
-        self._due: dict[End, list[int]] | None = None  # None: nothing is learned
+        self._launches: dict[End, list[int]] | None = None  # None: nothing is learned
         self._ends: list[End] = []  # of this backward
         self._counts: dict[int, int] = {}
         self.arrivals = [-1] * len(groups)  # ends before each bucket's last gradient in this backward; -1: no gradient
@@ -54,15 +54,15 @@ class LaunchPlan:
     def begin_backward(self) -> None:
         """Begin a backward, before its first gradient."""
         self._number, self._done = self._progress()[0], False
-        self._due = self._learned.get(self._number)
+        self._launches = self._learned.get(self._number)
         self._missing = list(self._all_missing)
         self._ends, self._counts = [], {}
         self.arrivals = [-1] * len(self.arrivals)
 
     @property
-    def settled(self) -> bool:
+    def is_learned(self) -> bool:
         """True if this backward follows a plan whose launches are known, so that no gradient can be late."""
-        return self._due is not None and self._due is self._learned.get(self._number)
+        return self._launches is not None and self._launches is self._learned.get(self._number)
 
     def on_gradient(self, bucket: int) -> None:
         """A gradient of ``bucket`` has come."""
@@ -74,8 +74,8 @@ class LaunchPlan:
         self._counts[group] = count
         self._ends.append((group, count))
         self._number, self._done = self._progress()
-        if self._due is not None:
-            return self._due.get((group, count), ())
+        if self._launches is not None:
+            return self._launches.get((group, count), ())
         return self._complete_with(group) if count == 1 else ()
 
     def _complete_with(self, group: int) -> list[int]:
@@ -90,7 +90,7 @@ class LaunchPlan:
         through a plan says nothing of it: the executions that are left may bring further gradients."""
         if not self._number or not self._done:
             return
-        due: dict[End, list[int]] = {}
+        launches: dict[End, list[int]] = {}
         last_ends = {group: index for index, (group, _) in enumerate(self._ends)}
         for bucket, arrival in enumerate(arrivals):
             # Not before its groups, whatever has come: what is frozen now, or an expert that no rank has used, may get
@@ -99,5 +99,5 @@ class LaunchPlan:
             ends = [last_ends.get(group, len(self._ends)) for group in self._groups[bucket]]
             last = max([arrival, *ends])
             if 0 <= last < len(self._ends):
-                due.setdefault(self._ends[last], []).append(bucket)
-        self._learned[self._number] = due
+                launches.setdefault(self._ends[last], []).append(bucket)
+        self._learned[self._number] = launches
