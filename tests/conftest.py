@@ -14,9 +14,12 @@ import torch
 
 from tests.toolkit.pool import Pools
 
+# A shell lets the commands that it starts in the background ignore Ctrl-C, and nohup lets them ignore SIGHUP. The
+# commands that tests send these signals to would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell lets what it starts in the background ignore Ctrl-C, and so would the commands that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)  # still ignored here; a command that is started has the default
 
 
 SHARES = 8  # a share of the slow tests takes about a quarter of an hour on two cores
