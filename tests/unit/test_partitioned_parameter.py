@@ -18,10 +18,10 @@ from zerolite.zero.stage3.partition_parameters import partition
 from zerolite.zero.stage3.partitioned_parameter import (
     PartitionedParameter,
     ZeroParamStatus,
-    arrive,
     handle_of,
-    whole_numel,
-    whole_shape,
+    mark_available,
+    unpartitioned_numel,
+    unpartitioned_shape,
 )
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_every_rank_has_an_equal_padded_part(shape: tuple[int, ...], world: int)
         assert parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
         part = value.numel() if world == 1 else math.ceil(value.numel() / world / 16) * 16
         assert parameter.partition_numel() == parameter.ds_tensor.numel() == part
-        assert (whole_shape(parameter), whole_numel(parameter)) == (value.shape, value.numel())
+        assert (unpartitioned_shape(parameter), unpartitioned_numel(parameter)) == (value.shape, value.numel())
         assert handle_of(parameter) is handle
         assert handle.full.untyped_storage().nbytes() == (0 if world > 1 else 4 * value.numel())
         parts.append(parameter.ds_tensor)
@@ -80,7 +80,7 @@ def test_what_users_take_from_a_gathered_parameter_keeps_its_memory() -> None:
 def test_states_follow_each_other_in_one_order() -> None:
     parameter, handle = cut(torch.randn(4), rank=0, world=2)
     with pytest.raises(AssertionError, match=r"layer\.weight"):
-        arrive([handle])  # no gather is under way
+        mark_available([handle])  # no gather is under way
     parameter.all_gather()
     with pytest.raises(AssertionError, match=r"layer\.weight"):
         handle.context.issue_all_gather([handle])  # it is whole

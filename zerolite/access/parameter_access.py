@@ -21,7 +21,7 @@ from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.layout import Range, Slot
 from zerolite.zero.optim_shards import OptimParamShard
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
-from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, whole_shape
+from zerolite.zero.stage3.partitioned_parameter import ZeroParamStatus, handle_of, unpartitioned_shape
 from zerolite.zero.step import StepPipeline
 
 Parameters = torch.nn.Parameter | Iterable[torch.nn.Parameter]
@@ -128,8 +128,8 @@ def _access_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[ParameterAcces
         engine = owner() if owner is not None else None
         if engine is None:
             raise ValueError(
-                f"expected a parameter that an engine trains, got one of shape {tuple(whole_shape(parameter))} that "
-                "none does: it is frozen, or belongs to a model that was not given to zerolite.initialize"
+                f"expected a parameter that an engine trains, got one of shape {tuple(unpartitioned_shape(parameter))} "
+                "that none does: it is frozen, or belongs to a model that was not given to zerolite.initialize"
             )
         engines.append(engine)
     if any(engine is not engines[0] for engine in engines):
@@ -255,9 +255,9 @@ class ParameterAccess:
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
         if handle is not None:
-            handle.note_write()
+            handle.on_written_in_place()
         if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
-            shape = whole_shape(parameter)
+            shape = unpartitioned_shape(parameter)
             parameter.data.copy_(values.as_strided(shape, self._reducer.strides[index]))
             torch.autograd.graph.increment_version([parameter])
 
@@ -337,7 +337,7 @@ class ParameterAccess:
         only this rank's shard of it is returned."""
         parameter = self._buffer.parameters[index]
         cut = shard_spec_of(parameter)
-        shape = whole_shape(parameter) if cut is None else torch.Size(cut.full_shape)
+        shape = unpartitioned_shape(parameter) if cut is None else torch.Size(cut.full_shape)
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"parameter '{self._slot(index).name}': expected a tensor of {tuple(shape)}, got {got}")
@@ -413,10 +413,10 @@ class ParameterAccess:
         return [layout.param_range(slot, rank) for rank in range(layout.world_size)]
 
     def _shaped(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(whole_shape(self._buffer.parameters[index]), self._reducer.strides[index])
+        return flat.as_strided(unpartitioned_shape(self._buffer.parameters[index]), self._reducer.strides[index])
 
     def _empty(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        shape = whole_shape(self._buffer.parameters[index])
+        shape = unpartitioned_shape(self._buffer.parameters[index])
         return torch.empty(shape, dtype=dtype, device=self._buffer.placements.device)
 
 

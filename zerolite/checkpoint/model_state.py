@@ -30,7 +30,7 @@ from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.optim_shards import OptimParamShard
 from zerolite.zero.sharded_optimizer import ShardedOptimizer
-from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, whole_numel, whole_shape
+from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, handle_of, unpartitioned_numel, unpartitioned_shape
 from zerolite.zero.stage3.persistent_parameters import refresh
 
 PARAMETERS, BUFFERS, OPTIMIZER, RANKS = "parameters/", "buffers/", "optimizer/", "ranks/"
@@ -153,7 +153,7 @@ class ModelState:
     def range(self, key: str, index: int, start: int, values: torch.Tensor) -> FlatRange:
         """Return a range of a tensor of the size of the trained parameter ``index``."""
         parameter = self.buffer.parameters[index]
-        shape = tuple(whole_shape(parameter))
+        shape = tuple(unpartitioned_shape(parameter))
         return FlatRange(key, shape, self._strides(parameter), start, values, shard_spec_of(parameter))
 
     def writes(self, parameter: torch.Tensor) -> bool:
@@ -225,7 +225,7 @@ class ModelState:
                 everywhere.append(whole(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
             elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
-                sharded.append(replace(part, values=handle.own_part()) if handle.status is AVAILABLE else part)
+                sharded.append(replace(part, values=handle.local_part()) if handle.status is AVAILABLE else part)
         return [*sharded, *split_evenly(everywhere, self.comm.rank, self.comm.world_size)]
 
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:
@@ -236,7 +236,7 @@ class ModelState:
         """Return the shape of the states that have a value for each element."""
         if not self.buffer.keeps_shape(param_shard.fragment.slot):
             return torch.Size((param_shard.fragment.numel,))
-        return whole_shape(self.buffer.parameters[param_shard.fragment.slot.index])
+        return unpartitioned_shape(self.buffer.parameters[param_shard.fragment.slot.index])
 
     def is_scalar(self, kind: str, value: object, param_shard: OptimParamShard) -> bool:
         """True if a state is one number for a whole parameter."""
@@ -274,7 +274,7 @@ class ModelState:
         """Yield the parameters that are not trained and have elements."""
         trained = self.index_of()
         for name, parameter in self.named_parameters().items():
-            if id(parameter) not in trained and whole_numel(parameter):
+            if id(parameter) not in trained and unpartitioned_numel(parameter):
                 yield name, parameter
 
     def _partitioned(self, key: str, parameter: torch.nn.Parameter) -> FlatRange:
@@ -368,7 +368,7 @@ class ModelState:
 def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the parameter in the full model."""
     spec = shard_spec_of(parameter)
-    return spec.full_shape if spec is not None else tuple(whole_shape(parameter))
+    return spec.full_shape if spec is not None else tuple(unpartitioned_shape(parameter))
 
 
 def _targets_of(key: str, out: torch.Tensor, spec: ShardSpec | None) -> Iterator[Target]:

@@ -18,7 +18,7 @@ from zerolite.comm.collective_check import VARIABLE as CHECK_VARIABLE
 from zerolite.comm.ranks import name_ranks
 from zerolite.config import ZeroliteConfig
 from zerolite.version import __version__
-from zerolite.zero.stage3.partitioned_parameter import whole_shape
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 
 LOCAL_KEYS = {
     "csv_monitor": "files of rank 0 alone",
@@ -172,7 +172,7 @@ def describe_model(model: torch.nn.Module) -> Description:
 def describe_parameter(parameter: torch.nn.Parameter) -> dict[str, str]:
     """Describe the full shape, the dtype, and if the parameter requires a gradient."""
     return {
-        "shape": str(tuple(whole_shape(parameter))),
+        "shape": str(tuple(unpartitioned_shape(parameter))),
         "dtype": str(parameter.dtype),
         "requires_grad": str(parameter.requires_grad),
     }

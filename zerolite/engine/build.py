@@ -60,7 +60,7 @@ from zerolite.optim.muon import muon_groups
 from zerolite.precision.dtypes import GraphBoundary
 from zerolite.precision.fp32_modules import Fp32Modules
 from zerolite.utils.finalizers import finalize_before_exit
-from zerolite.zero.stage3.partitioned_model import make_whole
+from zerolite.zero.stage3.partitioned_model import unpartition_model
 from zerolite.zero.stages import STAGES
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def build_engine(
     others = {"broadcast_buffers": arguments.broadcast_buffers, "lr_scheduler": arguments.lr_scheduler}
     check_initialize(resolved, model, optimizer, groups, comm, device, **others)
     if not policy.shard_parameters:
-        make_whole(model)
+        unpartition_model(model)
     chosen = choose_optimizer(optimizer, resolved, policy, groups, topology.tensor.world_size > 1)
     if chosen.made is not None and chosen.made is not optimizer:  # a function has made it just now
         check_made_optimizer(chosen.made, model, comm, device)

@@ -50,7 +50,7 @@ from zerolite.zero.outcomes import UnusedParameters
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stage3.partitioned_model import PartitionedModel
-from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_numel
+from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_numel
 from zerolite.zero.stages import StagePolicy
 from zerolite.zero.step import StepPipeline
 
@@ -167,7 +167,7 @@ class StepParts:
                 kind += ", whole"
             if id(p) in self._ties:  # gets its own bucket, so that all stages that have it divide it in the same way
                 kind += f", shared as {self._ties[id(p)].key}"
-            specs.append(ParameterSpec(names[id(p)], whole_numel(p), kind, id(p) in whole))
+            specs.append(ParameterSpec(names[id(p)], unpartitioned_numel(p), kind, id(p) in whole))
         return specs
 
     def _partition(self) -> PartitionedModel:

@@ -20,7 +20,7 @@ from zerolite.comm import HostGroup, Topology
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.tensor_parallel.shard_spec import ShardSpec, names_of, shard_spec_of
 from zerolite.zero.stage3.gathered_parameters import GatheredParameters
-from zerolite.zero.stage3.partitioned_parameter import handle_of, whole_shape
+from zerolite.zero.stage3.partitioned_parameter import handle_of, unpartitioned_shape
 
 TAG = "checkpoint"
 
@@ -63,7 +63,7 @@ def known(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) 
 
 def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
     """Return the shape that this rank's data-parallel ranks have together."""
-    return whole_shape(tensor) if handle_of(tensor) is not None else value.shape
+    return unpartitioned_shape(tensor) if handle_of(tensor) is not None else value.shape
 
 
 def union(own: Mapping[str, object], topology: Topology) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerolite.monitor.flop_formulas import OperatorFlops
 from zerolite.utils.module_hook import WeakHook
 from zerolite.utils.nested import Arguments, Function, Keywords, find_in_objects
-from zerolite.zero.stage3.partitioned_parameter import whole_numel
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 
@@ -147,7 +147,7 @@ class FlopCount:
         for (owner, kind), flops in self._flops.items():
             if not name or owner == name or owner.startswith(f"{name}."):
                 sums[kind] += flops
-        parameters = sum(whole_numel(parameter) for parameter in module.parameters())
+        parameters = sum(unpartitioned_numel(parameter) for parameter in module.parameters())
         return ModuleFlops(name, type(module).__name__, parameters, *sums.values())
 
     # ---------------------------------------------------------------- forward

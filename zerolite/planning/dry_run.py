@@ -37,7 +37,7 @@ from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import collector_off, current_platform, is_fake, use_platform
 from zerolite.utils.memory_tags import ACTIVATIONS, BUFFERS, COMPUTE, DEVICE, HOST, OTHER
 from zerolite.utils.nested import map_tensors
-from zerolite.zero.stage3.partitioned_parameter import whole_numel
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 
 if TYPE_CHECKING:
     from zerolite.pipe.dry_stage import DryPipeline
@@ -295,7 +295,7 @@ class _Run:
             parameters=sum(map(_whole_numel, model.parameters())),
             trained_parameters=sum(map(_whole_numel, engine.parts.reducer.parameters)),
             tied_parameters=sum(_whole_numel(tie.parameter) for tie in later),
-            rank_parameters=sum(map(whole_numel, model.parameters())),
+            rank_parameters=sum(map(unpartitioned_numel, model.parameters())),
             initialize=initialize,
             warm_up=warm_up,
             step=tracker.peak,
@@ -398,4 +398,4 @@ def _mapped_from_peers(engine: Engine) -> int:
 def _whole_numel(parameter: torch.nn.Parameter) -> int:
     """Return the number of elements of the tensor before tensor parallelism has sharded it."""
     cut = shard_spec_of(parameter)
-    return whole_numel(parameter) if cut is None else cut.full_numel
+    return unpartitioned_numel(parameter) if cut is None else cut.full_numel

@@ -16,7 +16,7 @@ from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.layout import Fragment
 from zerolite.zero.optim_shards import OptimParamShard, SpanTensors, State
-from zerolite.zero.stage3.partitioned_parameter import whole_shape
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 
 
 class TorchUpdate:
@@ -263,7 +263,7 @@ class TorchUpdate:
         """
         inner, kind = self._inner, type(self._inner)
         slot = shard.fragment.slot
-        dims = len(whole_shape(self._buffer.parameters[slot.index])) if self._buffer.keeps_shape(slot) else 1
+        dims = len(unpartitioned_shape(self._buffer.parameters[slot.index])) if self._buffer.keeps_shape(slot) else 1
         shape = [2] * max(1, dims)
         key = shard.group, self._update_dtypes[slot.bucket], len(shape)
         if key not in self._state_dtypes:

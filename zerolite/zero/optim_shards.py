@@ -11,7 +11,7 @@ import torch
 from zerolite.zero.buffer import ParameterBuffer, flattened
 from zerolite.zero.layout import Fragment
 from zerolite.zero.spans import Span
-from zerolite.zero.stage3.partitioned_parameter import whole_shape
+from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 
 Groups = list[dict[str, Any]]  # as torch's optimizer.param_groups
 State = dict[str, Any]  # of one parameter, as torch's optimizer.state[parameter]
@@ -185,7 +185,7 @@ def shard_of_state(value: object, parameter: torch.Tensor, shard: OptimParamShar
     """
     if not isinstance(value, torch.Tensor):
         return value
-    shape = whole_shape(parameter)
+    shape = unpartitioned_shape(parameter)
     if value.shape != shape or not shape:
         return value.clone()
     if keeps_shape:

@@ -17,10 +17,10 @@ from zerolite.zero.stage3.partitioned_parameter import (
     AVAILABLE,
     NOT_AVAILABLE,
     PartitionedParameter,
-    arrive,
-    wait_for,
+    mark_available,
+    mark_in_flight,
 )
-from zerolite.zero.stage3.released_parameter import mark_whole
+from zerolite.zero.stage3.released_parameter import restore_class
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -53,9 +53,9 @@ class AllGather:
             self.wait_for_values()
         except BaseException:
             for member in self.members:
-                member.drop()
+                member.free_full_values()
             raise
-        arrive(self.members)
+        mark_available(self.members)
 
 
 class GatherListener(Protocol):
@@ -159,9 +159,9 @@ class CommContext:
             all_gather = self._launch(members, moved, [member.full for member in moved])
         except BaseException:
             for member in members:
-                member.drop()
+                member.free_full_values()
             raise
-        wait_for(members, all_gather)
+        mark_in_flight(members, all_gather)
 
     def gather(self, members: Sequence[PartitionedParameter]) -> None:
         """Make ``members`` whole, in one launch, and wait for it. Called on all ranks, in the same order."""
@@ -181,8 +181,8 @@ class CommContext:
                 member.pending.wait()
         if released := [member for member in members if member.status is not AVAILABLE]:
             self._announce(released)
-        copies = [m.full.clone() if m.is_here else m.full.new_empty(m.full.shape) for m in members]
-        missing = [index for index, member in enumerate(members) if not member.is_here]
+        copies = [m.full.clone() if m.has_full_values else m.full.new_empty(m.full.shape) for m in members]
+        missing = [index for index, member in enumerate(members) if not member.has_full_values]
         if missing:
             moved, fulls = [members[index] for index in missing], [copies[index] for index in missing]
             for full in fulls:
@@ -236,7 +236,7 @@ class CommContext:
         if coordinator is not None:
             coordinator.schedule.hold([member.index for member in new])
         for member in members:
-            mark_whole(member.parameter)
+            restore_class(member.parameter)
 
     def unhold(self, members: Sequence[PartitionedParameter]) -> None:
         """End one :meth:`hold`. Called on all ranks."""

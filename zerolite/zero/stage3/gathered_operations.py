@@ -33,9 +33,9 @@ from zerolite.zero.stage3.released_parameter import (
     SHAPES,
     ReleasedParameter,
     as_plain_tensors,
-    mark_released,
-    mark_whole,
     no_values,
+    restore_class,
+    set_released_class,
 )
 
 _T = torch.Tensor
@@ -49,28 +49,28 @@ class _Gathered:
 
     Attributes:
         full: the memory, flat.
-        age: of the parameter, when these values were its own.
+        version: of the parameter, when these values were its own.
         replacements: number of ``p.data = values`` before that. Each puts other values in the place of these, which
             then stay what they are and do not belong to the parameter any more.
     """
 
-    __slots__ = ("age", "full", "handle", "replacements")
+    __slots__ = ("version", "full", "handle", "replacements")
 
     def __init__(self, handle: PartitionedParameter, full: torch.Tensor) -> None:
-        self.handle, self.full, self.age, self.replacements = handle, full, handle.age, len(handle.replaced)
+        self.handle, self.full, self.version, self.replacements = handle, full, handle.version, len(handle.replaced_at)
 
     @property
     def tied(self) -> bool:
         """True if the values belong to the parameter: changes go both ways."""
-        return self.replacements == len(self.handle.replaced)
+        return self.replacements == len(self.handle.replaced_at)
 
     @property
     def stale(self) -> bool:
         """The parameter has changed since, or may have, because it is held gathered. Raises RuntimeError where
         that was before its values were replaced."""
         if self.tied:
-            return self.age != self.handle.age or self.handle.holds > 0
-        if self.age != self.handle.replaced[self.replacements]:
+            return self.version != self.handle.version or self.handle.holds > 0
+        if self.version != self.handle.replaced_at[self.replacements]:
             raise RuntimeError(
                 f"values that were taken from parameter '{self.handle.name}' before an update were not looked at "
                 "between that and p.data = values, which has replaced them: they are gone; clone what is to be kept"
@@ -81,7 +81,7 @@ class _Gathered:
         """They have been changed."""
         if self.tied:
             self.handle.write(self.full)
-            self.age = self.handle.age
+            self.version = self.handle.version
 
 
 def _gathered_in(tensor: torch.Tensor, by_storage: Mapping[int, _Gathered]) -> _Gathered | None:
@@ -131,16 +131,16 @@ class WholeValues(torch.Tensor):
 class _SavedView:
     """A view of gathered values that autograd has saved: gathered again when its backward wants it."""
 
-    __slots__ = ("age", "handle", "shape", "start", "strides")
+    __slots__ = ("version", "handle", "shape", "start", "strides")
 
     def __init__(self, gathered: _Gathered, tensor: torch.Tensor) -> None:
-        self.handle, self.age = gathered.handle, gathered.handle.age
+        self.handle, self.version = gathered.handle, gathered.handle.version
         self.shape, self.strides = tensor.shape, tensor.stride()
         self.start = tensor.storage_offset() - gathered.full.storage_offset()
 
     def unpack(self) -> torch.Tensor:
         """Return the values. Called on all ranks, in the order of their backwards, which is the same."""
-        if self.handle.age != self.age:
+        if self.handle.version != self.version:
             raise RuntimeError(
                 f"parameter '{self.handle.name}' has changed since it was used in the forward whose backward this is; "
                 "call backward before the step, or use a clone of it"
@@ -189,7 +189,7 @@ def _unite(
             continue
         if own.stale:
             own.full.copy_(first.full)
-            own.age = first.age
+            own.version = first.version
         if alias.grad_fn is None and alias.dtype == first.full.dtype:
             start = alias.storage_offset() - own.full.storage_offset() + first.full.storage_offset()
             alias.data = first.full.as_strided(alias.shape, alias.stride(), start).as_subclass(WholeValues)
@@ -207,7 +207,7 @@ def _call(
     """Call ``function``, while the parameters in ``used`` have their values."""
     parameters = {handle: handle.parameter for handle in used}
     for handle, parameter in parameters.items():
-        mark_whole(parameter)
+        restore_class(parameter)
         parameter.data = used[handle].full.as_strided(handle.shape, handle.strides)
     in_place = _changed_by_name(function, args)
     versions = {id(tensor): _version(tensor, in_place) for tensor in (*parameters.values(), *aliases)}
@@ -244,7 +244,7 @@ def _settle(
         data, gathered = parameter.data, used[handle]
         differs = _version(parameter, in_place) != versions[id(parameter)]
         parameter.data = handle.view if handle.status is AVAILABLE else handle.empty
-        mark_released(parameter)
+        set_released_class(parameter)
         if address(data) != address(gathered.full) or (data.shape, data.stride()) != (handle.shape, handle.strides):
             replaced.append((handle, data))
         elif differs:
@@ -269,7 +269,7 @@ def _replace(handle: PartitionedParameter, data: torch.Tensor) -> None:
         )
     full = data.new_zeros(handle.full.numel())
     full.as_strided(handle.shape, handle.strides).copy_(data)
-    handle.replace(full)
+    handle.replace_values(full)
 
 
 def _changed_by_name(function: Function, args: Arguments) -> set[int]:

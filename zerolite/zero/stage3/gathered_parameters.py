@@ -74,8 +74,8 @@ class GatheredParameters:
                     context.hold(members)
                     undo.callback(context.unhold, members)
                 for handle in self._handles:
-                    handle.take_assigned_data()
-                    handle.expose()  # the block may keep aliases of the values
+                    handle.copy_assigned_data()
+                    handle.allow_aliases()  # the block may keep aliases of the values
                 if self._check:
                     self._saved = {handle: handle.full.clone() for handle in lasting}
                     if self._modifier is None:
@@ -142,7 +142,7 @@ class GatheredParameters:
             return f"expected parameters to keep their shapes, rank {source} gave others to {names}. Nothing is changed"
         for handle, fit in zip(self._handles, fits, strict=True):
             if fit:
-                handle.take_assigned_data()
+                handle.copy_assigned_data()
             else:
                 handle.restore_data()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "parameters", source)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from zerolite.utils.module_hook import is_compiled
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, whole_numel
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
 
 LARGEST_SHARE = 4
 """A block has at most one fourth of the model: two or three groups are whole at a time, and that must stay a part."""
@@ -219,7 +219,7 @@ def _repeated(module: torch.nn.Module) -> set[type]:
 
 def _numel(module: torch.nn.Module) -> int:
     """Elements that can be released."""
-    return sum(whole_numel(parameter) for parameter in module.parameters() if is_released(parameter))
+    return sum(unpartitioned_numel(parameter) for parameter in module.parameters() if is_released(parameter))
 
 
 def _has_forward(module: torch.nn.Module) -> bool:

@@ -22,7 +22,7 @@ from zerolite.zero.stage3.partitioned_parameter import (
     NOT_AVAILABLE,
     PartitionedParameter,
     handle_of,
-    users_attributes,
+    user_attributes,
 )
 from zerolite.zero.stage3.released_parameter import NEEDS_NO_VALUES, SHAPES
 
@@ -70,7 +70,7 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
     """``copy.deepcopy``: an ordinary whole parameter; inside ``zero.Init`` a partitioned one. Called on all ranks, in
     the same order."""
     if not _modes:
-        return handle.whole_copy(memo)
+        return handle.full_copy(memo)
     with _off():
         commit_all()
         parameter = handle.parameter
@@ -79,7 +79,7 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
         )
         copied = torch.nn.Parameter(values, parameter.requires_grad)
         del values
-        vars(copied).update(users_attributes(parameter))
+        vars(copied).update(user_attributes(parameter))
         partition(copied, handle.name, handle.context.without_engine(), placement=handle.placement).shard.copy_(
             handle.shard
         )
@@ -223,12 +223,12 @@ class GatherOnUse(TorchFunctionMode):
                         f"got .data of shape {tuple(data.shape)}; set .data to a tensor that has elements, or put "
                         "another parameter in its place"
                     )
-                handle.make_whole()
+                handle.unpartition()
                 parameter.data = data
                 take_rank0(parameter, handle.context)
                 partition(parameter, handle.name, handle.context, self._dtype, handle.placement)
                 continue
-            handle.take_assigned_data()
+            handle.copy_assigned_data()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "initial_sync", 0)
             handle.write()
             handle.release()

@@ -22,7 +22,7 @@ from zerolite.zero.stage3.module_hooks import attach
 from zerolite.zero.stage3.param_group import LeafRule, ParamGroup, groups_of_parameters, plan_param_groups
 from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
-from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, whole_numel
+from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PartitionedModel:
         for parameter in self.parameters:
             handle = handle_of(parameter)
             assert handle is not None, "partition_model has partitioned it"
-            handle.join(self.context, len(self.handles), names[id(parameter)])
+            handle.attach_to_engine(self.context, len(self.handles), names[id(parameter)])
             self.handles.append(handle)
 
     def plan(self, options: Stage3Options) -> list[ParamGroup]:
@@ -85,7 +85,7 @@ class PartitionedModel:
         left = options.model_persistence
         for handle in self.handles:
             if handle.numel <= options.persistence and (left is None or handle.numel <= left):
-                handle.stay_whole()
+                handle.make_persistent()
                 left = None if left is None else left - handle.numel
         max_live = options.limits.max_live_numel if options.blocks else 0
         self.groups = plan_param_groups(self.model, options.is_leaf, options.granularity, max_live)
@@ -129,12 +129,12 @@ def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype,
     if placement.place == DEVICE:
         for member in members:
             if member.shard.dtype != dtype or member.placement.place != DEVICE:
-                member.move(placement.zeros(member.shard.numel(), dtype, COMPUTE), placement)
+                member.move_shard(placement.zeros(member.shard.numel(), dtype, COMPUTE), placement)
         return
     row = placement.zeros(numel, dtype, COMPUTE)
     start = 0
     for member in members:
-        member.move(row.narrow(0, start, member.shard.numel()), placement)
+        member.move_shard(row.narrow(0, start, member.shard.numel()), placement)
         start += member.shard.numel()
 
 
@@ -151,7 +151,7 @@ def bucket_groups(
     by_group: dict[int, list[int]] = {}
     whole: list[list[int]] = []
     empty: list[int] = []
-    numels = [whole_numel(parameter) for parameter in trained]
+    numels = [unpartitioned_numel(parameter) for parameter in trained]
     for index, parameter in enumerate(trained):
         handle = handle_of(parameter)
         if handle is not None and handle in groups_of:
@@ -201,13 +201,13 @@ def groups_of_buckets(
     return found
 
 
-def make_whole(model: torch.nn.Module) -> None:
+def unpartition_model(model: torch.nn.Module) -> None:
     """Turn all partitioned parameters of ``model`` into ordinary ones. Called on all ranks, in the same order."""
     check_left(model.parameters())
     for parameter in model.parameters():
         handle = handle_of(parameter)
         if handle is not None:
-            handle.make_whole()
+            handle.unpartition()
 
 
 # -------------------------------------------------------------------- partitioning

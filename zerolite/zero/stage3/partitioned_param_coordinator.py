@@ -30,7 +30,7 @@ from zerolite.zero.stage3.module_hooks import ModuleExecution
 from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import WholeParameters, refresh
-from zerolite.zero.stage3.released_parameter import mark_released, mark_whole
+from zerolite.zero.stage3.released_parameter import restore_class, set_released_class
 
 _current_graph_task = torch._C._current_graph_task_id
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
@@ -185,13 +185,13 @@ class PartitionedParameterCoordinator:
         self._closed = [handle for handle in staying if handle.status is AVAILABLE and not handle.holds]
         for handle in self._closed:
             if (parameter := handle.ref()) is not None:
-                mark_released(parameter)
+                set_released_class(parameter)
 
     def _reopen(self) -> None:
         closed, self._closed = self._closed, []
         for handle in closed:
             if handle.status is AVAILABLE and (parameter := handle.ref()) is not None:
-                mark_whole(parameter)
+                restore_class(parameter)
 
     def _begin_outermost(self) -> None:
         if self._tasks:
@@ -353,7 +353,7 @@ class PartitionedParameterCoordinator:
         shown, self._shown = self._shown, []
         for handle in shown:
             if handle.status is NOT_AVAILABLE:
-                handle.drop()
+                handle.free_full_values()
         if self._strays:
             self._let_strays_go()
         if self.context.reader is not None:

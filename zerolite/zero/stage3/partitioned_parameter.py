@@ -34,7 +34,7 @@ from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.layout import part_numel
-from zerolite.zero.stage3.released_parameter import mark_released, mark_whole
+from zerolite.zero.stage3.released_parameter import restore_class, set_released_class
 
 if TYPE_CHECKING:
     from zerolite.zero.stage3.comm_context import AllGather, CommContext
@@ -63,16 +63,16 @@ class PartitionedParameter:
         storage: of ``full``; None where ``full`` is the shard itself (one rank, not offloaded).
         holds: number of open gather contexts (:class:`zero.GatheredParameters` is one): not released before they end.
         persistent: True for a parameter that is never released.
-        exposed: True if a user may hold aliases of the whole values.
+        may_have_aliases: True if a user may hold aliases of the whole values.
         writes: number of times that the user has written new values.
-        replaced: ``age`` at each ``p.data = values``.
+        replaced_at: ``version`` at each ``p.data = values``.
     """
 
     __slots__ = (
         "__weakref__",
         "context",
         "empty",
-        "exposed",
+        "may_have_aliases",
         "full",
         "holds",
         "index",
@@ -83,7 +83,7 @@ class PartitionedParameter:
         "persistent",
         "placement",
         "ref",
-        "replaced",
+        "replaced_at",
         "shape",
         "shard",
         "status",
@@ -108,11 +108,11 @@ class PartitionedParameter:
         self.numel = parameter.numel()
         self.strides = dense_strides(parameter.data)
         self.pending: AllGather | None = None
-        self.exposed = False
+        self.may_have_aliases = False
         self.persistent = False
         self.holds = 0
         self.writes = 0
-        self.replaced: list[tuple[int, int]] = []
+        self.replaced_at: list[tuple[int, int]] = []
         comm, part = context.comm, part_numel(self.numel, context.comm.world_size)
         placement = placement or context.placement_of(part)
         values = flattened(parameter.data)
@@ -121,7 +121,7 @@ class PartitionedParameter:
         shard[: mine.numel()].copy_(mine)
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=context.device)
         del values, mine  # before there is other memory
-        self._adopt(parameter, shard, placement)
+        self._set_shard(parameter, shard, placement)
         vars(parameter).update(
             ds_id=next(_ids),
             ds_shape=self.shape,
@@ -140,7 +140,7 @@ class PartitionedParameter:
 
     # ---------------------------------------------------------------- memory
 
-    def _adopt(self, parameter: torch.nn.Parameter, shard: torch.Tensor, placement: Placement) -> None:
+    def _set_shard(self, parameter: torch.nn.Parameter, shard: torch.Tensor, placement: Placement) -> None:
         """``shard`` [part_numel(numel, world_size)] of ``placement`` is this rank's part from now on; its dtype is the
         parameter's, which is released."""
         if self.context.reader is not None:
@@ -148,17 +148,17 @@ class PartitionedParameter:
         self.shard = tag_memory(shard, COMPUTE, placement.place)
         self.placement = placement
         self.empty = torch.empty(0, dtype=shard.dtype, device=self.context.device)
-        self._allocate()
-        mark_whole(parameter)
+        self._create_full()
+        restore_class(parameter)
         parameter.data = self.empty
-        mark_released(parameter)
+        set_released_class(parameter)
         vars(parameter).update(ds_tensor=shard, ds_status=NOT_AVAILABLE)
         self.status = NOT_AVAILABLE
 
     @torch.inference_mode(False)  # the tensors outlive the user's inference mode, and are used outside of it
-    def _allocate(self) -> None:
+    def _create_full(self) -> None:
         """Make a ``full`` without memory; on one rank it is the shard, if that is on the device."""
-        self.exposed = False
+        self.may_have_aliases = False
         self.context.on_allocation()
         self.storage: torch.UntypedStorage | None = None
         shard, world_size = self.shard, self.context.comm.world_size
@@ -172,22 +172,22 @@ class PartitionedParameter:
         if self.storage is not None:
             resize(self.storage, 0)
 
-    def move(self, target: torch.Tensor, placement: Placement) -> None:
+    def move_shard(self, target: torch.Tensor, placement: Placement) -> None:
         """Copy the shard, rounded to ``target``'s dtype, into ``target``, of ``placement``, which is the shard from now
         on."""
         whole = self.status is AVAILABLE
         self.release()
         target.copy_(self.shard)
         self.writes += 1  # holders of the old memory must look again
-        self._adopt(self.parameter, target, placement)
+        self._set_shard(self.parameter, target, placement)
         if whole:
             self.context.gather([self])
 
-    def expose(self) -> None:
+    def allow_aliases(self) -> None:
         """Let aliases of the whole values, which a user may take from now on, keep their memory after a release."""
-        self.exposed = True
+        self.may_have_aliases = True
 
-    def take_assigned_data(self) -> None:
+    def copy_assigned_data(self) -> None:
         """Copy the values of ``p.data = values`` into the parameter's own memory, and point it there. Nothing if no
         user has put other memory of the same shape in its place."""
         data, view = self.parameter.data, self.view
@@ -204,7 +204,7 @@ class PartitionedParameter:
 
     # ---------------------------------------------------------------- who has it
 
-    def join(self, context: CommContext, index: int, name: str) -> None:
+    def attach_to_engine(self, context: CommContext, index: int, name: str) -> None:
         """Become parameter ``index`` of an engine, released."""
         self.release()
         self.context, self.index, self.name = context, index, name
@@ -214,7 +214,7 @@ class PartitionedParameter:
         """Be called ``name`` in messages."""
         self.name = name
 
-    def stay_whole(self) -> None:
+    def make_persistent(self) -> None:
         """Never release the parameter from now on."""
         self.persistent = True
 
@@ -237,16 +237,16 @@ class PartitionedParameter:
     # ---------------------------------------------------------------- values
 
     @property
-    def is_here(self) -> bool:
+    def has_full_values(self) -> bool:
         """True if ``full`` has the values."""
         return self.status is AVAILABLE or self.storage is None
 
     @property
-    def age(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """Number of changes of the values, by updates and by writes; the same on all ranks."""
         return self.context.updates, self.writes
 
-    def own_part(self, full: torch.Tensor | None = None) -> torch.Tensor:
+    def local_part(self, full: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of ``full`` (None: the parameter's own, which is valid while it is available), without
         padding."""
         part = self.shard.numel()
@@ -257,21 +257,21 @@ class PartitionedParameter:
         """Take into this rank's part what has been changed, alike on all ranks, in ``full`` (None: the parameter's
         own). The next update takes it into the masters where they do not round to it."""
         self.writes += 1
-        if full is not None and full is not self.full and self.is_here:
+        if full is not None and full is not self.full and self.has_full_values:
             self.full.copy_(full)
         if self.storage is not None:
-            part = self.own_part(full)
+            part = self.local_part(full)
             self.shard[: part.numel()].copy_(part)
             if self.context.reader is not None:
                 self.context.reader.on_written(self)
 
-    def note_write(self) -> None:
+    def on_written_in_place(self) -> None:
         """The shard, and the whole values where they are here, have been given other values."""
         self.writes += 1
 
-    def replace(self, full: torch.Tensor) -> None:
+    def replace_values(self, full: torch.Tensor) -> None:
         """Take the whole values of ``p.data = values``, alike on all ranks. Aliases taken before keep the old ones."""
-        self.replaced.append(self.age)
+        self.replaced_at.append(self.version)
         self.write(full)
 
     # ---------------------------------------------------------------- what users call
@@ -279,7 +279,7 @@ class PartitionedParameter:
     def all_gather(self) -> None:
         """Make the parameter whole until :meth:`partition` is called or the engine releases it. Called on all ranks,
         in the same order."""
-        self.exposed = True
+        self.may_have_aliases = True
         with torch._C.DisableTorchFunction():  # inside zero.Init its function mode would see a parameter in use
             self.context.gather_for_user(self)
 
@@ -294,7 +294,7 @@ class PartitionedParameter:
         """Elements in ``ds_tensor``, padding included: the same on every rank."""
         return self.shard.numel()
 
-    def whole_copy(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+    def full_copy(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """``copy.deepcopy``: an ordinary whole parameter of its own. Called on all ranks, in the same order."""
         parameter = self.parameter
         known = memo.get(id(parameter))
@@ -306,16 +306,16 @@ class PartitionedParameter:
         else:
             values.copy_(self.context.gather_copies([self])[0].as_strided(self.shape, self.strides))
         copied = torch.nn.Parameter(values, parameter.requires_grad)
-        vars(copied).update(users_attributes(parameter))
+        vars(copied).update(user_attributes(parameter))
         memo[id(parameter)] = copied
         return copied
 
-    def make_whole(self) -> None:
+    def unpartition(self) -> None:
         """Turn the parameter back into an ordinary one. Called on all ranks, in the same order."""
         parameter = self.parameter
         self.context.gather([self])
         parameter.data = self.view
-        for name in vars(parameter).keys() - users_attributes(parameter).keys():
+        for name in vars(parameter).keys() - user_attributes(parameter).keys():
             delattr(parameter, name)
 
     # ---------------------------------------------------------------- states
@@ -339,42 +339,42 @@ class PartitionedParameter:
         if self.pending is not None:
             self.pending.wait()
         if self.status is AVAILABLE:
-            self.drop()
+            self.free_full_values()
 
-    def expire(self) -> None:
+    def mark_stale(self) -> None:
         """Mark whole values as outdated: they are to be gathered again, into the memory that they have."""
         assert self.status is AVAILABLE, self.name
         self.status = NOT_AVAILABLE
 
-    def drop(self) -> None:
+    def free_full_values(self) -> None:
         """Go to NOT_AVAILABLE from any state, after a gather that has failed too."""
         self.pending = None
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
             if type(parameter) is not torch.nn.Parameter:  # it was never open, or is of a user's class
-                mark_whole(parameter)
+                restore_class(parameter)
             parameter.data = self.empty
             parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
-            mark_released(parameter)
+            set_released_class(parameter)
         if self.storage is None:
             return
-        if self.exposed:  # aliases that the user has taken keep the old memory
-            self._allocate()
+        if self.may_have_aliases:  # aliases that the user has taken keep the old memory
+            self._create_full()
         else:
             resize(self.storage, 0)
 
     def show_shape(self) -> None:
-        """Give a parameter that is not available its shape, without memory, until :meth:`drop` or a gather: autograd
-        compares the shape of a gradient with it."""
+        """Give a parameter that is not available its shape, without memory, until :meth:`free_full_values` or a gather:
+        autograd compares the shape of a gradient with it."""
         parameter = self.ref()
         if self.status is not AVAILABLE and parameter is not None:
-            mark_whole(parameter)
+            restore_class(parameter)
             parameter.data = self.empty.new_empty(()).expand(self.shape)
-            mark_released(parameter)
+            set_released_class(parameter)
 
 
-def wait_for(members: Sequence[PartitionedParameter], gather: AllGather) -> None:
+def mark_in_flight(members: Sequence[PartitionedParameter], gather: AllGather) -> None:
     """Go from NOT_AVAILABLE to INFLIGHT: ``gather`` brings the whole values."""
     for member in members:
         assert member.status is NOT_AVAILABLE, member.name
@@ -383,7 +383,7 @@ def wait_for(members: Sequence[PartitionedParameter], gather: AllGather) -> None
         member.ref().ds_status = INFLIGHT  # type: ignore[union-attr]
 
 
-def arrive(members: Sequence[PartitionedParameter]) -> None:
+def mark_available(members: Sequence[PartitionedParameter]) -> None:
     """Go from INFLIGHT to AVAILABLE: the whole values may be read.
 
     ``p.data = view`` keeps the parameter's version counter. So autograd, which compares the counters of what it has
@@ -395,7 +395,7 @@ def arrive(members: Sequence[PartitionedParameter]) -> None:
         member.status = AVAILABLE
         parameter = member.ref()
         if parameter is not None:
-            mark_whole(parameter)
+            restore_class(parameter)
             parameter.data = member.view
             parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
 
@@ -403,7 +403,7 @@ def arrive(members: Sequence[PartitionedParameter]) -> None:
 _OURS = ("partition", "all_gather", "partition_numel", "__deepcopy__", "_zero_handle")
 
 
-def users_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
+def user_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
     """Return the attributes that a user has set on a partitioned parameter."""
     return {k: value for k, value in vars(parameter).items() if not (k.startswith("ds_") or k in _OURS)}
 
@@ -417,14 +417,14 @@ def move_shard(parameter: torch.nn.Parameter, target: torch.Tensor, placement: P
     """Bring a partitioned parameter's shard to ``target``, of ``placement``, in its dtype."""
     handle = handle_of(parameter)
     assert handle is not None
-    handle.move(target, placement)
+    handle.move_shard(target, placement)
 
 
-def whole_shape(parameter: torch.Tensor) -> torch.Size:
+def unpartitioned_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape of ``parameter`` when it is whole."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def whole_numel(parameter: torch.Tensor) -> int:
+def unpartitioned_numel(parameter: torch.Tensor) -> int:
     """The elements of ``parameter`` when it is whole."""
     return getattr(parameter, "ds_numel", parameter.numel())

@@ -43,7 +43,7 @@ class WholeParameters:
         self._parameters = [member.parameter for member in self._members]
         self._views = [member.view for member in self._members]
         apart = [member for member in self._members if member.storage is not None]
-        self._parts = [member.own_part() for member in apart]
+        self._parts = [member.local_part() for member in apart]
         self._shards = [member.shard[: len(part)] for member, part in zip(apart, self._parts, strict=True)]
         self._offloaded = [member for member in apart if member.placement.place != DEVICE]
         on_device = [member for member in apart if member.placement.place == DEVICE]
@@ -80,7 +80,7 @@ class WholeParameters:
             self._plan()
         if self._offloaded:
             for member in self._offloaded:
-                member.expire()
+                member.mark_stale()
             self._context.gather(self._offloaded)
         if self._rows:
             coordinator = self._context.coordinator

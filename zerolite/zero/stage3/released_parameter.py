@@ -206,7 +206,7 @@ def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
             parameter.data = empty
 
 
-def mark_released(parameter: torch.Tensor) -> None:
+def set_released_class(parameter: torch.Tensor) -> None:
     """Give ``parameter``, which is released, the class that gathers for operations. A parameter of a user's class with
     a ``__torch_function__`` of its own keeps it."""
     own = type(parameter)
@@ -217,8 +217,8 @@ def mark_released(parameter: torch.Tensor) -> None:
             parameter.__class__ = _released(own)
 
 
-def mark_whole(parameter: torch.Tensor) -> None:
-    """Undo :func:`mark_released`."""
+def restore_class(parameter: torch.Tensor) -> None:
+    """Undo :func:`set_released_class`."""
     own = type(parameter)
     if own is ReleasedParameter:
         parameter.__class__ = torch.nn.Parameter
