@@ -1,21 +1,21 @@
-"""One partitioned parameter: shard, gather, release.
+"""One partitioned parameter: shard, all-gather, release (FSDP2: ``FSDPParam``).
 
 ::
 
-    full     one flat tensor with the values of all ranks; its storage has memory only while the parameter is whole
+    shard    this rank's part, flat and padded; always has its values, on the device, the host or a disk
+    full     the values of all ranks, flat; its storage has memory only while they are gathered
     view     ``full`` in the parameter's shape and strides
-    shard    this rank's part, which always has its values; on the device, the host or a disk
 
     NOT_AVAILABLE ── issue_all_gather ──▶ INFLIGHT ── AllGather.wait ──▶ AVAILABLE
-          ▲            storage gets memory                p.data = view      │
-          └── release: p.data = empty(0), storage is resized to nothing ─────┘
+          ▲          storage.resize_(n)                 p.data = view        │
+          └────── release: p.data = empty(0), storage.resize_(0) ────────────┘
 
-The storage of ``full`` is resized, and ``full`` never replaced, because autograd saves *views* of a weight (of
-``x @ w.t()``, for one). They hold the storage, not the parameter. Replacing ``param.data`` would neither free their
-memory nor bring the values back under them for the backward. The exception are aliases that a user may have taken:
-they keep the old memory, and the parameter gets a new ``full``.
+The storage of ``full`` is resized and never replaced, because autograd saves *views* of a weight (for ``x @ w.t()``,
+for example). A saved view holds the storage, not the parameter. Replacing ``p.data`` alone would not free that memory,
+and the backward would not find the values that are gathered again. There is one exception: if a user may hold aliases,
+they keep the old storage and the parameter gets a new ``full``.
 
-A record's fields are written here alone. Its gathers are launched by its :class:`CommContext`.
+Only this module writes the fields of a :class:`PartitionedParameter`. Its :class:`CommContext` launches the gathers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ids = itertools.count()
 
 
 class ZeroParamStatus(enum.Enum):
-    """State of the whole values of a partitioned parameter: on this rank, nowhere, or on their way."""
+    """State of the full values of a partitioned parameter on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -54,16 +54,16 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus
 
 
 class PartitionedParameter:
-    """Record behind the ``ds_*`` attributes of a partitioned parameter, which it references weakly.
+    """State of one partitioned parameter, the handle behind its ``ds_*`` attributes. Refers to the parameter weakly.
 
     Attributes:
-        context: communicator, device and shard reader; that of ``zero.Init`` until an engine takes the parameter over.
-        index: number of the parameter in its engine.
-        pending: the all-gather that brings the values, while they are in flight.
-        storage: of ``full``; None where ``full`` is the shard itself (one rank, not offloaded).
-        holds: number of open gather contexts (:class:`zero.GatheredParameters` is one): not released before they end.
+        context: communicator, device and shard reader; the context of ``zero.Init`` until an engine takes over.
+        index: number of the parameter in its engine; -1 without an engine.
+        pending: the all-gather of the values, while they are in flight.
+        storage: storage of ``full``; None where ``full`` is the shard itself (one rank, shard on the device).
+        holds: number of open gather contexts, such as :class:`zero.GatheredParameters`; above 0 it is not released.
         persistent: True for a parameter that is never released.
-        may_have_aliases: True if a user may hold aliases of the whole values.
+        may_have_aliases: True if a user may hold tensors that share memory with ``full``.
         writes: number of times that the user has written new values.
         replaced_at: ``version`` at each ``p.data = values``.
     """
@@ -96,9 +96,12 @@ class PartitionedParameter:
     def __init__(
         self, parameter: torch.nn.Parameter, name: str, context: CommContext, placement: Placement | None = None
     ) -> None:
-        """Keep this rank's part of ``parameter``, whose values are the same on all ranks, and release the rest.
+        """Keep this rank's part of ``parameter`` and release the rest.
 
-        placement: where the part is kept; None: as the context says.
+        Args:
+            parameter: an ordinary parameter with the same values on all ranks.
+            name: qualified name, for messages.
+            placement: placement of the shard; None for the one that the context chooses.
         """
         self.ref = weakref.ref(parameter)
         self.name = name
@@ -120,7 +123,7 @@ class PartitionedParameter:
         mine = values[comm.rank * part : (comm.rank + 1) * part]
         shard[: mine.numel()].copy_(mine)
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=context.device)
-        del values, mine  # before there is other memory
+        del values, mine  # free the full values before `full` is allocated
         self._set_shard(parameter, shard, placement)
         vars(parameter).update(
             ds_id=next(_ids),
@@ -141,15 +144,15 @@ class PartitionedParameter:
     # ---------------------------------------------------------------- memory
 
     def _set_shard(self, parameter: torch.nn.Parameter, shard: torch.Tensor, placement: Placement) -> None:
-        """``shard`` [part_numel(numel, world_size)] of ``placement`` is this rank's part from now on; its dtype is the
-        parameter's, which is released."""
+        """Make ``shard`` [part_numel(numel, world_size)], which lies in ``placement``, this rank's shard, and release
+        the parameter. The parameter takes the dtype of the shard."""
         if self.context.reader is not None:
-            self.context.reader.forget()
+            self.context.reader.forget()  # it may have read the old shard ahead
         self.shard = tag_memory(shard, COMPUTE, placement.place)
         self.placement = placement
         self.empty = torch.empty(0, dtype=shard.dtype, device=self.context.device)
         self._create_full()
-        restore_class(parameter)
+        restore_class(parameter)  # ReleasedParameter would take the assignment for new values
         parameter.data = self.empty
         set_released_class(parameter)
         vars(parameter).update(ds_tensor=shard, ds_status=NOT_AVAILABLE)
@@ -157,7 +160,7 @@ class PartitionedParameter:
 
     @torch.inference_mode(False)  # the tensors outlive the user's inference mode, and are used outside of it
     def _create_full(self) -> None:
-        """Make a ``full`` without memory; on one rank it is the shard, if that is on the device."""
+        """Create ``full`` with an empty storage. On one rank ``full`` is the shard itself if that is on the device."""
         self.may_have_aliases = False
         self.context.on_allocation()
         self.storage: torch.UntypedStorage | None = None
@@ -173,49 +176,48 @@ class PartitionedParameter:
             resize(self.storage, 0)
 
     def move_shard(self, target: torch.Tensor, placement: Placement) -> None:
-        """Copy the shard, rounded to ``target``'s dtype, into ``target``, of ``placement``, which is the shard from now
-        on."""
+        """Copy the shard into ``target`` of ``placement``, in the dtype of ``target``, which becomes the shard."""
         whole = self.status is AVAILABLE
         self.release()
         target.copy_(self.shard)
-        self.writes += 1  # holders of the old memory must look again
+        self.writes += 1  # holders of copies compare versions: `full` is another tensor from here on
         self._set_shard(self.parameter, target, placement)
         if whole:
             self.context.gather([self])
 
     def allow_aliases(self) -> None:
-        """Let aliases of the whole values, which a user may take from now on, keep their memory after a release."""
+        """Let tensors that a user may take from the full values from now on keep their memory after a release."""
         self.may_have_aliases = True
 
     def copy_assigned_data(self) -> None:
-        """Copy the values of ``p.data = values`` into the parameter's own memory, and point it there. Nothing if no
-        user has put other memory of the same shape in its place."""
+        """Copy the values that a user has set by ``p.data = values`` into ``full``, and point the parameter back to
+        it. Does nothing if ``p.data`` is still ``view``."""
         data, view = self.parameter.data, self.view
         if address(data) == address(view) and data.stride() == view.stride() and data.dtype == view.dtype:
             return
-        if data.untyped_storage()._cdata == view.untyped_storage()._cdata:
+        if data.untyped_storage()._cdata == view.untyped_storage()._cdata:  # another view of `full`: they may overlap
             data = data.clone()
         view.copy_(data)
         self.restore_data()
 
     def restore_data(self) -> None:
-        """Give the parameter, which is available, its own memory back, whatever ``p.data = values`` has put there."""
+        """Point an available parameter back to ``full`` and drop what a user has set by ``p.data = values``."""
         self.parameter.data = self.view
 
-    # ---------------------------------------------------------------- who has it
+    # ---------------------------------------------------------------- engine and identity
 
     def attach_to_engine(self, context: CommContext, index: int, name: str) -> None:
-        """Become parameter ``index`` of an engine, released."""
+        """Release the parameter and make it parameter ``index`` of an engine."""
         self.release()
         self.context, self.index, self.name = context, index, name
         self.persistent, self.holds = False, 0
 
     def rename(self, name: str) -> None:
-        """Be called ``name`` in messages."""
+        """Set the name that messages use."""
         self.name = name
 
     def make_persistent(self) -> None:
-        """Never release the parameter from now on."""
+        """Keep the full values from the next gather on: the parameter is never released."""
         self.persistent = True
 
     @property
@@ -238,24 +240,31 @@ class PartitionedParameter:
 
     @property
     def has_full_values(self) -> bool:
-        """True if ``full`` has the values."""
+        """True if ``full`` has the values of all ranks."""
         return self.status is AVAILABLE or self.storage is None
 
     @property
     def version(self) -> tuple[int, int]:
-        """Number of changes of the values, by updates and by writes; the same on all ranks."""
+        """Numbers of updates by the engine and of writes by the user so far; the same on all ranks."""
         return self.context.updates, self.writes
 
     def local_part(self, full: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part of ``full`` (None: the parameter's own, which is valid while it is available), without
-        padding."""
+        """Return this rank's part of ``full``, without padding.
+
+        Args:
+            full: full values, flat; None for the parameter's own, which are valid while it is available.
+        """
         part = self.shard.numel()
         start = min(self.comm.rank * part, self.numel)
         return (self.full if full is None else full)[start : min(start + part, self.numel)]
 
     def write(self, full: torch.Tensor | None = None) -> None:
-        """Take into this rank's part what has been changed, alike on all ranks, in ``full`` (None: the parameter's
-        own). The next update takes it into the masters where they do not round to it."""
+        """Copy new values, the same on all ranks, into this rank's shard. Where the master weights do not round to
+        them, the next update takes them over.
+
+        Args:
+            full: the new full values, flat; None if they are in the parameter's own ``full`` already.
+        """
         self.writes += 1
         if full is not None and full is not self.full and self.has_full_values:
             self.full.copy_(full)
@@ -266,43 +275,47 @@ class PartitionedParameter:
                 self.context.reader.on_written(self)
 
     def on_written_in_place(self) -> None:
-        """The shard, and the whole values where they are here, have been given other values."""
+        """Count a write that the caller has made in the shard, and in ``full`` if that has values."""
         self.writes += 1
 
     def replace_values(self, full: torch.Tensor) -> None:
-        """Take the whole values of ``p.data = values``, alike on all ranks. Aliases taken before keep the old ones."""
+        """Take over the full values of ``p.data = values``, the same on all ranks. Tensors that a user took from the
+        parameter before keep the old values."""
         self.replaced_at.append(self.version)
         self.write(full)
 
-    # ---------------------------------------------------------------- what users call
+    # ---------------------------------------------------------------- called by users, as methods of the parameter
 
     def all_gather(self) -> None:
-        """Make the parameter whole until :meth:`partition` is called or the engine releases it. Called on all ranks,
-        in the same order."""
+        """Gather the full values and keep them until :meth:`partition` is called or the engine releases them. Called on
+        all ranks, in the same order."""
         self.may_have_aliases = True
-        with torch._C.DisableTorchFunction():  # inside zero.Init its function mode would see a parameter in use
+        with torch._C.DisableTorchFunction():  # otherwise the function mode of zero.Init would gather, too
             self.context.gather_for_user(self)
 
     def partition(self) -> None:
-        """Drop the whole values, unless they are to stay (small parameters, open gather contexts). Changes to them are
-        lost: see ``zero.GatheredParameters`` for how to make some."""
+        """Release the full values, unless the parameter is persistent or held by an open gather context.
+
+        Changes of the values are lost. Use ``zero.GatheredParameters`` to change values.
+        """
         if not self.persistent and not self.holds:
             with torch._C.DisableTorchFunction():
                 self.release()
 
     def partition_numel(self) -> int:
-        """Elements in ``ds_tensor``, padding included: the same on every rank."""
+        """Return the number of elements in ``ds_tensor``, padding included, which is the same on all ranks."""
         return self.shard.numel()
 
     def full_copy(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """``copy.deepcopy``: an ordinary whole parameter of its own. Called on all ranks, in the same order."""
+        """Return an ordinary parameter with a copy of the full values, for ``copy.deepcopy``. Called on all ranks, in
+        the same order."""
         parameter = self.parameter
         known = memo.get(id(parameter))
         if known is not None:
             return known
         values = torch.empty_strided(self.shape, self.strides, dtype=self.full.dtype, device=self.full.device)
         if self.status is AVAILABLE:
-            values.copy_(parameter.data)  # which is not ``view`` after ``p.data = values``
+            values.copy_(parameter.data)  # not `view`: after `p.data = values` it has the newer values
         else:
             values.copy_(self.context.gather_copies([self])[0].as_strided(self.shape, self.strides))
         copied = torch.nn.Parameter(values, parameter.requires_grad)
@@ -311,7 +324,7 @@ class PartitionedParameter:
         return copied
 
     def unpartition(self) -> None:
-        """Turn the parameter back into an ordinary one. Called on all ranks, in the same order."""
+        """Turn the parameter into an ordinary one with full values. Called on all ranks, in the same order."""
         parameter = self.parameter
         self.context.gather([self])
         parameter.data = self.view
@@ -321,61 +334,63 @@ class PartitionedParameter:
     # ---------------------------------------------------------------- states
 
     def hold(self) -> bool:
-        """Begin a gather context; contexts nest. True if this is the outermost."""
+        """Begin a gather context; contexts nest. Return True if this is the outermost one."""
         if self.persistent:
             return False
         self.holds += 1
         return self.holds == 1
 
     def unhold(self) -> bool:
-        """End a gather context. True if this was the outermost."""
+        """End a gather context. Return True if this was the outermost one."""
         if self.persistent or not self.holds:
             return False
         self.holds -= 1
         return not self.holds
 
     def release(self) -> None:
-        """Drop the whole values, or end the gather that brings them. Nothing if they are not there."""
+        """Free the full values, after their all-gather has ended if one is in flight."""
         if self.pending is not None:
-            self.pending.wait()
+            self.pending.wait()  # the collective still writes into the memory
         if self.status is AVAILABLE:
             self.free_full_values()
 
     def mark_stale(self) -> None:
-        """Mark whole values as outdated: they are to be gathered again, into the memory that they have."""
+        """Go from AVAILABLE to NOT_AVAILABLE and keep the memory, for a gather of new values into it."""
         assert self.status is AVAILABLE, self.name
         self.status = NOT_AVAILABLE
 
     def free_full_values(self) -> None:
-        """Go to NOT_AVAILABLE from any state, after a gather that has failed too."""
+        """Go to NOT_AVAILABLE from any state and free the memory, after a failed gather too."""
         self.pending = None
         self.status = NOT_AVAILABLE
         parameter = self.ref()
         if parameter is not None:
-            if type(parameter) is not torch.nn.Parameter:  # it was never open, or is of a user's class
+            if type(parameter) is not torch.nn.Parameter:  # ReleasedParameter, or a class of the user
                 restore_class(parameter)
             parameter.data = self.empty
             parameter.ds_status = NOT_AVAILABLE  # type: ignore[attr-defined]
             set_released_class(parameter)
         if self.storage is None:
             return
-        if self.may_have_aliases:  # aliases that the user has taken keep the old memory
+        if self.may_have_aliases:  # they keep the old storage
             self._create_full()
         else:
             resize(self.storage, 0)
 
     def show_shape(self) -> None:
-        """Give a parameter that is not available its shape, without memory, until :meth:`free_full_values` or a gather:
-        autograd compares the shape of a gradient with it."""
+        """Give a released parameter its full shape, without memory, until :meth:`free_full_values` or a gather.
+
+        Autograd compares the shape of a gradient with that of its parameter.
+        """
         parameter = self.ref()
         if self.status is not AVAILABLE and parameter is not None:
             restore_class(parameter)
-            parameter.data = self.empty.new_empty(()).expand(self.shape)
+            parameter.data = self.empty.new_empty(()).expand(self.shape)  # strides of 0: one element of memory
             set_released_class(parameter)
 
 
 def mark_in_flight(members: Sequence[PartitionedParameter], gather: AllGather) -> None:
-    """Go from NOT_AVAILABLE to INFLIGHT: ``gather`` brings the whole values."""
+    """Go from NOT_AVAILABLE to INFLIGHT: ``gather`` brings the full values."""
     for member in members:
         assert member.status is NOT_AVAILABLE, member.name
         member.pending = gather
@@ -384,11 +399,7 @@ def mark_in_flight(members: Sequence[PartitionedParameter], gather: AllGather) -
 
 
 def mark_available(members: Sequence[PartitionedParameter]) -> None:
-    """Go from INFLIGHT to AVAILABLE: the whole values may be read.
-
-    ``p.data = view`` keeps the parameter's version counter. So autograd, which compares the counters of what it has
-    saved, does not take the gather for a change in place.
-    """
+    """Go from INFLIGHT to AVAILABLE: the full values may be read."""
     for member in members:
         assert member.status is INFLIGHT, member.name
         member.pending = None
@@ -396,6 +407,8 @@ def mark_available(members: Sequence[PartitionedParameter]) -> None:
         parameter = member.ref()
         if parameter is not None:
             restore_class(parameter)
+            # Keeps the parameter's version counter. Autograd compares the counters of saved tensors, and would take the
+            # gather for a change in place.
             parameter.data = member.view
             parameter.ds_status = AVAILABLE  # type: ignore[attr-defined]
 
@@ -409,22 +422,22 @@ def user_attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
 
 
 def handle_of(tensor: object) -> PartitionedParameter | None:
-    """Return the record of a partitioned parameter; None for anything else."""
+    """Return the handle of a partitioned parameter; None for any other object."""
     return getattr(tensor, "_zero_handle", None)
 
 
 def move_shard(parameter: torch.nn.Parameter, target: torch.Tensor, placement: Placement) -> None:
-    """Bring a partitioned parameter's shard to ``target``, of ``placement``, in its dtype."""
+    """Copy the shard of a partitioned parameter into ``target`` of ``placement``, which becomes the shard."""
     handle = handle_of(parameter)
     assert handle is not None
     handle.move_shard(target, placement)
 
 
 def unpartitioned_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of ``parameter`` when it is whole."""
+    """Return the shape of the full values of ``parameter``, partitioned or not."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def unpartitioned_numel(parameter: torch.Tensor) -> int:
-    """The elements of ``parameter`` when it is whole."""
+    """Return the number of elements of the full values of ``parameter``, partitioned or not."""
     return getattr(parameter, "ds_numel", parameter.numel())
