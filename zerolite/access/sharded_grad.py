@@ -254,7 +254,7 @@ def _accumulate(function: OpOverload, held: object, gradient: torch.Tensor, **ig
     total = gradient if arrived is None else arrived + gradient
     if function is aten.add.Tensor:
         return total  # takes the place of ``held`` in ``p.grad``
-    held.arrived = total
+    held.set_arrived(total)
     return held
 
 

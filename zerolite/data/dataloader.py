@@ -65,9 +65,16 @@ class Loaders:
     """Factory of an engine's loaders. It knows which batch the loop is using, and saves the loaders' positions."""
 
     def __init__(
-        self, rank: int, world_size: int, device_type: str, micro_batch_size: int | None, drop_last: bool
+        self,
+        rank: int,
+        world_size: int,
+        device_type: str,
+        micro_batch_size: int | None,
+        drop_last: bool,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        self.collate_fn: Callable[[list[Any]], Any] | None = None  # for loaders that are given none
+        """collate_fn: default of the loaders."""
+        self._collate_fn = collate_fn
         self._rank = rank
         self._world_size = world_size
         self._device_type = device_type
@@ -96,7 +103,7 @@ class Loaders:
             self._micro_batch_size if batch_size is None else batch_size,
             self._rank,
             self._world_size,
-            collate_fn=collate_fn or self.collate_fn,
+            collate_fn=collate_fn or self._collate_fn,
             device_type=self._device_type if pin_memory else "cpu",
             num_workers=num_workers,
             drop_last=self._drop_last and route == "train",

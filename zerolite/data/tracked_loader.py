@@ -120,7 +120,7 @@ class LoaderPass:
     """A pass over a loader, or the remainder of a pass that a checkpoint continues."""
 
     rows: Rows | None = None  # of the latest batch
-    ended = False  # True once the loop has asked for a batch and there was none
+    ended = False
 
     def begin(self, share: Share, start: int, epoch: int | None) -> None:
         """Begin behind the first `start` samples. share: how the samples behind them are split."""
@@ -133,6 +133,10 @@ class LoaderPass:
         """Count a batch that is about to be yielded."""
         self.rows = self.share.batch(self.yielded)
         self.yielded += 1
+
+    def end(self) -> None:
+        """The loop has asked for a batch, and there was none."""
+        self.ended = True
 
     @property
     def consumed(self) -> int:
@@ -165,7 +169,7 @@ class TrackedLoader:
                 yield batch
                 if self._restored is not None:  # a checkpoint was loaded inside the loop: continue from its position
                     batches = self._begin(current)
-            current.ended = True
+            current.end()
         finally:
             self._running.remove(current)
 

@@ -143,7 +143,7 @@ class Join:
         self._finished = finished
         if said and not self._keep_divisor:
             # The reduction divides by all ranks, but only some have gradients: make it the mean of those.
-            self._reducer.rank_factor = self._comm.world_size / len(said)
+            self._reducer.set_rank_factor(self._comm.world_size / len(said))
 
     def _numbers(self, rows: list[list[int]], own: Sequence[int]) -> list[int]:
         """Return the numbers of the command that the ranks with batches have announced."""
@@ -239,7 +239,7 @@ class Join:
     def _remove(self) -> None:
         self._pipeline.announce.use(None)
         self._comm.guard_with(None)
-        self._reducer.rank_factor = 1.0
+        self._reducer.set_rank_factor(1.0)
         coordinator = self._engine.coordinator
         if coordinator is not None:
             coordinator.comm.guard_with(None)

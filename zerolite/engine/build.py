@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +79,13 @@ def check_model(model: object) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of :func:`initialize` beside model, config and data, as they are given."""
+    """Arguments of :func:`initialize` beside model, config and dataset, as they are given."""
 
     optimizer: OptimizerLike | None = None
     model_parameters: Iterable[Any] | None = None
     lr_scheduler: Any = None
     broadcast_buffers: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
 
 
 def build_engine(
@@ -137,7 +138,8 @@ def build_engine(
     setup = Setup(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains, whole)
     parts = StepParts(setup, chosen.make, groups)
     scheduler = scheduler_of(arguments.lr_scheduler, resolved, parts.sharded)
-    return _make_engine(parts, adopts, arguments.broadcast_buffers, loss_fn, scheduler)
+    loaders = _make_loaders(setup, arguments.collate_fn)
+    return _make_engine(parts, adopts, arguments.broadcast_buffers, loss_fn, scheduler, loaders)
 
 
 _NOT_IN_P_GRAD = (
@@ -148,7 +150,12 @@ _NOT_IN_P_GRAD = (
 
 
 def _make_engine(
-    parts: StepParts, adopts: bool, broadcast_buffers: bool, loss_fn: LossFunction | None, scheduler: object
+    parts: StepParts,
+    adopts: bool,
+    broadcast_buffers: bool,
+    loss_fn: LossFunction | None,
+    scheduler: object,
+    loaders: Loaders,
 ) -> Engine:
     """Install the hooks and make the complete engine. Called on all ranks.
 
@@ -173,7 +180,6 @@ def _make_engine(
     memory = dataclasses.replace(memory, away=offload.memory)
     monitoring.watch_memory(memory)
     access = ParameterAccess(pipeline, parts.reducer, parts.buffer, parts.sharded, topology)
-    loaders = _make_loaders(setup)
     checkpointer = _make_checkpointer(parts, reference, adopts, loaders, schedule)
     refusal = "" if topology.trivial else _NOT_IN_P_GRAD
     components = Components(
@@ -268,10 +274,10 @@ def _communicators_beside(parts: StepParts) -> list[Communicator]:
     return [topology.world, topology.tensor, topology.pipe, topology.model, *shared]
 
 
-def _make_loaders(setup: Setup) -> Loaders:
+def _make_loaders(setup: Setup, collate_fn: Callable[[list[Any]], Any] | None) -> Loaders:
     size, drops = setup.config.train_micro_batch_size_per_gpu, setup.config.dataloader_drop_last
     comm = setup.topology.data
-    return Loaders(comm.rank, comm.world_size, setup.device.type, size, drops)
+    return Loaders(comm.rank, comm.world_size, setup.device.type, size, drops, collate_fn)
 
 
 def _make_checkpointer(

@@ -328,39 +328,43 @@ class SupervisorListener:
     """
 
     def __init__(self, lifeline: int, outcome: int) -> None:
-        self.agent: NodeAgent | None = None
+        self._agent: NodeAgent | None = None
         self._lifeline = lifeline
         self._outcome = outcome
         threading.Thread(target=self._listen, name="zerolite supervisor listener", daemon=True).start()
+
+    def watch(self, agent: NodeAgent) -> None:
+        """Let the supervisor's letters end ``agent``."""
+        self._agent = agent
 
     def _listen(self) -> None:
         while True:
             if select.select([self._lifeline], [], [], 0.5)[0]:
                 self._on_letter(os.read(self._lifeline, 1))
-            store = self.agent.failure_store if self.agent is not None else None
+            store = self._agent.failure_store if self._agent is not None else None
             if store is not None and store.silence_s > HEARTBEAT_TIMEOUT_S:
                 self._on_lost_first_node()
 
     def _on_letter(self, letter: bytes) -> None:
         """Obey a letter of the supervisor; an empty one means that the supervisor has ended."""
-        if letter == b"" or self.agent is None or not self.agent.ranks_run:
+        if letter == b"" or self._agent is None or not self._agent.ranks_run:
             self._end_everything()
-        self.agent.stop()
+        self._agent.stop()
         if letter == INTERRUPT:
-            send(self.agent.rank_pids().values(), signal.SIGINT, os.killpg)
+            send(self._agent.rank_pids().values(), signal.SIGINT, os.killpg)
 
     def _on_lost_first_node(self) -> None:
         """End everything with a sentence for the supervisor; without the store no other node can be told."""
-        assert self.agent is not None
-        sentence = f"host {self.agent.host} had no answer from the first node, {self.agent.rendezvous.address}, for "
-        failure = Failure(host=self.agent.host, node_failure=f"{sentence}{HEARTBEAT_TIMEOUT_S:.0f} s")
+        assert self._agent is not None
+        sentence = f"host {self._agent.host} had no answer from the first node, {self._agent.rendezvous.address}, for "
+        failure = Failure(host=self._agent.host, node_failure=f"{sentence}{HEARTBEAT_TIMEOUT_S:.0f} s")
         tell(self._outcome, NodeOutcome([failure]).to_json())
         self._end_everything()
 
     def _end_everything(self) -> NoReturn:
-        if self.agent is not None:
-            self.agent.stop()
-            self.agent.processes.end()
+        if self._agent is not None:
+            self._agent.stop()
+            self._agent.processes.end()
         os._exit(1)
 
 
@@ -384,7 +388,8 @@ def main(argv: list[str]) -> NoReturn:
     listener = SupervisorListener(lifeline, outcome)
     agent = None
     try:
-        agent = listener.agent = NodeAgent(job, log_dir, outcome)
+        agent = NodeAgent(job, log_dir, outcome)
+        listener.watch(agent)
         agent.run()
         result = agent.outcome()
     except Exception as error:  # the supervisor learns of the error only from the outcome

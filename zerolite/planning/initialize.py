@@ -88,14 +88,13 @@ def initialize(
             logger.warning("%s has no effect: %s", path, sentence)
     resolved = _resolved(given, topology)
     trained = None if model_parameters is None else [_listed_params(entry) for entry in model_parameters]
-    arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers)
+    arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers, collate_fn)
     staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
     resolved = known_here(model, resolved, topology)
     # Before the engine allocates, so that a job that cannot fit ends with a sentence and not out of memory.
     resolved, plan = choose_stage(model, resolved, arguments, topology, device)
     check_memory(model, resolved, arguments, topology, device, plan)
     engine = build_engine(model, resolved, arguments, topology, device, staged=staged, loss_fn=loss_fn)
-    engine.loaders.collate_fn = collate_fn
     watchdog.watch(engine)
     uncaught.watch(model, engine.compute_dtype, topology.world.rank)
     if training_data is not None:

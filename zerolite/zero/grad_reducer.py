@@ -55,7 +55,6 @@ class GradReducer:
         shown: tensors that ``p.grad`` shows; complete between backwards.
         losses: losses of this rank's backwards, 0-dim fp32.
         bucket_sums: sums of this rank's buckets, 0-dim. A sum is not finite if a gradient was not.
-        rank_factor: factor of the next backward's gradients, if its loss has no weight.
         reduces_each_backward: True if every backward reduces its buckets, and not only the last one of a step.
         keeps_shards: True if this rank keeps its shard of the mean gradient, and not the whole.
     """
@@ -85,7 +84,7 @@ class GradReducer:
         self.arrivals = GradientArrivals(options, self.current, self, comm.rank, comm.world_size, make_gradient)
         self.used, self.shown = self.arrivals.used, self.arrivals.shown
         self.announce = Announcer()
-        self.rank_factor = 1.0
+        self._rank_factor = 1.0  # of the next backward's gradients, if its loss has no weight
         self.losses: list[torch.Tensor] = []
         self.bucket_sums: list[torch.Tensor] = []
         self._lent: set[int] = set()  # buckets of which the user may have views
@@ -127,6 +126,10 @@ class GradReducer:
         self._plan = plan
         self.order.stop_learning()
 
+    def set_rank_factor(self, factor: float) -> None:
+        """Multiply gradients of later backwards by ``factor``, where the loss has no weight."""
+        self._rank_factor = factor
+
     # ---------------------------------------------------------------- a backward
 
     def begin_backward(
@@ -142,14 +145,14 @@ class GradReducer:
             reducing: True if this backward reduces its buckets; equal on all ranks.
             end_with_backward: True if this is called inside the backward; autograd then calls :meth:`end_backward` at
                 its end. Otherwise the caller does.
-            weight: weight of the loss; it takes the place of :attr:`rank_factor`. With 0 all gradients are dropped,
-                whatever their values, as if no parameter had got any.
+            weight: weight of the loss, in place of the factor of :meth:`set_rank_factor`. With 0 all gradients
+                are dropped, whatever their values, as if no parameter had got any.
             divisor: number by which gradients are divided.
         """
         if self.current.open:
             return
         self._engine_began |= not end_with_backward
-        factor = self._options.copy_factor * (self.rank_factor if weight is None else 1.0) / divisor
+        factor = self._options.copy_factor * (self._rank_factor if weight is None else 1.0) / divisor
         if factor != self.current.factor:
             # Gradients that an earlier backward has left are multiplied by that backward's factor when they are moved.
             self._move_held()

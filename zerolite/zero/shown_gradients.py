@@ -83,6 +83,9 @@ class GradientPlaceholder(torch.Tensor):
     part: torch.Tensor | None
     arrived: torch.Tensor | None
 
+    def set_arrived(self, gradient: torch.Tensor) -> None:
+        self.arrived = gradient
+
     def collect(self) -> torch.Tensor | None:
         """Return ``arrived`` and set it to None."""
         arrived, self.arrived = self.arrived, None
