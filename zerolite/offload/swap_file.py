@@ -45,10 +45,6 @@ _GRAIN = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
-class NoRoom(OSError):
-    """The disk has no room for a swap file."""
-
-
 class SwapFile:
     """See above. Any thread may call; a fork of the process may not, and its tensors are not there.
 
@@ -95,8 +91,12 @@ class SwapFile:
         return self._used
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """[nbytes] of uint8 zeros, whose memory is a new part of the file. Its place on the disk is free again when
-        there is no reference to it any more. Raises NoRoom, or OSError if the disk fails."""
+        """Return [nbytes] of uint8 zeros whose memory is a new part of the file. The space on the disk is freed with
+        the last reference to it.
+
+        Raises:
+            OSError: the disk has no room, or fails.
+        """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         padded = -(-nbytes // _GRAIN) * _GRAIN
@@ -238,8 +238,7 @@ class SwapFile:
     def _no_room(self, nbytes: int, error: OSError) -> OSError:
         about = os.fstatvfs(self._fd)
         free = about.f_bavail * about.f_frsize
-        kind = NoRoom if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else OSError
-        return kind(
+        return OSError(
             error.errno,
             f"{self._key}: expected room for {nbytes} bytes ({format_size(nbytes)}) more in {self.name}, which has "
             f"{self._used} bytes, and got: {error.strerror}. {free} bytes ({format_size(free)}) are free there; "
