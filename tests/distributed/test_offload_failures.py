@@ -20,7 +20,7 @@ from tests.distributed.test_offload import RUNS, engine_loop, offload
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from zerolite.offload.transfers import Transfer, _TwoHops
+from zerolite.offload.transfers import Transfer, _ChainedTransfer
 from zerolite.ops.async_io import AsyncIO, IOTask
 
 
@@ -191,7 +191,7 @@ def test_an_error_of_the_second_step_of_a_copy_is_raised_wherever_it_is_waited_f
 
         wait = advance = finish
 
-    copy = _TwoHops(Copy(), fails)
+    copy = _ChainedTransfer(Copy(), fails)
     for call in (copy.advance, copy.wait, copy.finish):
         with pytest.raises(OSError, match="no memory"):
             call()

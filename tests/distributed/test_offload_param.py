@@ -151,7 +151,7 @@ def _write(engine: Any) -> None:
 
 def assert_nothing_is_whole(engine: Any) -> None:
     reader = engine.coordinator.context.reader
-    ahead = [] if reader is None else [h.name for h in engine.coordinator.handles if reader.is_ahead(h)]
+    ahead = [] if reader is None else [h.name for h in engine.coordinator.handles if reader.is_read_ahead(h)]
     assert not ahead, "read, and not dropped"
     for handle in engine.coordinator.handles:
         assert handle.shard.numel() == part_numel(handle.numel, dist.get_world_size())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerolite.offload.placements import SPAN_ALIGNMENT
-from zerolite.offload.shard_reader import cover, places, spans
+from zerolite.offload.shard_reader import tensor_spans
 
 CPU = torch.device("cpu")
 
@@ -26,13 +26,13 @@ def test_spans_cover_every_tensor_once_and_little_else(seed: int, alignment: int
             tensors.append(memory.narrow(0, position, numel))
             position += numel + rng.choice([0, 0, 5, SPAN_ALIGNMENT - 1, SPAN_ALIGNMENT, 9000])
     rng.shuffle(tensors)
-    found = spans(tensors, alignment)
+    found = tensor_spans(tensors, alignment)
     assert sorted(i for span in found for i in span.indices) == [i for i, t in enumerate(tensors) if t.numel()]
     for span in found:
         assert span.start % alignment == 0
-        copied = cover(span, tensors).clone()
+        copied = span.memory(tensors).clone()
         assert len(copied) == span.numel
-        for index, place in places(span, tensors, copied).items():
-            assert torch.equal(place, tensors[index])
+        for index, view in span.views(tensors, copied).items():
+            assert torch.equal(view, tensors[index])
         wanted = sum(tensors[index].numel() for index in span.indices)
         assert span.numel < wanted + len(span.indices) * SPAN_ALIGNMENT

@@ -12,12 +12,12 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from zerolite.offload.placements import SPAN_ALIGNMENT, DiskPlacement, Placement, Placements, Transfer
-from zerolite.offload.transfers import Staged, StagingPool, Transfers
+from zerolite.offload.transfers import StagedTransfer, StagingPool, Transfers
 from zerolite.utils.accelerator import undispatched
 from zerolite.utils.memory_tags import DEVICE, DISK, STAGING, tag_memory
 
@@ -30,93 +30,110 @@ class OffloadedTensor(Protocol):
 
 
 class TensorSpan(NamedTuple):
-    """Tensors that lie next to each other in the same memory. ``indices``: of them; ``start``: the first element in
-    the memory."""
+    """Range of one memory in which several tensors lie next to each other.
+
+    Attributes:
+        indices: indices of the tensors.
+        start: first element of the range in the memory.
+        numel: elements of the range.
+    """
 
     indices: list[int]
     start: int
     numel: int
 
+    def memory(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the range as one tensor, shape [numel]."""
+        return tensors[self.indices[0]].as_strided((self.numel,), (1,), self.start)
 
-def spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[TensorSpan]:
-    """``tensors``, flat and apart from each other, in spans that begin at multiples of ``alignment`` elements of their
-    memory. Between two of a span there is so little that to move it costs less than to move both by themselves. Empty
-    ones are in none."""
+    def views(self, tensors: Sequence[torch.Tensor], copied: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return, by index, the part of ``copied`` (a copy of the range, shape [numel]) that each tensor has."""
+        return {
+            index: copied.narrow(0, tensors[index].storage_offset() - self.start, tensors[index].numel())
+            for index in self.indices
+        }
+
+
+def tensor_spans(tensors: Sequence[torch.Tensor], alignment: int) -> list[TensorSpan]:
+    """Group tensors that are neighbours in memory, so that each group is moved by one copy or read.
+
+    Two neighbours share a span if the gap between them is short: to move the gap costs less than a second transfer.
+
+    Args:
+        tensors: flat tensors that do not overlap. Empty ones are in no span.
+        alignment: spans begin at multiples of so many elements of their memory.
+    """
     by_memory: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.numel():
             by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(index)
     found: list[TensorSpan] = []
     for indices in by_memory.values():
-        together: list[int] = []
+        members: list[int] = []
         start = end = 0
         for offset, index in sorted((int(tensors[index].storage_offset()), index) for index in indices):
-            if together and offset - end >= SPAN_ALIGNMENT:
-                found.append(TensorSpan(together, start, end - start))
-                together = []
-            if not together:
+            if members and offset - end >= SPAN_ALIGNMENT:
+                found.append(TensorSpan(members, start, end - start))
+                members = []
+            if not members:
                 start = offset // alignment * alignment
-            together = [*together, index]
+            members = [*members, index]
             end = offset + tensors[index].numel()
-        found.append(TensorSpan(together, start, end - start))
+        found.append(TensorSpan(members, start, end - start))
     return found
 
 
-def cover(span: TensorSpan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The memory of ``span``, flat."""
-    return tensors[span.indices[0]].as_strided((span.numel,), (1,), span.start)
-
-
-def places(span: TensorSpan, tensors: Sequence[torch.Tensor], copied: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return by index where the tensors of ``span`` are in ``copied``, a copy of its memory."""
-    return {
-        index: copied.narrow(0, tensors[index].storage_offset() - span.start, tensors[index].numel())
-        for index in span.indices
-    }
-
-
-class _Read(Staged):
-    """A span of a disk that is, or is being, read into memory of the host."""
+class _SpanRead(StagedTransfer):
+    """Read of one span from disk into a staging buffer on the host."""
 
     def __init__(self, pool: StagingPool, buffer: torch.Tensor, transfer: Transfer, users: int) -> None:
-        """users: shards that are not done with."""
+        """users: number of shards in the buffer that a gather still needs."""
         super().__init__(pool, buffer, transfer)
         self._users = users
 
     def release(self) -> None:
-        """One user is done."""
+        """Note that one shard is not needed any more. The last one frees the buffer."""
         self._users -= 1
         if not self._users:
             with contextlib.suppress(OSError):  # the result is not needed any more
                 self.finish()
 
 
-class _Place(NamedTuple):
-    """Location of a member's shard, once ``read`` has ended."""
+class _ShardRead(NamedTuple):
+    """One shard of a read: ``shard`` has the values once ``read`` has ended."""
 
-    read: _Read
+    read: _SpanRead
     shard: torch.Tensor
-    member: OffloadedTensor  # kept alive
+    member: OffloadedTensor  # kept alive, because reads are found by its id
 
 
-class Arrival:
-    """The shards of one gather, being staged in. ``shards``: where the collective takes them from, in the order of the
-    members."""
+class StagedShards:
+    """The shards of one gather while they are staged in.
+
+    Attributes:
+        shards: the tensors that the collective sends, in the order of the gather's members.
+        copies: copies to the device.
+        reads: reads from disk into the buffers that the copies read.
+    """
 
     __slots__ = ("_reader", "copies", "reads", "shards")
 
     def __init__(self, reader: ShardReader, shards: list[torch.Tensor]) -> None:
         self._reader, self.shards = reader, shards
         self.copies: list[Transfer] = []
-        self.reads: list[_Read] = []
+        self.reads: list[_SpanRead] = []
 
-    def behind_copies(self) -> contextlib.AbstractContextManager[Any]:
-        """Surround the launch of the collective. On CUDA it begins when the copies have ended, which have begun when
-        all had that was launched before them; the current stream does not wait."""
-        return self._reader.transfers.arriving() if self.copies else contextlib.nullcontext()
+    def copy_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for the launch of the collective, which makes it run after the copies.
 
-    def end(self) -> None:
-        """The collective has ended. On CUDA the current stream waits for the copies, not the host."""
+        On CUDA the context selects the stream of the copies. They have waited for the work that was launched before
+        them, so the collective needs no other wait, and the current stream does not wait at all.
+        """
+        return self._reader.transfers.to_device_stream() if self.copies else contextlib.nullcontext()
+
+    def release(self) -> None:
+        """Release the buffers, because the collective has ended. On CUDA the current stream waits for the copies, the
+        host does not."""
         for copy in self.copies:
             copy.wait()
         self._reader.retire(self.reads, self.copies)
@@ -124,60 +141,68 @@ class Arrival:
 
 
 class ShardReader:
-    """See the module. Each rank reads for itself: nothing here is a collective. Where the CPU computes, a shard on the
-    host is there already; a gather takes it from where it is.
+    """Reader of offloaded shards, described in the module's docstring. Each rank reads for itself: nothing here is a
+    collective.
+
+    If the CPU computes, shards on the host need no copy: a gather sends them from where they are stored.
     """
 
     def __init__(self, placements: Placements, transfers: Transfers) -> None:
         self._device, self._apart, self.transfers = placements.device, placements.apart, transfers
-        self._ahead: dict[int, deque[_Place]] = {}  # by id of the member, in the order of its gathers
-        # Buffers from which a copy to the device may still be under way.
-        self._retired: deque[tuple[list[Transfer], list[_Read]]] = deque()
-        known = weakref.ref(self)
-        placements.on_written.append(lambda: _forget(known))
+        self._ahead: dict[int, deque[_ShardRead]] = {}  # by id of the member, in the order of its gathers
+        # Buffers from which a copy to the device may still read.
+        self._retired: deque[tuple[list[Transfer], list[_SpanRead]]] = deque()
+        reader_ref = weakref.ref(self)  # the placements may outlive this reader
+        placements.on_written.append(lambda: _drop_reads(reader_ref))
 
     # ---------------------------------------------------------------- from disk
 
     def read_ahead(self, members: Iterable[OffloadedTensor]) -> None:
-        """Begin to read the shards that are on disk, each for a later gather, in the order of the gathers. A shard that
-        is read and never gathered stays in memory until :meth:`forget`."""
+        """Begin to read the shards that are on disk, each for a later gather.
+
+        A shard that no gather takes stays in memory until :meth:`drop_reads`.
+
+        Args:
+            members: owners of the shards, in the order of the gathers.
+        """
         wanted = [m for m in members if m.placement.place == DISK and m.shard.numel()]
         if wanted:
             with undispatched():
-                self._collect_buffers()
+                self._release_retired()
                 self._read(wanted)
 
     def _read(self, wanted: Sequence[OffloadedTensor]) -> None:
         shards = [member.shard for member in wanted]
-        for span in spans(shards, SPAN_ALIGNMENT):
-            offloaded, placement = cover(span, shards), wanted[span.indices[0]].placement
+        for span in tensor_spans(shards, SPAN_ALIGNMENT):
+            offloaded, placement = span.memory(shards), wanted[span.indices[0]].placement
             buffer = self.transfers.pool.take(offloaded.numel(), offloaded.dtype, like=offloaded)
             transfer = self.transfers.stage_in(offloaded, placement, buffer)
-            read = _Read(self.transfers.pool, buffer, transfer, len(span.indices))
-            for index, place in places(span, shards, buffer).items():
+            read = _SpanRead(self.transfers.pool, buffer, transfer, len(span.indices))
+            for index, shard in span.views(shards, buffer).items():
                 member = wanted[index]
-                self._ahead.setdefault(id(member), deque()).append(_Place(read, place, member))
+                self._ahead.setdefault(id(member), deque()).append(_ShardRead(read, shard, member))
 
-    def forget(self) -> None:
-        """Drop reads ahead, which are outdated or not needed."""
+    def drop_reads(self) -> None:
+        """Drop the reads ahead, because they are outdated or not needed."""
         if self._ahead:
-            found = [place for several in self._ahead.values() for place in several]
+            found = [shard_read for several in self._ahead.values() for shard_read in several]
             self._ahead.clear()
             with undispatched():
-                for place in found:
-                    place.read.release()
+                for shard_read in found:
+                    shard_read.read.release()
 
     def on_written(self, member: OffloadedTensor) -> None:
-        """Drop what was read ahead: a shard has been written where it is stored. Raises OSError if the disk fails."""
-        self.forget()
+        """Drop the reads ahead, because a stored shard has been written as a tensor. Raises OSError if the disk
+        fails."""
+        self.drop_reads()
         if isinstance(member.placement, DiskPlacement):
             member.placement.file.forget_cached()
 
-    def is_ahead(self, member: OffloadedTensor) -> bool:
-        """True if the shard has been read for its next gather, or is being read."""
+    def is_read_ahead(self, member: OffloadedTensor) -> bool:
+        """Return True if the shard has been read for its next gather, or is being read."""
         return id(member) in self._ahead
 
-    def _collect_buffers(self) -> None:
+    def _release_retired(self) -> None:
         """Release the buffers of all gathers but the last: by now the copies from them have ended."""
         while len(self._retired) > 1:
             copies, reads = self._retired.popleft()
@@ -188,24 +213,28 @@ class ShardReader:
 
     # ---------------------------------------------------------------- to a gather
 
-    def stage_in(self, members: Sequence[OffloadedTensor], fulls: Sequence[torch.Tensor] | None = None) -> Arrival:
-        """Start to stage in the shards of ``members`` for a gather: onto the device, or into memory where that is the
-        CPU. Raises OSError if the disk fails.
+    def stage_in(self, members: Sequence[OffloadedTensor], fulls: Sequence[torch.Tensor] | None = None) -> StagedShards:
+        """Start to stage in the shards of a gather: onto the device, or into host memory if the CPU computes.
 
-        fulls: whole values; given where there is one rank alone, whose shards go there at once.
+        Args:
+            members: owners of the shards.
+            fulls: memory of the whole values, given if there is one rank. Its shards are copied there at once.
+
+        Raises:
+            OSError: the disk failed.
         """
-        arrival = Arrival(self, [member.shard for member in members])
-        shards, copies = arrival.shards, arrival.copies
+        staged = StagedShards(self, [member.shard for member in members])
+        shards, copies = staged.shards, staged.copies
         try:
-            self.read_ahead([member for member in members if not self.is_ahead(member)])
+            self.read_ahead([member for member in members if not self.is_read_ahead(member)])
             for index, member in enumerate(members):
-                if self.is_ahead(member):
-                    place = self._ahead[id(member)].popleft()
+                if self.is_read_ahead(member):
+                    shard_read = self._ahead[id(member)].popleft()
                     if not self._ahead[id(member)]:
                         del self._ahead[id(member)]
-                    arrival.reads.append(place.read)
-                    shards[index] = place.shard
-            for read in arrival.reads:
+                    staged.reads.append(shard_read.read)
+                    shards[index] = shard_read.shard
+            for read in staged.reads:
                 read.wait()
             if fulls is not None:
                 for index, full in enumerate(fulls):
@@ -214,39 +243,41 @@ class ShardReader:
                     shards[index] = full
             elif self._apart:
                 self._to_device(shards, members, copies)
-        except BaseException:  # nothing may be copied into memory that is freed now
+        except BaseException:  # no copy may write into memory that is freed now
             for copy in copies:
                 copy.finish()
-            arrival.end()
+            staged.release()
             raise
-        return arrival
+        return staged
 
     def _to_device(
         self, shards: list[torch.Tensor], members: Sequence[OffloadedTensor], copies: list[Transfer]
     ) -> None:
-        """Put copies in the place of those that are not there; what to wait for is added to ``copies``."""
-        away = [index for index, member in enumerate(members) if member.placement.place != DEVICE]
-        sources = [shards[index] for index in away]
-        for index in away:
+        """Replace offloaded ``shards`` by copies on the device, and add the transfers to ``copies``."""
+        offloaded = [index for index, member in enumerate(members) if member.placement.place != DEVICE]
+        sources = [shards[index] for index in offloaded]
+        for index in offloaded:
             if not shards[index].numel():
                 shards[index] = shards[index].new_empty(0, device=self._device)
-        for span in spans(sources, alignment=1):
-            source = cover(span, sources)
+        for span in tensor_spans(sources, alignment=1):
+            source = span.memory(sources)
             target = tag_memory(source.new_empty(span.numel, device=self._device), STAGING)
             copies.append(self.transfers.copy(source, target))
-            for index, place in places(span, sources, target).items():
-                shards[away[index]] = place
+            for index, shard in span.views(sources, target).items():
+                shards[offloaded[index]] = shard
 
     def write_back(self, shards: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-        """Copy ``parts``, on the device, into ``shards``, on the host or there too; the host waits for its own."""
+        """Copy ``parts``, on the device, into ``shards``, on the device or the host. The host waits for copies to the
+        host."""
         if all(shard.device == part.device for shard, part in zip(shards, parts, strict=True)):
             torch._foreach_copy_(list(shards), list(parts))
             return
         for copy in [self.transfers.copy(part, shard) for shard, part in zip(shards, parts, strict=True)]:
             copy.wait()
 
-    def retire(self, reads: list[_Read], copies: list[Transfer]) -> None:
-        """A gather has ended; on CUDA its copies may be under way still."""
+    def retire(self, reads: list[_SpanRead], copies: list[Transfer]) -> None:
+        """Release the buffers of a gather that has ended, on CUDA later: its copies may still read them, and the host
+        must not wait."""
         if self._apart and reads:
             self._retired.append((copies, reads))
         else:
@@ -254,7 +285,7 @@ class ShardReader:
                 read.release()
 
 
-def _forget(known: weakref.ref[ShardReader]) -> None:
-    reader = known()
+def _drop_reads(reader_ref: weakref.ref[ShardReader]) -> None:
+    reader = reader_ref()
     if reader is not None:
-        reader.forget()
+        reader.drop_reads()

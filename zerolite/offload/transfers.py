@@ -1,8 +1,8 @@
 """Asynchronous copies between device, host and disk.
 
-Between device and host they run on two streams of their own, one for each direction, because the link carries both at
-once. To and from disk they are the file's asynchronous reads and writes; between disk and a device there is host memory
-in between.
+Copies between device and host run on two streams of their own, one for each direction, because the link carries both at
+once. Copies to and from the disk are the asynchronous reads and writes of the swap file. A copy between disk and device
+goes through a staging buffer on the host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -18,13 +17,14 @@ from zerolite.offload.placements import DiskPlacement, Placement, Placements, Tr
 from zerolite.utils.accelerator import current_platform
 from zerolite.utils.memory_tags import HOST, STAGING, tag_memory
 
-_BLOCK = 4096  # bytes: what is written to disk directly ends at a multiple
-_LARGER = 4  # a buffer may be so many times larger than what is asked of it,
-_SMALL = 1 << 20  # or have so many bytes
+_BLOCK = 4096  # bytes; direct I/O ends at a multiple
+# A free buffer is used for a shorter tensor if it is at most so many times longer, or has at most so many bytes.
+_MAX_RATIO = 4
+_MAX_SMALL = 1 << 20
 
 
 def whole_blocks(nbytes: int) -> int:
-    """``nbytes``, up to the end of a block of a disk."""
+    """Return ``nbytes`` rounded up to whole blocks of a disk."""
     return -(-nbytes // _BLOCK) * _BLOCK
 
 
@@ -33,13 +33,14 @@ DONE = Transfer()
 
 class _StreamCopy(Transfer):
     def __init__(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        stream.wait_stream(
-            torch.cuda.current_stream(stream.device)
-        )  # what has made the source, or still reads the target
+        # The current stream may still write the source, or read the target.
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+            # Later copies run on the same stream: an event waits for this one alone.
             self._event = torch.cuda.Event()
             self._event.record(stream)
+        # Kept alive until the copy has ended, so that the allocator does not hand out memory that it still uses.
         self._ends = (target, source)
         self._stream = stream
 
@@ -53,10 +54,11 @@ class _StreamCopy(Transfer):
         self._event.synchronize()
 
 
-class _TwoHops(Transfer):
-    """first, then what ``then`` begins."""
+class _ChainedTransfer(Transfer):
+    """Transfer, and a second one that begins when the first has ended."""
 
     def __init__(self, first: Transfer, then: Callable[[], Transfer]) -> None:
+        """then: function that begins the second transfer."""
         self._first: Transfer | None = first
         self._then = then
         self._second: Transfer = DONE
@@ -64,7 +66,8 @@ class _TwoHops(Transfer):
             self.advance()
 
     def advance(self) -> None:
-        if self._first is not None:  # what fails here fails again for each waiting caller
+        if self._first is not None:
+            # Set to None last: if the first transfer fails, each waiting caller gets its error.
             self._first.finish()
             self._second = self._then()
             self._first = None
@@ -79,81 +82,85 @@ class _TwoHops(Transfer):
 
 
 class StagingPool:
-    """Staging buffers on the host, which are used again.
+    """Staging buffers on the host, which are reused and never freed.
 
-    Buffers are never freed. A caller that takes some of different lengths says how long the longest is: then all are so
-    long, and each fits the next time.
+    A caller that takes buffers of different lengths names the longest. Then all of its buffers have that length, and
+    each of them fits the next time.
     """
 
     def __init__(self, pin: bool) -> None:
         self._pin = pin
         self._free: list[torch.Tensor] = []
-        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by ``_cdata``: those that are alive
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages of all buffers, by ``_cdata``
 
     def take(self, numel: int, dtype: torch.dtype, longest: int = 0, like: torch.Tensor | None = None) -> torch.Tensor:
-        """[numel], uninitialised, beginning at a page, in memory of whole blocks.
+        """Return uninitialised memory of whole blocks that begins at a page, as a tensor of shape [numel].
 
         Args:
-            longest: in bytes.
-            like: in a dry run, one of its tensors: the buffer is of the dry run too, whatever modes are active.
+            numel: elements.
+            dtype: dtype of the tensor.
+            longest: bytes of the longest buffer that the caller takes.
+            like: in a dry run, one of its tensors. The buffer then belongs to the dry run too, whatever torch modes are
+                active.
         """
         nbytes = whole_blocks(max(numel * dtype.itemsize, longest))
-        fitting = [memory for memory in self._free if nbytes <= memory.numel() <= max(_LARGER * nbytes, _SMALL)]
+        fitting = [memory for memory in self._free if nbytes <= memory.numel() <= max(_MAX_RATIO * nbytes, _MAX_SMALL)]
         if fitting:
             memory = min(fitting, key=torch.Tensor.numel)
             self._free = [other for other in self._free if other is not memory]
         else:
-            with torch.inference_mode(False):  # whose tensors could not be written later
+            with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
                 memory = tag_memory(current_platform().host_memory(nbytes, self._pin, like), STAGING, HOST)
             storage = memory.untyped_storage()
             key = storage._cdata
-            self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key, None))
+            self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """A tensor of :meth:`take` is not used any more."""
+        """Free the buffer of a tensor from :meth:`take` for reuse."""
         with torch.inference_mode(False):
             self._free.append(tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` lies in a buffer of :meth:`take`."""
-        return tensor.untyped_storage()._cdata in self._made
+        """Return True if ``tensor`` lies in a buffer of this pool."""
+        return tensor.untyped_storage()._cdata in self._alive
 
     def memory(self) -> list[torch.Tensor]:
-        """All buffers, in use or not."""
-        alive = [storage for ref in self._made.values() if (storage := ref()) is not None]
+        """Return all buffers, in use or free."""
+        alive = [storage for ref in self._alive.values() if (storage := ref()) is not None]
         return [torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in alive]
 
 
-class Staged(Transfer):
-    """Transfers through a staging buffer, which goes back to its pool when they have ended.
+class StagedTransfer(Transfer):
+    """Transfers through one staging buffer, which goes back to its pool when they have ended.
 
-    One step of the pipeline behind updates, gathers and gradients: stage in, use, write back.
+    The pipelines of updates, gathers and gradients consist of these: stage in, use, write back.
     """
 
-    def __init__(self, pool: StagingPool, buffer: torch.Tensor | None, *under_way: Transfer) -> None:
-        """buffer: None where they need none."""
-        self._pool, self._buffer, self._under_way = pool, buffer, list(under_way)
+    def __init__(self, pool: StagingPool, buffer: torch.Tensor | None, *transfers: Transfer) -> None:
+        """buffer: the staging buffer; None if the transfers need none."""
+        self._pool, self._buffer, self._pending = pool, buffer, list(transfers)
 
     def add(self, transfer: Transfer) -> None:
-        self._under_way.append(transfer)
+        self._pending.append(transfer)
 
     def wait(self) -> None:
-        for transfer in self._under_way:
+        for transfer in self._pending:
             transfer.wait()
 
     def advance(self) -> None:
-        for transfer in self._under_way:
+        for transfer in self._pending:
             transfer.advance()
 
     def finish(self) -> None:
-        """Let the buffer go when all have ended. Raises the first error then."""
+        """Wait until all transfers have ended, and give the buffer back. Then raise the first error."""
         errors: list[OSError] = []
-        while self._under_way:
+        while self._pending:
             try:
-                self._under_way.pop().finish()
+                self._pending.pop().finish()
             except OSError as error:
                 errors.append(error)
+        # Only now: a transfer that has not ended would still use the buffer of the next one.
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._pool.give_back(buffer)
@@ -162,56 +169,64 @@ class Staged(Transfer):
 
 
 class Transfers:
-    """The copies of one engine. Called on each rank for itself: nothing here is a collective."""
+    """Copies of one rank's engine. Nothing here is a collective.
+
+    Attributes:
+        pool: staging buffers of all copies.
+    """
 
     def __init__(self, placements: Placements) -> None:
-        self._device = placements.device
         cuda = placements.device.type == "cuda"
         self.pool = StagingPool(pin=placements.optimizer.pin or placements.parameters.pin)
         self._to_device = torch.cuda.Stream(placements.device) if cuda else None
         self._to_host = torch.cuda.Stream(placements.device) if cuda else None
 
     def stage_in(self, offloaded: torch.Tensor, placement: Placement, into: torch.Tensor, longest: int = 0) -> Transfer:
-        """Copy ``offloaded``, a range of a flat tensor of ``placement``, to ``into``, of the same length and dtype, on
-        the device or of :attr:`pool`. From disk the range begins at a multiple of placements.SPAN_ALIGNMENT elements.
-        longest: of all that the caller stages, in bytes."""
+        """Begin to copy an offloaded range to the device, or to a buffer of the pool.
+
+        Args:
+            offloaded: range of a flat tensor. On disk it begins at a multiple of
+                :data:`~zerolite.offload.placements.SPAN_ALIGNMENT` elements.
+            placement: placement of ``offloaded``.
+            into: target of the same length and dtype.
+            longest: bytes of the longest range that the caller copies.
+        """
         if not isinstance(placement, DiskPlacement):
             return self.copy(offloaded, into)
-        if self._direct(into):
+        if self._fits_direct_io(into):
             return placement.file.read(offloaded, into)
         through = self.pool.take(offloaded.numel(), offloaded.dtype, longest, offloaded)
         read = placement.file.read(offloaded, through)
-        return _TwoHops(read, lambda: Staged(self.pool, through, self.copy(through, into)))
+        return _ChainedTransfer(read, lambda: StagedTransfer(self.pool, through, self.copy(through, into)))
 
     def write_back(
         self, source: torch.Tensor, offloaded: torch.Tensor, placement: Placement, longest: int = 0
     ) -> Transfer:
-        """Copy ``source`` to ``offloaded``: the reverse of :meth:`stage_in`. longest: of all that the caller
-        writes, in bytes."""
+        """Begin to copy ``source`` to the offloaded range: the reverse of :meth:`stage_in`."""
         if not isinstance(placement, DiskPlacement):
             return self.copy(source, offloaded)
         file = placement.file
-        if self._direct(source):
+        if self._fits_direct_io(source):
             return file.write(offloaded, source)
         through = self.pool.take(source.numel(), source.dtype, longest, source)
         copied = self.copy(source, through)
-        return _TwoHops(copied, lambda: Staged(self.pool, through, file.write(offloaded, through)))
+        return _ChainedTransfer(copied, lambda: StagedTransfer(self.pool, through, file.write(offloaded, through)))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Copy between any two tensors on device and host."""
+        """Begin to copy between two tensors, each on the device or the host."""
         if target.device == source.device or self._to_host is None or self._to_device is None:
             target.copy_(source)
             return DONE
         return _StreamCopy(target, source, self._to_device if target.is_cuda else self._to_host)
 
-    def arriving(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which the current stream is that of the copies to the device: work launched in it runs after
-        them."""
+    def to_device_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which the current stream is that of the copies to the device: work launched in it runs
+        after them."""
         return contextlib.nullcontext() if self._to_device is None else torch.cuda.stream(self._to_device)
 
-    def _direct(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor can be read from disk and written there as it is: it lies in a buffer of the pool, from a
-        block's beginning on, and the buffer goes on to the end of its last block."""
+    def _fits_direct_io(self, tensor: torch.Tensor) -> bool:
+        """Return True if direct I/O can read and write the tensor: it lies in a buffer of the pool, begins with a
+        block, and its last block ends within the buffer."""
         start = tensor.storage_offset() * tensor.element_size()
         end = start + whole_blocks(tensor.numel() * tensor.element_size())
         return self.pool.has(tensor) and not start % _BLOCK and end <= tensor.untyped_storage().nbytes()

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from zerolite.offload.placements import SPAN_ALIGNMENT, Placement
-from zerolite.offload.transfers import Staged, Transfers, whole_blocks
+from zerolite.offload.transfers import StagedTransfer, Transfers, whole_blocks
 from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update
@@ -73,7 +73,7 @@ class _SpanPlan(NamedTuple):
         return SpanTensors(self.span, gradient, master, tensors, out)
 
 
-class _SubGroup(Staged):
+class _SubGroup(StagedTransfer):
     """A sub-group that is being staged in, updated or written back."""
 
     def __init__(

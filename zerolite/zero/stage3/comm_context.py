@@ -10,7 +10,7 @@ import torch
 
 from zerolite.comm import Communicator, Pending
 from zerolite.offload.placements import Placement
-from zerolite.offload.shard_reader import Arrival, ShardReader
+from zerolite.offload.shard_reader import ShardReader, StagedShards
 from zerolite.utils.accelerator import undispatched
 from zerolite.utils.memory_tags import GATHERED, PERSISTENT, listeners, resize, tag_memory
 from zerolite.zero.stage3.partitioned_parameter import (
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 class AllGather:
     """One all-gather of several parameters, pending until one of them is needed."""
 
-    __slots__ = ("_arrival", "_pending", "members")
+    __slots__ = ("_pending", "_staged", "members")
 
     def __init__(
-        self, members: Sequence[PartitionedParameter], pending: Pending | None, arrival: Arrival | None
+        self, members: Sequence[PartitionedParameter], pending: Pending | None, staged: StagedShards | None
     ) -> None:
-        """arrival: of offloaded shards, which are on their way to the device."""
+        """staged: offloaded shards, which are on their way to the device."""
         self.members = members
         self._pending = pending
-        self._arrival = arrival
+        self._staged = staged
 
     def wait_for_values(self) -> None:
         """Wait until the values are there. On CUDA the stream waits, not the host."""
         if self._pending is not None:
             with undispatched():
                 self._pending.wait()
-                if self._arrival is not None:
-                    self._arrival.end()
+                if self._staged is not None:
+                    self._staged.release()
 
     def wait(self) -> None:
         """Wait for it: its parameters may be read from now on."""
@@ -211,14 +211,14 @@ class CommContext:
         with undispatched():
             if self.reader is None:
                 return AllGather(members, self.comm.gather_shards(fulls, shards, "parameters", key), None)
-            arrival = self.reader.stage_in(moved, fulls if self.comm.world_size == 1 else None)
+            staged = self.reader.stage_in(moved, fulls if self.comm.world_size == 1 else None)
             try:
-                with arrival.behind_copies():
-                    pending = self.comm.gather_shards(fulls, arrival.shards, "parameters", key, shards)
+                with staged.copy_stream():
+                    pending = self.comm.gather_shards(fulls, staged.shards, "parameters", key, shards)
             except BaseException:
-                arrival.end()  # a copy under way must not write into memory that is freed now
+                staged.release()  # a copy under way must not write into memory that is freed now
                 raise
-            return AllGather(members, pending, arrival)
+            return AllGather(members, pending, staged)
 
     def gather_for_user(self, member: PartitionedParameter) -> None:
         """Make ``member`` whole until the user or the engine releases it. Called on all ranks."""

@@ -357,7 +357,7 @@ class PartitionedParameterCoordinator:
         if self._strays:
             self._let_strays_go()
         if self.context.reader is not None:
-            self.context.reader.forget()  # what was read ahead for gathers that have not come
+            self.context.reader.drop_reads()  # what was read ahead for gathers that have not come
 
     def sweep(self) -> None:
         """End everything under way and release all that is not held: after an exception, and when values have

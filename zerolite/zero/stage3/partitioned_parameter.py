@@ -147,7 +147,7 @@ class PartitionedParameter:
         """Make ``shard`` [part_numel(numel, world_size)], which lies in ``placement``, this rank's shard, and release
         the parameter. The parameter takes the dtype of the shard."""
         if self.context.reader is not None:
-            self.context.reader.forget()  # it may have read the old shard ahead
+            self.context.reader.drop_reads()  # it may have read the old shard ahead
         self.shard = tag_memory(shard, COMPUTE, placement.place)
         self.placement = placement
         self.empty = torch.empty(0, dtype=shard.dtype, device=self.context.device)
