@@ -212,7 +212,7 @@ class Join:
     def _gather(self, *indices: int) -> None:
         coordinator = self._engine.coordinator
         assert coordinator is not None
-        coordinator.follow_gather(indices)
+        coordinator.mirror_all_gather(indices)
 
     def _group_end(self, group: int) -> None:
         self._reducer.on_group_end(group)
@@ -234,7 +234,7 @@ class Join:
         coordinator = self._engine.coordinator
         if coordinator is not None:
             coordinator.comm.guard_with(self._guard_gathers)
-            coordinator.context.listen(self)
+            coordinator.context.set_listener(self)
 
     def _remove(self) -> None:
         self._pipeline.announce.use(None)
@@ -243,7 +243,7 @@ class Join:
         coordinator = self._engine.coordinator
         if coordinator is not None:
             coordinator.comm.guard_with(None)
-            coordinator.context.listen(None)
+            coordinator.context.set_listener(None)
             coordinator.schedule.resume()
 
     def _note(self, command: Command, *numbers: int) -> None:

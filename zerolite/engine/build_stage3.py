@@ -20,7 +20,7 @@ from zerolite.zero.stage3.fetch_plan import FetchLimits
 from zerolite.zero.stage3.launch_plan import LaunchPlan
 from zerolite.zero.stage3.param_group import LeafRule, leaf_rule
 from zerolite.zero.stage3.partitioned_model import PartitionedModel, Stage3Options, bucket_groups, groups_of_buckets
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
+from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of, move_shard
 from zerolite.zero.step import StepPipeline
 
@@ -136,9 +136,9 @@ def start_stage3(
 ) -> PartitionedParameterCoordinator:
     """Install the hooks that gather parameters, and return their coordinator. The caller must keep it alive, because
     hooks refer to it weakly."""
-    coordinator = partitioned.start(StepLinks(observers, pipeline.begin_backward, reducer.on_group_end))
+    coordinator = partitioned.start(CoordinatorCallbacks(observers, pipeline.begin_backward, reducer.on_group_end))
     observers.on_parameters_updated.append(coordinator.on_update)
-    observers.on_gradients_dropped.append(coordinator.drop_failed)
+    observers.on_gradients_dropped.append(coordinator.end_failed)
     launch_by_groups(partitioned, reducer)
     pipeline.use_coordinator(coordinator)
     return coordinator
@@ -148,6 +148,6 @@ def launch_by_groups(partitioned: PartitionedModel, reducer: GradReducer) -> Non
     """Tell the coordinator which parameters are trained, and launch each bucket when the backward of its group has
     ended. The order of these ends is learned from here on."""
     coordinator = partitioned.coordinator
-    coordinator.train(reducer.parameters)
+    coordinator.set_trained(reducer.parameters)
     groups = groups_of_buckets(reducer.layout, reducer.parameters, partitioned.groups)
     reducer.use_launch_plan(LaunchPlan(groups, coordinator.plan_progress))

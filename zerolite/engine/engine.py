@@ -98,7 +98,7 @@ class Engine:
             if sends:
                 self.send_buffers()
         args, kwargs = self._boundary.enter((args, kwargs))
-        watch = self.coordinator.calling() if self.coordinator is not None else contextlib.nullcontext()
+        watch = self.coordinator.engine_call() if self.coordinator is not None else contextlib.nullcontext()
         with watch, self._precision.autocast_context(self.device):
             try:
                 outputs = self.call.call_module(*args, **kwargs)
@@ -165,7 +165,7 @@ class Engine:
             if self.coordinator is not None:
                 # A gather in flight may fail because of the first error, and must not hide it.
                 with contextlib.suppress(RuntimeError):
-                    self.coordinator.sweep()
+                    self.coordinator.reset()
             raise
         self._reducer.end_backward(complete=True)
         return loss

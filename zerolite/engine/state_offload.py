@@ -18,7 +18,7 @@ from zerolite.utils.pinned_memory import host_memory
 from zerolite.zero.stage3.comm_context import gather
 from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import handle_of
-from zerolite.zero.stage3.released_parameter import COUNTS, HARMLESS, as_plain_tensors
+from zerolite.zero.stage3.released_parameter import METADATA_FUNCTIONS, NUMEL_FUNCTIONS, as_plain_tensors
 from zerolite.zero.step import StepPipeline
 
 KINDS = {
@@ -103,7 +103,7 @@ class StateOffload:
         self._out = []
         self._pipeline.suspend("")
         if self._coordinator is not None:
-            self._coordinator.context.listen(None)
+            self._coordinator.context.set_listener(None)
         for parameter in self._parts.module.parameters():
             _take_back(parameter)
 
@@ -136,11 +136,11 @@ class StateOffload:
     def _let_go(self) -> None:
         """Release stage 3's gathered parameters, and refuse gathers from here on."""
         if self._coordinator is not None:
-            self._coordinator.sweep()
+            self._coordinator.reset()
             self._whole = [handle for handle in self._coordinator.handles if handle.persistent]
             for handle in self._whole:
                 handle.release()
-            self._coordinator.context.listen(_Refusal(self._pipeline))
+            self._coordinator.context.set_listener(_Refusal(self._pipeline))
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
         parts = self._parts
@@ -207,7 +207,7 @@ class OffloadedParameter(torch.nn.Parameter):
         cls, function: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         with as_plain_tensors():
-            if function in HARMLESS or function in COUNTS:
+            if function in METADATA_FUNCTIONS or function in NUMEL_FUNCTIONS:
                 return function(*args, **(kwargs or {}))
             if function is torch.Tensor.__repr__:
                 return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"

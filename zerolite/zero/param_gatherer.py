@@ -15,7 +15,7 @@ from zerolite.comm import Communicator, Pending
 from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers
-from zerolite.zero.stage3.released_parameter import ArrivingParameter
+from zerolite.zero.stage3.released_parameter import InFlightParameter
 
 # Modules of torch that read weights of their children, and look at their classes, before these run.
 _READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
@@ -39,7 +39,7 @@ class ParamGatherer:
 
     With ``overlap_forward`` the gathers stay in flight after the step. A hook before each module's forward waits for
     the buckets of that module's own parameters. Everywhere else a parameter in flight is an
-    :class:`ArrivingParameter`, so that a tied head called as a function, a ``state_dict()`` or an average of weights
+    :class:`InFlightParameter`, so that a tied head called as a function, a ``state_dict()`` or an average of weights
     waits for what it reads.
 
     Attributes:
@@ -74,7 +74,9 @@ class ParamGatherer:
             if param_gatherer is not None:
                 param_gatherer._wait_for(parameters)
 
-        self._arriving: Any = type("ArrivingParameter", (ArrivingParameter,), {"wait_for": staticmethod(wait_for)})
+        self._in_flight_class: Any = type(
+            "InFlightParameter", (InFlightParameter,), {"wait_for": staticmethod(wait_for)}
+        )
 
     def gather_bucket(self, bucket: int, rounded: bool = False) -> None:
         """Launch the all-gather of a bucket. Called on all ranks, in the same order of buckets.
@@ -109,7 +111,7 @@ class ParamGatherer:
             # No hook runs when a parameter is read as a plain tensor (a tied weight, state_dict()). A class whose
             # functions wait first is the only way to see such a read.
             for parameter in members:
-                parameter.__class__ = self._arriving
+                parameter.__class__ = self._in_flight_class
         if self._buffer.compute[0].device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._buffer.compute[0].device)
 
@@ -141,7 +143,7 @@ class ParamGatherer:
                 ended(GATHER)
         if self.overlaps:
             for parameter in self._members(bucket):
-                if type(parameter) is self._arriving:
+                if type(parameter) is self._in_flight_class:
                     parameter.__class__ = nn.Parameter
         # Deleted last, because other threads look here first to see if they must wait. A failed gather stays, so that
         # every read of its parameters raises.

@@ -88,7 +88,7 @@ class CommContext:
         comm: Communicator,
         device: torch.device,
         reader: ShardReader | None = None,
-        place: Callable[[int], Placement] | None = None,
+        placement_for: Callable[[int], Placement] | None = None,
     ) -> None:
         """place: placement of a shard of so many elements; None: on ``device``."""
         self.comm = comm
@@ -98,13 +98,13 @@ class CommContext:
         self.allocations = 0
         self.listener: GatherListener | None = None
         self.gathered_by_user: weakref.WeakSet[PartitionedParameter] = weakref.WeakSet()
-        self._place = place
-        self._coordinator: Callable[[], PartitionedParameterCoordinator | None] = _no_engine
+        self._placement_for = placement_for
+        self._coordinator: Callable[[], PartitionedParameterCoordinator | None] = _no_coordinator
         self._copies: CommContext | None = None
 
     def placement_of(self, numel: int) -> Placement:
         """Return the placement of a shard of ``numel`` elements."""
-        return Placement(self.device) if self._place is None else self._place(numel)
+        return Placement(self.device) if self._placement_for is None else self._placement_for(numel)
 
     # ---------------------------------------------------------------- the engine that has it
 
@@ -113,23 +113,23 @@ class CommContext:
         """The coordinator that gathers these parameters, as long as its engine exists."""
         return self._coordinator()
 
-    def serve(self, coordinator: PartitionedParameterCoordinator) -> None:
+    def set_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
         """Be gathered by ``coordinator`` from now on."""
         self._coordinator = weakref.ref(coordinator)
 
-    def without_engine(self) -> CommContext:
+    def context_for_copies(self) -> CommContext:
         """Return the context for copies of these parameters, which no engine has."""
-        if self._coordinator is _no_engine:
+        if self._coordinator is _no_coordinator:
             return self
         if self._copies is None:
             self._copies = CommContext(self.comm, self.device, self.reader)
         return self._copies
 
-    def read_with(self, reader: ShardReader | None) -> None:
+    def set_reader(self, reader: ShardReader | None) -> None:
         """Let ``reader`` bring the shards from now on."""
         self.reader = reader
 
-    def listen(self, listener: GatherListener | None) -> None:
+    def set_listener(self, listener: GatherListener | None) -> None:
         """Tell ``listener`` of gathers from now on, instead of the one before; None: no listener."""
         self.listener = listener
 
@@ -148,15 +148,15 @@ class CommContext:
 
     def issue_all_gather(self, members: Sequence[PartitionedParameter]) -> None:
         """Launch one all-gather of ``members``, which are not available. Called on all ranks, in the same order."""
-        self._announce(members)
+        self._notify(members)
         try:
-            moved = [member for member in members if member.storage is not None]
-            for member in moved:
+            to_gather = [member for member in members if member.storage is not None]
+            for member in to_gather:
                 resize(member.storage, member.nbytes)  # type: ignore[arg-type]
             if listeners:
-                for member in moved:
+                for member in to_gather:
                     tag_memory(member.full, PERSISTENT if member.persistent else GATHERED)
-            all_gather = self._launch(members, moved, [member.full for member in moved])
+            all_gather = self._launch(members, to_gather, [member.full for member in to_gather])
         except BaseException:
             for member in members:
                 member.free_full_values()
@@ -180,17 +180,17 @@ class CommContext:
             if member.pending is not None:
                 member.pending.wait()
         if released := [member for member in members if member.status is not AVAILABLE]:
-            self._announce(released)
+            self._notify(released)
         copies = [m.full.clone() if m.has_full_values else m.full.new_empty(m.full.shape) for m in members]
         missing = [index for index, member in enumerate(members) if not member.has_full_values]
         if missing:
-            moved, fulls = [members[index] for index in missing], [copies[index] for index in missing]
+            to_gather, fulls = [members[index] for index in missing], [copies[index] for index in missing]
             for full in fulls:
                 tag_memory(full, GATHERED)
-            self._launch(moved, moved, fulls).wait_for_values()
+            self._launch(to_gather, to_gather, fulls).wait_for_values()
         return copies
 
-    def _announce(self, members: Sequence[PartitionedParameter]) -> None:
+    def _notify(self, members: Sequence[PartitionedParameter]) -> None:
         """Tell the schedule and the listener of a launch."""
         coordinator = self._coordinator()
         if coordinator is not None:
@@ -201,17 +201,17 @@ class CommContext:
     def _launch(
         self,
         members: Sequence[PartitionedParameter],
-        moved: Sequence[PartitionedParameter],
+        to_gather: Sequence[PartitionedParameter],
         fulls: Sequence[torch.Tensor],
     ) -> AllGather:
-        """Launch the all-gather of ``members`` that brings those in ``moved`` into ``fulls``."""
-        if not moved:
+        """Launch the all-gather of ``members`` that brings those in ``to_gather`` into ``fulls``."""
+        if not to_gather:
             return AllGather(members, None, None)
-        shards, key = [member.shard for member in moved], members[0].index + 1
+        shards, key = [member.shard for member in to_gather], members[0].index + 1
         with undispatched():
             if self.reader is None:
                 return AllGather(members, self.comm.gather_shards(fulls, shards, "parameters", key), None)
-            staged = self.reader.stage_in(moved, fulls if self.comm.world_size == 1 else None)
+            staged = self.reader.stage_in(to_gather, fulls if self.comm.world_size == 1 else None)
             try:
                 with staged.copy_stream():
                     pending = self.comm.gather_shards(fulls, staged.shards, "parameters", key, shards)
@@ -249,7 +249,7 @@ class CommContext:
                 member.release()
 
 
-def _no_engine() -> None:
+def _no_coordinator() -> None:
     """Parameters that no engine has."""
 
 

@@ -4,10 +4,10 @@
 
     p.data  ── the parameters among the arguments are gathered, into memory of their own
             ── the function runs on ordinary parameters, which are released again
-            ── what it returns in that memory is a WholeValues, which keeps the memory alive
+            ── what it returns in that memory is a GatheredAlias, which keeps the memory alive
 
-A :class:`WholeValues` that is written to passes the change on to this rank's shard. One that is read after an update is
-gathered again. Autograd saves where its tensors come from, and gathers them again in the backward.
+A :class:`GatheredAlias` that is written to passes the change on to this rank's shard. One that is read after an update
+is gathered again. Autograd saves where its tensors come from, and gathers them again in the backward.
 
 Changes are made alike on all ranks, so a write needs no collective.
 """
@@ -28,49 +28,54 @@ from zerolite.utils.user_line import warn_of_collective
 from zerolite.zero.stage3.comm_context import gather_copies
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, PartitionedParameter
 from zerolite.zero.stage3.released_parameter import (
-    LIKE,
+    LIKE_FUNCTIONS,
     NEEDS_NO_VALUES,
-    SHAPES,
+    SHAPE_FUNCTIONS,
     ReleasedParameter,
     as_plain_tensors,
-    no_values,
+    no_values_error,
     restore_class,
     set_released_class,
 )
 
 _T = torch.Tensor
 # Functions of Python that look at the class.
-_OF_PLAIN_TENSORS = frozenset([_T.__repr__, _T.__format__, _T.numpy, _T.__array__, _T.tolist])
+_PLAIN_TENSOR_FUNCTIONS = frozenset([_T.__repr__, _T.__format__, _T.numpy, _T.__array__, _T.tolist])
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
 
-class _Gathered:
+class _GatheredCopy:
     """Whole values of a parameter, gathered at one moment, in memory that several tensors may share.
 
     Attributes:
         full: the memory, flat.
         version: of the parameter, when these values were its own.
-        replacements: number of ``p.data = values`` before that. Each puts other values in the place of these, which
-            then stay what they are and do not belong to the parameter any more.
+        replacements_before: number of ``p.data = values`` before that. The next one gives the parameter other values,
+            and these do not belong to it any more.
     """
 
-    __slots__ = ("version", "full", "handle", "replacements")
+    __slots__ = ("version", "full", "handle", "replacements_before")
 
     def __init__(self, handle: PartitionedParameter, full: torch.Tensor) -> None:
-        self.handle, self.full, self.version, self.replacements = handle, full, handle.version, len(handle.replaced_at)
+        self.handle, self.full, self.version, self.replacements_before = (
+            handle,
+            full,
+            handle.version,
+            len(handle.replaced_at),
+        )
 
     @property
-    def tied(self) -> bool:
+    def linked(self) -> bool:
         """True if the values belong to the parameter: changes go both ways."""
-        return self.replacements == len(self.handle.replaced_at)
+        return self.replacements_before == len(self.handle.replaced_at)
 
     @property
     def stale(self) -> bool:
         """The parameter has changed since, or may have, because it is held gathered. Raises RuntimeError where
         that was before its values were replaced."""
-        if self.tied:
+        if self.linked:
             return self.version != self.handle.version or self.handle.holds > 0
-        if self.version != self.handle.replaced_at[self.replacements]:
+        if self.version != self.handle.replaced_at[self.replacements_before]:
             raise RuntimeError(
                 f"values that were taken from parameter '{self.handle.name}' before an update were not looked at "
                 "between that and p.data = values, which has replaced them: they are gone; clone what is to be kept"
@@ -79,31 +84,31 @@ class _Gathered:
 
     def write(self) -> None:
         """They have been changed."""
-        if self.tied:
+        if self.linked:
             self.handle.write(self.full)
             self.version = self.handle.version
 
 
-def _gathered_in(tensor: torch.Tensor, by_storage: Mapping[int, _Gathered]) -> _Gathered | None:
+def _gathered_in(tensor: torch.Tensor, by_storage: Mapping[int, _GatheredCopy]) -> _GatheredCopy | None:
     """Return the whole values whose memory ``tensor`` shares."""
     return by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
 
-class WholeValues(torch.Tensor):
+class GatheredAlias(torch.Tensor):
     """A tensor that shares memory with gathered values of a parameter. See the module."""
 
-    gathered: _Gathered
+    gathered: _GatheredCopy
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         """Run what :func:`run_gathered` has let through. Calls from C++ come here without it."""
-        if any(kind is not WholeValues for kind in types):
+        if any(kind is not GatheredAlias for kind in types):
             return NotImplemented  # another class, p.grad's for one, has no memory to be read
         if function.namespace == "c10d":
-            name = find_tensors((args, kwargs), WholeValues)[0].gathered.handle.name
-            raise no_values(name, "and torch.distributed writes where no one sees it: send a clone")
+            name = find_tensors((args, kwargs), GatheredAlias)[0].gathered.handle.name
+            raise no_values_error(name, "and torch.distributed writes where no one sees it: send a clone")
         with torch._C._DisableTorchDispatch():
             return function(*args, **(kwargs or {}))
 
@@ -133,7 +138,7 @@ class _SavedView:
 
     __slots__ = ("version", "handle", "shape", "start", "strides")
 
-    def __init__(self, gathered: _Gathered, tensor: torch.Tensor) -> None:
+    def __init__(self, gathered: _GatheredCopy, tensor: torch.Tensor) -> None:
         self.handle, self.version = gathered.handle, gathered.handle.version
         self.shape, self.strides = tensor.shape, tensor.stride()
         self.start = tensor.storage_offset() - gathered.full.storage_offset()
@@ -150,15 +155,15 @@ class _SavedView:
 
 
 def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """Call ``function``, with released parameters and :class:`WholeValues` among its arguments. Called on all ranks,
+    """Call ``function``, with released parameters and :class:`GatheredAlias` among its arguments. Called on all ranks,
     in the same order, where one of them is not here or stale. Raises RuntimeError inside a forward or backward, on
     another thread than the engine's, and for what hands out memory."""
     if function is _T.__iter__:
         return iter(run_gathered(_T.unbind, args, kwargs))
-    aliases = find_tensors((args, kwargs), WholeValues)
+    aliases = find_tensors((args, kwargs), GatheredAlias)
     with as_plain_tensors():
-        like = function in LIKE and isinstance(next(iter(args), None), WholeValues)
-        if like or function in NEEDS_NO_VALUES or function in SHAPES:
+        like = function in LIKE_FUNCTIONS and isinstance(next(iter(args), None), GatheredAlias)
+        if like or function in NEEDS_NO_VALUES or function in SHAPE_FUNCTIONS:
             return function(*args, **kwargs)
         released = find_tensors((args, kwargs), ReleasedParameter)
         used = list(dict.fromkeys(vars(parameter)["_zero_handle"] for parameter in released))
@@ -167,22 +172,22 @@ def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         if stale and function in (_T.__repr__, _T.__format__):  # a debugger calls it on one rank
             return f"tensor(of parameter '{stale[0].handle.name}', which has changed since)"
         missing = list(dict.fromkeys([*used, *(gathered.handle for gathered in stale)]))
-        _check(function, missing or [gathered.handle for gathered in shared], bool(missing))
+        _check_allowed(function, missing or [gathered.handle for gathered in shared], bool(missing))
         fulls = gather_copies(missing)
-        _warn(missing)
+        _warn_of_gather(missing)
         with torch.no_grad():
-            current = _unite(fulls, aliases)
+            current = _share_current_values(fulls, aliases)
         return _call(function, args, kwargs, {handle: current[handle] for handle in used}, aliases)
 
 
-def _unite(
-    fulls: Mapping[PartitionedParameter, torch.Tensor], aliases: Sequence[WholeValues]
-) -> dict[PartitionedParameter, _Gathered]:
+def _share_current_values(
+    fulls: Mapping[PartitionedParameter, torch.Tensor], aliases: Sequence[GatheredAlias]
+) -> dict[PartitionedParameter, _GatheredCopy]:
     """Let all aliases of a parameter share one memory, with the values of today: a change of one changes all."""
-    current = {handle: _Gathered(handle, full) for handle, full in fulls.items()}
+    current = {handle: _GatheredCopy(handle, full) for handle, full in fulls.items()}
     for alias in aliases:
         own = alias.gathered
-        if not own.tied:
+        if not own.linked:
             continue
         first = current.setdefault(own.handle, own)
         if first is own:
@@ -192,7 +197,7 @@ def _unite(
             own.version = first.version
         if alias.grad_fn is None and alias.dtype == first.full.dtype:
             start = alias.storage_offset() - own.full.storage_offset() + first.full.storage_offset()
-            alias.data = first.full.as_strided(alias.shape, alias.stride(), start).as_subclass(WholeValues)
+            alias.data = first.full.as_strided(alias.shape, alias.stride(), start).as_subclass(GatheredAlias)
             alias.gathered = first
     return current
 
@@ -201,44 +206,44 @@ def _call(
     function: Function,
     args: Arguments,
     kwargs: Keywords,
-    used: dict[PartitionedParameter, _Gathered],
-    aliases: Sequence[WholeValues],
+    used: dict[PartitionedParameter, _GatheredCopy],
+    aliases: Sequence[GatheredAlias],
 ) -> Any:
     """Call ``function``, while the parameters in ``used`` have their values."""
     parameters = {handle: handle.parameter for handle in used}
     for handle, parameter in parameters.items():
         restore_class(parameter)
         parameter.data = used[handle].full.as_strided(handle.shape, handle.strides)
-    in_place = _changed_by_name(function, args)
+    in_place = _changed_in_place(function, args)
     versions = {id(tensor): _version(tensor, in_place) for tensor in (*parameters.values(), *aliases)}
     all_gathered = [*used.values(), *(alias.gathered for alias in aliases)]
     by_storage = {gathered.full.untyped_storage()._cdata: gathered for gathered in all_gathered}
-    if function in _OF_PLAIN_TENSORS:
-        args = [arg.detach() if isinstance(arg, WholeValues) else arg for arg in args]
+    if function in _PLAIN_TENSOR_FUNCTIONS:
+        args = [arg.detach() if isinstance(arg, GatheredAlias) else arg for arg in args]
     try:
         if torch.is_grad_enabled():
-            nodes = [_expect_gradient(handle) for handle in used]  # which live as long as a graph has them
-            with _saving(by_storage):
+            nodes = [_prepare_accumulation(handle) for handle in used]  # which live as long as a graph has them
+            with _save_sources(by_storage):
                 result = function(*args, **kwargs)
             del nodes
         else:
             result = function(*args, **kwargs)
-        return _marked(result, by_storage)
+        return _as_aliases(result, by_storage)
     finally:
         by_storage.clear()  # autograd keeps the function that has packed what it saves, and this with it
         with torch.no_grad():
-            _settle(used, parameters, aliases, versions, in_place)
+            _apply_changes(used, parameters, aliases, versions, in_place)
 
 
-def _settle(
-    used: dict[PartitionedParameter, _Gathered],
+def _apply_changes(
+    used: dict[PartitionedParameter, _GatheredCopy],
     parameters: dict[PartitionedParameter, torch.nn.Parameter],
-    aliases: Sequence[WholeValues],
+    aliases: Sequence[GatheredAlias],
     versions: dict[int, float],
     in_place: set[int],
 ) -> None:
     """Release the parameters again, and take what the function has changed into their shards."""
-    written: dict[int, _Gathered] = {}
+    written: dict[int, _GatheredCopy] = {}
     replaced: list[tuple[PartitionedParameter, torch.Tensor]] = []
     for handle, parameter in parameters.items():
         data, gathered = parameter.data, used[handle]
@@ -250,7 +255,7 @@ def _settle(
         elif differs:
             written[id(gathered)] = gathered
     for handle, data in replaced:
-        _replace(handle, data)
+        _replace_values(handle, data)
     for alias in aliases:
         if _version(alias, in_place) != versions[id(alias)]:
             written[id(alias.gathered)] = alias.gathered
@@ -258,7 +263,7 @@ def _settle(
         gathered.write()
 
 
-def _replace(handle: PartitionedParameter, data: torch.Tensor) -> None:
+def _replace_values(handle: PartitionedParameter, data: torch.Tensor) -> None:
     """Take the values of ``p.data = data``. What has been taken from the parameter before keeps the old ones."""
     view = handle.view
     if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
@@ -272,7 +277,7 @@ def _replace(handle: PartitionedParameter, data: torch.Tensor) -> None:
     handle.replace_values(full)
 
 
-def _changed_by_name(function: Function, args: Arguments) -> set[int]:
+def _changed_in_place(function: Function, args: Arguments) -> set[int]:
     """Return the ids of arguments that a function changes according to its name: with ``p.grad`` among its arguments it
     runs where torch does not count changes."""
     name = getattr(function, "__name__", "")
@@ -285,12 +290,12 @@ def _version(tensor: torch.Tensor, in_place: set[int]) -> float:
     return math.nan if id(tensor) in in_place or tensor.is_inference() else tensor._version
 
 
-def _saving(by_storage: Mapping[int, _Gathered]) -> Any:
+def _save_sources(by_storage: Mapping[int, _GatheredCopy]) -> Any:
     """Context in which autograd saves where its tensors come from, and not their memory."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedView:
         gathered = _gathered_in(tensor, by_storage)
-        if gathered is None or not gathered.tied or tensor.dtype != gathered.full.dtype:
+        if gathered is None or not gathered.linked or tensor.dtype != gathered.full.dtype:
             return tensor
         return _SavedView(gathered, tensor)
 
@@ -301,10 +306,10 @@ def _unpack(saved: Any) -> torch.Tensor:
     return saved.unpack() if isinstance(saved, _SavedView) else saved
 
 
-_SHOWS = "zerolite shows the shape"
+_SHOWS_SHAPE = "zerolite shows the shape"
 
 
-def _expect_gradient(handle: PartitionedParameter) -> Any:
+def _prepare_accumulation(handle: PartitionedParameter) -> Any:
     """Let a gradient come to the parameter while it is released again. Returns the node that accumulates it.
 
     The node is made now, while the parameter has its values: an AccumulateGrad node remembers the shape that it was
@@ -315,30 +320,31 @@ def _expect_gradient(handle: PartitionedParameter) -> Any:
         return None
     coordinator = handle.context.coordinator
     if coordinator is not None:
-        coordinator.note_use_outside()
+        coordinator.on_use_outside_groups()
     accumulator: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    if _SHOWS not in accumulator.metadata:
-        accumulator.metadata[_SHOWS] = True
+    if _SHOWS_SHAPE not in accumulator.metadata:
+        accumulator.metadata[_SHOWS_SHAPE] = True
 
         def show(gradients: object) -> None:
             coordinator = handle.context.coordinator
             if coordinator is None:
-                handle.show_shape()
+                handle.show_full_shape()
             else:
-                coordinator.show_shape(handle)
+                coordinator.show_full_shape(handle)
 
         accumulator.register_prehook(show)
     return accumulator
 
 
-def _marked(result: Any, by_storage: Mapping[int, _Gathered]) -> object:
-    """Return ``result`` with a :class:`WholeValues` for each tensor in gathered memory. An array there is read-only."""
+def _as_aliases(result: Any, by_storage: Mapping[int, _GatheredCopy]) -> object:
+    """Return ``result`` with a :class:`GatheredAlias` for each tensor in gathered memory. A numpy array there becomes
+    read-only."""
 
     def mark(value: torch.Tensor) -> torch.Tensor:
         gathered = _gathered_in(value, by_storage) if type(value) is torch.Tensor else None
         if gathered is None:
             return value
-        alias: Any = value.as_subclass(WholeValues)
+        alias: Any = value.as_subclass(GatheredAlias)
         alias.gathered = gathered
         return alias
 
@@ -350,7 +356,7 @@ def _marked(result: Any, by_storage: Mapping[int, _Gathered]) -> object:
 # -------------------------------------------------------------------- where it is refused
 
 # What hands out memory: it ends with the operation, and what is written there would be lost.
-_MEMORY = frozenset(
+_MEMORY_FUNCTIONS = frozenset(
     [
         *(_T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_, _T.set_, _T.resize_, _T.as_subclass),
         *(_T.__dlpack__, _T.__dlpack_device__, _T.is_shared, _T.pin_memory),
@@ -358,26 +364,26 @@ _MEMORY = frozenset(
 )
 
 
-def _check(function: Function, handles: Sequence[PartitionedParameter], gathers: bool) -> None:
+def _check_allowed(function: Function, handles: Sequence[PartitionedParameter], gathers: bool) -> None:
     first = handles[0]
-    if function in _MEMORY:
-        raise no_values(first.name, f"Tensor.{function.__name__} hands out memory that it does not have")
+    if function in _MEMORY_FUNCTIONS:
+        raise no_values_error(first.name, f"Tensor.{function.__name__} hands out memory that it does not have")
     if not gathers:
         return
     if _transform_level() is not None:
-        raise no_values(
+        raise no_values_error(
             first.name,
             "stage 3 cannot gather inside a transform of torch.func (grad, vmap, …): use copy.deepcopy(model)",
         )
     for handle in handles:
         coordinator = handle.context.coordinator
         if coordinator is not None and coordinator.busy and handle.status is not AVAILABLE:
-            raise no_values(handle.name, "and a forward or backward is under way")
+            raise no_values_error(handle.name, "and a forward or backward is under way")
         if coordinator is not None and threading.get_ident() != coordinator.thread:
-            raise no_values(handle.name, "and this thread is not the one that trains")
+            raise no_values_error(handle.name, "and this thread is not the one that trains")
 
 
-def _warn(handles: Sequence[PartitionedParameter]) -> None:
+def _warn_of_gather(handles: Sequence[PartitionedParameter]) -> None:
     """After the gather: an error in the place of the warning is of one rank alone."""
     if handles and handles[0].comm.world_size > 1 and handles[0].comm.main:
         warn_of_collective(

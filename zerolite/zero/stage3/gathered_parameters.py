@@ -11,11 +11,11 @@ import torch
 from zerolite.comm.initial_sync import content_hash
 from zerolite.utils.accelerator import address, host_values
 from zerolite.zero.stage3.comm_context import by_context
-from zerolite.zero.stage3.partition_parameters import broadcast_flat, commit_all, register_external_parameter
+from zerolite.zero.stage3.partition_parameters import broadcast_flat, register_external_parameter, repartition_all
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import refresh
 
-_contexts: list[GatheredParameters] = []  # entered, the innermost last
+_entered_contexts: list[GatheredParameters] = []  # entered, the innermost last
 
 
 class GatheredParameters:
@@ -47,7 +47,9 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._handles: list[PartitionedParameter] = []
         self._digests: dict[PartitionedParameter, torch.Tensor] = {}  # content hashes of what must not change
-        self._saved: dict[PartitionedParameter, torch.Tensor] = {}  # copies of whole values that outlive the context
+        self._values_before: dict[
+            PartitionedParameter, torch.Tensor
+        ] = {}  # copies of whole values that outlive the context
         if not enabled:
             return
         self._parameters = list(_parameters_in(params))  # kept alive
@@ -55,8 +57,8 @@ class GatheredParameters:
         self._handles = list(dict.fromkeys(handle for handle in handles if handle is not None))
         if modifier_rank is not None and self._handles:
             world_size = self._handles[0].comm.world_size
-            whole_number = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
-            if not whole_number or not 0 <= modifier_rank < world_size:
+            is_integer = isinstance(modifier_rank, int) and not isinstance(modifier_rank, bool)
+            if not is_integer or not 0 <= modifier_rank < world_size:
                 raise ValueError(
                     f"zero.GatheredParameters: expected modifier_rank from 0 to {world_size - 1} or None, got "
                     f"{modifier_rank!r}"
@@ -67,8 +69,8 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         with torch._C.DisableTorchFunction():
-            commit_all()
-            lasting = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
+            repartition_all()
+            outliving = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
             with contextlib.ExitStack() as undo:
                 for context, members in by_context(self._handles):
                     context.hold(members)
@@ -77,50 +79,50 @@ class GatheredParameters:
                     handle.copy_assigned_data()
                     handle.allow_aliases()  # the block may keep aliases of the values
                 if self._check:
-                    self._saved = {handle: handle.full.clone() for handle in lasting}
+                    self._values_before = {handle: handle.full.clone() for handle in outliving}
                     if self._modifier is None:
                         self._digests = {handle: content_hash(handle.view) for handle in self._handles}
                 undo.pop_all()  # there was memory for all of it
-            _contexts.append(self)
+            _entered_contexts.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with torch._C.DisableTorchFunction():
-            _contexts.remove(self)
-            refused: str | None = None
-            guilty: list[PartitionedParameter] = []
+            _entered_contexts.remove(self)
+            error_text: str | None = None
+            changed: list[PartitionedParameter] = []
             try:
                 if kind is not None:
                     self.drop_changes()
                 elif self._modifier is not None:
-                    refused = self._write_changes(self._modifier)
+                    error_text = self._write_changes(self._modifier)
                 else:
-                    guilty = self._changed()
+                    changed = self._find_and_drop_changes()
             finally:
                 for context, members in by_context(self._handles):
                     context.unhold(members)
-                saved, self._saved = self._saved, {}
+                values_before, self._values_before = self._values_before, {}
                 self._digests = {}
-            if guilty:
+            if changed:
                 # An engine goes on using them, with the changes: gather anew from the shards.
-                refresh([h for h in guilty if h.status is AVAILABLE and h not in saved])
-                refused = (
+                refresh([h for h in changed if h.status is AVAILABLE and h not in values_before])
+                error_text = (
                     "parameters were changed inside a read-only context, so ranks would disagree: "
-                    f"{', '.join(handle.name for handle in guilty)}. The changes are dropped; pass modifier_rank=0 "
+                    f"{', '.join(handle.name for handle in changed)}. The changes are dropped; pass modifier_rank=0 "
                     "(the rank whose values all ranks take) to make some."
                 )
-        if refused:
-            raise RuntimeError(f"zero.GatheredParameters: {refused}")
+        if error_text:
+            raise RuntimeError(f"zero.GatheredParameters: {error_text}")
 
     @torch.no_grad()
     def drop_changes(self) -> None:
         """Drop what was written into the parameters since the context was entered: those that outlive it get their
         values back, the others are released at its end. Called on all ranks."""
         for handle in self._handles:
-            if handle in self._saved:
-                handle.full.copy_(self._saved[handle])
+            if handle in self._values_before:
+                handle.full.copy_(self._values_before[handle])
             else:
                 self._digests.pop(handle, None)
             if handle.status is AVAILABLE:
@@ -147,14 +149,14 @@ class GatheredParameters:
                 handle.restore_data()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "parameters", source)
             handle.write()
-            for context in _contexts:  # around this one
+            for context in _entered_contexts:  # around this one
                 if handle in context._digests:
                     context._digests[handle] = content_hash(handle.view)
-                if handle in context._saved:
-                    context._saved[handle].copy_(handle.full)
+                if handle in context._values_before:
+                    context._values_before[handle].copy_(handle.full)
         return None
 
-    def _changed(self) -> list[PartitionedParameter]:
+    def _find_and_drop_changes(self) -> list[PartitionedParameter]:
         """Return the parameters that some rank has changed. Their changes are dropped."""
         if not self._digests:
             return []
@@ -165,22 +167,22 @@ class GatheredParameters:
                 continue
             data = handle.parameter.data
             same = data.shape == handle.shape and data.dtype == handle.shard.dtype
-            changed = content_hash(data) != self._digests[handle] if same else torch.ones_like(flags[0])
-            flags[position] = changed.to(torch.int64)
+            differs = content_hash(data) != self._digests[handle] if same else torch.ones_like(flags[0])
+            flags[position] = differs.to(torch.int64)
             if same and address(data) != address(handle.view):
                 handle.restore_data()
         # All ranks make the same message of the same flags, so there is no text to exchange.
         self._handles[0].comm.all_reduce_max(flags, "parameters")
-        guilty = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]
-        if guilty:
+        changed = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]
+        if changed:
             self.drop_changes()
-        return guilty
+        return changed
 
 
-def check_left(parameters: Iterable[torch.nn.Parameter]) -> None:
+def check_not_gathered(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Raise RuntimeError for a parameter that a context under way has gathered. The end of the context would drop the
     values of a parameter that an engine has taken over meanwhile."""
-    inside = {handle for context in _contexts for handle in context._handles}
+    inside = {handle for context in _entered_contexts for handle in context._handles}
     for handle in map(handle_of, parameters) if inside else ():
         if handle in inside:
             raise RuntimeError(

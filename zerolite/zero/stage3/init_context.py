@@ -24,7 +24,7 @@ from zerolite.offload.shard_reader import ShardReader
 from zerolite.offload.transfers import Transfers
 from zerolite.utils.accelerator import default_device
 from zerolite.zero.stage3.comm_context import CommContext
-from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0, unseen
+from zerolite.zero.stage3.partition_parameters import GatherOnUse, broadcast_from_rank0, hidden_from_modes, partition
 from zerolite.zero.stage3.partitioned_model import partition_model
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -78,7 +78,9 @@ class Init:
             enabled = enabled and config.zero_optimization.stage in (3, "auto")
         self._enabled = enabled
         self._dtype = dtype
-        self._built: dict[int, torch.nn.Module] = {}  # modules that got parameters and have not been partitioned
+        self._unpartitioned: dict[
+            int, torch.nn.Module
+        ] = {}  # modules that got parameters and have not been partitioned
         self._hooks: list[Any] = []
         self._mode: GatherOnUse | None = None
         if not enabled:
@@ -86,7 +88,7 @@ class Init:
         init_distributed()
         device = default_device(local_rank())
         # Until an engine takes the parameters over.
-        self._context = _context(remote_device, config, device, create_communicator(device))
+        self._context = _make_context(remote_device, config, device, create_communicator(device))
         if module is not None:
             partition_model(module, self._context, dtype)
 
@@ -110,24 +112,24 @@ class Init:
         try:
             self._mode.__exit__(kind, error, trace)
             if kind is None:
-                self._partition(list(self._built.values()))
+                self._partition(list(self._unpartitioned.values()))
         finally:
             self._mode = None
-            self._built.clear()
+            self._unpartitioned.clear()
 
     # Hooks of torch on every registration: (module, name, what) -> None.
 
-    @unseen
+    @hidden_from_modes
     def _on_parameter(self, module: torch.nn.Module, name: str, parameter: object) -> None:
-        self._built[id(module)] = module
+        self._unpartitioned[id(module)] = module
         if isinstance(parameter, torch.nn.Parameter) and not is_lazy(parameter) and handle_of(parameter) is None:
             if self._mode is not None:
-                self._mode.separate(parameter)
+                self._mode.unshare_memory(parameter)
 
-    @unseen
+    @hidden_from_modes
     def _on_module(self, module: torch.nn.Module, name: str, child: object) -> None:
         if isinstance(child, torch.nn.Module) and self._mode is not None:
-            self._mode.commit()
+            self._mode.repartition()
             self._partition(child.modules())
             for inside, parameter in child.named_parameters():
                 handle = handle_of(parameter)
@@ -136,36 +138,36 @@ class Init:
 
     def _partition_finished(self) -> None:
         """Before a tensor is made: partition the modules whose constructors have returned."""
-        if self._built and self._mode is not None:
+        if self._unpartitioned and self._mode is not None:
             unfinished = _under_construction()
-            finished = [module for key, module in self._built.items() if key not in unfinished]
+            finished = [module for key, module in self._unpartitioned.items() if key not in unfinished]
             if finished:
-                self._mode.commit()
+                self._mode.repartition()
                 self._partition(finished)
 
-    @unseen
+    @hidden_from_modes
     def _partition(self, modules: Iterable[torch.nn.Module]) -> None:
         for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is None or handle_of(parameter) is not None or is_lazy(parameter):
                     continue
                 if not parameter.is_meta:
-                    take_rank0(parameter, self._context)
+                    broadcast_from_rank0(parameter, self._context)
                     partition(parameter, name, self._context, self._dtype)
-            self._built.pop(id(module), None)
+            self._unpartitioned.pop(id(module), None)
 
 
-def _context(
+def _make_context(
     remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, comm: Communicator
 ) -> CommContext:
     """Return the context of the parameters until an engine takes them over. Raises ValueError for ``remote_device``,
     OSError for a disk that cannot be used."""
-    chosen: str = "none" if config is None else config.zero_optimization.offload_param.device
-    if remote_device not in (None, chosen):
+    offload_device: str = "none" if config is None else config.zero_optimization.offload_param.device
+    if remote_device not in (None, offload_device):
         if remote_device == "cpu":
-            chosen = "cpu"
+            offload_device = "cpu"
         elif remote_device in ("none", device.type, str(device)):
-            chosen = "none"
+            offload_device = "none"
         elif remote_device == "nvme":
             raise ValueError(
                 'zero.Init: remote_device "nvme" needs a config that says where the disk is; pass '
@@ -176,16 +178,16 @@ def _context(
                 f"zero.Init: expected remote_device to be None, 'none', 'cpu', 'nvme' or '{device.type}', got "
                 f"{remote_device!r}"
             )
-    if chosen == "none":
+    if offload_device == "none":
         return CommContext(comm, device)
     host = HostPlacement(pin=False)  # the engine gives them other memory
     placements = Placements(device, Placement(device), host, apart=device.type != "cpu")
-    if chosen == "nvme" and config is not None:
-        placements = placements_of(_only_parameters(config), device, device.type, comm)
+    if offload_device == "nvme" and config is not None:
+        placements = placements_of(_without_optimizer_offload(config), device, device.type, comm)
     return CommContext(comm, device, ShardReader(placements, Transfers(placements)), placements.place_parameters)
 
 
-def _only_parameters(config: ZeroliteConfig) -> ZeroliteConfig:
+def _without_optimizer_offload(config: ZeroliteConfig) -> ZeroliteConfig:
     """Return ``config`` without an offloaded optimizer."""
     zero = config.zero_optimization
     return config.model_copy(

@@ -46,7 +46,7 @@ class ModuleExecution:
     def contains(self, other: ModuleExecution) -> bool:
         return self.start <= other.start and other.end <= self.end
 
-    def close(self, time: int) -> None:
+    def end_forward(self, time: int) -> None:
         """The forward has ended."""
         self.end = time
         group = self.group
@@ -76,13 +76,13 @@ class ModuleExecution:
         tensor.register_hook(self)
 
 
-class _Hook(WeakHook["PartitionedParameterCoordinator"]):
+class _GroupHook(WeakHook["PartitionedParameterCoordinator"]):
     def __init__(self, coordinator: PartitionedParameterCoordinator, group: ParamGroup) -> None:
         super().__init__(coordinator)
         self._group = group
 
 
-class _Enter(_Hook):
+class _PreForwardHook(_GroupHook):
     @untraced
     def __call__(self, module: torch.nn.Module, args: object) -> None:
         coordinator = self.owner()
@@ -90,7 +90,7 @@ class _Enter(_Hook):
             coordinator.enter_forward(self._group)
 
 
-class _Leave(_Hook):
+class _PostForwardHook(_GroupHook):
     @untraced
     def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         coordinator = self.owner()
@@ -98,7 +98,7 @@ class _Leave(_Hook):
             coordinator.leave_forward(self._group, module, outputs)
 
 
-class _EnterInside(_Hook):
+class _InnerPreForwardHook(_GroupHook):
     """Hook on modules inside a group's module that own some of its parameters.
 
     Where no group that has these is executed, the caller has reached into the group's module (a block may have methods
@@ -106,14 +106,14 @@ class _EnterInside(_Hook):
     """
 
     def __init__(
-        self, coordinator: PartitionedParameterCoordinator, group: ParamGroup, having: Sequence[ParamGroup]
+        self, coordinator: PartitionedParameterCoordinator, group: ParamGroup, owners: Sequence[ParamGroup]
     ) -> None:
-        """having: the groups that have all parameters of the module."""
+        """owners: the groups that have all parameters of the module."""
         super().__init__(coordinator, group)
-        self._having = tuple(having)
+        self._owners = tuple(owners)
 
     def __call__(self, module: torch.nn.Module, args: object) -> None:
-        for group in self._having:
+        for group in self._owners:
             if group.open_executions:
                 return
         self._begin(module)
@@ -126,7 +126,7 @@ class _EnterInside(_Hook):
             self._group.call_inside(module)
 
 
-class _LeaveInside(_Hook):
+class _InnerPostForwardHook(_GroupHook):
     def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         if self._group.called_inside is module:
             self._end(module, outputs)
@@ -142,7 +142,7 @@ class _LeaveInside(_Hook):
 _GETATTR = torch.nn.Module.__getattr__.__code__
 
 
-class WatchedParameters(dict[str, Any]):
+class GatherOnReadDict(dict[str, Any]):
     """A module's ``_parameters``: reading a parameter that is not available gathers it, inside a forward or backward.
 
     So a tied head that is called as a function finds its weight. ``module.weight.dtype`` and the like gather nothing
@@ -171,18 +171,18 @@ class WatchedParameters(dict[str, Any]):
         return {name: copy.deepcopy(parameter, memo) for name, parameter in self.items()}
 
 
-class _Unwatch:
+class _PlainDictRestorer:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def remove(self) -> None:
         """Give the module its plain dict back."""
         module = self._module()
-        if module is not None and isinstance(module._parameters, WatchedParameters):
+        if module is not None and isinstance(module._parameters, GatherOnReadDict):
             module._parameters = dict(module._parameters)
 
 
-def attach(
+def install_hooks(
     model: torch.nn.Module, groups: Sequence[ParamGroup], coordinator: PartitionedParameterCoordinator
 ) -> list[Any]:
     """Install all hooks. Returns handles whose ``remove()`` takes them away."""
@@ -191,8 +191,8 @@ def attach(
     groups_of = groups_of_parameters(groups)
     for group in groups:
         module = group.module
-        enter: Any = _Enter(coordinator, group)
-        leave: Any = _Leave(coordinator, group)
+        enter: Any = _PreForwardHook(coordinator, group)
+        leave: Any = _PostForwardHook(coordinator, group)
         if is_compiled(module):
             traced.update(id(inside) for inside in module.modules())
         handles.append(enter.install(module.register_forward_pre_hook, prepend=True))
@@ -200,15 +200,15 @@ def attach(
         for inside in group.inside:
             if owns_released(inside) and id(inside) not in traced:
                 own = [handle for p in inside._parameters.values() if (handle := handle_of(p)) in groups_of]
-                having = sorted(set.intersection(*(set(groups_of[handle]) for handle in own)))
-                begin = _EnterInside(coordinator, group, [groups[index] for index in having])
-                end = _LeaveInside(coordinator, group)
+                owners = sorted(set.intersection(*(set(groups_of[handle]) for handle in own)))
+                begin = _InnerPreForwardHook(coordinator, group, [groups[index] for index in owners])
+                end = _InnerPostForwardHook(coordinator, group)
                 handles.append(begin.install(inside.register_forward_pre_hook, prepend=True))
                 # Not always called: Dynamo would compile each module anew. After an exception the execution around it,
                 # or the next forward, ends this one.
                 handles.append(end.install(inside.register_forward_hook))
     for module in model.modules():
         if owns_released(module) and id(module) not in traced:
-            module._parameters = WatchedParameters(module._parameters, coordinator)
-            handles.append(_Unwatch(module))
+            module._parameters = GatherOnReadDict(module._parameters, coordinator)
+            handles.append(_PlainDictRestorer(module))
     return handles

@@ -24,13 +24,13 @@ from zerolite.zero.stage3.partitioned_parameter import (
     handle_of,
     user_attributes,
 )
-from zerolite.zero.stage3.released_parameter import NEEDS_NO_VALUES, SHAPES
+from zerolite.zero.stage3.released_parameter import NEEDS_NO_VALUES, SHAPE_FUNCTIONS
 
-_off: Callable[[], Any] = torch._C.DisableTorchFunction  # function modes do not see what runs inside
+_no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction  # function modes do not see what runs inside
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def unseen(function: _Function) -> _Function:
+def hidden_from_modes(function: _Function) -> _Function:
     """Run ``function`` without gradients, and hidden from function modes.
 
     The order matters: entering and leaving ``no_grad`` is itself a torch function that a mode would see.
@@ -38,13 +38,13 @@ def unseen(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _off(), torch.no_grad():
+        with _no_function_modes(), torch.no_grad():
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 
 
-@unseen
+@hidden_from_modes
 def partition(
     parameter: torch.nn.Parameter,
     name: str,
@@ -69,10 +69,10 @@ def partition(
 def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Parameter:
     """``copy.deepcopy``: an ordinary whole parameter; inside ``zero.Init`` a partitioned one. Called on all ranks, in
     the same order."""
-    if not _modes:
+    if not _entered_modes:
         return handle.full_copy(memo)
-    with _off():
-        commit_all()
+    with _no_function_modes():
+        repartition_all()
         parameter = handle.parameter
         values = torch.empty_strided(
             handle.shape, handle.strides, dtype=handle.shard.dtype, device=handle.context.device
@@ -80,15 +80,15 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
         copied = torch.nn.Parameter(values, parameter.requires_grad)
         del values
         vars(copied).update(user_attributes(parameter))
-        partition(copied, handle.name, handle.context.without_engine(), placement=handle.placement).shard.copy_(
+        partition(copied, handle.name, handle.context.context_for_copies(), placement=handle.placement).shard.copy_(
             handle.shard
         )
     memo[id(parameter)] = copied
     return copied
 
 
-@unseen
-def take_rank0(parameter: torch.nn.Parameter, context: CommContext) -> None:
+@hidden_from_modes
+def broadcast_from_rank0(parameter: torch.nn.Parameter, context: CommContext) -> None:
     """Copy rank 0's values into a plain parameter. Called on all ranks."""
     data = parameter.data
     if data.device == context.device and data.stride() == dense_strides(data):
@@ -106,7 +106,7 @@ def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int
 # -------------------------------------------------------------------- parameters that initialisation code touches
 
 
-_modes: list[GatherOnUse] = []  # entered, the innermost last
+_entered_modes: list[GatherOnUse] = []  # entered, the innermost last
 
 
 class GatherOnUse(TorchFunctionMode):
@@ -129,87 +129,89 @@ class GatherOnUse(TorchFunctionMode):
         # With the parameter, so that it lives on all ranks until it is partitioned again.
         self._open: dict[int, tuple[PartitionedParameter, torch.nn.Parameter]] = {}
         # By the storage of the whole values, for tensors that share it (`p.data`, views).
-        self._seen: weakref.WeakValueDictionary[int, PartitionedParameter] = weakref.WeakValueDictionary()
+        self._by_storage: weakref.WeakValueDictionary[int, PartitionedParameter] = weakref.WeakValueDictionary()
 
     def __enter__(self) -> GatherOnUse:
-        with _off():
-            commit_all()
+        with _no_function_modes():
+            repartition_all()
         super().__enter__()
-        _modes.append(self)
+        _entered_modes.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _modes.remove(self)
+        _entered_modes.remove(self)
         super().__exit__(kind, error, trace)
-        with _off():
+        with _no_function_modes():
             if kind is None:
-                self.commit()
+                self.repartition()
             for handle, _ in self._open.values():
                 handle.release()
             self._open.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _off():
-            if func in SHAPES:
-                args = [handle.view if (handle := self._hidden(value)) is not None else value for value in args]
+        with _no_function_modes():
+            if func in SHAPE_FUNCTIONS:
+                args = [
+                    handle.view if (handle := self._released_handle(value)) is not None else value for value in args
+                ]
             elif func not in NEEDS_NO_VALUES:
                 self._prepare([*args, *(kwargs or {}).values()])
         return func(*args, **(kwargs or {}))
 
-    def _hidden(self, value: object) -> PartitionedParameter | None:
+    def _released_handle(self, value: object) -> PartitionedParameter | None:
         """Return the handle of ``value`` if it is a parameter that is not available and that no other code takes care
         of, or if it shares such a parameter's memory."""
         handle = handle_of(value) if isinstance(value, torch.nn.Parameter) else None
         if handle is None and isinstance(value, torch.Tensor):
-            handle = self._sharing(value)
+            handle = self._handle_sharing_memory(value)
         if handle is None or handle.status is not NOT_AVAILABLE or handle.ref() is None:
             return None
         return handle if handle.context.coordinator is None else None
 
-    def _sharing(self, tensor: torch.Tensor) -> PartitionedParameter | None:
+    def _handle_sharing_memory(self, tensor: torch.Tensor) -> PartitionedParameter | None:
         """The partitioned parameter whose memory ``tensor`` shares; None if there is none."""
-        if not self._seen or tensor.layout is not torch.strided:
+        if not self._by_storage or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata
-        handle = self._seen.get(storage)
+        handle = self._by_storage.get(storage)
         if handle is None or handle.storage is None or handle.storage._cdata != storage:
             return None  # the handle has taken other memory since
         return handle
 
-    @unseen
-    def separate(self, parameter: torch.nn.Parameter) -> None:
+    @hidden_from_modes
+    def unshare_memory(self, parameter: torch.nn.Parameter) -> None:
         """Give a plain parameter that was made from the values of a partitioned one, as parametrizations do, memory of
         its own. Called on all ranks, in the same order."""
-        handle = self._sharing(parameter)
+        handle = self._handle_sharing_memory(parameter)
         if handle is not None:
-            whole = handle.status is AVAILABLE
+            was_available = handle.status is AVAILABLE
             gather([handle])
             parameter.data = parameter.data.clone()
-            if not whole:
+            if not was_available:
                 handle.release()
 
     def _prepare(self, values: Iterable[Any]) -> None:
         flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,))]
         if self._before_creation is not None and not any(isinstance(v, torch.Tensor) for v in flat):
             self._before_creation()
-        hidden = {id(handle): handle for v in flat if (handle := self._hidden(v)) is not None}
+        hidden = {id(handle): handle for v in flat if (handle := self._released_handle(v)) is not None}
         if not hidden:
             return
         touched = {id(handle) for v in flat if (handle := handle_of(v)) is not None}
-        self.commit(but=touched)
+        self.repartition(keep=touched)
         for handle in hidden.values():
             self._open[id(handle)] = (handle, handle.parameter)
             if handle.storage is not None:
-                self._seen[handle.storage._cdata] = handle
+                self._by_storage[handle.storage._cdata] = handle
         gather(list(hidden.values()))
 
-    @unseen
-    def commit(self, but: Iterable[int] = ()) -> None:
-        """Partition the gathered parameters again, except for those whose handles' ids are in ``but``. Called on all
+    @hidden_from_modes
+    def repartition(self, keep: Iterable[int] = ()) -> None:
+        """Partition the gathered parameters again, except for those whose handles' ids are in ``keep``. Called on all
         ranks, at the same place of the model's construction."""
-        kept = {key: self._open[key] for key in but if key in self._open}
+        kept = {key: self._open[key] for key in keep if key in self._open}
         done = [both for key, both in self._open.items() if key not in kept]
         self._open = kept
         for handle, parameter in done:
@@ -225,7 +227,7 @@ class GatherOnUse(TorchFunctionMode):
                     )
                 handle.unpartition()
                 parameter.data = data
-                take_rank0(parameter, handle.context)
+                broadcast_from_rank0(parameter, handle.context)
                 partition(parameter, handle.name, handle.context, self._dtype, handle.placement)
                 continue
             handle.copy_assigned_data()
@@ -234,10 +236,10 @@ class GatherOnUse(TorchFunctionMode):
             handle.release()
 
 
-def commit_all() -> None:
+def repartition_all() -> None:
     """Partition the parameters again that initialisation code has touched. Called on all ranks."""
-    for mode in _modes:
-        mode.commit()
+    for mode in _entered_modes:
+        mode.repartition()
 
 
 # -------------------------------------------------------------------- external parameters

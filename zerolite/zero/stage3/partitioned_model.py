@@ -17,11 +17,11 @@ from zerolite.utils.memory_tags import COMPUTE, DEVICE
 from zerolite.zero.layout import PartitionLayout
 from zerolite.zero.stage3.comm_context import CommContext
 from zerolite.zero.stage3.fetch_plan import FetchLimits
-from zerolite.zero.stage3.gathered_parameters import GatheredParameters, check_left
-from zerolite.zero.stage3.module_hooks import attach
+from zerolite.zero.stage3.gathered_parameters import GatheredParameters, check_not_gathered
+from zerolite.zero.stage3.module_hooks import install_hooks
 from zerolite.zero.stage3.param_group import LeafRule, ParamGroup, groups_of_parameters, plan_param_groups
-from zerolite.zero.stage3.partition_parameters import GatherOnUse, partition, take_rank0
-from zerolite.zero.stage3.partitioned_param_coordinator import PartitionedParameterCoordinator, StepLinks
+from zerolite.zero.stage3.partition_parameters import GatherOnUse, broadcast_from_rank0, partition
+from zerolite.zero.stage3.partitioned_param_coordinator import CoordinatorCallbacks, PartitionedParameterCoordinator
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
 
 
@@ -52,16 +52,16 @@ class PartitionedModel:
         self,
         model: torch.nn.Module,
         comm: Communicator,
-        gathers: Communicator,
+        gather_comm: Communicator,
         device: torch.device,
         placements: Placements,
         transfers: Transfers,
     ) -> None:
         """Partition what is not partitioned yet; ``zero.Init`` may have partitioned some.
 
-        gathers: communicator of the gathers.
+        gather_comm: communicator of the gathers.
         """
-        check_left(model.parameters())
+        check_not_gathered(model.parameters())
         self.model = model
         self._offloads = placements.parameters.place != DEVICE
         reader = ShardReader(placements, transfers)
@@ -70,7 +70,7 @@ class PartitionedModel:
             on_host = HostPlacement(pin=False)
             context = CommContext(comm, device, reader, lambda _: on_host)
         partition_model(model, context)
-        self.context = CommContext(gathers, device, reader)
+        self.context = CommContext(gather_comm, device, reader)
         self.parameters = list(model.parameters())
         self.handles: list[PartitionedParameter] = []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -82,11 +82,11 @@ class PartitionedModel:
 
     def plan(self, options: Stage3Options) -> list[ParamGroup]:
         """Choose the parameters that stay whole, and the parameter groups."""
-        left = options.model_persistence
+        remaining = options.model_persistence
         for handle in self.handles:
-            if handle.numel <= options.persistence and (left is None or handle.numel <= left):
+            if handle.numel <= options.persistence and (remaining is None or handle.numel <= remaining):
                 handle.make_persistent()
-                left = None if left is None else left - handle.numel
+                remaining = None if remaining is None else remaining - handle.numel
         max_live = options.limits.max_live_numel if options.blocks else 0
         self.groups = plan_param_groups(self.model, options.is_leaf, options.granularity, max_live)
         self._limits = options.limits
@@ -109,19 +109,21 @@ class PartitionedModel:
             for index in bucket:
                 by_dtype.setdefault(compute_dtype(frozen[index]), []).append(handles[id(frozen[index])])
             for dtype, members in by_dtype.items():
-                _place_together(members, dtype, placements)
+                _place_adjacent(members, dtype, placements)
 
-    def start(self, links: StepLinks) -> PartitionedParameterCoordinator:
+    def start(self, callbacks: CoordinatorCallbacks) -> PartitionedParameterCoordinator:
         """Gather the parameters that stay whole and install the hooks. All shards have their placement by now."""
         if not self._offloads and all(handle.placement.place == DEVICE for handle in self.handles):
-            self.context.read_with(None)
+            self.context.set_reader(None)
         self.context.gather([handle for handle in self.handles if handle.persistent])
-        self.coordinator = PartitionedParameterCoordinator(self.context, self.handles, self.groups, self._limits, links)
-        self.hooks: list[Any] = attach(self.model, self.groups, self.coordinator)
+        self.coordinator = PartitionedParameterCoordinator(
+            self.context, self.handles, self.groups, self._limits, callbacks
+        )
+        self.hooks: list[Any] = install_hooks(self.model, self.groups, self.coordinator)
         return self.coordinator
 
 
-def _place_together(members: Sequence[PartitionedParameter], dtype: torch.dtype, placements: Placements) -> None:
+def _place_adjacent(members: Sequence[PartitionedParameter], dtype: torch.dtype, placements: Placements) -> None:
     """Move the shards of ``members`` into one flat tensor of their placement, so that one copy stages all of them in.
     On the device each has memory of its own, and keeps it if it is of ``dtype``."""
     numel = sum(member.shard.numel() for member in members)
@@ -149,7 +151,7 @@ def bucket_groups(
     """
     groups_of = groups_of_parameters(groups)
     by_group: dict[int, list[int]] = {}
-    whole: list[list[int]] = []
+    persistent_runs: list[list[int]] = []
     empty: list[int] = []
     numels = [unpartitioned_numel(parameter) for parameter in trained]
     for index, parameter in enumerate(trained):
@@ -157,18 +159,19 @@ def bucket_groups(
         if handle is not None and handle in groups_of:
             by_group.setdefault(groups_of[handle][0], []).append(index)
         elif numels[index]:
-            whole.append([index])
+            persistent_runs.append([index])
         else:
             empty.append(index)
-    released, staying = _joined(list(by_group.values()), numels, limit), _joined(whole, numels, limit)
-    if together and released and staying:
-        released[0] += staying.pop(0)
-    buckets = released + staying or [[]]
+    released = _merge_runs(list(by_group.values()), numels, limit)
+    persistent = _merge_runs(persistent_runs, numels, limit)
+    if together and released and persistent:
+        released[0] += persistent.pop(0)
+    buckets = released + persistent or [[]]
     buckets[0] += empty
     return sorted(sorted(bucket) for bucket in buckets if bucket)
 
 
-def _joined(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> list[list[int]]:
+def _merge_runs(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> list[list[int]]:
     """Return ``runs`` of indices with neighbours joined, as long as they have at most ``limit`` elements together."""
     groups: list[list[int]] = []
     size = limit
@@ -203,7 +206,7 @@ def groups_of_buckets(
 
 def unpartition_model(model: torch.nn.Module) -> None:
     """Turn all partitioned parameters of ``model`` into ordinary ones. Called on all ranks, in the same order."""
-    check_left(model.parameters())
+    check_not_gathered(model.parameters())
     for parameter in model.parameters():
         handle = handle_of(parameter)
         if handle is not None:
@@ -222,7 +225,7 @@ def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.d
     different = differing(plain, context.comm, context.device)
     for parameter, differs in zip(plain, different, strict=True):
         if differs:
-            take_rank0(parameter, context)
+            broadcast_from_rank0(parameter, context)
         partition(parameter, names[id(parameter)], context, dtype)
     for name, module in _children_first(model):
         _materialise(name, module, names, context, dtype)
@@ -275,5 +278,5 @@ def _materialise(
     for buffer in module.buffers(recurse=False):
         broadcast_into(buffer, context.comm, context.device, "initial_sync")
     for parameter in meta:
-        take_rank0(parameter, context)
+        broadcast_from_rank0(parameter, context)
         partition(parameter, names[id(parameter)], context, dtype)

@@ -29,14 +29,14 @@ from zerolite.zero.stage3.fetch_schedule import FetchSchedule
 from zerolite.zero.stage3.module_hooks import ModuleExecution
 from zerolite.zero.stage3.param_group import ParamGroup
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
-from zerolite.zero.stage3.persistent_parameters import WholeParameters, refresh
+from zerolite.zero.stage3.persistent_parameters import AvailableParameters, refresh
 from zerolite.zero.stage3.released_parameter import restore_class, set_released_class
 
 _current_graph_task = torch._C._current_graph_task_id
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
 
-class StepLinks(NamedTuple):
+class CoordinatorCallbacks(NamedTuple):
     """Callbacks of the coordinator.
 
     Attributes:
@@ -63,10 +63,10 @@ class PartitionedParameterCoordinator:
         handles: Sequence[PartitionedParameter],
         groups: Sequence[ParamGroup],
         limits: FetchLimits,
-        links: StepLinks,
+        callbacks: CoordinatorCallbacks,
     ) -> None:
         """context: that of ``handles``."""
-        self._links, self._observers = links, links.observers
+        self._callbacks, self._observers = callbacks, callbacks.observers
         self.context, self.comm = context, context.comm
         self.handles = list(handles)
         self.groups = list(groups)
@@ -81,17 +81,19 @@ class PartitionedParameterCoordinator:
         self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
-        self._staying: set[int] = set()  # parameters of groups that have ended and keep some for the backward
-        self._closed: list[PartitionedParameter] = []  # gathered for a backward that has not begun
-        self._shown: list[PartitionedParameter] = []  # not here, and with their shapes
-        self._strays: list[PartitionedParameter] = []  # held to the end of the step: no hook tells the end of their use
+        self._kept_for_backward: set[int] = set()  # parameters of groups that have ended and keep some for the backward
+        self._shown_released: list[PartitionedParameter] = []  # gathered for a backward that has not begun
+        self._shape_only: list[PartitionedParameter] = []  # not here, and with their shapes
+        self._held_for_step: list[
+            PartitionedParameter
+        ] = []  # held to the end of the step: no hook tells the end of their use
         self._trained: set[int] = set()
-        self._whole = WholeParameters(context, ())  # of those
+        self._trained_persistent = AvailableParameters(context, ())  # of those
         self._used_outside = False  # since the last update, in a graph: gradients may come after a group's backward
         self.thread = threading.get_ident()  # of the last forward
-        self.calls = 0  # calls of the engine under way: user's hooks on the root run outside of its execution
-        self.itself = weakref.ref(self)
-        context.serve(self)
+        self.engine_calls = 0  # calls of the engine under way: user's hooks on the root run outside of its execution
+        self.weak_self = weakref.ref(self)
+        context.set_coordinator(self)
 
     def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
         """Gather a parameter with ``module``'s group (the root's where it has none) from its next execution on. Called
@@ -114,11 +116,11 @@ class PartitionedParameterCoordinator:
                     group.open_executions += 1
                     self._execute(self.schedule.enter(group.index))
 
-    def train(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def set_trained(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """These are the parameters to which each update gives new values, from where their shards are by now."""
         self._trained = {handle.index for p in parameters if (handle := handle_of(p)) is not None}
-        trained_whole = [h for h in self.handles if h.persistent and h.index in self._trained]
-        self._whole = WholeParameters(self.context, trained_whole)
+        persistent = [h for h in self.handles if h.persistent and h.index in self._trained]
+        self._trained_persistent = AvailableParameters(self.context, persistent)
         self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.placement.place == DISK})
 
     # ---------------------------------------------------------------- forward
@@ -134,7 +136,7 @@ class PartitionedParameterCoordinator:
         if not self._forward:
             self._begin_outermost()
         self._clock += 1
-        self._forward.append(ModuleExecution(self.itself, group, self._clock))
+        self._forward.append(ModuleExecution(self.weak_self, group, self._clock))
         group.open_executions += 1
         self._execute(self.schedule.enter(group.index))
 
@@ -149,47 +151,47 @@ class PartitionedParameterCoordinator:
         execution = forward.pop()
         watched = False
         if torch.is_grad_enabled():
-            watched = self._watch(execution, module, outputs)
+            watched = self._hook_outputs(execution, module, outputs)
         else:
             for tensor in find_in_objects(outputs):
-                self._check_escape(group, tensor)
+                self._hold_if_returned(group, tensor)
         if self._tasks and any(self.handles[i].frozen for i in self.schedule.groups[group.index]):
             # A recomputation. When it has ended torch.utils.checkpoint compares the shapes of all saved tensors. A
             # frozen weight is saved as the parameter itself, which must stay whole until the backward has ended.
             self._clock += 1
-            execution.close(self._clock)
+            execution.end_forward(self._clock)
             self._recomputed.append(execution)
         else:
             self._end(execution)
         if not forward and not self._tasks:
             if not watched:
                 self._end_step()
-            elif self._staying:
-                self._close_available()
+            elif self._kept_for_backward:
+                self._show_released()
 
     def _end(self, execution: ModuleExecution) -> None:
         """End a forward, and release what is not kept for its backward."""
         self._clock += 1
-        execution.close(self._clock)
+        execution.end_forward(self._clock)
         index = execution.group.index
         released = self.schedule.leave(index)
         if released:
             self.release(released)
         if len(released) < len(self.schedule.groups[index]):
-            self._staying.update(self.schedule.groups[index])
+            self._kept_for_backward.update(self.schedule.groups[index])
 
-    def _close_available(self) -> None:
+    def _show_released(self) -> None:
         """Between forward and backward, mark what stays gathered for the backward as released. A user who takes its
         values then gets a copy, because their memory is about to be released."""
-        staying = [self.handles[index] for index in self._staying]
-        self._closed = [handle for handle in staying if handle.status is AVAILABLE and not handle.holds]
-        for handle in self._closed:
+        kept = [self.handles[index] for index in self._kept_for_backward]
+        self._shown_released = [handle for handle in kept if handle.status is AVAILABLE and not handle.holds]
+        for handle in self._shown_released:
             if (parameter := handle.ref()) is not None:
                 set_released_class(parameter)
 
-    def _reopen(self) -> None:
-        closed, self._closed = self._closed, []
-        for handle in closed:
+    def _show_available(self) -> None:
+        shown, self._shown_released = self._shown_released, []
+        for handle in shown:
             if handle.status is AVAILABLE and (parameter := handle.ref()) is not None:
                 restore_class(parameter)
 
@@ -197,9 +199,9 @@ class PartitionedParameterCoordinator:
         if self._tasks:
             if _current_graph_task() != -1:
                 return  # a recomputation inside backward
-            self.sweep()  # that backward ended with an exception
-        if self._closed:
-            self._reopen()
+            self.reset()  # that backward ended with an exception
+        if self._shown_released:
+            self._show_available()
         self._used_outside = False
         self.thread = threading.get_ident()
         if not self._step_open:
@@ -210,23 +212,23 @@ class PartitionedParameterCoordinator:
             self.schedule.begin_step("train" if torch.is_grad_enabled() else "eval")
 
     @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
+    def engine_call(self) -> Iterator[None]:
         """Context of the engine's call of the model, with the user's hooks on it."""
-        self.drop_failed()
-        self.calls += 1
+        self.end_failed()
+        self.engine_calls += 1
         try:
             yield
         finally:
-            self.calls -= 1
-            if self._strays and not self.calls and not self._step_open:
-                self._let_strays_go()
+            self.engine_calls -= 1
+            if self._held_for_step and not self.engine_calls and not self._step_open:
+                self._unhold_after_step()
 
-    def drop_failed(self) -> None:
+    def end_failed(self) -> None:
         """End what an exception has left open, outside of any forward and backward. Called where a new one begins."""
         if (self._forward or self._tasks) and _current_graph_task() == -1:
-            self.sweep()
+            self.reset()
 
-    def _watch(self, execution: ModuleExecution, module: torch.nn.Module, outputs: object) -> bool:
+    def _hook_outputs(self, execution: ModuleExecution, module: torch.nn.Module, outputs: object) -> bool:
         """Hook every tensor through which a backward may come: outputs, and what the module keeps as an attribute.
         True if there is one."""
         watched = False
@@ -237,7 +239,7 @@ class PartitionedParameterCoordinator:
             execution.hook(outputs)
             return True
         for tensor in find_in_objects(outputs):
-            self._check_escape(execution.group, tensor)
+            self._hold_if_returned(execution.group, tensor)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 execution.hook(base)  # a caller may change the view in place; then gradients come this way
@@ -246,7 +248,7 @@ class PartitionedParameterCoordinator:
                 execution.hook(tensor)
         return watched
 
-    def _check_escape(self, group: ParamGroup, tensor: torch.Tensor) -> None:
+    def _hold_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
         """A parameter, or an alias of one, that ``group``'s module returns stays gathered with its caller's group."""
         handle = handle_of(tensor) or handle_of(tensor._base)
         if handle is None and tensor.grad_fn is None and self._forward:
@@ -256,7 +258,7 @@ class PartitionedParameterCoordinator:
         if handle is None or handle.persistent or handle.context is not self.context:
             return
         if not self._forward or handle.index not in self.schedule.groups[self._forward[-1].group.index]:
-            self._attach(handle)
+            self._hold_for_step(handle)
 
     # ---------------------------------------------------------------- backward
 
@@ -280,7 +282,7 @@ class PartitionedParameterCoordinator:
         group = execution.group
         if group.is_embedding:
             for index in self.schedule.groups[group.index]:
-                self.show_shape(self.handles[index])
+                self.show_full_shape(self.handles[index])
         else:
             group.open_executions += 1
             self._execute(self.schedule.enter(group.index))
@@ -288,23 +290,23 @@ class PartitionedParameterCoordinator:
     def _end_backward(self, execution: ModuleExecution) -> None:
         group = execution.group
         if self._recomputed:
-            self._close_recomputed(group)
+            self._end_recomputed(group)
         if not group.is_embedding:
             group.open_executions -= 1
             if not self._second_order:
                 self.release(self.schedule.leave(group.index))
-        self._links.on_group_end(group.index)
+        self._callbacks.on_group_end(group.index)
 
-    def note_use_outside(self) -> None:
+    def on_use_outside_groups(self) -> None:
         """A parameter is used in a graph outside of all groups: gradients may come after a group's backward."""
         self._used_outside = True
 
-    def show_shape(self, handle: PartitionedParameter) -> None:
+    def show_full_shape(self, handle: PartitionedParameter) -> None:
         """A gradient comes to a parameter whose values are not here; until the backward ends it has its shape."""
-        handle.show_shape()
-        self._shown.append(handle)
+        handle.show_full_shape()
+        self._shape_only.append(handle)
 
-    def _close_recomputed(self, group: ParamGroup | None) -> None:
+    def _end_recomputed(self, group: ParamGroup | None) -> None:
         """End the recomputed forwards of ``group`` (None: all)."""
         recomputed, self._recomputed = self._recomputed, []
         for execution in recomputed:
@@ -315,15 +317,15 @@ class PartitionedParameterCoordinator:
 
     def _begin_task(self, task: int) -> None:
         """A backward begins, perhaps inside another (reentrant checkpointing)."""
-        if self._closed:
-            self._reopen()
+        if self._shown_released:
+            self._show_available()
         if not self._tasks and not self._step_open:
             self._step_open = True
             self.schedule.begin_step("backward")
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_task, task))
         if not self._forward:  # else: torch.autograd.grad inside a forward, which is no backward of the engine's
-            self._links.begin_backward()
+            self._callbacks.begin_backward()
 
     def _end_task(self, task: int) -> None:
         if task not in self._tasks:
@@ -336,7 +338,7 @@ class PartitionedParameterCoordinator:
         while self._backward:
             self._end_backward(self._backward.pop())
         if self._recomputed:
-            self._close_recomputed(None)
+            self._end_recomputed(None)
         if not self._forward and not self._second_order:
             self._end_step()
 
@@ -345,21 +347,21 @@ class PartitionedParameterCoordinator:
     def _end_step(self) -> None:
         self._step_open = False
         self.release(self.schedule.end_step())
-        self._end_others()
+        self._end_unscheduled()
 
-    def _end_others(self) -> None:
+    def _end_unscheduled(self) -> None:
         """End what the schedule does not know of."""
-        self._staying.clear()
-        shown, self._shown = self._shown, []
+        self._kept_for_backward.clear()
+        shown, self._shape_only = self._shape_only, []
         for handle in shown:
             if handle.status is NOT_AVAILABLE:
                 handle.free_full_values()
-        if self._strays:
-            self._let_strays_go()
+        if self._held_for_step:
+            self._unhold_after_step()
         if self.context.reader is not None:
             self.context.reader.drop_reads()  # what was read ahead for gathers that have not come
 
-    def sweep(self) -> None:
+    def reset(self) -> None:
         """End everything under way and release all that is not held: after an exception, and when values have
         changed. Called on all ranks."""
         self._step_open = self._second_order = False
@@ -370,33 +372,33 @@ class PartitionedParameterCoordinator:
         self._recomputed.clear()
         self._tasks.clear()
         self.release(self.schedule.forget())
-        self._end_others()
+        self._end_unscheduled()
 
-    def _let_strays_go(self) -> None:
-        strays, self._strays = self._strays, []
-        self.context.unhold(strays)
+    def _unhold_after_step(self) -> None:
+        held, self._held_for_step = self._held_for_step, []
+        self.context.unhold(held)
 
     def on_update(self) -> None:
         """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
         stay. Called on all ranks, by the parameter gatherer."""
         self.context.on_update()
         self._used_outside = False
-        if self._step_open or self._strays:
-            self.sweep()
+        if self._step_open or self._held_for_step:
+            self.reset()
         with self._observers.phase(GATHER):
             if self.schedule.held or self.context.gathered_by_user:
                 refresh([h for h in self.handles if h.status is AVAILABLE and h.index in self._trained])
             else:
-                self._whole.refresh()
+                self._trained_persistent.refresh()
 
     def collect_writes(self) -> None:
         """Copy the user's writes into parameters that stay whole, which are alike on all ranks, into their shards."""
-        self._whole.take_writes()
+        self._trained_persistent.copy_writes_to_shards()
 
     def collect_frozen_writes(self) -> None:
         """The same for frozen ones, whose shards are read only when they are to be trained or to leave the device."""
         frozen = [h for h in self.handles if h.persistent and h.index not in self._trained]
-        WholeParameters(self.context, frozen).take_writes()
+        AvailableParameters(self.context, frozen).copy_writes_to_shards()
 
     def plan_progress(self) -> tuple[int, bool]:
         """The number of the plan that executions follow and gradients come by, and whether it is done; (0, False) if
@@ -412,26 +414,26 @@ class PartitionedParameterCoordinator:
         if task != -1 and not self._tasks:  # a user's hook, before any output's
             self._begin_task(task)
         if handle.context is self.context:
-            self._attach(handle)
+            self._hold_for_step(handle)
         else:
             handle.context.gather([handle])
 
     @property
     def busy(self) -> bool:
         """True while a forward or backward is under way."""
-        return bool(self._forward or self._tasks or self.calls) or _current_graph_task() != -1
+        return bool(self._forward or self._tasks or self.engine_calls) or _current_graph_task() != -1
 
-    def _attach(self, handle: PartitionedParameter) -> None:
+    def _hold_for_step(self, handle: PartitionedParameter) -> None:
         """Gather a parameter for a use whose end no hook reports, until the step of the schedule ends; with the group
         under way from now on."""
         if self._forward and not self._tasks:
             self._add_parameter(self._forward[-1].group, handle.index)
-        if handle not in self._strays:
+        if handle not in self._held_for_step:
             with self._observers.phase(GATHER):
                 self.context.hold([handle])
-            self._strays.append(handle)
+            self._held_for_step.append(handle)
 
-    def follow_gather(self, indices: Sequence[int]) -> None:
+    def mirror_all_gather(self, indices: Sequence[int]) -> None:
         """Take part in a gather for the other ranks."""
         members = [self.handles[index] for index in indices]
         self.context.issue_all_gather(members)
@@ -464,7 +466,7 @@ class PartitionedParameterCoordinator:
         except RuntimeError as error:
             if type(error) not in (RuntimeError, Mismatch):
                 raise  # out of memory, for one, is caught by its type
-            raise type(error)(f"{error}\nThis rank stood at {self.where()}.") from error
+            raise type(error)(f"{error}\nThis rank was at {self.describe_position()}.") from error
         finally:
             if watched:
                 for notify in self._observers.on_phase_end:
@@ -481,7 +483,7 @@ class PartitionedParameterCoordinator:
         for index in indices:
             self.handles[index].release()
 
-    def where(self) -> str:
+    def describe_position(self) -> str:
         """Describe for people at which execution of which module this rank is."""
         kind, first, events = self.schedule.events()
         forward = [execution.group.name or "the model" for execution in self._forward]

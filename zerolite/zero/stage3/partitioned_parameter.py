@@ -177,12 +177,12 @@ class PartitionedParameter:
 
     def move_shard(self, target: torch.Tensor, placement: Placement) -> None:
         """Copy the shard into ``target`` of ``placement``, in the dtype of ``target``, which becomes the shard."""
-        whole = self.status is AVAILABLE
+        was_available = self.status is AVAILABLE
         self.release()
         target.copy_(self.shard)
         self.writes += 1  # holders of copies compare versions: `full` is another tensor from here on
         self._set_shard(self.parameter, target, placement)
-        if whole:
+        if was_available:
             self.context.gather([self])
 
     def allow_aliases(self) -> None:
@@ -377,7 +377,7 @@ class PartitionedParameter:
         else:
             resize(self.storage, 0)
 
-    def show_shape(self) -> None:
+    def show_full_shape(self) -> None:
         """Give a released parameter its full shape, without memory, until :meth:`free_full_values` or a gather.
 
         Autograd compares the shape of a gradient with that of its parameter.

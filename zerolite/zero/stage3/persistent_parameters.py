@@ -21,15 +21,15 @@ class _Row(NamedTuple):
     Attributes:
         shard: all of them as one tensor.
         parts: their lengths.
-        wholes: memory of their whole values; of a row with one shard the parameter's ``full`` itself.
+        fulls: memory of their whole values; of a row with one shard the parameter's ``full`` itself.
     """
 
     shard: torch.Tensor
     parts: list[int]
-    wholes: list[torch.Tensor]
+    fulls: list[torch.Tensor]
 
 
-class WholeParameters:
+class AvailableParameters:
     """Parameters of one context that are whole. A step's work on them is planned once for the memory that shards and
     whole values have now, and again when a parameter has got other memory."""
 
@@ -58,7 +58,7 @@ class WholeParameters:
         world = self._context.comm.world_size
         return _Row(shard, parts, [m.full.view(world, part) for m, part in zip(members, parts, strict=True)])
 
-    def take_writes(self) -> None:
+    def copy_writes_to_shards(self) -> None:
         """Copy the user's writes into whole values, which are alike on all ranks, into the shards."""
         if self._allocations != self._context.allocations:
             self._plan()
@@ -91,22 +91,22 @@ class WholeParameters:
 
     def _gather_rows(self, comm: Communicator) -> None:
         """Gather each row as one tensor and copy it into the whole values of its members; a row of one directly."""
-        fulls = []
-        for shard, _, wholes in self._rows:
-            full = wholes[0]
-            if len(wholes) > 1:
+        gathered_rows = []
+        for shard, _, fulls in self._rows:
+            full = fulls[0]
+            if len(fulls) > 1:
                 full = tag_memory(shard.new_empty(comm.world_size * shard.numel()), BUCKETS)
-            fulls.append(full)
-        comm.gather_shards(fulls, [row.shard for row in self._rows], "parameters", self._key).wait()
-        for full, (_, parts, wholes) in zip(fulls, self._rows, strict=True):
-            if len(wholes) > 1:
-                torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=wholes)
+            gathered_rows.append(full)
+        comm.gather_shards(gathered_rows, [row.shard for row in self._rows], "parameters", self._key).wait()
+        for full, (_, parts, fulls) in zip(gathered_rows, self._rows, strict=True):
+            if len(fulls) > 1:
+                torch.split_with_sizes_copy(full.view(comm.world_size, -1), parts, dim=1, out=fulls)
 
 
 def refresh(members: Sequence[PartitionedParameter]) -> None:
     """Gather new values into parameters that are available. Called on all ranks, in the same order."""
     for context, of_context in by_context(members):
-        WholeParameters(context, of_context).refresh()
+        AvailableParameters(context, of_context).refresh()
 
 
 def _neighbours(members: Sequence[PartitionedParameter]) -> list[list[PartitionedParameter]]:

@@ -46,7 +46,7 @@ class ReleasedParameter(torch.nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if function is Tensor.__repr__ or function is Tensor.__format__:
                 return f"Parameter '{_name(args[0])}' of shape {tuple(args[0].ds_shape)}, partitioned"
-            if function in SHAPES or function in LIKE:
+            if function in SHAPE_FUNCTIONS or function in LIKE_FUNCTIONS:
                 shown = args or (kwargs.pop("input", None),)
                 if isinstance(shown[0], ReleasedParameter):
                     return function(vars(shown[0])["_zero_handle"].view, *shown[1:], **kwargs)
@@ -54,7 +54,7 @@ class ReleasedParameter(torch.nn.Parameter):
             if function == _SET_GRAD:
                 set_grad(*args)
                 return None
-            if function in HARMLESS:
+            if function in METADATA_FUNCTIONS:
                 return function(*args, **kwargs)
             if function in _CASTS and "memory_format" not in kwargs:
                 result = function(*args, **kwargs)
@@ -64,15 +64,17 @@ class ReleasedParameter(torch.nn.Parameter):
                 return None
         released = find_tensors((args, kwargs), ReleasedParameter)
         if not released:
-            raise no_values("?", f"and {function} does not show them")
+            raise no_values_error("?", f"and {function} does not show them")
         if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
-            raise no_values(_name(released[0]), "and torch.nn.Parameter(p) would be a second parameter in its memory")
+            raise no_values_error(
+                _name(released[0]), "and torch.nn.Parameter(p) would be a second parameter in its memory"
+            )
         from zerolite.zero.stage3.gathered_operations import run_gathered  # which works on parameters of this class
 
         return run_gathered(function, args, kwargs)
 
 
-def no_values(name: str, why: str) -> RuntimeError:
+def no_values_error(name: str, why: str) -> RuntimeError:
     """The refusal of an operation that needs the values of a released parameter."""
     return RuntimeError(
         f"parameter '{name}' is partitioned over ranks and its values are not here, {why}; read it inside "
@@ -82,7 +84,7 @@ def no_values(name: str, why: str) -> RuntimeError:
     )
 
 
-class ArrivingParameter(torch.nn.Parameter):
+class InFlightParameter(torch.nn.Parameter):
     """Class of a whole parameter whose updated values are being gathered (stages 1 and 2). An operation that needs them
     waits, and finds an ordinary parameter. Each parameter gatherer has a subclass that waits for its own parameters."""
 
@@ -117,9 +119,9 @@ class ArrivingParameter(torch.nn.Parameter):
         if function in NEEDS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        arriving = find_tensors((args, kwargs), cls)
-        cls.wait_for(arriving)
-        late = find_tensors(arriving, cls)
+        in_flight = find_tensors((args, kwargs), cls)
+        cls.wait_for(in_flight)
+        late = find_tensors(in_flight, cls)
         if late:
             raise RuntimeError(
                 f"the updated values of a parameter of shape {tuple(late[0].shape)} never came: the engine that "
@@ -135,17 +137,26 @@ def _getters(*names: str) -> list[object]:
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SET_DATA = getattr(Tensor, "data").__set__  # noqa: B009
 _SET_GRAD = getattr(Tensor, "grad").__set__  # noqa: B009
-COUNTS = frozenset([Tensor.numel, Tensor.nelement])
-SHAPES = frozenset(
+NUMEL_FUNCTIONS = frozenset([Tensor.numel, Tensor.nelement])
+SHAPE_FUNCTIONS = frozenset(
     [
-        *(*_getters("shape", "ndim", "nbytes"), *COUNTS, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride),
+        *(
+            *_getters("shape", "ndim", "nbytes"),
+            *NUMEL_FUNCTIONS,
+            Tensor.size,
+            Tensor.dim,
+            Tensor.ndimension,
+            Tensor.stride,
+        ),
         *(Tensor.is_contiguous, Tensor.__len__, torch.numel, Tensor.is_same_size, Tensor.dim_order),
     ]
 )
 # They make a tensor in the shape of their first argument, here that of the whole parameter.
-LIKE = frozenset(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split())
+LIKE_FUNCTIONS = frozenset(
+    getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split()
+)
 # They tell nothing of the values; autograd and optimizers ask them of any parameter.
-HARMLESS = frozenset(
+METADATA_FUNCTIONS = frozenset(
     [
         *_getters("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad"),
         *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "ndim", "_version", "is_mkldnn"),
@@ -175,7 +186,7 @@ HARMLESS = frozenset(
     ]
 )
 # The same where other arguments, or what runs inside, may be parameters that have to be waited for.
-NEEDS_NO_VALUES = (HARMLESS | COUNTS) - {
+NEEDS_NO_VALUES = (METADATA_FUNCTIONS | NUMEL_FUNCTIONS) - {
     *(Tensor.new_full, Tensor.new_tensor, torch.autograd.grad, torch.autograd.backward)
 }
 _CASTS = frozenset(getattr(Tensor, name) for name in "to cpu cuda float half double bfloat16 type contiguous".split())
@@ -214,7 +225,7 @@ def set_released_class(parameter: torch.Tensor) -> None:
         parameter.__class__ = ReleasedParameter
     elif issubclass(own, torch.nn.Parameter) and not issubclass(own, ReleasedParameter):
         if own.__torch_function__ == torch.nn.Parameter.__torch_function__:
-            parameter.__class__ = _released(own)
+            parameter.__class__ = _released_subclass(own)
 
 
 def restore_class(parameter: torch.Tensor) -> None:
@@ -227,7 +238,7 @@ def restore_class(parameter: torch.Tensor) -> None:
 
 
 @functools.cache
-def _released(own: type) -> type:
+def _released_subclass(own: type) -> type:
     """The class of released parameters of a class of the user's."""
     return type(f"Released{own.__name__}", (ReleasedParameter, own), {})
 
