@@ -33,7 +33,9 @@ class Checkpointer:
         self._saver = Saver(components, run)
         self._loader = Loader(components, run)
 
-    def save(self, scheduler: object, client_state: Any, save_dir: Any, tag: str | None, *flags: Any) -> str:
+    def save(
+        self, scheduler: object, client_state: object, save_dir: str | os.PathLike[str], tag: str | None, *flags: Any
+    ) -> str:
         """Save as ``Engine.save_checkpoint`` says.
 
         Args:
@@ -54,7 +56,9 @@ class Checkpointer:
         with _undisturbed():
             self._saver.save(None, None, scheduler)
 
-    def load(self, scheduler: Any, load_dir: Any, tag: str | None, *flags: Any) -> tuple[str | None, dict[str, Any]]:
+    def load(
+        self, scheduler: Any, load_dir: str | os.PathLike[str], tag: str | None, *flags: Any
+    ) -> tuple[str | None, dict[str, Any]]:
         """Load as ``Engine.load_checkpoint`` says.
 
         Args:

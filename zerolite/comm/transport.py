@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -143,35 +143,39 @@ class ProcessGroupTransport(DryTransport):
         self.serial = _made[group] = _made.get(group, 0) + 1
         self._global_ranks = dist.get_process_group_ranks(group)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> Any:
+    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def highest(self, numbers: Sequence[int]) -> tuple[Any, Callable[[], list[int]]]:
+    def highest(self, numbers: Sequence[int]) -> tuple[Work, Callable[[], list[int]]]:
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         return self.all_reduce_max(tensor), tensor.tolist
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return dist.broadcast(tensor, src=self._global_ranks[source], group=self.group, async_op=True)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Any:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
         return _reduce_scatter_single(out, full, group=self.group, async_op=True)
 
-    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Any:
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor) -> Work:
         return _all_gather_single(full, own, group=self.group, async_op=True)
 
-    def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Any:
+    def all_gather_several(self, fulls: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
         # torch's coalescing manager ends in this method of the group, after bookkeeping in Python for every tensor.
         assert self.group is not None
         return self.group.allgather_into_tensor_coalesced(fulls, owns)
 
-    def send(self, tensor: torch.Tensor, target: int, number: int) -> Any:
-        return dist.isend(tensor, dst=self._global_ranks[target], group=self.group, tag=number)
+    def send(self, tensor: torch.Tensor, target: int, number: int) -> Work:
+        work = dist.isend(tensor, dst=self._global_ranks[target], group=self.group, tag=number)
+        assert work is not None, "None is for ranks outside the group"
+        return work
 
-    def receive(self, tensor: torch.Tensor, source: int, number: int) -> Any:
-        return dist.irecv(tensor, src=self._global_ranks[source], group=self.group, tag=number)
+    def receive(self, tensor: torch.Tensor, source: int, number: int) -> Work:
+        work = dist.irecv(tensor, src=self._global_ranks[source], group=self.group, tag=number)
+        assert work is not None, "None is for ranks outside the group"
+        return work
 
     def share_memory(self, nbytes: int, like: torch.Tensor) -> list[torch.Tensor]:
         return share(nbytes, self.group) if self.group is not None else []

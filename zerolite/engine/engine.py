@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -814,7 +814,7 @@ class Engine:
                 raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
             return getattr(self.module, name)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an engine is a part of a job on several processes and cannot be copied or pickled; save "
             "engine.full_state_dict() and engine.optimizer.state_dict(), or copy.deepcopy(engine.module)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -182,7 +183,7 @@ class FullState:
         return full_optimizer_state_dict(self._states, self._access, rank0_only)
 
     @torch.no_grad()
-    def save_16bit(self, save_dir: Any, max_shard_size: str | int, exclude_frozen: bool) -> None:
+    def save_16bit(self, save_dir: str | os.PathLike[str], max_shard_size: str | int, exclude_frozen: bool) -> None:
         """See ``Engine.save_16bit_model``. All ranks gather one parameter after the other, and rank 0 writes it
         (:class:`ModelWriter`).
 
