@@ -125,7 +125,7 @@ def train_model(model: str, config: dict[str, Any], steps: int) -> dict[str, Any
             assert_nothing_is_whole(engine)
     result["calls"] = [(call.op, call.tag, call.numel) for call in calls.calls]
     result["followed"] = engine.coordinator.schedule.following
-    result["places"] = sorted({handle.placement.place for handle in engine.coordinator.handles})
+    result["places"] = sorted({handle.placement.location for handle in engine.coordinator.handles})
     result["parameters"] = snapshot(engine)
     return result
 
@@ -233,7 +233,7 @@ def test_a_model_built_partitioned_rests_at_its_tier_from_the_start(tmp_path: Pa
                 model.get_parameter("first.weight").mul_(2)  # gathered, changed, and cut again
             copied = copy.deepcopy(model)
         handles = [handle_of(p) for p in model.parameters()]
-        assert {h.placement.place for h in handles if h.numel} == {"host" if name == "remote" else name}
+        assert {h.placement.location for h in handles if h.numel} == {"host" if name == "remote" else name}
         found: dict[str, Any] = {"values": whole(model), "copied": whole(copied)}
         assert_same_bits(found["values"], found["copied"], name)
         for turn in range(2):
@@ -298,7 +298,9 @@ def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
         engine = zerolite.initialize(model, config)
         train_chain(engine, steps)
         rests = named.alive(COMPUTE, GATHERED)
-        on_host = [index for index, handle in enumerate(engine.coordinator.handles) if handle.placement.place == HOST]
+        on_host = [
+            index for index, handle in enumerate(engine.coordinator.handles) if handle.placement.location == HOST
+        ]
     return {"rests": rests, "whole": max(most_whole), "staged": max(staged), "on host": on_host}
 
 

@@ -45,7 +45,7 @@ def two_memories() -> Iterator[None]:
     original = Placements.__init__
 
     def init(self: Placements, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **{**kwargs, "apart": True})
+        original(self, *args, **{**kwargs, "separate_memory": True})
 
     with mock.patch.object(Placements, "__init__", init):
         yield

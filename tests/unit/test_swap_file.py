@@ -100,7 +100,7 @@ def test_both_ways_to_a_tensor_show_the_same(
         elif what == 3:
             assert torch.equal(tensor, model)
         else:
-            file.forget_cached()
+            file.drop_page_cache()
     assert all(map(torch.equal, tensors, models))
     file.close()
     assert all(map(torch.equal, tensors, models))  # they live on
@@ -210,7 +210,7 @@ def test_a_fork_does_not_touch_its_parents_file(io: AsyncIO, tmp_path: Path) -> 
     refused: list[str] = []
 
     def work() -> None:
-        for call in (lambda: file.zeros(1), file.forget_cached):
+        for call in (lambda: file.zeros(1), file.drop_page_cache):
             try:
                 call()
             except RuntimeError as error:
@@ -280,7 +280,7 @@ def test_damaged_bytes_have_another_checksum(io: AsyncIO, tmp_path: Path) -> Non
     for view in (offloaded, offloaded[8 * BLOCK : 10 * BLOCK + 3]):  # the last block travels and is compared whole
         with pytest.raises(OSError, match="4096 bytes at byte 40960"):
             file.read(view, staging(view.numel())).wait()
-    file.forget_cached()
+    file.drop_page_cache()
     file.read(offloaded, into).wait()
     file.write(offloaded, into).wait()
     del offloaded, parts, part, view

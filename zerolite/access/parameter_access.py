@@ -223,7 +223,7 @@ class ParameterAccess:
                 place.zero_()
             else:
                 self._copy(shard, place, values * self._pipeline.divisor())
-            self._buffer.placements.written_in_place()
+            self._buffer.placements.drop_reads()
         self._pipeline.changes.set_by_call(index, given=values is not None)
 
     # ---------------------------------------------------------------- masters
@@ -251,11 +251,11 @@ class ParameterAccess:
             self._copy(shard, self._master(shard), values)
             bucket = shard.fragment.slot.bucket
             self._copy(shard, self._buffer.view_of(shard.fragment, self._buffer.owned[bucket]), values)
-            self._buffer.placements.written_in_place()
+            self._buffer.placements.drop_reads()
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
         if handle is not None:
-            handle.on_written_in_place()
+            handle.on_drop_reads()
         if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
             shape = unpartitioned_shape(parameter)
             parameter.data.copy_(values.as_strided(shape, self._reducer.strides[index]))
@@ -315,7 +315,7 @@ class ParameterAccess:
             self._copy(shard, place, new)
             new = place
         method.load_state(shard, {**own, name: new})
-        self._buffer.placements.written_in_place()
+        self._buffer.placements.drop_reads()
 
     def _refuse_name(self, index: int, name: str, own: dict[int, Any]) -> None:
         raise ValueError(

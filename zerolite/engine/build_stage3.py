@@ -53,7 +53,7 @@ def partitioned_buffer(
     _check_leaves(partitioned.model, config)
     partitioned.plan(_stage3_options(config))
     layout = sliced_layout(partitioned, trained, specs, config, comm)
-    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, placements, _stays)
+    buffer = PartitionedParameterBuffer(layout, trained, comm.rank, move_shard, placements, _is_persistent)
     buffer.fill_from_shards(precision.compute_dtype, precision.master_dtype)
     in_layout = {id(p) for p in trained}
     numel = bucket_numel(specs, config, comm.world_size)
@@ -61,7 +61,7 @@ def partitioned_buffer(
     return buffer
 
 
-def _stays(parameter: torch.nn.Parameter) -> bool:
+def _is_persistent(parameter: torch.nn.Parameter) -> bool:
     handle = handle_of(parameter)
     return handle is not None and handle.persistent
 

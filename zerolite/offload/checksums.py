@@ -34,7 +34,7 @@ class Checksums:
         self._grow(end)
         return self._sums[first:end]
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         self._sums = array("q")
 
     def _grow(self, blocks: int) -> None:

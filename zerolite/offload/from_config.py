@@ -37,7 +37,7 @@ def check_optimizer(placements: Placements, kind: str, optimizer: torch.optim.Op
     """Raise ValueError if ``optimizer`` cannot work where its parameters are kept. kind: type of the device."""
     if kind == "cpu":
         where = "on the CPU"
-    elif placements.optimizer.place != DEVICE:
+    elif placements.optimizer.location != DEVICE:
         where = "with zero_optimization.offload_optimizer"
     else:
         return
@@ -54,7 +54,12 @@ def warn_of_few_threads(placements: Placements, environ: Mapping[str, str]) -> N
     ranks = int(environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     fair = cores // max(1, ranks)
-    if placements.apart and placements.optimizer.place != DEVICE and torch.get_num_threads() == 1 and fair > 1:
+    if (
+        placements.separate_memory
+        and placements.optimizer.location != DEVICE
+        and torch.get_num_threads() == 1
+        and fair > 1
+    ):
         logger.warning(
             "zero_optimization.offload_optimizer: the CPU updates what is offloaded with 1 thread, and %d cores would "
             "do it with %d; set OMP_NUM_THREADS=%d (torchrun sets it to 1; the zerolite command sets it well)",
@@ -71,7 +76,7 @@ def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) ->
         device,
         optimizer=_placement(zero.offload_optimizer, device, disk, "offload_optimizer"),
         parameters=_placement(zero.offload_param, device, disk, "offload_param"),
-        apart=kind != "cpu",
+        separate_memory=kind != "cpu",
         ratio=zero.offload_optimizer.ratio,
         sub_group_numel=zero.sub_group_size,
         buffer_count=zero.offload_optimizer.buffer_count,

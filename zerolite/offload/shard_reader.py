@@ -148,12 +148,13 @@ class ShardReader:
     """
 
     def __init__(self, placements: Placements, transfers: Transfers) -> None:
-        self._device, self._apart, self.transfers = placements.device, placements.apart, transfers
+        self._device, self._separate_memory = placements.device, placements.separate_memory
+        self.transfers = transfers
         self._ahead: dict[int, deque[_ShardRead]] = {}  # by id of the member, in the order of its gathers
         # Buffers from which a copy to the device may still read.
         self._retired: deque[tuple[list[Transfer], list[_SpanRead]]] = deque()
         reader_ref = weakref.ref(self)  # the placements may outlive this reader
-        placements.on_written.append(lambda: _drop_reads(reader_ref))
+        placements.on_drop_reads.append(lambda: _drop_reads(reader_ref))
 
     # ---------------------------------------------------------------- from disk
 
@@ -165,7 +166,7 @@ class ShardReader:
         Args:
             members: owners of the shards, in the order of the gathers.
         """
-        wanted = [m for m in members if m.placement.place == DISK and m.shard.numel()]
+        wanted = [m for m in members if m.placement.location == DISK and m.shard.numel()]
         if wanted:
             with undispatched():
                 self._release_retired()
@@ -196,7 +197,7 @@ class ShardReader:
         fails."""
         self.drop_reads()
         if isinstance(member.placement, DiskPlacement):
-            member.placement.file.forget_cached()
+            member.placement.file.drop_page_cache()
 
     def is_read_ahead(self, member: OffloadedTensor) -> bool:
         """Return True if the shard has been read for its next gather, or is being read."""
@@ -241,7 +242,7 @@ class ShardReader:
                     if shards[index].numel():
                         copies.append(self.transfers.copy(shards[index], full))
                     shards[index] = full
-            elif self._apart:
+            elif self._separate_memory:
                 self._to_device(shards, members, copies)
         except BaseException:  # no copy may write into memory that is freed now
             for copy in copies:
@@ -254,7 +255,7 @@ class ShardReader:
         self, shards: list[torch.Tensor], members: Sequence[OffloadedTensor], copies: list[Transfer]
     ) -> None:
         """Replace offloaded ``shards`` by copies on the device, and add the transfers to ``copies``."""
-        offloaded = [index for index, member in enumerate(members) if member.placement.place != DEVICE]
+        offloaded = [index for index, member in enumerate(members) if member.placement.location != DEVICE]
         sources = [shards[index] for index in offloaded]
         for index in offloaded:
             if not shards[index].numel():
@@ -278,7 +279,7 @@ class ShardReader:
     def retire(self, reads: list[_SpanRead], copies: list[Transfer]) -> None:
         """Release the buffers of a gather that has ended, on CUDA later: its copies may still read them, and the host
         must not wait."""
-        if self._apart and reads:
+        if self._separate_memory and reads:
             self._retired.append((copies, reads))
         else:
             for read in reads:

@@ -48,7 +48,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 class SwapFile:
     """See above. Any thread may call; a fork of the process may not, and its tensors are not there.
 
-    Code that writes to a tensor of the file itself, not with :meth:`write`, calls :meth:`forget_cached` afterwards.
+    Code that writes to a tensor of the file itself, not with :meth:`write`, calls :meth:`drop_page_cache` afterwards.
     """
 
     def __init__(self, directory: str | Path, io: AsyncIO, rank: int, key: str, checksums: bool = False) -> None:
@@ -134,7 +134,7 @@ class SwapFile:
         also ends at a multiple of 4096 bytes, or where the tensor does."""
         return self._begin(True, offloaded, source)
 
-    def forget_cached(self) -> None:
+    def drop_page_cache(self) -> None:
         """Tensors of this file have been used as such: what the kernel keeps of them in memory is written to the disk
         and dropped, and their checksums are forgotten. No transfer may be under way. Raises OSError if the disk
         fails."""
@@ -148,7 +148,7 @@ class SwapFile:
                 _libc().madvise(address, nbytes, mmap.MADV_DONTNEED)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if self._sums is not None:
-                self._sums.forget_all()
+                self._sums.clear()
 
     def close(self) -> None:
         """Wait until every transfer has ended. What tensors of this file still exist keep their memory, and with it the

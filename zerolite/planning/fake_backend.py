@@ -193,5 +193,5 @@ class DryFile:
         offloaded.copy_(source)
         return Transfer()
 
-    def forget_cached(self) -> None:
+    def drop_page_cache(self) -> None:
         return

@@ -160,7 +160,7 @@ class StagedSpans:
         if not gather:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
                 self._buffer.sync_master_from_param(bucket)
-            self._placements.written_in_place()
+            self._placements.drop_reads()
         count = self._placements.buffer_count
         plans = [[self._plan_span(span, gather) for span in spans] for spans in self.groups]
         sizes = [[tensor.nbytes for plan in group for tensor in plan.tensors.values()] for group in plans]
@@ -194,7 +194,7 @@ class StagedSpans:
         self._param_gatherer.wait(buckets)
         for bucket in buckets:
             self._reducer.reduced(bucket)  # waits for the bucket's reduction
-        on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.apart
+        on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.separate_memory
         return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, largest)
 
     def _plan_span(self, span: Span, gather: bool) -> _SpanPlan:

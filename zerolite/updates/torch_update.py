@@ -161,11 +161,11 @@ class TorchUpdate:
     def _tag_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Tag the memory of states for reports, if a report listens or it is offloaded."""
         for shard in shards:
-            place = self._buffer.placements.of_optimizer(shard.fragment.slot.bucket).place
-            if listeners or place != DEVICE:
+            location = self._buffer.placements.of_optimizer(shard.fragment.slot.bucket).location
+            if listeners or location != DEVICE:
                 for value in (self._inner.state.get(shard.tensor) or {}).values():
                     if isinstance(value, torch.Tensor):
-                        tag_memory(value, STATES, HOST if place == DISK and not value.dim() else place)
+                        tag_memory(value, STATES, HOST if location == DISK and not value.dim() else location)
 
     def on_update_skipped(self) -> None:
         """Drop states that the skipped update has made. More is not needed: torch's fused kernels count steps on the
@@ -249,10 +249,10 @@ class TorchUpdate:
                 continue
             placement, device = self._buffer.placements.of_optimizer(bucket), self._device_of(shard)
             for name, dtype in self._dtypes_of_states(shard, device).items():
-                if placement.place == DISK:
+                if placement.location == DISK:
                     self._disk_flat(bucket, name, dtype)  # is not freed: the state will be stored there
                 else:
-                    memory = tag_memory(torch.empty(numel, dtype=dtype, device=device), STATES, placement.place)
+                    memory = tag_memory(torch.empty(numel, dtype=dtype, device=device), STATES, placement.location)
                     self._reserved.setdefault(shard.fragment.slot.index, []).append(memory)
 
     def _dtypes_of_states(self, shard: OptimParamShard, device: torch.device) -> dict[str, torch.dtype]:
@@ -298,7 +298,7 @@ class TorchUpdate:
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != shard.fragment.numel:
                     continue
-                if placement.place != DISK:
+                if placement.location != DISK:
                     state[name] = value.to(self._device_of(shard))
                     continue
                 view = self._buffer.view_of(shard.fragment, self._disk_flat(bucket, name, value.dtype))

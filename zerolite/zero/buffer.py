@@ -110,7 +110,7 @@ class ParameterBuffer:
     def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take another layout, which begins with the buckets that are filled; ``fill`` does the others."""
         self.layout = layout
-        self.placements.divide([bucket.numel for bucket in layout.buckets])
+        self.placements.set_buckets([bucket.numel for bucket in layout.buckets])
         self.parameters = list(parameters)
         self.fragments: list[list[Fragment]] = [[] for _ in layout.buckets]
         for fragment in layout.fragments(self.rank) if self.shard else layout.full_fragments():
@@ -241,11 +241,11 @@ class PartitionedParameterBuffer(ParameterBuffer):
         rank: int,
         move: MoveShard,
         placements: Placements,
-        stays: Callable[[torch.nn.Parameter], bool],
+        is_persistent: Callable[[torch.nn.Parameter], bool],
     ) -> None:
-        """stays: whether a parameter stays whole on the device."""
+        """is_persistent: function that returns True for a parameter whose whole values stay on the device."""
         super().__init__(layout, parameters, rank, shard=True, placements=placements)
-        self._stays = stays
+        self._is_persistent = is_persistent
         self._compute_placements: list[Placement] = []
         self._move = move
 
@@ -257,7 +257,7 @@ class PartitionedParameterBuffer(ParameterBuffer):
     ) -> None:
         """Move every shard into its row, one bucket at a time, and take the masters from the values before any
         rounding. Buckets that are filled stay as they are."""
-        self._place()
+        self._choose_placements()
         for bucket in self.layout.buckets[len(self.compute) :]:
             members = [self.parameters[slot.index] for slot in bucket.slots]
             dtype = compute_dtype(members[0])
@@ -274,12 +274,12 @@ class PartitionedParameterBuffer(ParameterBuffer):
                 self._move(parameter, compute.narrow(0, slot.start, slot.part), placement)
             self._add(compute, compute, master, kept != dtype)
 
-    def _place(self) -> None:
+    def _choose_placements(self) -> None:
         """Choose the placements of new buckets: what a forward uses first, the last buckets, before the others."""
         placements = []
         for bucket in reversed(self.layout.buckets[len(self.compute) :]):
-            stays = all(self._stays(self.parameters[slot.index]) for slot in bucket.slots)
-            placements.append(self.placements.place_parameters(bucket.numel // self.layout.world_size, stays))
+            persistent = all(self._is_persistent(self.parameters[slot.index]) for slot in bucket.slots)
+            placements.append(self.placements.place_parameters(bucket.numel // self.layout.world_size, persistent))
         self._compute_placements += reversed(placements)
 
     def placement_of_compute(self, bucket: int) -> Placement:

@@ -77,7 +77,7 @@ class GradientChanges:
                 self.assigned[index] = value
             elif (stats := self._collector.latest) is not None:
                 stats.replace(index, None, 1.0)
-        self._buffer.placements.written_in_place()
+        self._buffer.placements.drop_reads()
 
     def accumulate_assigned(self, scale: Callable[[], float], weighted: bool) -> None:
         """Add assigned tensors to this rank's gradients before a backward, because autograd would add to them.
@@ -125,7 +125,7 @@ class GradientChanges:
             self._collector.forget(self._bucket(index))
             stats.replace(index, gradient, 1.0)
         if assigned:
-            self._buffer.placements.written_in_place()
+            self._buffer.placements.drop_reads()
         for index in self.exposed:
             self._was_written(index)  # only notes the versions: the new statistics contain what has been written
 
@@ -133,7 +133,7 @@ class GradientChanges:
         """Forget statistics of a gradient that the user has changed in place, on all ranks."""
         self._collector.forget(self._bucket(index))
         self._collector.discard()
-        self._buffer.placements.written_in_place()
+        self._buffer.placements.drop_reads()
 
     def set_by_call(self, index: int, given: bool) -> None:
         """Note that ``zerolite.set_full_grad`` has written a reduced gradient.
@@ -167,7 +167,7 @@ class GradientChanges:
                 part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
             self._collector.forget(self._bucket(index))
         if factors:
-            self._buffer.placements.written_in_place()
+            self._buffer.placements.drop_reads()
             if (stats := self._collector.latest) is not None:
                 stats.rescale(factors, None)
 

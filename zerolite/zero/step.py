@@ -370,7 +370,7 @@ class StepPipeline:
         """Copy loaded masters into the parameters, over values that were loaded into the parameters before."""
         self.written.forget()
         self.on_weights_replaced()
-        self._buffer.placements.written_in_place()
+        self._buffer.placements.drop_reads()
         self._step_update.forget_failed_update()
         self.zero_grad()
         self.publish()
@@ -440,7 +440,7 @@ class StepPipeline:
         """
         self.on_weights_replaced()
         self.outcomes.load_state_dict(state)
-        self._buffer.placements.written_in_place()
+        self._buffer.placements.drop_reads()
         self._step_update.forget_failed_update()
 
     # ---------------------------------------------------------------- inside

@@ -62,7 +62,7 @@ class WrittenValues:
                 self._shards.collect_writes()
         if self._loaded:
             self._buffer.refresh_masters(self._loaded)
-            self._buffer.placements.written_in_place()
+            self._buffer.placements.drop_reads()
             self._loaded.clear()
             if self._outcomes.checks is not None:  # the weights differ from those that the last update left
                 self._outcomes.checks.forget(update=False)
@@ -77,4 +77,4 @@ class WrittenValues:
             self._shards.collect_frozen_writes()
         for bucket in () if self._update.params_outdated else range(len(self._buffer.layout.buckets)):
             self._buffer.sync_master_from_param(bucket)
-        self._buffer.placements.written_in_place()
+        self._buffer.placements.drop_reads()

@@ -181,7 +181,7 @@ def _make_context(
     if offload_device == "none":
         return CommContext(comm, device)
     host = HostPlacement(pin=False)  # the engine gives them other memory
-    placements = Placements(device, Placement(device), host, apart=device.type != "cpu")
+    placements = Placements(device, Placement(device), host, separate_memory=device.type != "cpu")
     if offload_device == "nvme" and config is not None:
         placements = placements_of(_without_optimizer_offload(config), device, device.type, comm)
     return CommContext(comm, device, ShardReader(placements, Transfers(placements)), placements.place_parameters)

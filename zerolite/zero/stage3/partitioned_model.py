@@ -63,7 +63,7 @@ class PartitionedModel:
         """
         check_not_gathered(model.parameters())
         self.model = model
-        self._offloads = placements.parameters.place != DEVICE
+        self._offloads = placements.parameters.location != DEVICE
         reader = ShardReader(placements, transfers)
         context = CommContext(comm, device)
         if self._offloads:  # on the way to their placement: the device has no room to spare
@@ -113,7 +113,7 @@ class PartitionedModel:
 
     def start(self, callbacks: CoordinatorCallbacks) -> PartitionedParameterCoordinator:
         """Gather the parameters that stay whole and install the hooks. All shards have their placement by now."""
-        if not self._offloads and all(handle.placement.place == DEVICE for handle in self.handles):
+        if not self._offloads and all(handle.placement.location == DEVICE for handle in self.handles):
             self.context.set_reader(None)
         self.context.gather([handle for handle in self.handles if handle.persistent])
         self.coordinator = PartitionedParameterCoordinator(
@@ -127,10 +127,10 @@ def _place_adjacent(members: Sequence[PartitionedParameter], dtype: torch.dtype,
     """Move the shards of ``members`` into one flat tensor of their placement, so that one copy stages all of them in.
     On the device each has memory of its own, and keeps it if it is of ``dtype``."""
     numel = sum(member.shard.numel() for member in members)
-    placement = placements.place_parameters(numel, stays=all(member.persistent for member in members))
-    if placement.place == DEVICE:
+    placement = placements.place_parameters(numel, persistent=all(member.persistent for member in members))
+    if placement.location == DEVICE:
         for member in members:
-            if member.shard.dtype != dtype or member.placement.place != DEVICE:
+            if member.shard.dtype != dtype or member.placement.location != DEVICE:
                 member.move_shard(placement.zeros(member.shard.numel(), dtype, COMPUTE), placement)
         return
     row = placement.zeros(numel, dtype, COMPUTE)

@@ -121,7 +121,7 @@ class PartitionedParameterCoordinator:
         self._trained = {handle.index for p in parameters if (handle := handle_of(p)) is not None}
         persistent = [h for h in self.handles if h.persistent and h.index in self._trained]
         self._trained_persistent = AvailableParameters(self.context, persistent)
-        self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.placement.place == DISK})
+        self.schedule.set_on_disk({h.index: h.shard.numel() for h in self.handles if h.placement.location == DISK})
 
     # ---------------------------------------------------------------- forward
 

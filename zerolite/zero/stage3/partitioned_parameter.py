@@ -148,7 +148,7 @@ class PartitionedParameter:
         the parameter. The parameter takes the dtype of the shard."""
         if self.context.reader is not None:
             self.context.reader.drop_reads()  # it may have read the old shard ahead
-        self.shard = tag_memory(shard, COMPUTE, placement.place)
+        self.shard = tag_memory(shard, COMPUTE, placement.location)
         self.placement = placement
         self.empty = torch.empty(0, dtype=shard.dtype, device=self.context.device)
         self._create_full()
@@ -165,7 +165,7 @@ class PartitionedParameter:
         self.context.on_allocation()
         self.storage: torch.UntypedStorage | None = None
         shard, world_size = self.shard, self.context.comm.world_size
-        if world_size == 1 and self.placement.place == DEVICE:
+        if world_size == 1 and self.placement.location == DEVICE:
             self.full = shard
         else:
             self.full = torch.empty(shard.numel() * world_size, dtype=shard.dtype, device=self.context.device)
@@ -274,7 +274,7 @@ class PartitionedParameter:
             if self.context.reader is not None:
                 self.context.reader.on_written(self)
 
-    def on_written_in_place(self) -> None:
+    def on_drop_reads(self) -> None:
         """Count a write that the caller has made in the shard, and in ``full`` if that has values."""
         self.writes += 1
 

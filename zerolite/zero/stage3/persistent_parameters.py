@@ -45,8 +45,8 @@ class AvailableParameters:
         apart = [member for member in self._members if member.storage is not None]
         self._parts = [member.local_part() for member in apart]
         self._shards = [member.shard[: len(part)] for member, part in zip(apart, self._parts, strict=True)]
-        self._offloaded = [member for member in apart if member.placement.place != DEVICE]
-        on_device = [member for member in apart if member.placement.place == DEVICE]
+        self._offloaded = [member for member in apart if member.placement.location != DEVICE]
+        on_device = [member for member in apart if member.placement.location == DEVICE]
         self._count, self._key = len(on_device), on_device[0].index + 1 if on_device else 0
         self._rows = [self._row(members) for members in _neighbours(on_device)]
 
