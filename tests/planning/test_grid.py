@@ -15,7 +15,7 @@ from tests.planning.test_plan_is_right import MEASURED, assert_right
 from tests.toolkit.pool import Pools
 from zerolite.config import ConfigError
 from zerolite.pipe.schedule_actions import rank_actions
-from zerolite.pipe.schedules import ONE_PART, available_schedules
+from zerolite.pipe.schedules import ONE_CHUNK, available_schedules
 from zerolite.planning.bubble import bubble
 from zerolite.planning.errors import PlanError
 from zerolite.planning.grids import Speeds, compare_grids
@@ -46,7 +46,7 @@ def test_more_parts_make_the_bubble_smaller() -> None:
 
 def test_every_computation_is_in_the_order_once() -> None:
     for schedule in available_schedules():
-        chunks = 1 if schedule in ONE_PART else 2
+        chunks = 1 if schedule in ONE_CHUNK else 2
         done = [action for order in rank_actions(schedule, 2, chunks, 4) for action in order]
         forwards = {(a.part, a.micro_batch) for a in done if a.kind == "forward"}
         assert len(done) == len(set(done))

@@ -6,7 +6,7 @@ import pytest
 
 from zerolite.comm import dry_topology, record
 from zerolite.comm.control import rounds
-from zerolite.pipe.runner import FINE, StepBarrier
+from zerolite.pipe.runner import READY, StepBarrier
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7, 8, 12, 1000])
@@ -30,7 +30,7 @@ def test_a_pipeline_step_meets_in_no_group_of_all_ranks() -> None:
     ):
         meeting = StepBarrier(dry_topology("nccl", 5, 1024, pipe=pipe, tensor=tensor))
         with record() as recorder:
-            meeting.begin("train_batch", FINE, None, 1, 2)
+            meeting.begin("train_batch", READY, None, 1, 2)
             meeting.end("train_batch", None)
         assert [(call.dimension, call.ranks) for call in recorder.calls] == groups * 2
         assert {call.numel for call in recorder.calls} <= {1, 3, 6}

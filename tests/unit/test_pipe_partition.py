@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zerolite.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zerolite.pipe.partition import balanced, by_type, uniform
-from zerolite.pipe.split import _called_later
+from zerolite.pipe.split import _modules_called_later
 from zerolite.utils.skeleton import Skeleton
 
 
@@ -138,5 +138,5 @@ class SaysWhatItTakes(NormFirst):
 def test_modules_that_are_called_behind_the_blocks_in_front_of_which_they_are_registered() -> None:
     names = ["blocks.1", "blocks.2"]
     model = SaysWhatItTakes()
-    assert _called_later(model, Skeleton(model), names) == {"norm": 2}
-    assert _called_later(NormFirst(), Skeleton(NormFirst()), names) == {}  # it is unknown how to call it
+    assert _modules_called_later(model, Skeleton(model), names) == {"norm": 2}
+    assert _modules_called_later(NormFirst(), Skeleton(NormFirst()), names) == {}  # it is unknown how to call it

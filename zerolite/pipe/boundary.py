@@ -31,10 +31,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """Tensors that one part gives the next.
+    """Tensors that one part passes to the next.
 
     Attributes:
-        single: it is one tensor and not a tuple.
+        single: they are one tensor and not a tuple.
         tensors: their shapes and dtypes.
     """
 
@@ -46,9 +46,9 @@ class BoundarySpec:
 
 
 def tensors_of(outputs: object, part: int) -> tuple[bool, tuple[torch.Tensor, ...]]:
-    """Return the tensors that part ``part`` gives the next one, with True if it is one tensor and not a tuple.
+    """Return True if ``outputs`` of part ``part`` are one tensor and not a tuple, and the tensors.
 
-    Raises TypeError for outputs that cannot be sent.
+    Raises TypeError for outputs that cannot be sent to the next part.
     """
     if isinstance(outputs, torch.Tensor):
         return True, (outputs,)
@@ -57,7 +57,7 @@ def tensors_of(outputs: object, part: int) -> tuple[bool, tuple[torch.Tensor, ..
         if isinstance(outputs, (tuple, list)):
             got += " with " + next(type(item).__name__ for item in outputs if not isinstance(item, torch.Tensor))
         raise TypeError(
-            f"expected part {part} of the pipeline to give the next one a tensor or a tuple of tensors, got {got}"
+            f"expected part {part} of the pipeline to return a tensor or a tuple of tensors to the next one, got {got}"
         )
     return False, tuple(outputs)
 
@@ -70,7 +70,7 @@ def shapes_of(value: object) -> dict[str, Any]:
     }
 
 
-def number_of(text: str) -> int:
+def stable_hash(text: str) -> int:
     """Return a 63-bit hash of ``text``, the same in every process (Python's own hash is salted)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -79,11 +79,11 @@ SAMPLES = 4096
 
 
 def sampled_hash(tensor: torch.Tensor) -> int:
-    """Return a hash of about 4096 values of ``tensor``, evenly spread; 0 for a tensor on a device or without memory."""
+    """Return a hash of about 4096 evenly spaced values of ``tensor``; 0 if it is on a device or has no memory."""
     if tensor.device.type != "cpu" or is_fake(tensor) or not tensor.numel():
         return 0
     flat = tensor.detach().reshape(-1)
-    # A sample is enough to notice another batch, and costs no pass over the data.
+    # A sample is enough to notice a different batch, and does not read all of the data.
     flat = flat[:: max(1, flat.numel() // SAMPLES)].contiguous()
     return zlib.crc32(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
 

@@ -12,9 +12,9 @@ from zerolite.data.micro_batch import LossFunction, MicroBatch
 from zerolite.pipe.modules import run_layers
 from zerolite.precision.dtypes import Precision
 
-NOT_WHOLE = (
-    "this rank has one stage of the model, whose other layers are on other ranks; expected engine.train_batch or "
-    "engine.eval_batch, which run all of them, instead of a forward"
+ONE_STAGE_ONLY = (
+    "expected engine.train_batch or engine.eval_batch, which run all stages, got a call of the model: this rank has "
+    "only one stage, and the other layers are on other ranks"
 )
 
 
@@ -23,7 +23,7 @@ class Chunk(Protocol):
 
     Attributes:
         index: its number among all parts.
-        module: contains its parameters.
+        module: module with its parameters.
     """
 
     index: int
@@ -45,7 +45,7 @@ class Chunk(Protocol):
 
         Args:
             received: tensors from the part before; empty in the first part.
-            single: the part before gives one tensor and not a tuple.
+            single: the part before sends one tensor and not a tuple.
             batch: the micro-batch, with floating tensors in the compute dtype.
         """
 
@@ -63,7 +63,7 @@ class LayerChunk(Chunk):
     ) -> None:
         """
         Args:
-            owners: the modules among ``layers``, and those that functions of tied layers use.
+            owners: the modules among ``layers``, and the modules that functions of tied layers use.
         """
         self.index = index
         self.module = nn.ModuleList(owners)
@@ -72,8 +72,8 @@ class LayerChunk(Chunk):
     def prepare(self, batch: MicroBatch) -> None:
         if batch.kwargs:
             raise ValueError(
-                "expected the inputs of a sequence of layers to be a tensor or a tuple, which is the first layer's "
-                f"argument, got keywords {', '.join(batch.kwargs)}"
+                "expected a tensor or a tuple as the input of a sequence of layers, which is the argument of the first "
+                f"layer, got keyword arguments {', '.join(batch.kwargs)}"
             )
 
     def forward(self, received: tuple[torch.Tensor, ...], single: bool, batch: MicroBatch) -> Any:

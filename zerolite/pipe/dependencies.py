@@ -1,7 +1,7 @@
 """Run of a model on fake tensors that records parameter dependencies and output shapes of modules.
 
 The model's own forward runs on fake tensors, which have shapes and no memory. Every parameter has a label, which is
-passed on to all tensors computed from it, also through views, detached and integer tensors.
+passed on to all tensors that are computed from it, also through views, detached and integer tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from zerolite.utils.accelerator import FakeMode, fake_mode
 from zerolite.utils.nested import find_tensors, written_arguments
 
 Labels = frozenset[str]
-NOTHING: Labels = frozenset()
+NO_LABELS: Labels = frozenset()
 
 
 @contextlib.contextmanager
 def fake_parameters(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[FakeMode | None]:
     """Context in which the parameters and buffers of a skeleton's ``model`` are fake tensors.
 
-    It yields the fake mode, or None if a dry run has one active already.
+    It yields the fake mode, or None if a dry run has already activated one.
 
     Args:
         model: the skeleton's model.
@@ -38,14 +38,14 @@ def fake_parameters(model: nn.Module, device: torch.device, dtype: torch.dtype |
     mode = None if fake_mode() is not None else FakeMode()
     tensor_dicts = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
     before = [dict(tensors) for tensors in tensor_dicts]
-    made: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in fakes:
             cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             value = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device=device)
-            made[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
-        return made[id(tensor)]
+            fakes[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+        return fakes[id(tensor)]
 
     with mode or contextlib.nullcontext():
         try:
@@ -58,11 +58,10 @@ def fake_parameters(model: nn.Module, device: torch.device, dtype: torch.dtype |
 
 
 @contextlib.contextmanager
-def caches_restored() -> Iterator[None]:
-    """Clear functools.lru_cache and cache at the end, if they have new entries.
+def caches_cleared() -> Iterator[None]:
+    """Context that clears every functools.lru_cache and cache that got new entries inside.
 
-    Such entries hold tensors without memory, for example a cached mask, and later calls with real tensors must not get
-    them.
+    The entries hold tensors without memory, for example a cached mask. Later calls with real tensors must not get them.
     """
     caches = [item for item in gc.get_objects() if type(item) is functools._lru_cache_wrapper]
     before = [cache.cache_info().currsize for cache in caches]
@@ -75,16 +74,15 @@ def caches_restored() -> Iterator[None]:
                 cache.cache_clear()
 
 
-# These use only the shape of their argument, so their results depend on no parameter.
+# These operators read only the shape of their argument, so their results depend on no parameter.
 _SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _SHAPE_ONLY |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"}
 
 
-class Labelling(TorchDispatchMode):
-    """Labels of the parameters from which each tensor was computed.
+class DependencyMode(TorchDispatchMode):
+    """Dispatch mode that records from which parameters each tensor was computed.
 
-    They are kept by storage, so that a view and its base have the same labels, and a write into a view reaches the
-    base.
+    Labels are stored by storage. So a view and its base have the same labels, and a write into a view reaches the base.
     """
 
     def __init__(self) -> None:
@@ -92,25 +90,24 @@ class Labelling(TorchDispatchMode):
         self._labels: dict[int, Labels] = {}
         self._alive: dict[int, Any] = {}  # storages, kept alive so that no new one gets the same address
 
-    def of(self, tensor: torch.Tensor) -> Labels:
-        return self._labels.get(tensor.untyped_storage()._cdata, NOTHING)
+    def labels_of(self, tensor: torch.Tensor) -> Labels:
+        return self._labels.get(tensor.untyped_storage()._cdata, NO_LABELS)
 
-    def mark(self, tensor: torch.Tensor, labels: Labels) -> None:
+    def add_labels(self, tensor: torch.Tensor, labels: Labels) -> None:
         storage = tensor.untyped_storage()
         self._alive[storage._cdata] = storage
-        self._labels[storage._cdata] = self._labels.get(storage._cdata, NOTHING) | labels
+        self._labels[storage._cdata] = self._labels.get(storage._cdata, NO_LABELS) | labels
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
-        given = find_tensors([args, kwargs])
-        labels = NOTHING.union(*(self.of(tensor) for tensor in given))
+        labels = NO_LABELS.union(*(self.labels_of(tensor) for tensor in find_tensors([args, kwargs])))
         if str(getattr(func, "overloadpacket", func)).split(".")[-1] not in _SHAPE_ONLY:
             for tensor in find_tensors(outputs):
-                self.mark(tensor, labels)
+                self.add_labels(tensor, labels)
             if labels and func._schema.is_mutable:
                 for tensor in written_arguments(func, args, kwargs):
-                    self.mark(tensor, labels)
+                    self.add_labels(tensor, labels)
         return outputs
 
 
@@ -123,7 +120,7 @@ class Call:
         began: part of the model in which the call began.
         ended: part in which it ended; -1 if it did not end.
         template: its outputs, with :class:`Zeros` for tensors.
-        static: the outputs can be made from parameters' shapes alone.
+        static: the outputs contain only such tensors and plain values, so zeros can replace them.
         inner: calls inside of this one.
     """
 
@@ -146,13 +143,13 @@ class Zeros:
     dtype: torch.dtype
 
 
-class Calls:
-    """Records the calls of all modules with parameters or buffers, until it is closed."""
+class CallRecorder:
+    """Hooks that record the calls of all modules with parameters or buffers, until they are removed."""
 
-    def __init__(self, model: nn.Module, labelling: Labelling, part: Callable[[], int]) -> None:
+    def __init__(self, model: nn.Module, dependencies: DependencyMode, part: Callable[[], int]) -> None:
         self.root = Call("", 0)
         self._open = [self.root]
-        self._labelling, self._part = labelling, part
+        self._dependencies, self._part = dependencies, part
         self._handles: list[Any] = []
         for path, module in model.named_modules():
             if path and any(True for _ in (*module.parameters(), *module.buffers())):
@@ -173,7 +170,7 @@ class Calls:
     def _template(self, value: Any) -> tuple[bool, object]:
         """Return ``value`` with :class:`Zeros` for its tensors, and True if that is possible."""
         if isinstance(value, torch.Tensor):
-            if not self._labelling.of(value):
+            if not self._dependencies.labels_of(value):
                 return False, None
             return True, Zeros(tuple(value.shape), value.dtype)
         if type(value) in (list, tuple):
@@ -184,17 +181,17 @@ class Calls:
             return all(static for static, _ in named.values()), {key: item for key, (_, item) in named.items()}
         return isinstance(value, (type(None), bool, int, float, str, torch.dtype)), value
 
-    def close(self) -> None:
+    def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
-def filled(template: Any, device: torch.device) -> Any:
-    """Return ``template`` with real zeros."""
+def materialize(template: Any, device: torch.device) -> Any:
+    """Return ``template`` with tensors of zeros in place of :class:`Zeros`."""
     if isinstance(template, Zeros):
         return torch.zeros(template.shape, dtype=template.dtype, device=device)
     if type(template) in (list, tuple):
-        return type(template)(filled(item, device) for item in template)
+        return type(template)(materialize(item, device) for item in template)
     if type(template) is dict:
-        return {key: filled(item, device) for key, item in template.items()}
+        return {key: materialize(item, device) for key, item in template.items()}
     return template

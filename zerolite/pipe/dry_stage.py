@@ -11,7 +11,7 @@ import torch
 from zerolite.comm import Communicator, recorder
 from zerolite.pipe.boundary import BoundarySpec
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.schedules import Launched
+from zerolite.pipe.schedules import WorkList
 from zerolite.pipe.stage import ChunkStage
 from zerolite.pipe.step import TAG
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from zerolite.pipe.runner import PipelineRunner
 
 FORWARD, BACKWARD = "forward", "backward"
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
-def _unseen(phase: str) -> contextlib.AbstractContextManager[None]:
+def _no_phase(phase: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -29,17 +30,21 @@ class DryPipeline:
     """State that the dry runs of several stages share.
 
     Attributes:
-        boundaries: tensors that each part gives the next one, by the number of the part; parts are run in order.
+        boundaries: tensors that each part passes to the next, by the number of the part. Parts run in order.
         phase: context around each computation, called with "forward" or "backward".
     """
 
     def __init__(self) -> None:
         self.boundaries: dict[int, BoundarySpec] = {}
-        self.phase: Callable[[str], contextlib.AbstractContextManager[None]] = _unseen
+        self.phase: Phase = _no_phase
+
+    def set_phase(self, phase: Phase) -> None:
+        """Set the context around the computations of the next stage to run."""
+        self.phase = phase
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which a new :class:`DryStage` looks up here the tensors that it would receive."""
+        """Context in which new :class:`DryStage` objects find here the tensors that they would receive."""
         _dry_pipelines.append(self)
         try:
             yield
@@ -72,8 +77,7 @@ def learn_boundaries(runners: Sequence[PipelineRunner], batches: Iterator[object
 
 
 class _Message(NamedTuple):
-    """Stand-in for one of torch's point-to-point operations and for its work. It keeps the tensor alive as long as they
-    do."""
+    """Replacement of a point-to-point operation of torch and of its work. It keeps the tensor alive as they do."""
 
     tensor: torch.Tensor
     peer: int  # torch's schedules sort operations by this field
@@ -82,21 +86,21 @@ class _Message(NamedTuple):
         """Return at once: nothing is sent."""
 
 
-def _launch(ops: list[_Message], desc: str | None = None) -> Launched:
-    return Launched(ops)
+def _launch(ops: list[_Message], desc: str | None = None) -> WorkList:
+    return WorkList(ops)
 
 
-class _One:
-    """Stand-in for a tensor with the value 1, which torch's schedule reads: tensors without memory have no values."""
+class _WarmupResult:
+    """Replacement of a tensor whose value, 1, torch's schedule reads: a tensor without memory has no value."""
 
     def item(self) -> int:
         return 1
 
 
 class DryStage(ChunkStage):
-    """Stage that computes, allocates memory to receive into, and records messages, but sends nothing.
+    """Stage that computes, allocates receive buffers and records messages, but sends nothing.
 
-    Otherwise it works as :class:`~zerolite.pipe.stage.ChunkStage`. Values mean nothing; tensors may be without memory.
+    Otherwise it works as :class:`~zerolite.pipe.stage.ChunkStage`. Values mean nothing; tensors may have no memory.
     """
 
     launch = _launch
@@ -115,21 +119,21 @@ class DryStage(ChunkStage):
         self._set_up(chunk, None, range(pipe.world_size))
 
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        return _One()
+        return _WarmupResult()
 
     # ---------------------------------------------------------------- messages
 
-    def _incoming(self) -> BoundarySpec | None:
+    def _input_spec(self) -> BoundarySpec | None:
         key = self.step.key
-        if key not in self._before.specs:
-            self._before.specs[key] = self._dry_pipeline.boundaries[self.stage_index - 1]
-        return self._before.spec(key)
+        if key not in self._input_boundary.specs:
+            self._input_boundary.specs[key] = self._dry_pipeline.boundaries[self.stage_index - 1]
+        return self._input_boundary.spec(key)
 
-    def _announce(self) -> None:
+    def _send_output_spec(self) -> None:
         key = self.step.key
-        if not self._after.dead and key not in self._after.specs:
-            fresh, self._fresh = self._fresh, None
-            self._after.learn(key, fresh)
+        if not self._output_boundary.failed and key not in self._output_boundary.specs:
+            fresh, self._new_output_spec = self._new_output_spec, None
+            self._output_boundary.learn(key, fresh)
             if fresh is not None:
                 self._dry_pipeline.boundaries[self.stage_index] = fresh
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from zerolite.comm import ranks_of_job
 
 
 class LayerSpec:
-    """A layer that is built only on its own rank, by ``cls(*args, **kwargs)``.
+    """A layer that is built only on the rank that runs it, by ``cls(*args, **kwargs)``.
 
     ``cls`` is a class of modules, or a function that returns one. Raises ValueError if it cannot be called.
     """
@@ -38,16 +39,15 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is used at several places with the same ``key``: one module, whose gradients are summed over its
-    stages.
+    """A layer that is used several times, under the same ``key``: one module, whose gradients are summed over stages.
 
     Raises ValueError if ``key`` is not a string.
 
     Args:
-        forward_fn: called with (module, inputs) in place of the module's forward, as for an embedding that is used as
+        forward_fn: called with (module, inputs) in place of the module's forward, for example to use an embedding as
             the head.
-        tied_weight_attr: DeepSpeed's argument; names that the module must have. Here all parameters of the module are
-            shared.
+        tied_weight_attr: DeepSpeed's argument: names of attributes that the module must have. Here all parameters of
+            the module are shared.
     """
 
     def __init__(
@@ -76,24 +76,25 @@ class _Layers(nn.Module):
 class PipelineModule(nn.Module):
     """A sequence of layers, each called with the result of the one before: a tensor or a tuple of tensors.
 
-    Parameters are named ``layers.<index>.…`` on every number of stages; those of a tied layer by its first index.
-    Layers of specs are built in ``zerolite.initialize``, which knows the ranks that need them; in a job of one process,
-    at the first use. Until then asking for parameters raises RuntimeError. With one stage it is an ordinary module, and
-    calling it runs all layers. Raises ValueError for arguments that it does not accept.
+    Parameters are named ``layers.<index>.…`` on any number of stages; those of a tied layer by its first index. Layers
+    of specs are built in ``zerolite.initialize``, which knows the ranks that need them, or in a job of one process at
+    the first use. Before that, an access to parameters raises RuntimeError. With one stage it is an ordinary module,
+    and a call runs all layers. Raises ValueError for arguments that it does not accept.
 
     Args:
         layers: modules, functions, :class:`LayerSpec` and :class:`TiedLayerSpec`.
         loss_fn: called with (outputs of the last layer, targets), returns a scalar, for ``engine.train_batch``; None if
             the last layer returns the loss.
-        num_stages: must be equal to the config's ``pipeline.stages``; None: the config's.
+        num_stages: number of stages, equal to the config's ``pipeline.stages``; None: the config's.
         partition_method: "parameters", "uniform" or "type:REGEX"; None: the config's.
         activation_checkpoint_interval: number of layers whose activations are recomputed together in backward; 0: none;
             None: the config's.
         checkpointable_layers: class names; other layers keep their activations.
-        seed_layers: build each layer with a seed of its own, so that its values do not depend on the number of stages.
-        base_seed: the seed is this number + the layer's index; default: ``torch.initial_seed()`` of the first rank.
-        seed_fn: called with that seed in place of ``torch.manual_seed``.
-        dynamic_shape: accepted; shapes may always change from step to step.
+        seed_layers: build each layer with its own seed, so that its values do not depend on the number of stages.
+        base_seed: number to which the layer's index is added to get its seed; default: ``torch.initial_seed()`` of the
+            first rank.
+        seed_fn: called with the seed in place of ``torch.manual_seed``.
+        dynamic_shape: accepted and ignored: shapes may always change from step to step.
     """
 
     is_pipeline_module = True
@@ -115,7 +116,7 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
-        self._refuse(loss_fn, num_stages, topology, activation_checkpoint_func)
+        self._check_arguments(loss_fn, num_stages, topology, activation_checkpoint_func)
         self.specs = list(layers)
         if not self.specs:
             raise ValueError("PipelineModule: expected at least one layer, got none")
@@ -137,27 +138,27 @@ class PipelineModule(nn.Module):
             self.build(range(len(self.specs)))
 
     @staticmethod
-    def _refuse(loss_fn: object, num_stages: object, topology: object, checkpoint_func: object) -> None:
+    def _check_arguments(loss_fn: object, num_stages: object, topology: object, checkpoint_func: object) -> None:
         if loss_fn is not None and not callable(loss_fn):
             raise ValueError(
-                f"PipelineModule: expected loss_fn to be a function of outputs and targets, got {loss_fn!r}; write "
-                "num_stages= before a number of stages"
+                f"PipelineModule: expected loss_fn to be a function of outputs and targets, got {loss_fn!r}; pass a "
+                "number of stages as num_stages="
             )
         if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
             raise ValueError(f"PipelineModule: expected num_stages to be an integer of at least 1, got {num_stages!r}")
         if topology is not None:
             raise ValueError(
-                "PipelineModule: expected no topology; the grid comes from the configuration: pipeline.stages and "
+                "PipelineModule: expected no topology; the config sets the grid by pipeline.stages and "
                 "tensor_parallel.size"
             )
         if checkpoint_func is not None:
             raise ValueError(
                 "PipelineModule: expected no activation_checkpoint_func; layers are checkpointed with "
-                "torch.utils.checkpoint, without reentrance"
+                "torch.utils.checkpoint(..., use_reentrant=False)"
             )
 
-    def fill_in(self, activation_checkpoint_interval: int, partition_method: str) -> None:
-        """Take the config's settings that the constructor was not given."""
+    def apply_config_defaults(self, activation_checkpoint_interval: int, partition_method: str) -> None:
+        """Use the config's settings for arguments that the constructor was not given."""
         if self.activation_checkpoint_interval is None:
             self.activation_checkpoint_interval = activation_checkpoint_interval
         if self.partition_method is None:
@@ -171,35 +172,37 @@ class PipelineModule(nn.Module):
         return bool(self.functions)
 
     def build(self, indices: Iterable[int], device: torch.device | None = None) -> None:
-        """Build the layers at ``indices`` that do not exist yet, and keep no others.
+        """Build the layers at ``indices`` that do not exist yet, and drop all others.
 
         Args:
             indices: indices in the sequence.
-            device: default: where their classes put them.
+            device: device to move them to; default: where their classes put them.
         """
         built = self.functions
-        self.functions = {index: built[index] if index in built else self._made(index, device) for index in indices}
+        self.functions = {index: built[index] if index in built else self._build(index, device) for index in indices}
 
-    def _made(self, index: int, device: torch.device | None) -> Callable[[Any], Any]:
+    def _build(self, index: int, device: torch.device | None) -> Callable[[Any], Any]:
         layer = self.specs[index]
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self._modules_of_key:
                 first = self.first_indices[index]
-                self._modules_of_key[layer.key] = self._add(first, self._seeded(first, self.specs[first]), device)
+                self._modules_of_key[layer.key] = self._add(first, self._build_spec(first, self.specs[first]), device)
             module = self._modules_of_key[layer.key]
-            missing = [name for name in layer.tied_weight_attr if not _has(module, name)]
-            if missing:
-                raise ValueError(
-                    f"TiedLayerSpec: expected the tied layer '{layer.key}' ({layer.name}) to have '{missing[0]}', got "
-                    "none; pass tied_weight_attr"
-                )
+            for name in layer.tied_weight_attr:
+                try:
+                    operator.attrgetter(name)(module)
+                except AttributeError:
+                    raise ValueError(
+                        f"TiedLayerSpec: expected the tied layer '{layer.key}' ({layer.name}) to have '{name}', got "
+                        "none; pass tied_weight_attr"
+                    ) from None
             return module if layer.forward_fn is None else functools.partial(layer.forward_fn, module)
-        made = self._seeded(index, layer) if isinstance(layer, LayerSpec) else layer
-        if isinstance(made, nn.Module) or not callable(made):
-            self._add(self.first_indices[index], made, device)
-        return made
+        built = self._build_spec(index, layer) if isinstance(layer, LayerSpec) else layer
+        if isinstance(built, nn.Module) or not callable(built):
+            self._add(self.first_indices[index], built, device)
+        return built
 
-    def _seeded(self, index: int, spec: LayerSpec) -> Any:
+    def _build_spec(self, index: int, spec: LayerSpec) -> Any:
         if not self.seed_layers:
             return spec.build()
         seed = (torch.initial_seed() if self.base_seed is None else self.base_seed) + index
@@ -225,9 +228,9 @@ class PipelineModule(nn.Module):
         ranks = ranks_of_job()
         if ranks > 1 and self.num_stages != 1:
             raise RuntimeError(
-                f"PipelineModule: its layers are built in zerolite.initialize, which knows which of them each of the "
-                f"{ranks} ranks needs; expected no access to parameters or outputs before. Let initialize make "
-                "the optimizer (the config's block, or a function of the parameters), or pass num_stages=1"
+                f"PipelineModule: expected no access to parameters or outputs before zerolite.initialize, which builds "
+                f"on each of the {ranks} ranks the layers that it needs. Let initialize make the optimizer (the "
+                "config's block, or a function of the parameters), or pass num_stages=1"
             )
         self.build(range(len(self.specs)))
 
@@ -260,13 +263,15 @@ class PipelineModule(nn.Module):
     # ---------------------------------------------------------------- running
 
     def forward(self, *inputs: Any) -> Any:
-        """Run all layers; several inputs become the first layer's tuple. Raises RuntimeError on a rank that has only
-        some layers."""
+        """Run all layers; several inputs become a tuple for the first one.
+
+        Raises RuntimeError on a rank that has only some layers.
+        """
         self._build_if_alone()
         if len(self.functions) < len(self.specs):
             raise RuntimeError(
-                f"PipelineModule: this rank has layers {min(self.functions)} to {max(self.functions)} of "
-                f"{len(self.specs)}; expected engine.train_batch or engine.eval_batch instead of a forward"
+                f"PipelineModule: expected engine.train_batch or engine.eval_batch, got a forward on a rank that has "
+                f"only layers {min(self.functions)} to {max(self.functions)} of {len(self.specs)}"
             )
         return self.run(range(len(self.specs)), inputs[0] if len(inputs) == 1 else inputs)
 
@@ -282,7 +287,7 @@ class PipelineModule(nn.Module):
 
     def class_names(self) -> list[str]:
         """Return the class names of all layers, for partition_method "type:REGEX"."""
-        return [layer.name if isinstance(layer, LayerSpec) else name_of(layer) for layer in self.specs]
+        return [layer.name if isinstance(layer, LayerSpec) else layer_name(layer) for layer in self.specs]
 
 
 def run_layers(
@@ -296,8 +301,8 @@ def run_layers(
     Args:
         layers: the layers.
         value: input of the first layer.
-        interval: groups of so many layers keep only their inputs, and recompute the rest in backward; 0: none.
-        checkpointable: class names of the layers for which that is allowed.
+        interval: number of layers in a group that keeps only its inputs and recomputes the rest in backward; 0: none.
+        checkpointable: class names of the layers that may be recomputed.
     """
     if not interval or not torch.is_grad_enabled():
         for layer in layers:
@@ -305,20 +310,20 @@ def run_layers(
         return value
     for start in range(0, len(layers), interval):
         group = layers[start : start + interval]
-        if checkpointable is None or all(name_of(layer) in checkpointable for layer in group):
+        if checkpointable is None or all(layer_name(layer) in checkpointable for layer in group):
             value = checkpoint(run_layers, group, value, use_reentrant=False)
         else:
             value = run_layers(group, value)
     return value
 
 
-def name_of(layer: object) -> str:
+def layer_name(layer: object) -> str:
     """Return the class name of a module, or a function's own name."""
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def trained_numel(layer: Any) -> int:
-    """Return the number of trained elements of ``layer``. A spec is built without memory if its class allows it."""
+    """Return the number of elements of ``layer``'s trained parameters. A spec is built without memory if possible."""
     if isinstance(layer, LayerSpec):
         try:
             with torch.device("meta"):
@@ -339,11 +344,3 @@ def _first_indices(layers: Sequence[object]) -> list[int]:
         key = ("tied", layer.key) if isinstance(layer, TiedLayerSpec) else index
         indices.append(seen.setdefault(id(layer) if isinstance(layer, nn.Module) else key, index))
     return indices
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    try:
-        functools.reduce(getattr, path.split("."), module)
-    except AttributeError:
-        return False
-    return True

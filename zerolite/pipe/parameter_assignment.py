@@ -31,7 +31,7 @@ def assign_parameters(uses: Iterable[tuple[str, nn.Parameter, int]]) -> list[Par
     """Return the assignments of parameters.
 
     Args:
-        uses: uses of parameters: a name in the full model, the parameter, and the part.
+        uses: for each use of a parameter its name in the full model, the parameter, and the part.
     """
     found: dict[int, tuple[nn.Parameter, dict[str, None], set[int]]] = {}
     for name, parameter, part in uses:
@@ -61,27 +61,28 @@ def assign_layer_parameters(
     )
 
 
-def keep_only(model: nn.Module, stays: Callable[[int], bool], leaves: Callable[[str], bool]) -> Buffers:
-    """Remove all other parameters from ``model`` and free their memory, even if an optimizer refers to them.
+def remove_other_parameters(
+    model: nn.Module, stays: Callable[[int], bool], without_buffers: Callable[[str], bool]
+) -> Buffers:
+    """Remove the parameters that belong to other ranks from ``model`` and free their memory.
 
     Args:
         model: the model.
-        stays: says if the parameter of this id stays.
-        leaves: says if the buffers of the module of this name are removed too.
+        stays: returns True if the parameter of this id stays.
+        without_buffers: returns True if the buffers of the module of this name are removed too.
 
     Returns:
         The removed buffers with their values, by module.
     """
-    gone: dict[str, dict[str, torch.Tensor]] = {}
+    removed: dict[str, dict[str, torch.Tensor]] = {}
     for path, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not stays(id(parameter)):
                 module._parameters[name] = None
                 # The user's optimizer may still hold the Parameter object: only its memory can be freed.
                 parameter.data = parameter.data.new_empty(0)
-        if leaves(path):
-            kept = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-            module._buffers.update(dict.fromkeys(kept))
-            if kept:
-                gone[path] = kept
-    return gone
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        if buffers and without_buffers(path):
+            module._buffers.update(dict.fromkeys(buffers))
+            removed[path] = buffers
+    return removed

@@ -6,22 +6,23 @@ up to the next one, at least one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
 
 
-def bounds_of(method: str, names: Sequence[str], parts: int, weigh: Callable[[], Sequence[float]]) -> list[int]:
+def bounds_of(method: str, names: Sequence[str], parts: int, layer_weights: Callable[[], Sequence[float]]) -> list[int]:
     """Divide layers into ``parts`` by a partition_method of the config.
 
     Args:
         method: "uniform", "parameters" or "type:REGEX".
         names: class names of the layers.
         parts: number of parts.
-        weigh: returns the trained parameters of each layer.
+        layer_weights: returns the number of trained parameters of each layer.
 
     Raises:
-        ValueError: the method is unknown or the layers cannot be divided so.
+        ValueError: the method is unknown, or it cannot divide these layers.
     """
     if parts == 1:
         return [0, len(names)]
@@ -31,11 +32,11 @@ def bounds_of(method: str, names: Sequence[str], parts: int, weigh: Callable[[],
         return by_type(names, method[len("type:") :], parts)
     if method != "parameters":
         raise ValueError(f'partition_method: expected "parameters", "uniform" or "type:REGEX", got {method!r}')
-    return balanced(weigh(), parts)
+    return balanced(layer_weights(), parts)
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Return the partition whose heaviest part is the lightest; among those, the one with the most even parts.
+    """Return the partition whose heaviest part is the lightest, and among these the one with the most even parts.
 
     Args:
         weights: weight of each layer, 0 or more.
@@ -44,33 +45,38 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
         ValueError: there are fewer layers than parts.
     """
     count = len(weights)
-    check_enough(count, parts)
-    before = [0.0]
-    for weight in weights:
-        before.append(before[-1] + weight)
-    heaviest = _best(before, parts, math.inf, lambda worst, part: max(worst, part))[0]
+    check_layer_count(count, parts)
+    sums = list(itertools.accumulate(weights, initial=0.0))
+    heaviest = _best(sums, parts, math.inf, max)[0]
     # Of parts with the same sum, the most even ones have the least sum of squares.
-    return _best(before, parts, heaviest, lambda total, part: total + part * part)[1]
+    return _best(sums, parts, heaviest, lambda total, part: total + part * part)[1]
 
 
-def _best(before: list[float], parts: int, limit: float, combine: object) -> tuple[float, list[int]]:
-    """Minimise ``combine`` over all parts, none above ``limit``. Returns the minimum and the partition, by dynamic
-    programming.
+def _best(
+    sums: list[float], parts: int, limit: float, combine: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Find the partition with the least cost by dynamic programming.
 
     Args:
-        before: sum of the weights before each layer.
+        sums: for each layer, the sum of the weights before it.
+        parts: number of parts.
+        limit: largest weight of a part.
+        combine: called with the cost of the first parts and the weight of one more part, returns their cost.
+
+    Returns:
+        The least cost, and the partition.
     """
-    count = len(before) - 1
+    count = len(sums) - 1
     cost = [0.0] + [math.inf] * count
     starts: list[list[int]] = []
     for part in range(1, parts + 1):
         new, start = [math.inf] * (count + 1), [0] * (count + 1)
         for end in range(part, count - (parts - part) + 1):
             for low in range(end - 1, part - 2, -1):
-                weight = before[end] - before[low]
-                if weight > limit:  # no weight is negative: an earlier start would be heavier still
+                weight = sums[end] - sums[low]
+                if weight > limit:  # no weight is negative, so an earlier start would be even heavier
                     break
-                total = combine(cost[low], weight)  # type: ignore[operator]
+                total = combine(cost[low], weight)
                 if total < new[end]:
                     new[end], start[end] = total, low
         cost = new
@@ -82,10 +88,10 @@ def _best(before: list[float], parts: int, limit: float, combine: object) -> tup
 
 
 def uniform(count: int, parts: int) -> list[int]:
-    """Divide into parts of equally many layers; the first parts have one more if it does not divide evenly."""
-    check_enough(count, parts)
-    each, more = divmod(count, parts)
-    return [part * each + min(part, more) for part in range(parts + 1)]
+    """Divide into parts of equally many layers. The first parts have one more if the layers do not divide evenly."""
+    check_layer_count(count, parts)
+    each, rest = divmod(count, parts)
+    return [part * each + min(part, rest) for part in range(parts + 1)]
 
 
 def by_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
@@ -109,7 +115,7 @@ def by_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
     return balanced(weights, parts)
 
 
-def check_enough(count: int, parts: int) -> None:
+def check_layer_count(count: int, parts: int) -> None:
     if count < parts:
         raise ValueError(
             f"expected at least as many layers as parts of the pipeline (pipeline.stages × pipeline.chunks = {parts}), "
@@ -117,13 +123,12 @@ def check_enough(count: int, parts: int) -> None:
         )
 
 
-def ranks_of_parts(stages: int, chunks: int, folded: bool) -> list[int]:
-    """Return the pipeline rank of each of ``stages × chunks`` parts: in rounds, or there and back (``folded``).
+def ranks_of_parts(stages: int, chunks: int, v_shaped: bool) -> list[int]:
+    """Return the pipeline rank of each of ``stages × chunks`` parts: in a loop, or as in a V (``v_shaped``).
 
-    2 stages, 2 chunks: 0 1 0 1; folded: 0 1 1 0.
+    For 2 stages and 2 chunks: 0 1 0 1 in a loop, 0 1 1 0 in a V.
     """
-    ranks = []
-    for turn in range(chunks):
-        there = list(range(stages))
-        ranks += there[::-1] if folded and turn % 2 else there
+    ranks: list[int] = []
+    for chunk in range(chunks):
+        ranks += range(stages)[::-1] if v_shaped and chunk % 2 else range(stages)
     return ranks

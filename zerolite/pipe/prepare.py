@@ -1,9 +1,9 @@
-"""Reduction of a whole model to this rank's pipeline stage, including tied parameters."""
+"""Reduction of a full model to this rank's pipeline stage, including tied parameters."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.config.parallelism import PipelineConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.pipe import partition
-from zerolite.pipe.chunks import NOT_WHOLE, Chunk, LayerChunk
-from zerolite.pipe.modules import PipelineModule, name_of, trained_numel
-from zerolite.pipe.parameter_assignment import ParameterAssignment, assign_layer_parameters, keep_only
+from zerolite.pipe.chunks import ONE_STAGE_ONLY, Chunk, LayerChunk
+from zerolite.pipe.modules import PipelineModule, layer_name, trained_numel
+from zerolite.pipe.parameter_assignment import ParameterAssignment, assign_layer_parameters, remove_other_parameters
 from zerolite.pipe.runner import PipelineRunner, RunnerComponents
-from zerolite.pipe.schedules import FOLDED, schedule_class
+from zerolite.pipe.schedules import V_SHAPED, schedule_class
 from zerolite.pipe.split import split_by_names
 from zerolite.tensor_parallel.shard_spec import set_names
 
@@ -61,12 +61,12 @@ class PreparedStage:
 
     @property
     def passes(self) -> int:
-        """Backwards for each micro-batch on this rank."""
+        """Number of backwards for each micro-batch on this rank."""
         return len(self.chunks)
 
-    def runner(self, given: RunnerComponents) -> PipelineRunner:
-        """Make the runner; called on all ranks, in the same order."""
-        return PipelineRunner(self.chunks, self.parts, self.schedule, given)
+    def runner(self, components: RunnerComponents) -> PipelineRunner:
+        """Make the runner. Called on all ranks, in the same order."""
+        return PipelineRunner(self.chunks, self.parts, self.schedule, components)
 
 
 def prepare(
@@ -84,32 +84,34 @@ def prepare(
     Args:
         model: a :class:`~zerolite.pipe.modules.PipelineModule`, an ``nn.Sequential``, or any other model, divided at
             the names in ``settings.split``.
-        loss_fn: the loss function of ``initialize``; a PipelineModule may bring its own.
+        loss_fn: the loss function of ``initialize``; a PipelineModule may have its own.
     """
     stages = topology.pipe.world_size
     if vars(model).get(_STAGED):
         raise ValueError(
-            "pipeline: expected the whole model, got one of which an earlier zerolite.initialize has left a stage; "
-            "make it anew"
+            "pipeline: expected the full model, got one that an earlier zerolite.initialize has reduced to a stage; "
+            "make a new one"
         )
     chunks_each = settings.chunks_per_rank if stages > 1 else 1
     if stages > 1:
         schedule_class(settings.schedule)
-    ranks = partition.ranks_of_parts(stages, chunks_each, settings.schedule in FOLDED)
+    ranks = partition.ranks_of_parts(stages, chunks_each, settings.schedule in V_SHAPED)
     own = [part for part, rank in enumerate(ranks) if rank == topology.pipe.rank]
     host = HostGroup(topology.world, "pipeline")
     divide: _Divide
     if isinstance(model, PipelineModule):
-        _adopt(model, settings, stages, loss_fn)
+        _apply_config(model, settings, stages, loss_fn)
         loss_fn = model.loss_fn if loss_fn is None else loss_fn
         bounds = _bounds(model, host, len(ranks))
-        _take_first_values([layer for layer in model.specs if isinstance(layer, nn.Module)], topology.pipe, device)
-        divide = functools.partial(_of_layers, model, bounds, own)
+        _take_first_stage_values(
+            [layer for layer in model.specs if isinstance(layer, nn.Module)], topology.pipe, device
+        )
+        divide = functools.partial(_divide_layers, model, bounds, own)
     else:
-        _take_first_values([model], topology.pipe, device)
-        function: Any = _of_sequential if type(model) is nn.Sequential else split_by_names
+        _take_first_stage_values([model], topology.pipe, device)
+        function: Any = _divide_sequential if type(model) is nn.Sequential else split_by_names
         divide = functools.partial(function, model, settings, len(ranks), own)
-    chunks, assignments = _agreed(host, divide)
+    chunks, assignments = _divide_together(host, divide)
     vars(model)[_STAGED] = stages > 1
     ties = _ties(assignments, ranks, topology.pipe.rank)
     # A process group is made on all ranks in the same order, so all ranks need the combinations of all stages.
@@ -125,14 +127,13 @@ _STAGED = "_zerolite_staged"
 _Divide = Callable[[], tuple[list[Chunk], list[ParameterAssignment]]]
 
 
-def _agreed(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[ParameterAssignment]]:
-    """Return the result of ``divide``. Stages have different layers, so it may fail on some ranks: then all ranks
-    raise."""
+def _divide_together(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[ParameterAssignment]]:
+    """Return the result of ``divide``. If it fails on some ranks, which have other layers, all ranks raise."""
 
     def checked() -> tuple[list[Chunk], list[ParameterAssignment]]:
-        made = divide()
-        _check_trains(made[0])
-        return made
+        chunks, assignments = divide()
+        _check_trained(chunks)
+        return chunks, assignments
 
     return RaiseTogether(host, "zerolite.initialize", failed="could not make its stage:").run(checked)
 
@@ -148,19 +149,18 @@ def _ties(assignments: Iterable[ParameterAssignment], ranks: Sequence[int], here
     return sorted(ties, key=lambda tie: tie.key)
 
 
-def _check_trains(chunks: Iterable[Chunk]) -> None:
+def _check_trained(chunks: Iterable[Chunk]) -> None:
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
-            "pipeline: expected every stage to have a trained parameter, got a stage with none; use fewer stages, or "
+            "pipeline: expected a trained parameter on every stage, got a stage with none; use fewer stages, or "
             "another partition_method or split"
         )
 
 
 @torch.no_grad()
-def _take_first_values(models: Iterable[nn.Module], pipe: Communicator, device: torch.device) -> None:
-    """Take the values of the first stage's ranks: here every rank still has the full model, maybe made with another
-    seed."""
+def _take_first_stage_values(models: Iterable[nn.Module], pipe: Communicator, device: torch.device) -> None:
+    """Broadcast the values of the first stage's ranks. Every rank still has the full model, maybe from another seed."""
     if pipe.world_size > 1:
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         synchronize_tensors(tensors, pipe, device, "initial_sync")
@@ -169,20 +169,23 @@ def _take_first_values(models: Iterable[nn.Module], pipe: Communicator, device: 
 # -------------------------------------------------------------------- sequences of layers
 
 
-def _adopt(model: PipelineModule, settings: PipelineConfig, stages: int, loss_fn: LossFunction | None) -> None:
-    """Fill in the config's settings that a PipelineModule leaves out, and check those that both give."""
+def _apply_config(model: PipelineModule, settings: PipelineConfig, stages: int, loss_fn: LossFunction | None) -> None:
+    """Use the config's settings where the PipelineModule has none, and raise ValueError where the two differ."""
     if model.num_stages not in (None, stages):
         raise ValueError(
             f"PipelineModule: expected num_stages = {stages}, the config's pipeline.stages, got {model.num_stages}; "
             "change one of the two, or leave num_stages out"
         )
-    _refuse_names(settings, "a PipelineModule")
+    _check_no_split(settings, "a PipelineModule")
     if loss_fn is not None and model.loss_fn is not None and loss_fn is not model.loss_fn:
-        raise ValueError("zerolite.initialize: got a loss_fn, and the PipelineModule has another; give one of them")
-    model.fill_in(settings.activation_checkpoint_interval, settings.partition_method)
+        raise ValueError(
+            "zerolite.initialize: expected one loss_fn, got one as an argument and another in the PipelineModule; pass "
+            "only one of them"
+        )
+    model.apply_config_defaults(settings.activation_checkpoint_interval, settings.partition_method)
 
 
-def _refuse_names(settings: PipelineConfig, what: str) -> None:
+def _check_no_split(settings: PipelineConfig, what: str) -> None:
     if settings.split != "auto":
         raise ValueError(
             f"pipeline.split: expected no names for {what}, which pipeline.partition_method divides; leave it out"
@@ -190,11 +193,10 @@ def _refuse_names(settings: PipelineConfig, what: str) -> None:
 
 
 def _bounds(model: PipelineModule, host: HostGroup, parts: int) -> list[int]:
-    """Return the bounds of the parts of ``model`` that its first rank has computed, and take over the seed of its
-    layers."""
+    """Return the bounds of the parts of ``model``, and set the seed of its layers. The first rank computes both."""
 
-    def own() -> Any:
-        if host.rank and host.group is not None:  # only the first rank computes; in a dry run each rank is alone
+    def on_first_rank() -> Any:
+        if host.rank and host.group is not None:  # in a dry run there is no group, and each rank is alone
             return None
         seed = torch.initial_seed() if model.base_seed is None else model.base_seed
         try:
@@ -203,67 +205,70 @@ def _bounds(model: PipelineModule, host: HostGroup, parts: int) -> list[int]:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"PipelineModule: its layers could not be divided: {reason}") from error
 
-    model.base_seed, bounds = RaiseTogether(host, "zerolite.initialize", ValueError).gather(own)[0]
+    model.base_seed, bounds = RaiseTogether(host, "zerolite.initialize", ValueError).gather(on_first_rank)[0]
     return list(bounds)
 
 
 def _bounds_of(method: str, layers: Sequence[object], names: Sequence[str], parts: int) -> list[int]:
-    weigh = lambda: [float(trained_numel(layer)) for layer in layers]  # noqa: E731
-    return partition.bounds_of(method, names, parts, weigh)
+    return partition.bounds_of(method, names, parts, lambda: [float(trained_numel(layer)) for layer in layers])
 
 
-def _of_layers(
+def _divide_layers(
     model: PipelineModule, bounds: Sequence[int], own: Sequence[int]
 ) -> tuple[list[Chunk], list[ParameterAssignment]]:
-    indices = [index for part in own for index in range(bounds[part], bounds[part + 1])]
-    model.build(indices)
+    model.build([index for part in own for index in range(bounds[part], bounds[part + 1])])
     layers = [
         layer if isinstance(layer, nn.Module) else model.layers._modules.get(str(first))
         for layer, first in zip(model.specs, model.first_indices, strict=True)
     ]
     names = [f"layers.{first}" for first in model.first_indices]
-    assignments = assign_layer_parameters(layers, names, bounds)
-    _strip(layers, assignments, own, bounds)
-    chunks: list[Chunk] = []
-    for part in own:
-        here = range(bounds[part], bounds[part + 1])
-        owners = [layer for layer in (layers[index] for index in here) if layer is not None]
-        functions = [model.functions[index] for index in here]
-        chunks.append(LayerChunk(part, functions, owners, model.interval, model.checkpointable_layers))
-    return chunks, assignments
+    make = functools.partial(LayerChunk, interval=model.interval, checkpointable=model.checkpointable_layers)
+    return _make_chunks(layers, names, model.functions, bounds, own, make)
 
 
-def _of_sequential(
+def _divide_sequential(
     model: nn.Sequential, settings: PipelineConfig, parts: int, own: Sequence[int]
 ) -> tuple[list[Chunk], list[ParameterAssignment]]:
-    _refuse_names(settings, "an nn.Sequential")
+    _check_no_split(settings, "an nn.Sequential")
     layers = list(model)
-    bounds = _bounds_of(settings.partition_method, layers, [name_of(layer) for layer in layers], parts)
-    assignments = assign_layer_parameters(layers, list(model._modules), bounds)
-    _strip(layers, assignments, own, bounds)
+    bounds = _bounds_of(settings.partition_method, layers, [layer_name(layer) for layer in layers], parts)
+    make = functools.partial(LayerChunk, interval=settings.activation_checkpoint_interval)
+    chunks = _make_chunks(layers, list(model._modules), dict(enumerate(layers)), bounds, own, make)
     if parts > 1:
-        model.register_forward_pre_hook(_refuse_call)
-    interval = settings.activation_checkpoint_interval
-    chunks: list[Chunk] = []
-    for part in own:
-        here = layers[bounds[part] : bounds[part + 1]]
-        chunks.append(LayerChunk(part, here, here, interval))
-    return chunks, assignments
+        model.register_forward_pre_hook(_raise_on_call)
+    return chunks
 
 
-def _refuse_call(model: nn.Module, args: object) -> None:
-    raise RuntimeError(NOT_WHOLE)
+def _raise_on_call(model: nn.Module, args: object) -> None:
+    raise RuntimeError(ONE_STAGE_ONLY)
 
 
-def _strip(
+def _make_chunks(
     layers: Sequence[nn.Module | None],
-    assignments: Iterable[ParameterAssignment],
-    own: Sequence[int],
+    names: Sequence[str],
+    functions: Mapping[int, Callable[[Any], Any]],
     bounds: Sequence[int],
-) -> None:
-    """Remove buffers of layers that run on other ranks only, and their parameters unless a layer here shares them."""
+    own: Sequence[int],
+    make: Callable[..., Chunk],
+) -> tuple[list[Chunk], list[ParameterAssignment]]:
+    """Make the chunks of the parts ``own``, and remove everything else from the layers.
+
+    Parameters that a layer of another rank shares with a layer here stay; buffers of other ranks' layers do not.
+
+    Args:
+        layers: all layers; None for a layer that is not on this rank.
+        names: names of the layers in the full model.
+        functions: the callables of this rank's layers, by index.
+        bounds: where the parts begin, see partition.py.
+        own: indices of this rank's parts.
+        make: called with (index, callables, modules), makes a chunk.
+    """
+    assignments = assign_layer_parameters(layers, names, bounds)
     staying = {id(assignment.parameter) for assignment in assignments if assignment.parts & set(own)}
-    here = {id(layer) for part in own for layer in layers[bounds[part] : bounds[part + 1]]}
+    indices = {part: range(bounds[part], bounds[part + 1]) for part in own}
+    modules = {part: [layer for i in here if (layer := layers[i]) is not None] for part, here in indices.items()}
+    here = {id(layer) for some in modules.values() for layer in some}
     for layer in layers:
         if layer is not None and id(layer) not in here:
-            keep_only(layer, staying.__contains__, lambda path: True)
+            remove_other_parameters(layer, staying.__contains__, lambda path: True)
+    return [make(part, [functions[i] for i in indices[part]], modules[part]) for part in own], assignments

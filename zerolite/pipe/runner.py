@@ -10,78 +10,80 @@ import torch
 from zerolite.comm import HostGroup, HostLinks, HostMaximum, RaiseTogether, Topology
 from zerolite.comm.ranks import name_ranks
 from zerolite.data.micro_batch import MicroBatch
-from zerolite.pipe.boundary import number_of, sampled_hash, shapes_of
+from zerolite.pipe.boundary import sampled_hash, shapes_of, stable_hash
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import make_schedule
 from zerolite.pipe.stage import ChunkStage
 from zerolite.pipe.step import RunnerComponents, Step
 from zerolite.utils.nested import find_tensors
 
-FINE, ENDED, FAILED = 0, 1, 2
+READY, ENDED, FAILED = 0, 1, 2
 LOSS_TAG = "loss"
 
 
 class PipelineRunner:
     """``train_batch`` and ``eval_batch`` of an engine whose model is divided over the ranks of ``topology.pipe``.
 
-    It is made on all ranks, in the same order; both methods are called on all ranks, in the same order.
+    It is constructed on all ranks, in the same order; both methods are called on all ranks, in the same order.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, given: RunnerComponents) -> None:
+    def __init__(self, chunks: Sequence[Chunk], parts: int, schedule: str, components: RunnerComponents) -> None:
         """
         Args:
             chunks: this rank's chunks, ascending.
-            parts: number of chunks on all ranks.
+            parts: number of parts of the model on all ranks.
             schedule: its name in the config.
-            given: components of the engine.
+            components: components of the engine.
 
         Raises:
             ValueError: the schedule does not work with this number of micro-batches.
         """
-        self._parts, self._chunks = given, list(chunks)
-        topology = given.topology
+        self._components, self._chunks = components, list(chunks)
+        topology, device = components.topology, components.device
         pipe, group = topology.pipe, topology.pipe.group
         self._links = None if group is None else HostLinks(pipe, "pipeline")
         self._stages: list[ChunkStage]
         if group is None or self._links is None:
-            from zerolite.pipe.dry_stage import DryStage  # of a plan only
+            from zerolite.pipe.dry_stage import DryStage  # only for a plan
 
-            self._stages = [DryStage(chunk, parts, given.device, pipe) for chunk in self._chunks]
+            self._stages = [DryStage(chunk, parts, device, pipe) for chunk in self._chunks]
         else:
-            self._stages = [ChunkStage(chunk, parts, given.device, group, self._links) for chunk in self._chunks]
+            self._stages = [ChunkStage(chunk, parts, device, group, self._links) for chunk in self._chunks]
         for chunk in self._chunks:
-            chunk.connect(given.precision, given.device, given.loss_fn)
-        self._run = make_schedule(schedule, self._stages, given.micro_batches)
+            chunk.connect(components.precision, device, components.loss_fn)
+        self._run = make_schedule(schedule, self._stages, components.micro_batches)
         self._barrier = StepBarrier(topology)
         self._has_last = any(chunk.index == parts - 1 for chunk in self._chunks)
 
     def train_batch(self, batches: Iterator[object]) -> torch.Tensor:
-        """Run one step, as ``Engine.train_batch``. If a rank fails, it raises its error and all others raise
-        RuntimeError with it."""
+        """Run one step of ``Engine.train_batch``.
+
+        A rank that fails raises its error, and all others raise RuntimeError with its text.
+        """
         loss = self.accumulate(batches)
         self.update()
         return loss
 
     def accumulate(self, batches: Iterator[object]) -> torch.Tensor:
         """Run forward and backward of a step's micro-batches and return the loss."""
-        parts = self._parts
-        if not parts.accumulation.empty:
+        if not self._components.accumulation.empty:
             raise RuntimeError(
                 "engine.train_batch: expected no gradients since the last step, got some; call engine.zero_grad() first"
             )
-        counters = parts.pipeline.outcomes.counters
+        counters = self._components.pipeline.outcomes.counters
         before = counters.micro_steps
         with torch.enable_grad():
             step = self._begin("train_batch", batches, training=True)
             self._run_stages("train_batch", step)
-        counters.micro_steps = before + parts.micro_batches  # each part has counted a backward of its own
+        # The backward of each part has counted as a micro-step.
+        counters.micro_steps = before + self._components.micro_batches
         loss = self._mean_over_world(step)
-        self._parts.on_loss(loss)
+        self._components.on_loss(loss)
         return loss
 
     def update(self) -> None:
         """Reduce and apply the gradients of :meth:`accumulate`."""
-        self._parts.pipeline.step()
+        self._components.pipeline.step()
 
     def eval_batch(self, batches: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """Run ``Engine.eval_batch``. Called in eval mode and without gradients."""
@@ -98,8 +100,8 @@ class PipelineRunner:
     def _begin(
         self, call: str, batches: Iterator[object], training: bool, outputs: bool = False, loss: bool = True
     ) -> Step:
-        """Read the micro-batches, and exchange with all ranks if that has worked."""
-        status, read, content = FINE, list[MicroBatch](), 0
+        """Read the micro-batches, and compare with all ranks if that worked."""
+        status, read, content = READY, list[MicroBatch](), 0
         error: BaseException | None = None
         try:
             read, content = self._read(call, batches)
@@ -107,24 +109,26 @@ class PipelineRunner:
             status, error = ENDED, stop
         except Exception as failure:
             status, error = FAILED, failure
-        shapes = number_of(repr(shapes_of([(micro.args, micro.kwargs, micro.target) for micro in read[:1]])))
+        inputs = [(micro.args, micro.kwargs, micro.target) for micro in read]
+        shapes = stable_hash(repr(shapes_of(inputs[:1])))
         self._barrier.begin(call, status, error, shapes, content)
-        if training and self._parts.note_inputs is not None:
-            self._parts.note_inputs(find_tensors([(micro.args, micro.kwargs, micro.target) for micro in read]))
-        return Step(self._parts, read, (shapes, training), outputs, loss)
+        if training and self._components.note_inputs is not None:
+            self._components.note_inputs(find_tensors(inputs))
+        return Step(self._components, read, (shapes, training), outputs, loss)
 
     def _read(self, call: str, batches: Iterator[object]) -> tuple[list[MicroBatch], int]:
-        """Return a step's micro-batches and a hash of their values."""
-        parts, read, given = self._parts, list[MicroBatch](), []
-        for _ in range(parts.micro_batches):
-            given.append(next(batches))
-            micro = MicroBatch.of(given[-1], parts.loss_fn, parts.device)
-            args, kwargs = parts.precision.cast((micro.args, micro.kwargs))
+        """Return a step's micro-batches, and a hash of some values of each of their tensors on the host."""
+        components, read, batches_read = self._components, list[MicroBatch](), []
+        for _ in range(components.micro_batches):
+            batches_read.append(next(batches))
+            micro = MicroBatch.of(batches_read[-1], components.loss_fn, components.device)
+            args, kwargs = components.precision.cast((micro.args, micro.kwargs))
             read.append(MicroBatch(args, kwargs, micro.target))
             _check_shapes(call, read[0], read[-1], len(read))
         for chunk in self._chunks:
             chunk.prepare(read[0])
-        return read, self._barrier.content(given)
+        # A hash detects loaders whose ranks draw different random numbers and so read different samples.
+        return read, stable_hash(repr([sampled_hash(tensor) for tensor in find_tensors(batches_read)]))
 
     def _run_stages(self, call: str, step: Step) -> None:
         for stage in self._stages:
@@ -147,16 +151,15 @@ class PipelineRunner:
             raise
 
     def _drop_gradients(self) -> None:
-        """Drop the gradients of a failed step, including those that a backward in two halves has left in ``p.grad``."""
-        self._parts.pipeline.zero_grad()
+        """Drop the gradients of a failed step, also those that a backward of inputs has left in ``p.grad``."""
+        self._components.pipeline.zero_grad()
         for chunk in self._chunks:
             for parameter in chunk.parameters():
                 parameter.grad = None
 
     def _mean_over_world(self, step: Step) -> torch.Tensor:
-        """Return the mean loss over micro-batches and data ranks, on every rank; the ranks with the last part have
-        it."""
-        topology, device = self._parts.topology, self._parts.device
+        """Return the mean loss over micro-batches and data ranks on every rank, from the ranks with the last part."""
+        topology, device = self._components.topology, self._components.device
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if self._has_last:
             total += torch.stack(step.losses).mean().double()
@@ -166,10 +169,10 @@ class PipelineRunner:
 
 
 class StepBarrier:
-    """Exchange of all ranks on the host, twice a step: if one rank fails, all learn of it and none waits in vain.
+    """Barrier of all ranks on the host, twice a step: if one rank fails, all ranks raise and none waits for ever.
 
-    Ranks pass on the largest numbers that they know, first along the pipeline, then along the other dimensions. Only if
-    something is wrong are the texts of all ranks gathered.
+    Ranks exchange maxima, first along the pipeline, then along the other dimensions. The messages of all ranks are
+    gathered only after a failure.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -178,18 +181,18 @@ class StepBarrier:
         self._maxima = [HostMaximum(comm) for comm in comms if comm.world_size > 1]
         self._host = HostGroup(topology.world, "pipeline")
 
-    def content(self, batches: Sequence[object]) -> int:
-        """Return a hash of some values of each tensor on the host.
-
-        It detects loaders whose ranks draw different random numbers and so read different samples.
-        """
-        return number_of(repr([sampled_hash(tensor) for tensor in find_tensors(batches)]))
-
     def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
-        """Raise on all ranks if one could not read its micro-batches, or if stages of one pipeline read different
-        ones."""
+        """Raise on all ranks if one could not read its micro-batches, or if the stages of one pipeline read others.
+
+        Args:
+            call: the engine's method, for messages.
+            status: READY, ENDED or FAILED.
+            error: exception of this rank, if it has failed or its iterator has ended.
+            shapes: hash of the shapes of the micro-batches.
+            content: hash of some of their values.
+        """
         pipe, *others = self._maxima
-        # A maximum of x and -x gives the largest and the smallest: they are equal if all stages have the same number.
+        # The maxima of x and -x are the largest and the smallest number. They are equal if all stages have the same.
         worst, best, *extremes = pipe.of([status, -status, shapes, -shapes, content, -content])
         # Shapes and contents must agree only within one pipeline; the status is exchanged with all ranks.
         found = [worst, best, int(extremes[0] != -extremes[1] or extremes[2] != -extremes[3])]
@@ -198,11 +201,11 @@ class StepBarrier:
         worst, best, differs = found[0], -found[1], found[2]
         if best == ENDED == worst:
             raise StopIteration(f"engine.{call}: the iterator of micro-batches has ended")
-        if worst != FINE or differs:
+        if worst != READY or differs:
             self._raise_different(call, worst, error, (status, shapes, content))
 
     def _raise_different(self, call: str, worst: int, error: BaseException | None, row: tuple[int, int, int]) -> None:
-        """Raise the reason on all ranks, including those whose own pipeline is fine.
+        """Raise the reason on all ranks, also on ranks whose own pipeline is correct.
 
         Args:
             row: this rank's status and hashes.
@@ -213,11 +216,11 @@ class StepBarrier:
         ended = [rank for rank, (state, *_) in enumerate(rows) if state == ENDED]
         if ended:
             raise RuntimeError(
-                f"engine.{call}: expected every rank to have a whole step's micro-batches, got none any more on "
+                f"engine.{call}: expected micro-batches for a whole step on every rank, got none any more on "
                 f"{name_ranks(ended)}; give all ranks as many, and the stages of one pipeline the same ones"
             ) from error
-        for place, what in ((1, "shapes"), (2, "values")):
-            self._check_equal(call, what, [other[place] for other in rows])
+        for column, what in ((1, "shapes"), (2, "values")):
+            self._check_equal(call, what, [other[column] for other in rows])
 
     def _check_equal(self, call: str, what: str, values: list[int]) -> None:
         step = len(values) // self._pipe
@@ -227,11 +230,11 @@ class StepBarrier:
             raise RuntimeError(
                 f"engine.{call}: expected the stages of one pipeline to read the same micro-batches, got other {what} "
                 f"on {name_ranks(different)} than on rank {first}; give a DistributedSampler "
-                "num_replicas=engine.data_parallel_world_size and rank=engine.data_parallel_rank, and the same seed"
+                "num_replicas=engine.data_parallel_world_size, rank=engine.data_parallel_rank and the same seed on all"
             )
 
     def end(self, call: str, failure: Exception | None) -> None:
-        """Raise on all ranks if the computations of one have failed."""
+        """Raise on all ranks if a computation of one rank has failed."""
         found = [int(failure is not None)]
         for maximum in self._maxima:
             found = maximum.of(found)
@@ -244,16 +247,12 @@ class StepBarrier:
 
 
 def _check_shapes(call: str, first: MicroBatch, latest: MicroBatch, number: int) -> None:
-    """Check that all micro-batches of a step have the same shapes, because stages allocate memory to receive into."""
-    names = ("inputs", "keywords", "targets")
-    for name, one, other in zip(names, _parts_of(first), _parts_of(latest), strict=True):
-        if shapes_of(one) != shapes_of(other):
+    """Check that all micro-batches of a step have the same shapes, for which stages allocate receive buffers."""
+    for name, attribute in (("inputs", "args"), ("keywords", "kwargs"), ("targets", "target")):
+        expected, got = shapes_of(getattr(first, attribute)), shapes_of(getattr(latest, attribute))
+        if got != expected:
             raise ValueError(
-                f"engine.{call}: expected all micro-batches of one step to have the same shapes, got {name} "
-                f"{shapes_of(other)} in micro-batch {number} and {shapes_of(one)} in the first; pad them to one length "
-                "a step (other steps may have another one)"
+                f"engine.{call}: expected all micro-batches of one step to have the same shapes, got {name} {got} in "
+                f"micro-batch {number} and {expected} in the first; pad them to one length a step (other steps may "
+                "have another one)"
             )
-
-
-def _parts_of(micro: MicroBatch) -> tuple[object, object, object]:
-    return micro.args, micro.kwargs, micro.target

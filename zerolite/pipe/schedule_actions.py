@@ -17,7 +17,7 @@ class Action(NamedTuple):
     """One computation of a schedule.
 
     Attributes:
-        kind: one of the four names above; ``BACKWARD`` is that of inputs and weights.
+        kind: one of the four names above; ``BACKWARD`` is the backward of inputs and weights together.
         part: part of the model, counted over all ranks.
         micro_batch: index of the micro-batch.
     """
@@ -37,7 +37,7 @@ def rank_actions(schedule: str, ranks: int, chunks: int, micro_batches: int) -> 
         micro_batches: micro-batches of a step.
 
     Raises:
-        ValueError: the installed torch does not have this schedule, or it does not work with so many micro-batches.
+        ValueError: the installed torch lacks this schedule, or the schedule cannot run this number of micro-batches.
     """
     if schedule == "gpipe":
         return [_all_forward(rank, micro_batches) for rank in range(ranks)]
@@ -46,8 +46,8 @@ def rank_actions(schedule: str, ranks: int, chunks: int, micro_batches: int) -> 
     shared = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": nn.Module()}
     shared["stage_index_to_group_rank"] = {}  # torch 2.6's schedules read this attribute
     stages: Any = [SimpleNamespace(stage_index=index, **shared) for index in range(chunks)]
-    made = schedule_class(schedule)(stages, micro_batches, loss_fn=lambda outputs, target: None)
-    return [[action for entry in made.pipeline_order[rank] for action in _of(entry)] for rank in range(ranks)]
+    order = schedule_class(schedule)(stages, micro_batches, loss_fn=lambda outputs, target: None).pipeline_order
+    return [[action for entry in order[rank] for action in _actions_of(entry)] for rank in range(ranks)]
 
 
 def _all_forward(rank: int, micro_batches: int) -> list[Action]:
@@ -66,14 +66,14 @@ _KINDS = {"F": FORWARD, "B": BACKWARD, "I": INPUTS, "W": WEIGHTS}
 """Kinds by the letters of torch's computation types in its text format."""
 
 
-def _of(entry: Any) -> list[Action]:
+def _actions_of(entry: Any) -> list[Action]:
     """Return the actions of one entry of torch's schedule: None while a rank waits, or several computations at once."""
     if entry is None:
         return []
     inner = getattr(entry, "sub_actions", None)
     if inner:
-        return [action for one in inner for action in _of(one)]
-    torchs = entry.computation_type
+        return [action for one in inner for action in _actions_of(one)]
+    computation = entry.computation_type
     # In torch 2.6 the values are numbers, and only the text has the letter.
-    kind = _KINDS.get(torchs.value if isinstance(torchs.value, str) else str(torchs))
+    kind = _KINDS.get(computation.value if isinstance(computation.value, str) else str(computation))
     return [] if kind is None else [Action(kind, entry.stage_index, entry.microbatch_index)]

@@ -1,4 +1,4 @@
-"""torch's pipeline schedules: found by the config's names, made for stages, and the messages that they launch."""
+"""torch's pipeline schedules: lookup by the config's names, construction for stages, and launch of their messages."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ SCHEDULES = {
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
-ONE_PART = ("gpipe", "1f1b")
-FOLDED = ("zbv", "dualpipev")
+ONE_CHUNK = ("gpipe", "1f1b")
+V_SHAPED = ("zbv", "dualpipev")
 
 
-class Launched(list[Any]):
-    """Messages launched together. Newer schedules of torch wait for each message, older ones for the whole list."""
+class WorkList(list[Any]):
+    """Works of messages launched together. Newer schedules of torch wait for each work, older ones for the list."""
 
     def wait(self) -> None:
         for work in self:
             work.wait()
 
 
-Launch = Callable[..., Launched]  # called with the arguments of torch's ``_batch_p2p``
+Launch = Callable[..., WorkList]  # called with the arguments of torch's ``_batch_p2p``
 
 
-def launch_together(ops: list[dist.P2POp], desc: str | None = None) -> Launched:
-    return Launched(dist.batch_isend_irecv(ops)) if ops else Launched()
+def launch_batch(ops: list[dist.P2POp], desc: str | None = None) -> WorkList:
+    return WorkList(dist.batch_isend_irecv(ops)) if ops else WorkList()
 
 
 # The schedules of torch 2.6 wait only for the last message of a batch. gloo does not finish messages in order, so a
 # stage that receives two tensors could compute before the first has arrived.
-KEEPS_ONE = not hasattr(schedules, "_wait_batch_p2p")
+WAITS_FOR_LAST_ONLY = not hasattr(schedules, "_wait_batch_p2p")
 
 
 @contextlib.contextmanager
-def _launched_by(launch: Launch | None) -> Iterator[None]:
+def _messages_launched_by(launch: Launch | None) -> Iterator[None]:
     """Context in which torch's schedules launch messages with ``launch``; None: with torch's own function."""
-    torchs: Any = schedules
-    before = torchs._batch_p2p
-    torchs._batch_p2p = launch or before
+    module: Any = schedules
+    before = module._batch_p2p
+    module._batch_p2p = launch or before
     try:
         yield
     finally:
-        torchs._batch_p2p = before
+        module._batch_p2p = before
 
 
 def available_schedules() -> list[str]:
@@ -64,30 +64,30 @@ def available_schedules() -> list[str]:
 
 def _find_schedule(name: str) -> object:
     found = getattr(schedules, SCHEDULES[name], None)
-    if found is not None and name in FOLDED and not issubclass(found, schedules._PipelineScheduleRuntime):
+    if found is not None and name in V_SHAPED and not issubclass(found, schedules._PipelineScheduleRuntime):
         return None  # torch 2.6's would send messages from a rank to itself
     return found
 
 
 def schedule_class(name: str) -> Any:
-    """Return torch's class for the schedule ``name`` of the config. Raises ValueError if the installed torch has
-    none."""
+    """Return torch's class for a schedule of the config. Raises ValueError if the installed torch has none."""
     found = _find_schedule(name)
     if found is None:
         raise ValueError(
-            f'pipeline.schedule: "{name}" needs a torch.distributed.pipelining.{SCHEDULES[name]} that torch '
-            f"{torch.__version__} does not have; update torch, or use one of {', '.join(available_schedules())}"
+            f'pipeline.schedule: "{name}" needs torch.distributed.pipelining.{SCHEDULES[name]}, got torch '
+            f"{torch.__version__}, which lacks it; update torch, or use one of {', '.join(available_schedules())}"
         )
     return found
 
 
 def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -> Callable[[], None]:
-    """Return a function that runs one step of this rank's ``stages``. Raises ValueError if the number of micro-batches
-    is wrong."""
-    made = schedule_class(name)
-    own: Any = stages[0] if name in ONE_PART else list(stages)
+    """Return a function that runs one step of this rank's ``stages``.
+
+    Raises ValueError if the schedule does not work with this number of micro-batches.
+    """
+    own: Any = stages[0] if name in ONE_CHUNK else list(stages)
     try:
-        schedule = made(own, micro_batches, loss_fn=_no_loss)
+        schedule = schedule_class(name)(own, micro_batches, loss_fn=_no_loss)
     except ValueError as error:
         raise ValueError(
             f"gradient_accumulation_steps: expected micro-batches that pipeline.schedule {name!r} can run on "
@@ -96,16 +96,16 @@ def make_schedule(name: str, stages: Sequence[ChunkStage], micro_batches: int) -
         ) from None
     by_index = {stage.stage_index: stage for stage in stages}
     for index, stage in by_index.items():
-        stage.previous_here, stage.next_here = by_index.get(index - 1), by_index.get(index + 1)
+        stage.set_neighbours(by_index.get(index - 1), by_index.get(index + 1))
     nothing = [None] * micro_batches
 
     def run() -> None:
-        with _launched_by(type(stages[0]).launch):
+        with _messages_launched_by(type(stages[0]).launch):
             schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, nothing)
 
     return run
 
 
 def _no_loss(outputs: object, target: object) -> object:
-    """Tell torch's schedules that there is a loss; the stage computes it."""
+    """Loss function for torch's schedules, which run backward only with one. The stage itself computes the loss."""
     return None

@@ -1,9 +1,9 @@
 """Stages for torch's pipeline schedules. Only this file and schedules.py use torch's private pipeline interfaces.
 
 A schedule (``torch.distributed.pipelining``) decides when a stage receives, computes and sends. The stage is zerolite's
-own: it frees an activation as soon as its backward has used it, takes micro-batches from a list, learns shapes from the
-forwards themselves, and tells the engine of each backward. If a computation has failed, it continues with zeros, so
-that no other rank waits for it.
+own. It frees an activation as soon as its backward has used it, takes micro-batches from a list, learns shapes from the
+forwards themselves, and tells the engine of each backward. After a failed computation it sends zeros, so that no other
+rank waits for it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from zerolite.comm import HostLinks, recorder
 from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors_of
 from zerolite.pipe.chunks import Chunk
-from zerolite.pipe.schedules import KEEPS_ONE, Launch, launch_together
+from zerolite.pipe.schedules import WAITS_FOR_LAST_ONLY, Launch, launch_batch
 from zerolite.pipe.step import TAG, Key, Step
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -35,11 +36,11 @@ def computation(method: Method) -> Method:
         step = stage.step
         if step.waiting is None:  # a plan, which has no messages
             return method(stage, *args, **kwargs)
-        step.pause(True)
+        step.end_wait()
         try:
             return method(stage, *args, **kwargs)
         finally:
-            step.pause(False)
+            step.begin_wait()
 
     return compute  # type: ignore[return-value]
 
@@ -49,51 +50,109 @@ class _MicroBatchState:
     """State of a micro-batch in a stage, from its forward to its backward.
 
     Attributes:
-        received: tensors from the part before.
+        received: tensors from the part before; they are leaves that collect the gradients to send back.
         outputs: the outputs, or the loss.
         gradients: received gradients of the outputs.
-        sent_back: gradients of the received tensors, to be sent.
-        groups: torch's parameter groups, with which the backward of the weights continues.
+        input_gradients: gradients of the received tensors, to be sent.
+        param_groups: torch's parameter groups, with which the backward of the weights continues;
+            :data:`_FULL_BACKWARD` if the whole backward is still to come.
     """
 
     received: tuple[torch.Tensor, ...] = ()
     outputs: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor | None, ...] = ()
-    sent_back: tuple[torch.Tensor | None, ...] = ()
-    groups: Any = None
+    input_gradients: tuple[torch.Tensor | None, ...] = ()
+    param_groups: Any = None
 
-    def take_roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Forget the outputs, so that their memory is freed in backward. Returns those with a graph, and their
-        gradients."""
+    def end_forward(self, outputs: tuple[torch.Tensor, ...], keep_inputs: bool) -> None:
+        self.outputs, self.received = outputs, self.received if keep_inputs else ()
+
+    def receive_gradients(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        self.gradients = gradients
+
+    def backward(self) -> None:
+        """Compute the gradients of the received tensors and of the parameters."""
+        outputs, gradients = self._take_roots()
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+
+    def backward_inputs(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compute the gradients of the received tensors; :meth:`backward_weights` computes those of the parameters."""
+        outputs, gradients = self._take_roots()
+        # torch calls detach_() on them, which autograd refuses for views and leaves.
+        roots = [output.clone() if output._is_view() or output.is_leaf else output for output in outputs]
+        given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
+        received = [tensor for tensor in self.received if tensor.requires_grad]
+        try:
+            _, self.param_groups = stage_backward_input(roots, given, received, iter(parameters))
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # torch's own text only lists the tensors
+
+    def defer_backward(self) -> None:
+        """Leave the whole backward to :meth:`backward_weights`."""
+        self.param_groups = _FULL_BACKWARD
+
+    def backward_weights(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.param_groups is _FULL_BACKWARD:
+            self.backward()
+            return
+        stage_backward_weight(iter(parameters), self.param_groups)
+        for parameter in parameters:  # torch wrote p.grad directly, so its post-accumulate hooks have not run
+            if parameter.grad is not None:
+                hooks: Any = parameter._post_accumulate_grad_hooks or {}
+                for hook in list(hooks.values()):
+                    hook(parameter)
+
+    def _take_roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return the outputs that have a graph, and their gradients. Drop both, so that backward frees their memory."""
         gradients = self.gradients or (None,) * len(self.outputs)
         pairs = [(o, g) for o, g in zip(self.outputs, gradients, strict=True) if o.requires_grad]
         self.outputs, self.gradients = (), ()
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
+    def collect_input_gradients(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
+        """Take the gradients of the received tensors, to be sent; zeros for tensors that were not used."""
+        gradients: list[torch.Tensor | None] = []
+        for index, spec in enumerate(specs):
+            gradient = None
+            if self.received:  # it is empty if a computation failed before
+                gradient, self.received[index].grad = self.received[index].grad, None
+            if spec.requires_grad and gradient is None:
+                gradient = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+            gradients.append(gradient if spec.requires_grad else None)
+        self.received, self.input_gradients = (), tuple(gradients)
+
+    def take_input_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        gradients, self.input_gradients = self.input_gradients, ()
+        return gradients
+
+
+_FULL_BACKWARD = object()
+
 
 @dataclass
 class _Boundary:
-    """Boundary with a neighbouring part: the tensors that cross it, by the key of a step's shapes.
+    """Boundary with a neighbouring part.
 
     Attributes:
-        specs: specifications by key.
-        dead: the part before it failed in this step before the tensors were known: nothing crosses.
+        specs: tensors that cross the boundary, by the key of a step's shapes.
+        failed: the part before the boundary failed in this step before its outputs were known, so nothing is sent.
     """
 
     specs: dict[Key, BoundarySpec] = field(default_factory=dict)
-    dead: bool = False
+    failed: bool = False
 
     def begin_step(self) -> None:
-        self.dead = False
+        self.failed = False
 
     def learn(self, key: Key, spec: BoundarySpec | None) -> None:
         if spec is None:
-            self.dead = True
+            self.failed = True
         else:
             self.specs[key] = spec
 
     def spec(self, key: Key) -> BoundarySpec | None:
-        return None if self.dead else self.specs[key]
+        return None if self.failed else self.specs[key]
 
 
 class _WritableInput(torch.autograd.Function):
@@ -119,7 +178,7 @@ class ChunkStage(PipelineStage):
         links: sends objects to the other ranks of ``group``.
     """
 
-    launch: Launch | None = launch_together if KEEPS_ONE else None  # launches its messages; None: torch's own function
+    launch: Launch | None = launch_batch if WAITS_FOR_LAST_ONLY else None  # None: torch's own function
 
     def __init__(
         self, chunk: Chunk, parts: int, device: torch.device, group: dist.ProcessGroup, links: HostLinks
@@ -135,25 +194,29 @@ class ChunkStage(PipelineStage):
         """
         self.chunk = chunk
         self.step: Step
-        self.next_here: ChunkStage | None = None  # the stages of neighbouring parts, where they are on this rank
-        self.previous_here: ChunkStage | None = None
+        self.next_here: ChunkStage | None = None  # stage of the next part, if it is on this rank
+        self._previous_here: ChunkStage | None = None
         self._links = links
-        self._before, self._after = _Boundary(), _Boundary()
+        self._input_boundary, self._output_boundary = _Boundary(), _Boundary()
         self._micro_batches: dict[int, _MicroBatchState] = {}
         self._ranks = list(ranks)
-        self._fresh: BoundarySpec | None = None  # outputs of the first forward with new shapes
+        self._new_output_spec: BoundarySpec | None = None  # outputs of the first forward with new shapes
         self.args_recv_info, self.act_send_info = {0: ()}, {}  # torch reads these to check that stages are neighbours
+
+    def set_neighbours(self, previous: ChunkStage | None, following: ChunkStage | None) -> None:
+        """Set the stages of the neighbouring parts that are on this rank: their tensors are passed on directly."""
+        self._previous_here, self.next_here = previous, following
 
     def begin(self, step: Step) -> None:
         """Begin a step, before its schedule runs."""
         self.step = step
         self._micro_batches.clear()
-        self._before.begin_step()
-        self._after.begin_step()
+        self._input_boundary.begin_step()
+        self._output_boundary.begin_step()
         self.has_backward = step.training
 
     def end(self) -> None:
-        """End a step whose schedule has run or failed. The runner owns micro-batches and losses again."""
+        """End a step whose schedule has run or failed, and drop the references to its micro-batches."""
         self._micro_batches.clear()
         del self.step
 
@@ -183,48 +246,49 @@ class ChunkStage(PipelineStage):
     # ---------------------------------------------------------------- messages
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        spec = None if self.is_first else self._incoming()
+        spec = None if self.is_first else self._input_spec()
         if spec is None:
             return []
-        room = self._room(spec.tensors)
-        self._micro_batches[fwd_chunk_id] = _MicroBatchState(received=room)
-        return [self._receive(tensor, self.stage_index - 1) for tensor in room]
+        buffers = self._receive_buffers(spec.tensors)
+        self._micro_batches[fwd_chunk_id] = _MicroBatchState(received=buffers)
+        return [self._receive(tensor, self.stage_index - 1) for tensor in buffers]
 
-    def _incoming(self) -> BoundarySpec | None:
-        """Return the tensors to expect from the part before; None if nothing comes. With new shapes that part sends
-        this first."""
+    def _input_spec(self) -> BoundarySpec | None:
+        """Return the tensors to expect from the part before; None if it sends nothing.
+
+        For new shapes that part sends the specification first.
+        """
         key = self.step.key
-        if not self._before.dead and key not in self._before.specs:
+        if not self._input_boundary.failed and key not in self._input_boundary.specs:
             assert self._links is not None
-            self._before.learn(key, self._links.receive(self._rank_of(self.stage_index - 1)))
-        return self._before.spec(key)
+            self._input_boundary.learn(key, self._links.receive(self._rank_of(self.stage_index - 1)))
+        return self._input_boundary.spec(key)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        spec = self._outgoing()
+        spec = self._output_spec()
         if spec is None:
             return []
-        # After a failure there are no outputs: zeros are sent, so that the next part need not wait for ever.
+        # After a failure there are no outputs. Send zeros, so that the next part does not wait for ever.
         outputs = self._micro_batches[fwd_chunk_id].outputs or self._zeros(spec.tensors)
         if not self.has_backward:
             del self._micro_batches[fwd_chunk_id]
         return [self._send(output.detach(), self.stage_index + 1) for output in outputs]
 
-    def _outgoing(self) -> BoundarySpec | None:
-        return self._after.spec(self.step.key)
+    def _output_spec(self) -> BoundarySpec | None:
+        return self._output_boundary.spec(self.step.key)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        spec = None if self.is_last or not self.has_backward else self._outgoing()
+        spec = None if self.is_last or not self.has_backward else self._output_spec()
         if spec is None:
             return []
-        wanted = [tensor for tensor in spec.tensors if tensor.requires_grad]
-        room = self._room(wanted)
-        rest = iter(room)
-        self._micro_batches[bwd_chunk_id].gradients = tuple(
-            next(rest) if tensor.requires_grad else None for tensor in spec.tensors
+        buffers = self._receive_buffers([tensor for tensor in spec.tensors if tensor.requires_grad])
+        rest = iter(buffers)
+        self._micro_batches[bwd_chunk_id].receive_gradients(
+            tuple(next(rest) if tensor.requires_grad else None for tensor in spec.tensors)
         )
-        return [self._receive(tensor, self.stage_index + 1) for tensor in room]
+        return [self._receive(tensor, self.stage_index + 1) for tensor in buffers]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or not self.has_backward:
@@ -233,10 +297,10 @@ class ChunkStage(PipelineStage):
         return [self._send(gradient, self.stage_index - 1) for gradient in gradients if gradient is not None]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take the outputs of the part before, which is on this rank too, without a message."""
-        assert self.previous_here is not None
-        spec = self.previous_here._outgoing()
-        self._before.learn(self.step.key, spec)
+        """Receive the outputs of the part before without a message: it is on this rank too."""
+        assert self._previous_here is not None
+        spec = self._previous_here._output_spec()
+        self._input_boundary.learn(self.step.key, spec)
         if spec is not None:
             outputs = prev_stage_outputs or self._zeros(spec.tensors)
             self._micro_batches[mb_index] = _MicroBatchState(received=tuple(output.detach() for output in outputs))
@@ -245,16 +309,15 @@ class ChunkStage(PipelineStage):
         if not self.has_backward:
             return ()
         state = self._micro_batches[mb_index]
-        gradients, state.sent_back = state.sent_back, ()
-        if state.groups is None:
+        if state.param_groups is None:
             del self._micro_batches[mb_index]
-        return gradients
+        return state.take_input_gradients()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         if self.has_backward:
-            self._micro_batches[mb_index].gradients = next_stage_bwd_outputs
+            self._micro_batches[mb_index].receive_gradients(next_stage_bwd_outputs)
 
-    def _room(self, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
+    def _receive_buffers(self, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
 
     def _zeros(self, specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
@@ -276,30 +339,28 @@ class ChunkStage(PipelineStage):
 
     @computation
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward. Returns outputs only for a next part on this rank, which gets no message.
+        """Run a forward. Return the outputs only if the next part is on this rank and gets no message.
 
         The schedule would keep other outputs alive longer than their backward needs them.
         """
         state = self._micro_batches.setdefault(fwd_chunk_id, _MicroBatchState())
-        if self.step.failure is None and not self._before.dead:
+        if self.step.failure is None and not self._input_boundary.failed:
             try:
-                state.outputs = self._forward(state.received, fwd_chunk_id)
+                outputs = self._forward(state.received, fwd_chunk_id)
+                state.end_forward(outputs, keep_inputs=self.has_backward)
             except Exception as error:
                 self.step.fail(error)
         if not self.is_last:
-            self._announce()
-        outputs = state.outputs
-        if not self.has_backward:
-            state.received = ()
-            if self.is_last or self.next_here is not None:
-                del self._micro_batches[fwd_chunk_id]
-        return outputs if self.next_here is not None else ()
+            self._send_output_spec()
+        if not self.has_backward and (self.is_last or self.next_here is not None):
+            del self._micro_batches[fwd_chunk_id]
+        return state.outputs if self.next_here is not None else ()
 
     def _forward(self, received: tuple[torch.Tensor, ...], index: int) -> tuple[torch.Tensor, ...]:
         step = self.step
         single = True
         if not self.is_first:
-            spec = self._before.specs[step.key]
+            spec = self._input_boundary.specs[step.key]
             single = spec.single
             if self.has_backward:
                 for tensor, described in zip(received, spec.tensors, strict=True):
@@ -310,25 +371,24 @@ class ChunkStage(PipelineStage):
             loss = step.loss(outputs, index)
             return () if loss is None else (loss,)
         single, tensors = tensors_of(outputs, self.stage_index)
-        expected = self._after.specs.get(step.key)
+        expected = self._output_boundary.specs.get(step.key)
         made = BoundarySpec(single, tuple(map(TensorSpec.of, tensors)))
         if expected is None:
-            # Sent to the next part by _announce(), which also runs if this forward fails.
-            self._fresh = made
+            self._new_output_spec = made  # _send_output_spec() sends it; it also runs if this forward fails
         elif not same_specs(tensors, expected.tensors):
             raise RuntimeError(
-                f"expected part {self.stage_index} of the pipeline to give {expected} for every micro-batch of these "
-                f"shapes, as it did at first, got {made}"
+                f"expected part {self.stage_index} of the pipeline to return {expected} for every micro-batch of these "
+                f"shapes, as it did for the first one, got {made}"
             )
         return tensors
 
-    def _announce(self) -> None:
-        """Send the shapes of the outputs to the next part, if they are new to it."""
+    def _send_output_spec(self) -> None:
+        """Send the specification of the outputs to the next part, if it does not know it yet."""
         key = self.step.key
-        if self._after.dead or key in self._after.specs:
+        if self._output_boundary.failed or key in self._output_boundary.specs:
             return
-        fresh, self._fresh = self._fresh, None
-        self._after.learn(key, fresh)
+        fresh, self._new_output_spec = self._new_output_spec, None
+        self._output_boundary.learn(key, fresh)
         if self.next_here is None:
             assert self._links is not None
             self._links.send(fresh, self._rank_of(self.stage_index + 1))
@@ -342,15 +402,17 @@ class ChunkStage(PipelineStage):
         state = self._micro_batches[bwd_chunk_id]
         split = not full_backward and any(tensor.requires_grad for tensor in state.received)
         if full_backward:
-            self._guarded(functools.partial(self._backward, state))
+            self._run_backward(state.backward)
         elif split and self.step.failure is None:
             try:
-                self._backward_of_inputs(state)
+                state.backward_inputs(self.chunk.parameters())
             except Exception as error:
                 self.step.fail(error)
-        if not full_backward:
-            state.groups = state.groups if split and self.step.failure is None else _WHOLE
-        self._keep_gradients(state)
+        if not full_backward and not (split and self.step.failure is None):
+            state.defer_backward()
+        spec = None if self.is_first else self._input_boundary.spec(self.step.key)
+        if spec is not None:
+            state.collect_input_gradients(spec.tensors, self.device)
         if full_backward and self.is_first:
             del self._micro_batches[bwd_chunk_id]
 
@@ -359,13 +421,13 @@ class ChunkStage(PipelineStage):
         if not self.has_backward:
             return
         state = self._micro_batches.pop(bwd_chunk_id)
-        whole = state.groups is _WHOLE
-        self._guarded(functools.partial(self._backward if whole else self._backward_of_weights, state))
+        self._run_backward(lambda: state.backward_weights(self.chunk.parameters()))
 
-    def _guarded(self, compute: Callable[[], None]) -> None:
-        """Run a backward that gives parameters their gradients.
+    def _run_backward(self, compute: Callable[[], None]) -> None:
+        """Run a backward that computes gradients of parameters.
 
-        The engine is told even if it has failed, because the other data ranks reduce gradients together with this one.
+        The engine is told of its end even if it has failed: the other data ranks reduce gradients together with this
+        one.
         """
         step = self.step
         try:
@@ -375,47 +437,3 @@ class ChunkStage(PipelineStage):
         except Exception as error:
             step.fail(error)
         step.end_backward(step.failure is None)
-
-    def _backward(self, state: _MicroBatchState) -> None:
-        outputs, gradients = state.take_roots()
-        if outputs:
-            torch.autograd.backward(outputs, gradients)
-
-    def _backward_of_inputs(self, state: _MicroBatchState) -> None:
-        outputs, gradients = state.take_roots()
-        # torch calls detach_() on them, which autograd refuses for views and leaves.
-        roots = [output.clone() if output._is_view() or output.is_leaf else output for output in outputs]
-        given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
-        parameters = iter(self.chunk.parameters())
-        received = [tensor for tensor in state.received if tensor.requires_grad]
-        try:
-            _, state.groups = stage_backward_input(roots, given, received, parameters)
-        except RuntimeError as error:
-            raise error.__cause__ or error from None  # torch's own text only lists the tensors
-
-    def _backward_of_weights(self, state: _MicroBatchState) -> None:
-        parameters = self.chunk.parameters()
-        stage_backward_weight(iter(parameters), state.groups)
-        for parameter in parameters:  # torch wrote p.grad directly, so its post-accumulate hooks have not run
-            if parameter.grad is not None:
-                hooks: Any = parameter._post_accumulate_grad_hooks or {}
-                for hook in list(hooks.values()):
-                    hook(parameter)
-
-    def _keep_gradients(self, state: _MicroBatchState) -> None:
-        """Keep the gradients of the received tensors for the part before; zeros for tensors that were not used."""
-        spec = None if self.is_first else self._before.spec(self.step.key)
-        if spec is None:
-            return
-        received = state.received or self._room(spec.tensors)
-        gradients = []
-        for tensor, described in zip(received, spec.tensors, strict=True):
-            gradient, tensor.grad = tensor.grad, None
-            if described.requires_grad and gradient is None:
-                gradient = torch.zeros(described.shape, dtype=described.dtype, device=self.device)
-            gradients.append(gradient if described.requires_grad else None)
-        state.received = ()
-        state.sent_back = tuple(gradients)
-
-
-_WHOLE = object()  # in place of parameter groups: the whole backward, of inputs and weights, is still to come

@@ -23,9 +23,9 @@ from zerolite.zero.step import StepPipeline
 
 TAG = "pipe"
 Key = tuple[int, bool]  # a hash of the shapes of a step's micro-batches, and True for training
-WITHOUT_VALUES = (
-    "pipeline.split: the model keeps tensors from one forward to the next outside of its modules (a global cache), and "
-    "has kept one of the run without values; let it compute them anew, or keep them in buffers"
+CACHED_FAKE_TENSOR = (
+    "pipeline.split: expected a model that keeps no tensors outside of its modules, got one that has cached a tensor "
+    "of the run without values (in a global cache); compute it in each forward, or keep it in a buffer"
 )
 
 
@@ -36,7 +36,8 @@ class RunnerComponents:
     Attributes:
         micro_batches: number of micro-batches in a step.
         on_loss: called with the loss of each step, before its update.
-        note_inputs: takes the inputs of a step, which ranks with parts of the model compare; None if there is one rank.
+        note_inputs: called with the inputs of a step, which the ranks of one model copy compare; None if it has one
+            rank.
     """
 
     pipeline: StepPipeline
@@ -61,45 +62,51 @@ class Step:
     """
 
     def __init__(
-        self, parts: RunnerComponents, batches: list[MicroBatch], key: Key, keeps_outputs: bool, computes_loss: bool
+        self,
+        components: RunnerComponents,
+        batches: list[MicroBatch],
+        key: Key,
+        keeps_outputs: bool,
+        computes_loss: bool,
     ) -> None:
         self.training = key[1]
         self.key = key
         self.failure: Exception | None = None
-        self.waiting: contextlib.AbstractContextManager[None] | None = None  # tells the watchdog of a wait for messages
+        self.waiting: contextlib.AbstractContextManager[None] | None = None  # context of a wait for messages
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
-        self._parts, self._batches = parts, batches
-        self._factor = parts.pipeline.gradient_scale.loss_scale() / parts.micro_batches if self.training else 1.0
+        self._components, self._batches = components, batches
+        scale = components.pipeline.gradient_scale
+        self._factor = scale.loss_scale() / components.micro_batches if self.training else 1.0
 
     def forward(self, chunk: Chunk, received: tuple[torch.Tensor, ...], single: bool, index: int) -> Any:
         """Return the outputs of ``chunk`` for micro-batch ``index``."""
-        with self._parts.precision.autocast_context(self._parts.device):
+        with self._components.precision.autocast_context(self._components.device):
             outputs = chunk.forward(received, single, self._batches[index])
         if fake_mode() is None and any(map(is_fake, find_tensors(outputs))):
-            raise RuntimeError(WITHOUT_VALUES)
+            raise RuntimeError(CACHED_FAKE_TENSOR)
         return outputs
 
     def loss(self, outputs: Any, index: int) -> torch.Tensor | None:
         """Return the scaled loss with which backward begins in the last part; None if there is no loss."""
-        widens = self._parts.precision.widens(outputs)
+        widens = self._components.precision.widens(outputs)
         outputs = map_tensors(lambda tensor: tensor.float() if widens(tensor) else tensor, outputs)
         if self._keeps_outputs:
             # Gather sharded logits here, on all ranks: the user may look at them on some ranks only.
             self.outputs.append(map_tensors(lambda t: t.gathered() if hasattr(t, "gathered") else t, outputs))
         if not self._computes_loss:
             return None
-        loss = self._batches[index].loss(outputs, self._parts.loss_fn)
+        loss = self._batches[index].loss(outputs, self._components.loss_fn)
         loss = loss.float() if loss.dtype in HALF else loss
         self.losses.append(loss.detach().float().reshape(()))
         if not self.training:
             return None
-        self._parts.reducer.losses.append(self.losses[-1])
+        self._components.reducer.losses.append(self.losses[-1])
         if not loss.requires_grad:
             raise ValueError(
-                "engine.train_batch: the loss needs no gradient: it does not depend on any trained parameter of the "
-                "last part of the pipeline, nor on what that part receives"
+                "engine.train_batch: expected a loss that needs a gradient, got one that depends neither on a trained "
+                "parameter of the last part of the pipeline nor on the tensors that this part receives"
             )
         return loss * self._factor
 
@@ -109,32 +116,33 @@ class Step:
             self.failure = error
 
     def begin_backward(self) -> None:
-        self._parts.pipeline.begin_backward(engine_scaled=True)
-        self._parts.boundary.note_scaled()
+        self._components.pipeline.begin_backward(engine_scaled=True)
+        self._components.boundary.note_scaled()
 
     def end_backward(self, complete: bool) -> None:
-        self._parts.reducer.end_backward(complete=complete)
-        self._parts.accumulation.on_engine_step()
+        self._components.reducer.end_backward(complete=complete)
+        self._components.accumulation.on_engine_step()
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Context of a schedule: it tells the watchdog that everything except computations waits for other ranks."""
-        self.pause(False)
+        """Context of a schedule. It counts all time outside of computations as a wait for other ranks."""
+        self.begin_wait()
         try:
             yield
         except RuntimeError as error:
             waiting, self.waiting = self.waiting, None
             if waiting is not None:
-                waiting.__exit__(type(error), error, error.__traceback__)  # raises it, explained
+                waiting.__exit__(type(error), error, error.__traceback__)  # raises it with an explanation
             raise
         finally:
-            self.pause(True)
+            self.end_wait()
 
-    def pause(self, computing: bool) -> None:
-        """Stop (``computing``) or start to count the time as a wait for other ranks."""
-        if computing and self.waiting is not None:
+    def begin_wait(self) -> None:
+        """Tell the watchdog that this rank waits for messages from now on."""
+        self.waiting = blocked(("message", TAG, 0, None, 0))
+        self.waiting.__enter__()
+
+    def end_wait(self) -> None:
+        if self.waiting is not None:
             self.waiting.__exit__(None, None, None)
         self.waiting = None
-        if not computing:
-            self.waiting = blocked(("message", TAG, 0, None, 0))
-            self.waiting.__enter__()

@@ -269,7 +269,7 @@ class _Run:
         self._platform = dry
         self._staged: Any = None
         if dry_pipeline is not None:
-            dry_pipeline.phase = self._phase
+            dry_pipeline.set_phase(self._phase)
 
     def outcome(self, points: int) -> Outcome:
         tracker = self._tracker
