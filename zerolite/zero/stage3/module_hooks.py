@@ -1,4 +1,9 @@
-"""Hooks on modules and on their outputs: they report executions of parameter groups, and parameters read elsewhere."""
+"""Hooks that report the executions of parameter groups to the coordinator.
+
+- A hook before and after the forward of each group's module reports a forward execution.
+- A hook on each output tensor reports the begin of its backward.
+- A dict in the place of ``module._parameters`` reports parameters that other modules read.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +27,14 @@ _current_graph_task = torch._C._current_graph_task_id
 
 
 class ModuleExecution:
-    """One forward of a group's module, and the hook on its outputs that begins its backward.
+    """One forward of a group's module; as a hook on its outputs it begins the backward.
 
-    Graphs outlive backwards (a loss that is kept keeps its graph), so it knows the coordinator weakly.
+    A graph may outlive its backward, because a user may keep the loss. So the coordinator is referenced weakly.
 
     Attributes:
-        start: time of the forward's begin, by a clock that ticks at every begin and end.
-        end: time of its end. So nesting is a comparison of times.
-        task: the backward (autograd's graph task) that has entered it last.
+        start: time at which the forward began, on a clock that ticks at every begin and end of a forward.
+        end: time at which the forward ended. Nesting is a comparison of these times.
+        task: autograd's graph task (the backward) that has entered this execution last; -1 before any.
     """
 
     __slots__ = ("coordinator", "end", "group", "start", "task")
@@ -44,10 +49,11 @@ class ModuleExecution:
         self.task = -1
 
     def contains(self, other: ModuleExecution) -> bool:
+        """Return True if ``other`` ran inside this forward."""
         return self.start <= other.start and other.end <= self.end
 
     def end_forward(self, time: int) -> None:
-        """The forward has ended."""
+        """Note that the forward has ended at ``time``."""
         self.end = time
         group = self.group
         group.open_executions -= 1
@@ -55,7 +61,7 @@ class ModuleExecution:
             group.called_inside = None
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        """A gradient has reached an output. Of a backward the first counts."""
+        """Begin the backward: a gradient has reached an output. Later gradients of the same backward do nothing."""
         task = _current_graph_task()
         coordinator = self.coordinator() if task != self.task else None
         if coordinator is not None:
@@ -63,26 +69,31 @@ class ModuleExecution:
             coordinator.on_output_gradient(self, task)
 
     def hook(self, tensor: torch.Tensor) -> None:
-        """Let a gradient that reaches ``tensor``, an output, begin the backward.
+        """Begin the backward when a gradient reaches ``tensor``, an output.
 
-        torch's full backward hooks would not do: they are silent where a forward returns a dict or a list.
+        torch's full backward hooks are not enough: they do not run where a forward returns a dict or a list.
         """
-        for hook in (tensor._backward_hooks or {}).values():  # None after a change in place: this execution made it
+        # None after a change in place: then this execution has made the tensor.
+        for hook in (tensor._backward_hooks or {}).values():
             if type(hook) is ModuleExecution and hook.coordinator is self.coordinator and hook.end < self.start:
-                # The group hands on what an earlier execution has made (T5's position bias). A gradient comes when the
-                # backward of that one begins, and says nothing of this one. Least of all where checkpointing repeats
-                # this one: its hooks are the last on the tensor.
+                # An earlier execution has made this tensor, and this one only passes it on (T5's position bias). A
+                # gradient reaches it when the backward of the earlier one begins, so it tells nothing about this one.
+                # The more so where checkpointing repeats this forward: its hooks are the last ones on the tensor.
                 return
         tensor.register_hook(self)
 
 
 class _GroupHook(WeakHook["PartitionedParameterCoordinator"]):
+    """Hook of one parameter group, which references its coordinator weakly."""
+
     def __init__(self, coordinator: PartitionedParameterCoordinator, group: ParamGroup) -> None:
         super().__init__(coordinator)
         self._group = group
 
 
 class _PreForwardHook(_GroupHook):
+    """Hook that begins a forward execution."""
+
     @untraced
     def __call__(self, module: torch.nn.Module, args: object) -> None:
         coordinator = self.owner()
@@ -91,6 +102,8 @@ class _PreForwardHook(_GroupHook):
 
 
 class _PostForwardHook(_GroupHook):
+    """Hook that ends a forward execution."""
+
     @untraced
     def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         coordinator = self.owner()
@@ -99,20 +112,24 @@ class _PostForwardHook(_GroupHook):
 
 
 class _InnerPreForwardHook(_GroupHook):
-    """Hook on modules inside a group's module that own some of its parameters.
+    """Hook on a module inside a group's module that owns some of the group's parameters.
 
-    Where no group that has these is executed, the caller has reached into the group's module (a block may have methods
-    of its own): then this is an execution of the group. Dynamo traces the loop.
+    If none of the groups with these parameters is executing, the caller has called the inner module directly, through
+    another method of the block, for example. Then this call is an execution of the group.
     """
 
     def __init__(
         self, coordinator: PartitionedParameterCoordinator, group: ParamGroup, owners: Sequence[ParamGroup]
     ) -> None:
-        """owners: the groups that have all parameters of the module."""
+        """
+        Args:
+            owners: the groups that have all parameters of the inner module.
+        """
         super().__init__(coordinator, group)
         self._owners = tuple(owners)
 
     def __call__(self, module: torch.nn.Module, args: object) -> None:
+        # Dynamo can trace this loop, for a block that is compiled later. Only `_begin` is excluded from its graph.
         for group in self._owners:
             if group.open_executions:
                 return
@@ -127,6 +144,8 @@ class _InnerPreForwardHook(_GroupHook):
 
 
 class _InnerPostForwardHook(_GroupHook):
+    """Hook that ends an execution that :class:`_InnerPreForwardHook` has begun."""
+
     def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         if self._group.called_inside is module:
             self._end(module, outputs)
@@ -143,10 +162,10 @@ _GETATTR = torch.nn.Module.__getattr__.__code__
 
 
 class GatherOnReadDict(dict[str, Any]):
-    """A module's ``_parameters``: reading a parameter that is not available gathers it, inside a forward or backward.
+    """A module's ``_parameters`` that gathers a released parameter when it is read inside a forward or backward.
 
-    So a tied head that is called as a function finds its weight. ``module.weight.dtype`` and the like gather nothing
-    (see metadata_reads.py).
+    So a tied weight that another module uses as ``F.linear(x, embedding.weight)`` has values. Reads of metadata alone,
+    such as ``module.weight.dtype``, gather nothing (see metadata_reads.py).
     """
 
     def __init__(self, parameters: dict[str, Any], coordinator: PartitionedParameterCoordinator) -> None:
@@ -172,11 +191,13 @@ class GatherOnReadDict(dict[str, Any]):
 
 
 class _PlainDictRestorer:
+    """Handle whose :meth:`remove` undoes :class:`GatherOnReadDict`."""
+
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def remove(self) -> None:
-        """Give the module its plain dict back."""
+        """Replace the module's ``_parameters`` by a plain dict."""
         module = self._module()
         if module is not None and isinstance(module._parameters, GatherOnReadDict):
             module._parameters = dict(module._parameters)
@@ -185,7 +206,7 @@ class _PlainDictRestorer:
 def install_hooks(
     model: torch.nn.Module, groups: Sequence[ParamGroup], coordinator: PartitionedParameterCoordinator
 ) -> list[Any]:
-    """Install all hooks. Returns handles whose ``remove()`` takes them away."""
+    """Install all hooks and return their handles, whose ``remove()`` takes them away."""
     handles: list[Any] = []
     traced: set[int] = set()  # modules inside a compiled region
     groups_of = groups_of_parameters(groups)
@@ -204,8 +225,8 @@ def install_hooks(
                 begin = _InnerPreForwardHook(coordinator, group, [groups[index] for index in owners])
                 end = _InnerPostForwardHook(coordinator, group)
                 handles.append(begin.install(inside.register_forward_pre_hook, prepend=True))
-                # Not always called: Dynamo would compile each module anew. After an exception the execution around it,
-                # or the next forward, ends this one.
+                # Without always_call=True, with which Dynamo would compile each module anew. After an exception the
+                # execution around this one ends it, or the next forward does.
                 handles.append(end.install(inside.register_forward_hook))
     for module in model.modules():
         if owns_released(module) and id(module) not in traced:
