@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import Communicator, create_communicator, init_distributed, local_rank
 from zerolite.config import ZeroliteConfig, load_config
@@ -81,7 +82,7 @@ class Init:
         self._unpartitioned: dict[
             int, torch.nn.Module
         ] = {}  # modules that got parameters and have not been partitioned
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._mode: GatherOnUse | None = None
         if not enabled:
             return

@@ -161,18 +161,20 @@ class _InnerPostForwardHook(_GroupHook):
 _GETATTR = torch.nn.Module.__getattr__.__code__
 
 
-class GatherOnReadDict(dict[str, Any]):
+class GatherOnReadDict(dict[str, torch.nn.Parameter | None]):
     """A module's ``_parameters`` that gathers a released parameter when it is read inside a forward or backward.
 
     So a tied weight that another module uses as ``F.linear(x, embedding.weight)`` has values. Reads of metadata alone,
     such as ``module.weight.dtype``, gather nothing (see metadata_reads.py).
     """
 
-    def __init__(self, parameters: dict[str, Any], coordinator: PartitionedParameterCoordinator) -> None:
+    def __init__(
+        self, parameters: dict[str, torch.nn.Parameter | None], coordinator: PartitionedParameterCoordinator
+    ) -> None:
         super().__init__(parameters)
         self._coordinator = weakref.ref(coordinator)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
         parameter = dict.__getitem__(self, name)
         if parameter is not None and getattr(parameter, "ds_status", AVAILABLE) is not AVAILABLE:
             coordinator = self._coordinator()
@@ -180,13 +182,13 @@ class GatherOnReadDict(dict[str, Any]):
                 frame = sys._getframe(1)
                 reader = frame.f_back if frame.f_code is _GETATTR else None
                 if reader is None or not reads_metadata(reader):
-                    coordinator.on_read(parameter._zero_handle)
+                    coordinator.on_read(vars(parameter)["_zero_handle"])
         return parameter
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (dict, (dict(self),))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.nn.Parameter | None]:
         return {name: copy.deepcopy(parameter, memo) for name, parameter in self.items()}
 
 
@@ -212,8 +214,7 @@ def install_hooks(
     groups_of = groups_of_parameters(groups)
     for group in groups:
         module = group.module
-        enter: Any = _PreForwardHook(coordinator, group)
-        leave: Any = _PostForwardHook(coordinator, group)
+        enter, leave = _PreForwardHook(coordinator, group), _PostForwardHook(coordinator, group)
         if is_compiled(module):
             traced.update(id(inside) for inside in module.modules())
         handles.append(enter.install(module.register_forward_pre_hook, prepend=True))

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from zerolite.comm import Communicator
 from zerolite.comm.initial_sync import broadcast_into
 from zerolite.offload.placements import Placement
+from zerolite.utils.nested import Arguments, Function, Keywords
 from zerolite.zero.buffer import dense_strides, flattened
 from zerolite.zero.stage3.comm_context import CommContext, gather
 from zerolite.zero.stage3.param_group import external_parameters
@@ -26,22 +27,23 @@ from zerolite.zero.stage3.partitioned_parameter import (
 )
 from zerolite.zero.stage3.released_parameter import NEEDS_NO_VALUES, SHAPE_FUNCTIONS
 
-_no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction  # function modes do not see what runs inside
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_no_function_modes = torch._C.DisableTorchFunction  # context: function modes do not see what runs inside
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-def hidden_from_modes(function: _Function) -> _Function:
+def hidden_from_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Run ``function`` without gradients, and hidden from function modes.
 
     The order matters: entering and leaving ``no_grad`` is itself a torch function that a mode would see.
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         with _no_function_modes(), torch.no_grad():
             return function(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return call
 
 
 @hidden_from_modes
@@ -150,12 +152,12 @@ class GatherOnUse(TorchFunctionMode):
                 handle.release()
             self._open.clear()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         with _no_function_modes():
             if func in SHAPE_FUNCTIONS:
-                args = [
-                    handle.view if (handle := self._released_handle(value)) is not None else value for value in args
-                ]
+                args = [value if (handle := self._released_handle(value)) is None else handle.view for value in args]
             elif func not in NEEDS_NO_VALUES:
                 self._prepare([*args, *(kwargs or {}).values()])
         return func(*args, **(kwargs or {}))
@@ -192,7 +194,7 @@ class GatherOnUse(TorchFunctionMode):
             if not was_available:
                 handle.release()
 
-    def _prepare(self, values: Iterable[Any]) -> None:
+    def _prepare(self, values: Iterable[object]) -> None:
         flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,))]
         if self._before_creation is not None and not any(isinstance(v, torch.Tensor) for v in flat):
             self._before_creation()

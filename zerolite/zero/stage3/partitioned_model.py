@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -119,7 +118,7 @@ class PartitionedModel:
         self.coordinator = PartitionedParameterCoordinator(
             self.context, self.handles, self.groups, self._limits, callbacks
         )
-        self.hooks: list[Any] = install_hooks(self.model, self.groups, self.coordinator)
+        self.hooks = install_hooks(self.model, self.groups, self.coordinator)
         return self.coordinator
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -113,7 +113,9 @@ def _neighbours(members: Sequence[PartitionedParameter]) -> list[list[Partitione
     """Return ``members`` in runs whose shards lie side by side. Runs are in the order of ``members``, which is the same
     on all ranks; addresses are not."""
     runs: list[list[PartitionedParameter]] = []
-    latest: dict[Any, tuple[list[PartitionedParameter], int]] = {}  # by memory: its last run, and where that ends
+    latest: dict[
+        tuple[int, torch.dtype], tuple[list[PartitionedParameter], int]
+    ] = {}  # by memory: its last run, and where that ends
     for member in members:
         shard = member.shard
         memory, start = (shard.untyped_storage()._cdata, shard.dtype), int(shard.storage_offset())
