@@ -1,11 +1,13 @@
-"""Parameter coordinator: executes the `FetchSchedule` with gathers, waits and releases.
+"""Parameter coordinator: executes the answers of the `FetchSchedule` with gathers, waits and releases.
 
-Modules' hooks report the executions of parameter groups. A forward execution lasts from the pre-forward hook to the
-forward hook. A backward execution begins when a gradient reaches one of the outputs. It ends when an execution begins
-that is not inside it: autograd runs nodes in reverse order of their creation, so by then everything that the group did
-in its forward has been undone. Gradient hooks could not tell, because frozen weights have none.
+Hooks on modules report the executions of parameter groups:
 
-All ranks call everything here in the same order, by running the same model.
+- A forward execution lasts from the pre-forward hook to the forward hook.
+- A backward execution begins when a gradient reaches an output of the forward. It ends when another execution begins
+  that is not inside it. Autograd runs nodes in reverse order of their creation, so by then the backward of everything
+  in this forward is done. Hooks on gradients could not tell, because frozen weights have none.
+
+All ranks run the same model, so they call everything here in the same order.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class CoordinatorCallbacks(NamedTuple):
     """Callbacks of the coordinator.
 
     Attributes:
+        observers: observers of the engine's step.
         begin_backward: called when a backward has begun.
         on_group_end: called with a group's index when its backward has ended, on all ranks in the same order.
     """
@@ -50,11 +53,18 @@ class CoordinatorCallbacks(NamedTuple):
 
 
 class PartitionedParameterCoordinator:
-    """See the module. ``handles[i]`` is parameter ``i`` of the schedule, ``groups[g]`` its group ``g``.
+    """Executor of the fetch schedule; see the module.
 
-    Gathers follow the executions of groups. A rank whose data lead it through other groups, forward or backward, would
-    gather other parameters than the rest. A model's ranks must run the same groups; what some of them may skip belongs
-    in one group (``leaf_modules``). Everything else here follows from the sequence of executions alone.
+    Gathers follow from the sequence of executions alone. A rank whose data leads it through other groups, forward or
+    backward, would gather other parameters than the other ranks. So all ranks must run the same groups, and modules
+    that some ranks may skip belong into one group (``leaf_modules``).
+
+    Attributes:
+        handles: parameter ``i`` of the schedule is ``handles[i]``.
+        groups: group ``g`` of the schedule is ``groups[g]``.
+        thread: thread of the last forward.
+        engine_calls: calls of the engine under way. The user's hooks on the root module run outside of its execution.
+        weak_self: weak reference for module executions, which graphs keep alive.
     """
 
     def __init__(
@@ -65,7 +75,10 @@ class PartitionedParameterCoordinator:
         limits: FetchLimits,
         callbacks: CoordinatorCallbacks,
     ) -> None:
-        """context: that of ``handles``."""
+        """
+        Args:
+            context: the context of all ``handles``.
+        """
         self._callbacks, self._observers = callbacks, callbacks.observers
         self.context, self.comm = context, context.comm
         self.handles = list(handles)
@@ -81,23 +94,25 @@ class PartitionedParameterCoordinator:
         self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
-        self._kept_for_backward: set[int] = set()  # parameters of groups that have ended and keep some for the backward
-        self._shown_released: list[PartitionedParameter] = []  # gathered for a backward that has not begun
-        self._shape_only: list[PartitionedParameter] = []  # not here, and with their shapes
-        self._held_for_step: list[
-            PartitionedParameter
-        ] = []  # held to the end of the step: no hook tells the end of their use
-        self._trained: set[int] = set()
-        self._trained_persistent = AvailableParameters(context, ())  # of those
-        self._used_outside = False  # since the last update, in a graph: gradients may come after a group's backward
-        self.thread = threading.get_ident()  # of the last forward
-        self.engine_calls = 0  # calls of the engine under way: user's hooks on the root run outside of its execution
+        # Parameters of groups whose forward has ended and that keep some of them gathered for their backward.
+        self._kept_for_backward: set[int] = set()
+        # Those of them that look released to the user until the backward begins.
+        self._shown_released: list[PartitionedParameter] = []
+        self._shape_only: list[PartitionedParameter] = []  # released, with their full shape for a gradient to come
+        # Held until the step ends, because no hook tells when their use ends.
+        self._held_for_step: list[PartitionedParameter] = []
+        self._trained: set[int] = set()  # parameters to which updates give new values
+        self._trained_persistent = AvailableParameters(context, ())
+        # A graph since the last update uses a parameter outside of all groups: its gradient may come at any time.
+        self._used_outside = False
+        self.thread = threading.get_ident()
+        self.engine_calls = 0
         self.weak_self = weakref.ref(self)
         context.set_coordinator(self)
 
     def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
-        """Gather a parameter with ``module``'s group (the root's where it has none) from its next execution on. Called
-        on all ranks."""
+        """Add a parameter to the group of ``module``, or of the root if it has none. It is gathered with this group
+        from the next execution on, and now if one is under way. Called on all ranks."""
         if handle.context is not self.context or handle.persistent:
             return
         group = self._group_of.get(id(module), self.groups[0])
@@ -117,7 +132,7 @@ class PartitionedParameterCoordinator:
                     self._execute(self.schedule.enter(group.index))
 
     def set_trained(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """These are the parameters to which each update gives new values, from where their shards are by now."""
+        """Set the parameters to which each update gives new values. Called when their shards have their placement."""
         self._trained = {handle.index for p in parameters if (handle := handle_of(p)) is not None}
         persistent = [h for h in self.handles if h.persistent and h.index in self._trained]
         self._trained_persistent = AvailableParameters(self.context, persistent)
@@ -126,8 +141,8 @@ class PartitionedParameterCoordinator:
     # ---------------------------------------------------------------- forward
 
     def enter_forward(self, group: ParamGroup) -> None:
-        """Begin an execution of ``group``: before its forward, recomputations in backward included, or before the
-        forward of a module inside it that is called without the group's own."""
+        """Begin a forward execution of ``group``. Called before the forward of its module, or of a module inside it
+        that is called directly; also when a backward recomputes the forward."""
         if _transform_level() is not None:
             raise RuntimeError(
                 f"module '{group.name}' is called inside a transform of torch.func (grad, vmap, …), where "
@@ -141,11 +156,16 @@ class PartitionedParameterCoordinator:
         self._execute(self.schedule.enter(group.index))
 
     def leave_forward(self, group: ParamGroup, module: torch.nn.Module, outputs: object) -> None:
-        """End an execution, after the forward of the group's module; ``outputs`` is None if it raised."""
+        """End a forward execution of ``group``.
+
+        Args:
+            module: the module whose forward has ended.
+            outputs: its outputs; None if it raised.
+        """
         forward = self._forward
         if not forward or forward[-1].group is not group:
             if not any(execution.group is group for execution in forward):
-                return  # swept meanwhile
+                return  # `reset` has ended it
             while forward[-1].group is not group:  # an exception has skipped their hooks
                 self._end(forward.pop())
         execution = forward.pop()
@@ -156,8 +176,8 @@ class PartitionedParameterCoordinator:
             for tensor in find_in_objects(outputs):
                 self._hold_if_returned(group, tensor)
         if self._tasks and any(self.handles[i].frozen for i in self.schedule.groups[group.index]):
-            # A recomputation. When it has ended torch.utils.checkpoint compares the shapes of all saved tensors. A
-            # frozen weight is saved as the parameter itself, which must stay whole until the backward has ended.
+            # A recomputation. After it torch.utils.checkpoint compares the shapes of all saved tensors. Of a frozen
+            # weight autograd saves the parameter itself, which must keep its shape until the backward has ended.
             self._clock += 1
             execution.end_forward(self._clock)
             self._recomputed.append(execution)
@@ -170,7 +190,7 @@ class PartitionedParameterCoordinator:
                 self._show_released()
 
     def _end(self, execution: ModuleExecution) -> None:
-        """End a forward, and release what is not kept for its backward."""
+        """End a forward and release the parameters that are not kept for its backward."""
         self._clock += 1
         execution.end_forward(self._clock)
         index = execution.group.index
@@ -181,8 +201,8 @@ class PartitionedParameterCoordinator:
             self._kept_for_backward.update(self.schedule.groups[index])
 
     def _show_released(self) -> None:
-        """Between forward and backward, mark what stays gathered for the backward as released. A user who takes its
-        values then gets a copy, because their memory is about to be released."""
+        """Between forward and backward, give the parameters that stay gathered the class of released ones. A user who
+        reads values then gets a copy, because the backward will release this memory."""
         kept = [self.handles[index] for index in self._kept_for_backward]
         self._shown_released = [handle for handle in kept if handle.status is AVAILABLE and not handle.holds]
         for handle in self._shown_released:
@@ -190,12 +210,14 @@ class PartitionedParameterCoordinator:
                 set_released_class(parameter)
 
     def _show_available(self) -> None:
+        """Undo :meth:`_show_released` when the backward or another forward begins."""
         shown, self._shown_released = self._shown_released, []
         for handle in shown:
             if handle.status is AVAILABLE and (parameter := handle.ref()) is not None:
                 restore_class(parameter)
 
     def _begin_outermost(self) -> None:
+        """Prepare for a forward that is not inside another one, and begin a step if none is open."""
         if self._tasks:
             if _current_graph_task() != -1:
                 return  # a recomputation inside backward
@@ -213,7 +235,7 @@ class PartitionedParameterCoordinator:
 
     @contextlib.contextmanager
     def engine_call(self) -> Iterator[None]:
-        """Context of the engine's call of the model, with the user's hooks on it."""
+        """Context of the engine's call of the model, including the user's hooks on it."""
         self.end_failed()
         self.engine_calls += 1
         try:
@@ -224,32 +246,38 @@ class PartitionedParameterCoordinator:
                 self._unhold_after_step()
 
     def end_failed(self) -> None:
-        """End what an exception has left open, outside of any forward and backward. Called where a new one begins."""
+        """End the executions that an exception has left open. Called before the engine's forward and when gradients are
+        dropped; does nothing inside a backward."""
         if (self._forward or self._tasks) and _current_graph_task() == -1:
             self.reset()
 
     def _hook_outputs(self, execution: ModuleExecution, module: torch.nn.Module, outputs: object) -> bool:
-        """Hook every tensor through which a backward may come: outputs, and what the module keeps as an attribute.
-        True if there is one."""
+        """Hook every tensor through which a backward may reach the module: its outputs and tensors that it keeps as
+        attributes. The first gradient there begins the backward execution.
+
+        Returns:
+            True if an output requires a gradient, so that a backward may follow.
+        """
         watched = False
         for value in module.__dict__.values():
             if type(value) is torch.Tensor and value.grad_fn is not None:
                 execution.hook(value)
-        if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
+        # The common case, without a walk through the outputs.
+        if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:
             execution.hook(outputs)
             return True
         for tensor in find_in_objects(outputs):
             self._hold_if_returned(execution.group, tensor)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
-                execution.hook(base)  # a caller may change the view in place; then gradients come this way
+                execution.hook(base)  # if a caller changes the view in place, gradients come through its base
             if tensor.grad_fn is not None:
                 watched = True
                 execution.hook(tensor)
         return watched
 
     def _hold_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
-        """A parameter, or an alias of one, that ``group``'s module returns stays gathered with its caller's group."""
+        """Keep a parameter gathered that the module of ``group`` returns, or a view of one: its caller will use it."""
         handle = handle_of(tensor) or handle_of(tensor._base)
         if handle is None and tensor.grad_fn is None and self._forward:
             storage = tensor.untyped_storage()._cdata
@@ -263,7 +291,7 @@ class PartitionedParameterCoordinator:
     # ---------------------------------------------------------------- backward
 
     def on_output_gradient(self, execution: ModuleExecution, task: int) -> None:
-        """A gradient of a backward has reached an output of ``execution``, the first one."""
+        """Begin the backward of ``execution``: the first gradient of graph task ``task`` has reached its outputs."""
         if task not in self._tasks:
             self._begin_task(task)
         if torch.is_grad_enabled():
@@ -275,12 +303,12 @@ class PartitionedParameterCoordinator:
             if last.task != task or last.contains(execution):
                 break
             position -= 1
-            if not execution.contains(last):  # else: both return the same tensor, whose hooks run from the inside out
+            if not execution.contains(last):  # otherwise both return the same tensor: its inner hook has run first
                 del backward[position]
                 self._end_backward(last)
         backward.insert(position, execution)
         group = execution.group
-        if group.is_embedding:
+        if group.is_embedding:  # its backward needs the shape of the weight and not the values
             for index in self.schedule.groups[group.index]:
                 self.show_full_shape(self.handles[index])
         else:
@@ -288,6 +316,7 @@ class PartitionedParameterCoordinator:
             self._execute(self.schedule.enter(group.index))
 
     def _end_backward(self, execution: ModuleExecution) -> None:
+        """End a backward execution and release the parameters that no other one needs."""
         group = execution.group
         if self._recomputed:
             self._end_recomputed(group)
@@ -298,16 +327,16 @@ class PartitionedParameterCoordinator:
         self._callbacks.on_group_end(group.index)
 
     def on_use_outside_groups(self) -> None:
-        """A parameter is used in a graph outside of all groups: gradients may come after a group's backward."""
+        """Note that a graph uses a parameter outside of all groups, so that its gradient may come at any time."""
         self._used_outside = True
 
     def show_full_shape(self, handle: PartitionedParameter) -> None:
-        """A gradient comes to a parameter whose values are not here; until the backward ends it has its shape."""
+        """Give a released parameter, for which a gradient comes, its full shape until the backward ends."""
         handle.show_full_shape()
         self._shape_only.append(handle)
 
     def _end_recomputed(self, group: ParamGroup | None) -> None:
-        """End the recomputed forwards of ``group`` (None: all)."""
+        """End the recomputed forwards of ``group``; None for those of all groups."""
         recomputed, self._recomputed = self._recomputed, []
         for execution in recomputed:
             if group is None or execution.group is group:
@@ -316,7 +345,7 @@ class PartitionedParameterCoordinator:
                 self._recomputed.append(execution)
 
     def _begin_task(self, task: int) -> None:
-        """A backward begins, perhaps inside another (reentrant checkpointing)."""
+        """Begin a backward, which may run inside another one (reentrant checkpointing)."""
         if self._shown_released:
             self._show_available()
         if not self._tasks and not self._step_open:
@@ -324,12 +353,13 @@ class PartitionedParameterCoordinator:
             self.schedule.begin_step("backward")
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end_task, task))
-        if not self._forward:  # else: torch.autograd.grad inside a forward, which is no backward of the engine's
+        if not self._forward:  # torch.autograd.grad inside a forward is no backward of the engine
             self._callbacks.begin_backward()
 
     def _end_task(self, task: int) -> None:
+        """End a backward with all its executions, and the step if no other backward is under way."""
         if task not in self._tasks:
-            return  # swept
+            return  # `reset` has ended it
         del self._tasks[self._tasks.index(task) :]
         while self._backward and self._backward[-1].task == task:
             self._end_backward(self._backward.pop())
@@ -350,7 +380,7 @@ class PartitionedParameterCoordinator:
         self._end_unscheduled()
 
     def _end_unscheduled(self) -> None:
-        """End what the schedule does not know of."""
+        """End the step's holds, shapes and reads, of which the schedule does not know."""
         self._kept_for_backward.clear()
         shown, self._shape_only = self._shape_only, []
         for handle in shown:
@@ -359,11 +389,11 @@ class PartitionedParameterCoordinator:
         if self._held_for_step:
             self._unhold_after_step()
         if self.context.reader is not None:
-            self.context.reader.drop_reads()  # what was read ahead for gathers that have not come
+            self.context.reader.drop_reads()  # read ahead for gathers that did not follow
 
     def reset(self) -> None:
-        """End everything under way and release all that is not held: after an exception, and when values have
-        changed. Called on all ranks."""
+        """End all executions and release all parameters that are not held. Called on all ranks, after an exception and
+        when values have changed inside a step."""
         self._step_open = self._second_order = False
         for execution in (*self._forward, *self._backward):
             execution.group.reset()
@@ -375,43 +405,44 @@ class PartitionedParameterCoordinator:
         self._end_unscheduled()
 
     def _unhold_after_step(self) -> None:
+        """End the holds of :meth:`_hold_for_step`."""
         held, self._held_for_step = self._held_for_step, []
         self.context.unhold(held)
 
     def on_update(self) -> None:
-        """After an update: shards have new values, so whole copies are stale. Released, or gathered anew where they
-        stay. Called on all ranks, by the parameter gatherer."""
+        """Bring new values to the parameters that are available after an update, because the shards have changed.
+        Called on all ranks, by the parameter gatherer."""
         self.context.on_update()
         self._used_outside = False
         if self._step_open or self._held_for_step:
             self.reset()
         with self._observers.phase(GATHER):
-            if self.schedule.held or self.context.gathered_by_user:
+            if self.schedule.held or self.context.gathered_by_user:  # more than the persistent ones are available
                 refresh([h for h in self.handles if h.status is AVAILABLE and h.index in self._trained])
             else:
                 self._trained_persistent.refresh()
 
     def collect_writes(self) -> None:
-        """Copy the user's writes into parameters that stay whole, which are alike on all ranks, into their shards."""
+        """Copy the user's writes into trained persistent parameters, the same on all ranks, into their shards."""
         self._trained_persistent.copy_writes_to_shards()
 
     def collect_frozen_writes(self) -> None:
-        """The same for frozen ones, whose shards are read only when they are to be trained or to leave the device."""
+        """Do the same for frozen ones. Their shards are read only when they become trained or leave the device."""
         frozen = [h for h in self.handles if h.persistent and h.index not in self._trained]
         AvailableParameters(self.context, frozen).copy_writes_to_shards()
 
     def plan_progress(self) -> tuple[int, bool]:
-        """The number of the plan that executions follow and gradients come by, and whether it is done; (0, False) if
-        none."""
+        """Return the serial number of the plan that this step follows, and True if its end is reached; (0, False) if
+        there is none or if gradients may come outside of it."""
         return (0, False) if self._used_outside else self.schedule.plan_progress
 
     # ---------------------------------------------------------------- uses that no hook sees
 
     def on_read(self, handle: PartitionedParameter) -> None:
-        """A parameter that is not available was read from its module, inside some forward or backward: gather it, for
-        the group under way from now on. All ranks read alike, whatever each of them then does with the parameter."""
+        """Gather a released parameter that was read from its module inside a forward or backward, and add it to the
+        group under way. Called on all ranks: all of them read it, whatever they do with it then."""
         task = _current_graph_task()
-        if task != -1 and not self._tasks:  # a user's hook, before any output's
+        if task != -1 and not self._tasks:  # in a hook of the user, which runs before those on outputs
             self._begin_task(task)
         if handle.context is self.context:
             self._hold_for_step(handle)
@@ -420,12 +451,12 @@ class PartitionedParameterCoordinator:
 
     @property
     def busy(self) -> bool:
-        """True while a forward or backward is under way."""
+        """True inside a forward, a backward or a call of the engine."""
         return bool(self._forward or self._tasks or self.engine_calls) or _current_graph_task() != -1
 
     def _hold_for_step(self, handle: PartitionedParameter) -> None:
-        """Gather a parameter for a use whose end no hook reports, until the step of the schedule ends; with the group
-        under way from now on."""
+        """Gather a parameter and hold it until the step ends, because no hook reports the end of this use. From the
+        next step on the group under way gathers it."""
         if self._forward and not self._tasks:
             self._add_parameter(self._forward[-1].group, handle.index)
         if handle not in self._held_for_step:
@@ -434,7 +465,7 @@ class PartitionedParameterCoordinator:
             self._held_for_step.append(handle)
 
     def mirror_all_gather(self, indices: Sequence[int]) -> None:
-        """Take part in a gather for the other ranks."""
+        """Launch the same all-gather as the other ranks, without a use of the values here."""
         members = [self.handles[index] for index in indices]
         self.context.issue_all_gather(members)
         for member in members:
@@ -443,9 +474,10 @@ class PartitionedParameterCoordinator:
             elif member.pending is not None:
                 member.pending.wait()
 
-    # ---------------------------------------------------------------- doing it
+    # ---------------------------------------------------------------- execution of the schedule's answers
 
     def _execute(self, fetch: Fetch) -> None:
+        """Release, launch, prefetch, read ahead and wait, in this order."""
         release, launch, prefetch, needed, read = fetch
         watched = self._observers.on_phase_begin if launch or prefetch or needed else ()
         try:
@@ -465,7 +497,7 @@ class PartitionedParameterCoordinator:
                     pending.wait()
         except RuntimeError as error:
             if type(error) not in (RuntimeError, Mismatch):
-                raise  # out of memory, for one, is caught by its type
+                raise  # subclasses, such as out of memory, keep their type
             raise type(error)(f"{error}\nThis rank was at {self.describe_position()}.") from error
         finally:
             if watched:
@@ -473,18 +505,19 @@ class PartitionedParameterCoordinator:
                     notify(GATHER)
 
     def _issue_all_gather(self, indices: Iterable[int]) -> None:
+        """Launch one all-gather of the parameters among ``indices`` that are not available."""
         handles = self.handles
         missing = [handles[index] for index in indices if handles[index].status is NOT_AVAILABLE]
         if missing:
             self.context.issue_all_gather(missing)
 
     def release(self, indices: Iterable[int]) -> None:
-        """Release the parameters that the schedule says."""
+        """Release these parameters."""
         for index in indices:
             self.handles[index].release()
 
     def describe_position(self) -> str:
-        """Describe for people at which execution of which module this rank is."""
+        """Return a description of the execution and the module at which this rank is, for messages."""
         kind, first, events = self.schedule.events()
         forward = [execution.group.name or "the model" for execution in self._forward]
         backward = [execution.group.name or "the model" for execution in self._backward]
