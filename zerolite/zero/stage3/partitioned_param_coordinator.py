@@ -169,9 +169,9 @@ class PartitionedParameterCoordinator:
             while forward[-1].group is not group:  # an exception has skipped their hooks
                 self._end(forward.pop())
         execution = forward.pop()
-        watched = False
+        hooked = False
         if torch.is_grad_enabled():
-            watched = self._hook_outputs(execution, module, outputs)
+            hooked = self._hook_outputs(execution, module, outputs)
         else:
             for tensor in find_in_objects(outputs):
                 self._hold_if_returned(group, tensor)
@@ -184,7 +184,7 @@ class PartitionedParameterCoordinator:
         else:
             self._end(execution)
         if not forward and not self._tasks:
-            if not watched:
+            if not hooked:
                 self._end_step()
             elif self._kept_for_backward:
                 self._show_released()
@@ -258,7 +258,7 @@ class PartitionedParameterCoordinator:
         Returns:
             True if an output requires a gradient, so that a backward may follow.
         """
-        watched = False
+        hooked = False
         for value in module.__dict__.values():
             if type(value) is torch.Tensor and value.grad_fn is not None:
                 execution.hook(value)
@@ -272,9 +272,9 @@ class PartitionedParameterCoordinator:
             if base is not None and base.grad_fn is not None:
                 execution.hook(base)  # if a caller changes the view in place, gradients come through its base
             if tensor.grad_fn is not None:
-                watched = True
+                hooked = True
                 execution.hook(tensor)
-        return watched
+        return hooked
 
     def _hold_if_returned(self, group: ParamGroup, tensor: torch.Tensor) -> None:
         """Keep a parameter gathered that the module of ``group`` returns, or a view of one: its caller will use it."""
@@ -479,9 +479,9 @@ class PartitionedParameterCoordinator:
     def _execute(self, fetch: Fetch) -> None:
         """Release, launch, prefetch, read ahead and wait, in this order."""
         release, launch, prefetch, needed, read = fetch
-        watched = self._observers.on_phase_begin if launch or prefetch or needed else ()
+        observed = self._observers.on_phase_begin if launch or prefetch or needed else ()
         try:
-            for notify in watched:
+            for notify in observed:
                 notify(GATHER)
             if release:
                 self.release(release)
@@ -500,7 +500,7 @@ class PartitionedParameterCoordinator:
                 raise  # subclasses, such as out of memory, keep their type
             raise type(error)(f"{error}\nThis rank was at {self.describe_position()}.") from error
         finally:
-            if watched:
+            if observed:
                 for notify in self._observers.on_phase_end:
                     notify(GATHER)
 
