@@ -1,4 +1,4 @@
-"""Communication state that partitioned parameters share: communicator, reader of offloaded shards, pending gathers."""
+"""Communication state that partitioned parameters share, and their all-gathers (FSDP2: ``FSDPCommContext``)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,18 @@ class AllGather:
     def __init__(
         self, members: Sequence[PartitionedParameter], pending: Pending | None, staged: StagedShards | None
     ) -> None:
-        """staged: offloaded shards, which are on their way to the device."""
+        """
+        Args:
+            members: the parameters that become available.
+            pending: the collective; None if all values are on this rank already.
+            staged: copies of offloaded shards on the device; None if the shards are on the device.
+        """
         self.members = members
         self._pending = pending
         self._staged = staged
 
     def wait_for_values(self) -> None:
-        """Wait until the values are there. On CUDA the stream waits, not the host."""
+        """Wait for the collective. On CUDA the current stream waits, not the host."""
         if self._pending is not None:
             with undispatched():
                 self._pending.wait()
@@ -48,7 +53,7 @@ class AllGather:
                     self._staged.release()
 
     def wait(self) -> None:
-        """Wait for it: its parameters may be read from now on."""
+        """Wait for the values and make the parameters available."""
         try:
             self.wait_for_values()
         except BaseException:
@@ -59,27 +64,27 @@ class AllGather:
 
 
 class GatherListener(Protocol):
-    """Listener that is called before this rank launches gathers, on all ranks in the same order."""
+    """Listener that the context calls before it launches gathers, on all ranks in the same order."""
 
     def before_launch(self, indices: Sequence[int]) -> None:
-        """These parameters are about to be gathered, in one launch."""
+        """Called before the parameters ``indices`` are gathered, in one launch."""
 
     def before_external(self, group: int, index: int) -> None:
-        """Parameter ``index``, owned by another module, belongs to this parameter group from now on."""
+        """Called before parameter ``index``, which another module owns, is added to parameter group ``group``."""
 
 
 class CommContext:
-    """Communicator, device and shard reader of some partitioned parameters (FSDP2: ``FSDPCommContext``).
+    """Communicator, device and shard reader of some partitioned parameters.
 
-    The parameters of an engine have one. Those that no engine has yet have that of their ``zero.Init``.
+    All parameters of an engine share one context. Before there is an engine, those of a ``zero.Init`` share one.
 
     Attributes:
         comm: communicator of the all-gathers.
-        device: device of the whole values.
-        reader: brings offloaded shards to the device; None where all shards are there.
+        device: device of the full values.
+        reader: stages offloaded shards in; None if all shards are on the device.
         updates: number of updates that the engine has made.
-        listener: is told of gathers; ``engine.join()`` needs that.
-        allocations: how often a parameter has got other memory for its whole values.
+        listener: is called before gathers; ``engine.join()`` announces them to ranks without data.
+        allocations: number of times that a parameter has got another tensor for its full values.
         gathered_by_user: parameters on which a user has called ``all_gather()``.
     """
 
@@ -90,7 +95,13 @@ class CommContext:
         reader: ShardReader | None = None,
         placement_for: Callable[[int], Placement] | None = None,
     ) -> None:
-        """place: placement of a shard of so many elements; None: on ``device``."""
+        """
+        Args:
+            comm: communicator of the all-gathers.
+            device: device of the full values.
+            reader: reader of offloaded shards; None if all shards are on ``device``.
+            placement_for: chooses the placement of a shard from its number of elements; None: on ``device``.
+        """
         self.comm = comm
         self.device = device
         self.reader = reader
@@ -106,19 +117,19 @@ class CommContext:
         """Return the placement of a shard of ``numel`` elements."""
         return Placement(self.device) if self._placement_for is None else self._placement_for(numel)
 
-    # ---------------------------------------------------------------- the engine that has it
+    # ---------------------------------------------------------------- connections to the engine
 
     @property
     def coordinator(self) -> PartitionedParameterCoordinator | None:
-        """The coordinator that gathers these parameters, as long as its engine exists."""
+        """The coordinator of the engine that has these parameters; None without an engine."""
         return self._coordinator()
 
     def set_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
-        """Be gathered by ``coordinator`` from now on."""
-        self._coordinator = weakref.ref(coordinator)
+        """Set the coordinator that gathers these parameters from now on. Called by its constructor."""
+        self._coordinator = weakref.ref(coordinator)  # parameters may outlive their engine
 
     def context_for_copies(self) -> CommContext:
-        """Return the context for copies of these parameters, which no engine has."""
+        """Return the context for copies of these parameters, which belong to no engine."""
         if self._coordinator is _no_coordinator:
             return self
         if self._copies is None:
@@ -126,30 +137,31 @@ class CommContext:
         return self._copies
 
     def set_reader(self, reader: ShardReader | None) -> None:
-        """Let ``reader`` bring the shards from now on."""
+        """Set the reader of offloaded shards; None if all shards are on the device."""
         self.reader = reader
 
     def set_listener(self, listener: GatherListener | None) -> None:
-        """Tell ``listener`` of gathers from now on, instead of the one before; None: no listener."""
+        """Set the only listener to gathers; None for no listener."""
         self.listener = listener
 
     def on_update(self) -> None:
-        """The engine has given shards new values."""
+        """Count an update, in which the engine has given shards new values."""
         self.updates += 1
-        if self.gathered_by_user:  # the engine may have released them meanwhile
+        if self.gathered_by_user:  # keep those that the engine has not released since
             still = [member for member in self.gathered_by_user if member.status is AVAILABLE]
             self.gathered_by_user = weakref.WeakSet(still)
 
     def on_allocation(self) -> None:
-        """A parameter has got other memory for its whole values."""
+        """Count that a parameter has got another tensor for its full values."""
         self.allocations += 1
 
     # ---------------------------------------------------------------- gathers
 
     def issue_all_gather(self, members: Sequence[PartitionedParameter]) -> None:
-        """Launch one all-gather of ``members``, which are not available. Called on all ranks, in the same order."""
+        """Launch one all-gather of ``members``, all of them not available. Called on all ranks, in the same order."""
         self._notify(members)
         try:
+            # The others have their full values in their shard.
             to_gather = [member for member in members if member.storage is not None]
             for member in to_gather:
                 resize(member.storage, member.nbytes)  # type: ignore[arg-type]
@@ -164,7 +176,7 @@ class CommContext:
         mark_in_flight(members, all_gather)
 
     def gather(self, members: Sequence[PartitionedParameter]) -> None:
-        """Make ``members`` whole, in one launch, and wait for it. Called on all ranks, in the same order."""
+        """Make ``members`` available: launch one all-gather and wait. Called on all ranks, in the same order."""
         missing = dict.fromkeys(member for member in members if member.status is NOT_AVAILABLE)
         if missing:
             self.issue_all_gather(list(missing))
@@ -174,8 +186,8 @@ class CommContext:
 
     @torch.inference_mode(False)  # the copies may outlive the user's inference mode
     def gather_copies(self, members: Sequence[PartitionedParameter]) -> list[torch.Tensor]:
-        """Return the whole values of ``members``, flat, in memory of their own; nothing else changes. Called on all
-        ranks, in the same order."""
+        """Return copies of the full values of ``members``, each flat and with padding. No parameter changes its state.
+        Called on all ranks, in the same order."""
         for member in members:
             if member.pending is not None:
                 member.pending.wait()
@@ -191,7 +203,7 @@ class CommContext:
         return copies
 
     def _notify(self, members: Sequence[PartitionedParameter]) -> None:
-        """Tell the schedule and the listener of a launch."""
+        """Report a launch to the schedule, which hashes all gathers, and to the listener."""
         coordinator = self._coordinator()
         if coordinator is not None:
             coordinator.schedule.note_gather(members[0].index + 1, len(members))
@@ -204,7 +216,13 @@ class CommContext:
         to_gather: Sequence[PartitionedParameter],
         fulls: Sequence[torch.Tensor],
     ) -> AllGather:
-        """Launch the all-gather of ``members`` that brings those in ``to_gather`` into ``fulls``."""
+        """Launch one all-gather.
+
+        Args:
+            members: the parameters that become available.
+            to_gather: those of them whose values are on other ranks.
+            fulls: memory for the full values of ``to_gather``, flat.
+        """
         if not to_gather:
             return AllGather(members, None, None)
         shards, key = [member.shard for member in to_gather], members[0].index + 1
@@ -221,7 +239,7 @@ class CommContext:
             return AllGather(members, pending, staged)
 
     def gather_for_user(self, member: PartitionedParameter) -> None:
-        """Make ``member`` whole until the user or the engine releases it. Called on all ranks."""
+        """Make ``member`` available until the user or the engine releases it. Called on all ranks."""
         self.gather([member])
         if not member.persistent:
             self.gathered_by_user.add(member)
@@ -229,20 +247,20 @@ class CommContext:
     # ---------------------------------------------------------------- gather contexts
 
     def hold(self, members: Sequence[PartitionedParameter]) -> None:
-        """Gather ``members`` and keep them until :meth:`unhold`; calls nest. Called on all ranks."""
+        """Gather ``members`` and keep them available until :meth:`unhold`; calls nest. Called on all ranks."""
         self.gather(members)
         new = [member for member in members if member.hold()]
         coordinator = self._coordinator()
         if coordinator is not None:
             coordinator.schedule.hold([member.index for member in new])
         for member in members:
-            restore_class(member.parameter)
+            restore_class(member.parameter)  # between forward and backward an available one may look released
 
     def unhold(self, members: Sequence[PartitionedParameter]) -> None:
-        """End one :meth:`hold`. Called on all ranks."""
+        """End one :meth:`hold`, and release those that nothing else needs. Called on all ranks."""
         ended = [member for member in members if member.unhold()]
         coordinator = self._coordinator()
-        if coordinator is not None:  # an open execution may need some still
+        if coordinator is not None:  # an open execution may still need some
             coordinator.release(coordinator.schedule.unhold([member.index for member in ended]))
         else:
             for member in ended:
@@ -250,13 +268,13 @@ class CommContext:
 
 
 def _no_coordinator() -> None:
-    """Parameters that no engine has."""
+    """Stand in for the weak reference to a coordinator where there is none."""
 
 
 def by_context(
     members: Iterable[PartitionedParameter],
 ) -> list[tuple[CommContext, list[PartitionedParameter]]]:
-    """Return ``members`` by their context, each in the order of ``members``."""
+    """Return ``members`` grouped by their context, in their order."""
     found: dict[CommContext, list[PartitionedParameter]] = {}
     for member in members:
         found.setdefault(member.context, []).append(member)
@@ -264,13 +282,14 @@ def by_context(
 
 
 def gather(members: Iterable[PartitionedParameter]) -> None:
-    """Make ``members`` whole, in one launch for each context, and wait for it. Called on all ranks."""
+    """Make ``members`` available, in one launch for each context. Called on all ranks, in the same order."""
     for context, of_context in by_context(members):
         context.gather(of_context)
 
 
 def gather_copies(members: Iterable[PartitionedParameter]) -> dict[PartitionedParameter, torch.Tensor]:
-    """Return the whole values of ``members`` in memory of their own, in one launch for each context."""
+    """Return copies of the full values of ``members``, flat, in one launch for each context. Called on all ranks, in
+    the same order."""
     found: dict[PartitionedParameter, torch.Tensor] = {}
     for context, of_context in by_context(members):
         found.update(zip(of_context, context.gather_copies(of_context), strict=True))
