@@ -10,26 +10,26 @@ from array import array
 Bytes = ctypes.Array[ctypes.c_ubyte]
 
 BLOCK = 4096
-"""Bytes. Whole blocks are written and read, so that every read finds the blocks of every write."""
+"""Bytes. Whole blocks are written and read, so every block that is read was written by one write."""
 
 _UNKNOWN = -1
 
 
 class Checksums:
-    """Checksums of one file: a CRC-32 for each block, eight bytes of memory. For one thread at a time."""
+    """Checksums of one file: a CRC-32 for each block, in eight bytes of memory. For one thread at a time."""
 
     def __init__(self) -> None:
         self._sums = array("q")
 
     def record(self, offset: int, content: Bytes) -> None:
-        """``content``, whole blocks, is written at ``offset``, where one begins."""
+        """Record the checksums of ``content``, whole blocks that are written at ``offset``, where a block begins."""
         first, view = offset // BLOCK, memoryview(content)
         sums = array("q", (zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(content), BLOCK)))
         self._grow(first + len(sums))
         self._sums[first : first + len(sums)] = sums
 
     def expected(self, offset: int, nbytes: int) -> array[int]:
-        """Return the expected checksums of the blocks from ``offset`` on, as :func:`compare` takes them."""
+        """Return the checksums of the blocks in a range of bytes, as :func:`compare` takes them."""
         first, end = offset // BLOCK, -(-(offset + nbytes) // BLOCK)
         self._grow(end)
         return self._sums[first:end]
@@ -42,7 +42,14 @@ class Checksums:
 
 
 def compare(expected: array[int], offset: int, content: Bytes, file: str) -> None:
-    """Raise OSError if ``content``, whole blocks that were read at ``offset``, is not what was written to them."""
+    """Raise OSError if ``content``, which was read from the file, is not what was written there.
+
+    Args:
+        expected: checksums from :meth:`Checksums.expected`.
+        offset: position of ``content`` in the file, in bytes.
+        content: whole blocks.
+        file: name of the file, for the error.
+    """
     view = memoryview(content)
     for number, crc in enumerate(expected):
         found = zlib.crc32(view[number * BLOCK : (number + 1) * BLOCK])

@@ -24,8 +24,17 @@ logger = logging.getLogger("zerolite")
 
 
 def placements_of(config: ZeroliteConfig, device: torch.device, kind: str, comm: Communicator) -> Placements:
-    """The placements that ``zero_optimization`` asks for. kind: type of the device for which memory is managed. Raises
-    OSError on all ranks if one of them cannot make a file where ``nvme_path`` says. Called on all ranks."""
+    """Return the placements that ``zero_optimization`` asks for. Called on all ranks.
+
+    Args:
+        config: the config.
+        device: device of the parameters.
+        kind: type of the device for which memory is managed.
+        comm: communicator of all ranks.
+
+    Raises:
+        OSError: on all ranks, because one of them cannot make a file in ``nvme_path``.
+    """
     zero = config.zero_optimization
     if "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device):
         return _make(config, device, kind, comm.rank)
@@ -34,7 +43,7 @@ def placements_of(config: ZeroliteConfig, device: torch.device, kind: str, comm:
 
 
 def check_optimizer(placements: Placements, kind: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if ``optimizer`` cannot work where its parameters are kept. kind: type of the device."""
+    """Raise ValueError if ``optimizer`` cannot update parameters that are on the host. kind: type of the device."""
     if kind == "cpu":
         where = "on the CPU"
     elif placements.optimizer.location != DEVICE:
@@ -50,22 +59,18 @@ def check_optimizer(placements: Placements, kind: str, optimizer: torch.optim.Op
 
 
 def warn_of_few_threads(placements: Placements, environ: Mapping[str, str]) -> None:
-    """Say so if the CPU updates with one thread where it could have several: torchrun sets OMP_NUM_THREADS to 1."""
+    """Warn if the CPU updates with one thread and could use several: torchrun sets OMP_NUM_THREADS to 1."""
     ranks = int(environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    fair = cores // max(1, ranks)
-    if (
-        placements.separate_memory
-        and placements.optimizer.location != DEVICE
-        and torch.get_num_threads() == 1
-        and fair > 1
-    ):
+    threads = cores // max(1, ranks)
+    offloads = placements.separate_memory and placements.optimizer.location != DEVICE
+    if offloads and torch.get_num_threads() == 1 and threads > 1:
         logger.warning(
             "zero_optimization.offload_optimizer: the CPU updates what is offloaded with 1 thread, and %d cores would "
             "do it with %d; set OMP_NUM_THREADS=%d (torchrun sets it to 1; the zerolite command sets it well)",
             cores,
-            ranks * fair,
-            fair,
+            ranks * threads,
+            threads,
         )
 
 
@@ -85,7 +90,7 @@ def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) ->
 
 
 class _Disk:
-    """Make the files of a rank, which share their reader and writer: ``aio`` is of the rank."""
+    """Swap files of one rank. They share one reader and writer, because ``aio`` bounds the requests of the rank."""
 
     def __init__(self, aio: AioConfig, rank: int) -> None:
         self._aio = aio
@@ -93,7 +98,7 @@ class _Disk:
         self._io: AsyncIO | None = None
 
     def file(self, directory: str, key: str) -> SwapFile:
-        _warn_of_memory(directory, key)
+        _warn_of_memory_disk(directory, key)
         if self._io is None:
             self._io = AsyncIO(
                 block_size=self._aio.block_size,
@@ -118,8 +123,8 @@ def _placement(
 
 
 @functools.cache
-def _warn_of_memory(directory: str, key: str) -> None:
-    """Say so, once, if files in ``directory`` are in the host's memory."""
+def _warn_of_memory_disk(directory: str, key: str) -> None:
+    """Warn, once per directory, if its files are in the host's memory."""
     mounted = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     path = Path(directory).resolve()
     point = next((str(parent) for parent in (path, *path.parents) if str(parent) in mounted), "")

@@ -1,8 +1,8 @@
 """Offloaded gradients: reduced gradients kept on the host or on disk until the step.
 
-Each bucket's gradient is written back as soon as it is reduced, while backward runs. The step's statistics of it (its
-squares) are taken before, on the device. Sums over several backwards are staged in for the addition, so that it is done
-on the device with the bits that it has without offload.
+Each bucket's gradient is written back as soon as it is reduced, while backward runs. Before that, the device computes
+the step's statistics of it (its squares). To add the gradient of a later backward, the sum is staged in and added on
+the device, so it has the same bits as without offload.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from zerolite.offload.placements import Placements, Transfer
 from zerolite.offload.transfers import DONE, Transfers
 from zerolite.utils.memory_tags import BUCKETS, GRADIENTS, tag_memory
 
-_MOST_WRITES = 2  # buckets under way; more would hold memory of the device
+_MAX_WRITES = 2  # buckets under way; each of them holds its gradient on the device
 
 
 class OffloadedGradients:
-    """Offloaded mean gradients of one rank; nothing here is a collective."""
+    """Offloaded mean gradients of one rank. Nothing here is a collective."""
 
     def __init__(
         self, placements: Placements, transfers: Transfers, before_write: Callable[[int, torch.Tensor], None]
     ) -> None:
-        """before_write: called with a bucket and its mean gradient while that is on the device."""
+        """before_write: called with each bucket and its mean gradient while the gradient is on the device."""
         self._placements, self._transfers, self._before_write = placements, transfers, before_write
-        self._longest = 0  # bytes of a bucket's gradient
+        self._max_nbytes = 0  # of a bucket's gradient
         self._stored: dict[int, torch.Tensor] = {}
-        self._writes: dict[int, Transfer] = {}  # under way
-        self._staged_in: Transfer = DONE  # the latest
-        self._lost: dict[int, OSError] = {}  # by bucket: why its gradient is not where it should be
+        self._writes: dict[int, Transfer] = {}  # under way, by bucket
+        self._last_read: Transfer = DONE
+        self._errors: dict[int, OSError] = {}  # by bucket, for gradients that the disk has lost
 
-    def expect(self, longest: int) -> None:
-        """A bucket's gradient has at most so many bytes from now on."""
-        self._longest = longest
+    def set_max_nbytes(self, nbytes: int) -> None:
+        """Set the bytes of the longest gradient of a bucket. Staging buffers have this length, so each fits all."""
+        self._max_nbytes = nbytes
 
     def is_offloaded(self, bucket: int) -> bool:
-        """True if a bucket's gradient is stored where the device cannot access it."""
+        """Return True if a bucket's gradient is stored where the device cannot access it."""
         return not self._placements.is_accessible(self._placements.of_optimizer(bucket), on_host=False)
 
     def write_back(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Store ``gradient``, which is on the device, of a bucket that :meth:`is_offloaded`; return the stored
-        tensor."""
+        """Begin to store the reduced gradient of an offloaded bucket, which is on the device. Return the stored
+        tensor, which is complete after :meth:`wait`."""
         self._before_write(bucket, gradient)
         tag_memory(gradient, BUCKETS)
         for write in self._writes.values():
             with contextlib.suppress(OSError):  # the waiting call raises it
                 write.advance()
-        while len(self._writes) >= _MOST_WRITES:
+        while len(self._writes) >= _MAX_WRITES:
             self.wait(next(iter(self._writes)))
         stored, placement = self.stored(bucket, gradient.numel(), gradient.dtype), self._placements.of_optimizer(bucket)
-        self._writes[bucket] = self._transfers.write_back(gradient, stored, placement, self._longest)
+        self._writes[bucket] = self._transfers.write_back(gradient, stored, placement, self._max_nbytes)
         return stored
 
     def stored(self, bucket: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of a bucket's gradient; it stays for all steps."""
+        """Return the stored gradient of a bucket. Its memory is reused in every step."""
         self.wait(bucket)
         stored = self._stored.get(bucket)
         if stored is None or stored.dtype != dtype:
@@ -65,44 +65,46 @@ class OffloadedGradients:
         return stored
 
     def stage_in(self, bucket: int, offloaded: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device of a gradient that is stored."""
+        """Return a copy of a stored gradient on the device. Raises OSError if the disk fails."""
         self.wait(bucket)
         gradient = tag_memory(torch.empty_like(offloaded, device=self._placements.device), BUCKETS)
         try:
-            read = self._transfers.stage_in(offloaded, self._placements.of_optimizer(bucket), gradient, self._longest)
+            read = self._transfers.stage_in(
+                offloaded, self._placements.of_optimizer(bucket), gradient, self._max_nbytes
+            )
             read.wait()
         except OSError as error:
-            self._lost[bucket] = error
+            self._errors[bucket] = error
             raise
-        # The device waits for the copy, and the host does not. Its staging buffer is free when the next one is staged.
-        self._staged_in.finish()
-        self._staged_in = read
+        # The device waits for this copy and the host does not, so the staging buffer is freed one read later.
+        self._last_read.finish()
+        self._last_read = read
         return gradient
 
     def wait(self, bucket: int) -> None:
-        """Wait until the host may read what :meth:`write_back` has returned. Raises OSError if the disk has failed,
-        every time until :meth:`clear`."""
+        """Wait until the stored gradient of a bucket is complete. If the disk has failed, raise OSError in every call
+        until :meth:`clear`, because the gradient is lost for all of its readers."""
         try:
             self._writes.pop(bucket, DONE).finish()
         except OSError as error:
-            self._lost[bucket] = error
-        if bucket in self._lost:
-            raise self._lost[bucket]
+            self._errors[bucket] = error
+        if bucket in self._errors:
+            raise self._errors[bucket]
 
     def wait_all(self) -> None:
-        for bucket in (*self._writes, *self._lost):
+        for bucket in (*self._writes, *self._errors):
             self.wait(bucket)
 
     def clear(self) -> None:
-        """No gradient is wanted any more."""
+        """Forget all gradients and their errors."""
         for write in self._writes.values():
             with contextlib.suppress(OSError):
                 write.finish()
         self._writes.clear()
-        self._lost.clear()
-        self._staged_in.finish()
-        self._staged_in = DONE
+        self._errors.clear()
+        self._last_read.finish()
+        self._last_read = DONE
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """The gradients that are stored off the device."""
+        """Return the stored gradients."""
         return self._stored.values()

@@ -1,11 +1,11 @@
 """Swap file of one rank on a disk, which holds flat tensors.
 
 The file has no name: nothing is left of it when the process ends, however it ends, and no other process can remove it.
-Its space is allocated before a tensor is handed out, so that a full disk shows at once and not in the middle of a step.
+Its space is allocated before a tensor is returned, so a full disk is found at once and not in the middle of a step.
 
-A tensor of the file is a mapping of its part. The step does not use that: it copies parts between the file and buffers,
-past the page cache where the file system allows it. The kernel keeps both views equal as long as a part is not used
-through both at the same time.
+A tensor of the file is a mapping of a part of it. The step does not use the mapping: it copies parts between the file
+and buffers, past the page cache if the file system allows it. The kernel keeps both views equal as long as a part is
+not used through both at the same time.
 """
 
 from __future__ import annotations
@@ -40,25 +40,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zerolite")
 
 ALIGNMENT = 4096
-"""Bytes. Direct I/O begins at multiples, in memory and in the file, and is a multiple long."""
-_GRAIN = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
+"""Bytes. Direct I/O needs multiples: for addresses, for positions in the file and for lengths."""
+_MAP_ALIGNMENT = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 
 
 class SwapFile:
-    """See above. Any thread may call; a fork of the process may not, and its tensors are not there.
+    """Swap file, described in the module's docstring. Any thread may use it. A fork of the process may not, because
+    the tensors are not mapped there.
 
-    Code that writes to a tensor of the file itself, not with :meth:`write`, calls :meth:`drop_page_cache` afterwards.
+    Code that writes to a tensor of the file, and not with :meth:`write`, calls :meth:`drop_page_cache` afterwards.
+
+    Attributes:
+        directory: its directory.
+        name: description of the file, for errors.
     """
 
     def __init__(self, directory: str | Path, io: AsyncIO, rank: int, key: str, checksums: bool = False) -> None:
         """
         Args:
-            directory: exists, on a disk of this host.
-            key: of the configuration that names it, for errors.
-            checksums: what :meth:`read` fetches is compared with what :meth:`write` was given.
+            directory: existing directory on a disk of this host.
+            io: reader and writer.
+            rank: this rank, for errors.
+            key: key of the config that names the directory, for errors.
+            checksums: verify in :meth:`read` what :meth:`write` was given.
 
-        Raises OSError if there cannot be a file in the directory.
+        Raises:
+            OSError: the file cannot be made in the directory.
         """
         self.directory = Path(directory)
         self.name = f"the swap file of rank {rank} in {self.directory}"
@@ -66,9 +74,9 @@ class SwapFile:
         self._key = key
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._end = self._used = 0  # bytes of the file, and those of them that have a tensor
-        self._offsets: dict[int, tuple[int, int]] = {}  # address of a tensor's memory: place in the file, bytes
-        self._under_way: weakref.WeakSet[SwapTransfer] = weakref.WeakSet()
+        self._end = self._used = 0  # bytes of the file, and bytes of its tensors
+        self._offsets: dict[int, tuple[int, int]] = {}  # (position in the file, bytes) by address of the mapping
+        self._pending: weakref.WeakSet[SwapTransfer] = weakref.WeakSet()
         self._sums = Checksums() if checksums else None
         self._fd = _open_nameless(self.directory, rank, key)
         self._direct: int | None = None
@@ -77,7 +85,7 @@ class SwapFile:
         except BaseException:
             os.close(self._fd)
             raise
-        # Not at exit: requests may be under way, and the process ends anyway.
+        # Not at exit: requests may still use the file, and the process ends anyway.
         self._closer = finalize_before_exit(self, _close, self._fd, self._direct)
 
     @property
@@ -99,7 +107,7 @@ class SwapFile:
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        padded = -(-nbytes // _GRAIN) * _GRAIN
+        padded = -(-nbytes // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         with self._lock:
             self._check_open()
             offset = self._end
@@ -109,7 +117,7 @@ class SwapFile:
             except OSError as error:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, offset)
-                raise self._no_room(padded, error) from error
+                raise self._allocation_error(padded, error) from error
             self._end += padded
             self._used += padded
             memory = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -121,23 +129,35 @@ class SwapFile:
         """Begin to read a part of a tensor of this file into other memory.
 
         Args:
-            offloaded: a view that begins at a multiple of 4096 bytes.
-            into: of as many bytes, in memory that begins at a multiple of 4096 and goes on to the next one after the
-                end: whole blocks are read.
+            offloaded: view that begins at a multiple of 4096 bytes.
+            into: tensor of as many bytes. Its address is a multiple of 4096, and its memory reaches to the next
+                multiple after its end, because whole blocks are read.
 
-        Raises ValueError if they are not so. The transfer raises OSError.
+        Raises:
+            ValueError: one of the tensors is not like that.
+
+        Returns:
+            the transfer, whose ``wait`` raises OSError if the disk fails.
         """
         return self._begin(False, offloaded, into)
 
     def write(self, offloaded: torch.Tensor, source: torch.Tensor) -> SwapTransfer:
-        """Begin the reverse of :meth:`read`. ``source`` must not change before the transfer has ended. Here the view
-        also ends at a multiple of 4096 bytes, or where the tensor does."""
+        """Begin to write other memory into a part of a tensor of this file: the reverse of :meth:`read`.
+
+        ``source`` must not change before the transfer has ended. ``offloaded`` must also end at a multiple of 4096
+        bytes or at the end of its tensor, because whole blocks are written.
+        """
         return self._begin(True, offloaded, source)
 
     def drop_page_cache(self) -> None:
-        """Tensors of this file have been used as such: what the kernel keeps of them in memory is written to the disk
-        and dropped, and their checksums are forgotten. No transfer may be under way. Raises OSError if the disk
-        fails."""
+        """Write cached pages of this file to the disk and drop them, because its tensors were read or written
+        themselves. Called while no transfer is under way.
+
+        Otherwise the pages would take memory of the host, and checksums would not match.
+
+        Raises:
+            OSError: the disk failed.
+        """
         with self._lock:
             self._check_open()
             try:
@@ -151,13 +171,15 @@ class SwapFile:
                 self._sums.clear()
 
     def close(self) -> None:
-        """Wait until every transfer has ended. What tensors of this file still exist keep their memory, and with it the
-        space on the disk; nothing else can be done with them. May be called several times."""
+        """Wait until every transfer has ended, and close the file. May be called several times.
+
+        Existing tensors keep their mappings, and with them the space on the disk. They cannot be transferred any more.
+        """
         if self._pid != os.getpid():
             return
         with self._lock:
-            under_way = list(self._under_way)
-        for transfer in under_way:
+            pending = list(self._pending)
+        for transfer in pending:
             with contextlib.suppress(OSError):  # its waiting caller gets the error
                 transfer.wait()
         with self._lock:
@@ -173,7 +195,7 @@ class SwapFile:
             self._check_open()
             if nbytes == 0:
                 return SwapTransfer(None, offloaded)
-            offset, is_end = self._place_of(offloaded, nbytes)
+            offset, is_end = self._offset_of(offloaded, nbytes)
             if write and not is_end and nbytes % ALIGNMENT:
                 raise ValueError(f"expected a view that ends with a block of {ALIGNMENT} bytes, got {nbytes} bytes")
             check: Callable[[], None] | None = None
@@ -186,11 +208,11 @@ class SwapFile:
             transfer = SwapTransfer(begin(fd, memory, offset, padded, self.name), offloaded, check)
             if self._sums is not None and write:
                 self._sums.record(offset, _bytes_of(memory, padded))
-            self._under_way.add(transfer)
+            self._pending.add(transfer)
         return transfer
 
-    def _place_of(self, offloaded: torch.Tensor, nbytes: int) -> tuple[int, bool]:
-        """Return the offset of a view in the file, and whether it ends where its tensor does."""
+    def _offset_of(self, offloaded: torch.Tensor, nbytes: int) -> tuple[int, bool]:
+        """Return the position of a view in the file, and True if it ends where its tensor does."""
         try:
             offset, length = self._offsets[offloaded.untyped_storage().data_ptr()]
         except KeyError:
@@ -203,9 +225,12 @@ class SwapFile:
         return offset + int(start), start + nbytes == length
 
     def _release(self, address: int, offset: int, nbytes: int) -> None:
-        """Give the disk the space of a tensor that is gone; the file has a hole there, and goes on growing at its end.
-        Without holes in the file system it keeps the space until it is closed."""
-        if self._pid != os.getpid():  # a fork has no such memory, and the file is its parent's
+        """Free the space of a tensor that was deleted.
+
+        The file gets a hole there and still grows at its end. If the file system has no holes, the space is free when
+        the file is closed.
+        """
+        if self._pid != os.getpid():  # a fork has no such mapping, and the file belongs to its parent
             return
         with self._lock:
             del self._offsets[address]
@@ -214,19 +239,20 @@ class SwapFile:
                 self._used -= nbytes
 
     def _open_direct(self) -> int | None:
-        """The same file once more, past the page cache; None where the file system has no such thing."""
+        """Open the file a second time for direct I/O, past the page cache. None if the file system has none."""
         fd = None
         try:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
             memory = host_memory(ALIGNMENT, pin=False)
             block = memoryview(_bytes_of(memory, ALIGNMENT))
+            # Some file systems open it and fail with the first access.
             if os.pwritev(fd, [block], 0) != ALIGNMENT or os.preadv(fd, [block], 0) != ALIGNMENT:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         except OSError as error:
             if fd is not None:
                 os.close(fd)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._no_room(ALIGNMENT, error) from error
+                raise self._allocation_error(ALIGNMENT, error) from error
             _warn_once(
                 f"The file system of {self.directory} ({self._key}) does not allow direct I/O ({error.strerror}): what "
                 "is offloaded goes through the page cache, which is slower and takes memory of the host."
@@ -235,9 +261,9 @@ class SwapFile:
         os.ftruncate(self._fd, 0)
         return fd
 
-    def _no_room(self, nbytes: int, error: OSError) -> OSError:
-        about = os.fstatvfs(self._fd)
-        free = about.f_bavail * about.f_frsize
+    def _allocation_error(self, nbytes: int, error: OSError) -> OSError:
+        filesystem = os.fstatvfs(self._fd)
+        free = filesystem.f_bavail * filesystem.f_frsize
         return OSError(
             error.errno,
             f"{self._key}: expected room for {nbytes} bytes ({format_size(nbytes)}) more in {self.name}, which has "
@@ -253,7 +279,7 @@ class SwapFile:
 
 
 class SwapTransfer(Transfer):
-    """A read or a write under way. Both ends live until it has ended."""
+    """Read or write under way, which keeps both of its tensors alive."""
 
     def __init__(
         self, request: IOTask | None, offloaded: torch.Tensor, check: Callable[[], None] | None = None
@@ -263,8 +289,11 @@ class SwapTransfer(Transfer):
         self._check = check
 
     def wait(self) -> None:
-        """Wait until the transfer has ended. Raises OSError with the file, the position and the bytes if it failed, or
-        if a checksum is not what it was. May be called several times."""
+        """Wait until the transfer has ended. May be called several times.
+
+        Raises:
+            OSError: it failed, or a checksum differs; the message has the file, the position and the bytes.
+        """
         if self._request is not None:
             self._request.wait()
         self._offloaded = None
@@ -274,12 +303,12 @@ class SwapTransfer(Transfer):
 
 
 def _open_nameless(directory: Path, rank: int, key: str) -> int:
-    """A new file in a directory, which has no name there (any more)."""
+    """Open a new file without a name, so that it is deleted with its last descriptor and mapping."""
     if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
+        problem = "is not a directory" if directory.exists() else "does not exist"
         raise NotADirectoryError(
             errno.ENOTDIR,
-            f"{key}: expected a directory on a fast disk of this host, and {directory} {what}; make it or "
+            f"{key}: expected a directory on a fast disk of this host, and {directory} {problem}; make it or "
             "name another one",
         )
     try:
@@ -306,18 +335,20 @@ def _close(fd: int, direct: int | None) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """The memory of a tensor, which must live as long."""
+    """Return the first bytes of a CPU tensor, without a copy. The tensor must outlive them."""
     return (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
 
 
 def _compare(sums: array[int], offset: int, memory: torch.Tensor, nbytes: int, name: str) -> None:
-    """Compare the checksums of what has been read into ``memory``, which must live until then."""
+    """Compare the checksums of what has been read into ``memory``. A partial of this keeps the tensor alive."""
     compare(sums, offset, _bytes_of(memory, nbytes), name)
 
 
 def _map(fd: int, offset: int, nbytes: int) -> int:
-    """The address of a mapping of a file's part, which forks do not have. (An `mmap.mmap` would keep a descriptor of
-    its own open, and there may be thousands.)"""
+    """Map a part of a file into memory and return the address. Forks do not inherit the mapping.
+
+    Python's ``mmap.mmap`` would keep a descriptor open for each mapping, and there may be thousands.
+    """
     address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -113,7 +113,7 @@ class GradReducer:
         self.parameters = self.arrivals.parameters
         if self._offloaded is not None:
             widest = max((bucket.numel for bucket in layout.buckets), default=0)
-            self._offloaded.expect(4 * widest // self._comm.world_size)  # sums are in fp32
+            self._offloaded.set_max_nbytes(4 * widest // self._comm.world_size)  # sums are in fp32
         # Stage 0 keeps whole gradients, so it keeps the memory of all buckets between steps. The other stages need
         # memory for the buckets in flight, for one that is completed, and for the next one that fills.
         self._memory.set_limit(IN_FLIGHT + 2 if self.keeps_shards else len(layout.buckets))
