@@ -235,7 +235,7 @@ class ParameterAccess:
         """Return the masters that this rank's data-parallel ranks have together: without tensor parallelism the full
         ones, otherwise this rank's shards."""
         self._pipeline.check_available()
-        self._pipeline.written.take_all()
+        self._pipeline.written.collect_all()
         parts = {index: self._master(shard) for index, shard in self._shards(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
         if len(set(dtypes)) == 1:
@@ -245,7 +245,7 @@ class ParameterAccess:
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
         self._pipeline.check_available()
-        self._pipeline.written.take_all()
+        self._pipeline.written.collect_all()
         shard = self._shards([index]).get(index)
         if shard is not None:
             self._copy(shard, self._master(shard), values)

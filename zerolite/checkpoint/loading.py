@@ -275,7 +275,7 @@ class Loader:
         components.pipeline.zero_grad()
         # Parameters that the checkpoint lacks keep their values. The all-gather below takes all values from the
         # masters, so values that the user has written into parameters must be in the masters first.
-        components.pipeline.written.take_all()
+        components.pipeline.written.collect_all()
         targets = list(components.model.targets(plan.match.names))
         targets += self._buffer_targets(plan)
 

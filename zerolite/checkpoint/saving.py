@@ -237,7 +237,7 @@ class Saver:
                 "micro-batches since the last step. Save when engine.step() has returned True to lose none",
                 _CALL,
             )
-        components.pipeline.written.take_all()
+        components.pipeline.written.collect_all()
         buffers = {name: _checksum(buffer) for name, buffer in components.model.named_buffers().items()}
         return _Offer(request, buffers, self._facts() if components.model.speaks_for_stage else None)
 

@@ -76,7 +76,7 @@ class _AfterLoading(WeakHook[StepPipeline]):
     def __call__(self, module: torch.nn.Module, keys: object) -> None:
         pipeline = self.owner()
         if pipeline is not None:
-            pipeline.written.note_loaded_parameters(module.parameters())
+            pipeline.written.on_loaded(module.parameters())
 
 
 def remove_hooks(*lists: list[Any]) -> None:

@@ -105,7 +105,7 @@ class Engine:
             except Exception as error:
                 if isinstance(error, RuntimeError):
                     self._pipeline.check_available()
-                    self._pipeline.written.take()  # raises the clearer error if the user has cast the module
+                    self._pipeline.written.collect()  # raises the clearer error if the user has cast the module
                 explain(error, self._module, self.compute_dtype)
                 raise
         return self._boundary.leave(outputs)

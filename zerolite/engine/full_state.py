@@ -174,7 +174,7 @@ class FullState:
                 if name in values:
                     module.set_extra_state(values[name])
         loaded = (tensor for name, tensor in own.items() if known[name].owner in done)
-        self._pipeline.written.note_loaded_parameters(t for t in loaded if isinstance(t, torch.nn.Parameter))
+        self._pipeline.written.on_loaded(t for t in loaded if isinstance(t, torch.nn.Parameter))
 
     def of_optimizer(self, rank0_only: bool) -> dict[str, Any]:
         """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""

@@ -59,7 +59,7 @@ class StateOffload:
         self._pipeline.check_between_steps()
         self._pipeline.outcomes.settle()
         self._pipeline.wait_for_reductions()
-        self._pipeline.written.take()
+        self._pipeline.written.collect()
         if self._coordinator is not None:
             self._coordinator.collect_frozen_writes()
         parameters = list(self._parts.module.named_parameters()) if "lp_params" in kinds else []

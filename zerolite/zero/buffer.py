@@ -196,7 +196,7 @@ class ParameterBuffer:
         torch.autograd.graph.increment_version(members)
 
     @torch.no_grad()
-    def take_assigned_data(self) -> None:
+    def collect_assigned_data(self) -> None:
         """Parameters that the user has pointed to other memory (``p.data = values``) get their place in the bucket
         back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
         # Compared in one C loop: in a steady step no parameter has moved.
@@ -218,7 +218,7 @@ class ParameterBuffer:
             sync_master_from_param_(master, self.owned[bucket].to(master.device))
 
     @torch.no_grad()
-    def refresh_masters(self, indices: Collection[int]) -> None:
+    def copy_to_masters(self, indices: Collection[int]) -> None:
         """Take the masters of these parameters from the compute parameters, after the user has written values into
         those."""
         for bucket, fragments in enumerate(self.fragments):

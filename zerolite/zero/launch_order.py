@@ -38,7 +38,6 @@ class LaunchOrder:
         """
         self._set_order([*self.buckets, *range(len(self.buckets), count)])
         self.learning = learns and count > 1
-        self._completed.clear()
 
     def _set_order(self, buckets: list[int]) -> None:
         self.buckets = buckets

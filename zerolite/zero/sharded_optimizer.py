@@ -224,7 +224,7 @@ class ShardedOptimizer(Optimizer):
         """
         pipeline = self._settled()
         pipeline.check_available()
-        pipeline.written.take_all()
+        pipeline.written.collect_all()
         position = self.positions()
         states, masters = {}, {}
         for shard in self.shards():

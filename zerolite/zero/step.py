@@ -138,7 +138,7 @@ class StepPipeline:
 
     def use_coordinator(self, sharded: PartitionedParameterCoordinator) -> None:
         """Gather and write parameters through ``sharded``, at stage 3. Called before the first step."""
-        self.written.use(sharded)
+        self.written.use_coordinator(sharded)
         self.outcomes.compare(ScheduleAgreement(sharded.schedule, self._comm.main))
 
     def _begin_accumulation(self) -> None:
@@ -345,7 +345,7 @@ class StepPipeline:
         self.outcomes.raise_failure()
         if schedules is not None:
             schedules.begin_update()
-        self.written.take()
+        self.written.collect()
         if checks is not None:
             gathers = schedules.schedule.gathers if schedules is not None and self._same_gathers else 0
             divisor = self.gradient_scale.local_divisor()

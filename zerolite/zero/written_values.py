@@ -14,10 +14,10 @@ from zerolite.zero.step_update import StepUpdate
 
 
 class WrittenValues:
-    """Copies values that the user has written into parameters to the master weights.
+    """Copy of values that the user has written into parameters to the master weights.
 
-    The step pipeline calls it before an update; code that saves, loads or reads masters calls it between steps. Called
-    on all ranks, in the same order.
+    The step pipeline collects them before an update. Code that saves, loads or reads masters does so between steps, on
+    all ranks and in the same order.
     """
 
     def __init__(
@@ -29,52 +29,50 @@ class WrittenValues:
     ) -> None:
         self._buffer, self._param_gatherer = buffer, param_gatherer
         self._update, self._outcomes = update, outcomes
-        self._shards: PartitionedParameterCoordinator | None = None
+        self._coordinator: PartitionedParameterCoordinator | None = None
         self._loaded: set[int] = set()  # parameters into which values have been loaded
 
-    def use(self, shards: PartitionedParameterCoordinator) -> None:
-        """Collect writes through ``shards`` from now on, because the model is at stage 3."""
-        self._shards = shards
+    def use_coordinator(self, coordinator: PartitionedParameterCoordinator) -> None:
+        """Collect writes through ``coordinator`` from now on, because the model is at stage 3."""
+        self._coordinator = coordinator
 
-    def note_loaded(self, indices: Iterable[int]) -> None:
-        """Note that values have been loaded into these parameters. The next update starts from them."""
-        self._loaded.update(indices)
-
-    def note_loaded_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Note those of ``parameters`` that are trained, as :meth:`note_loaded` does."""
+    def on_loaded(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Note that values have been loaded into these parameters. The next update of the trained ones starts from
+        them."""
         index_of = {id(parameter): index for index, parameter in enumerate(self._buffer.parameters)}
-        self.note_loaded(index_of[id(p)] for p in parameters if id(p) in index_of)
+        self._loaded.update(index_of[id(p)] for p in parameters if id(p) in index_of)
 
     def forget(self) -> None:
         """Forget the loaded parameters, because masters have been loaded, which overwrite them."""
         self._loaded.clear()
 
-    def take(self) -> None:
+    def collect(self) -> None:
         """Copy values into the masters that were loaded into parameters or assigned by ``p.data = values``.
 
-        Raises RuntimeError if their shape or dtype differs.
+        Raises:
+            RuntimeError: an assigned tensor has another shape or dtype than its parameter.
         """
         if not self._update.params_outdated:
             if self._param_gatherer.pending:
                 self._param_gatherer.wait_all()
-            self._buffer.take_assigned_data()
-            if self._shards is not None:
-                self._shards.collect_writes()
+            self._buffer.collect_assigned_data()
+            if self._coordinator is not None:
+                self._coordinator.collect_writes()
         if self._loaded:
-            self._buffer.refresh_masters(self._loaded)
+            self._buffer.copy_to_masters(self._loaded)
             self._buffer.placements.drop_reads()
             self._loaded.clear()
             if self._outcomes.checks is not None:  # the weights differ from those that the last update left
                 self._outcomes.checks.forget(update=False)
 
-    def take_all(self) -> None:
-        """Do :meth:`take`, and copy now what was written in place: an update would do that later.
+    def collect_all(self) -> None:
+        """Copy all written values into the masters, and those of frozen parameters into their shards.
 
-        Values of frozen parameters are copied into their shards.
+        An update does not need this for values that were written in place: it copies them itself.
         """
-        self.take()
-        if self._shards is not None:
-            self._shards.collect_frozen_writes()
+        self.collect()
+        if self._coordinator is not None:
+            self._coordinator.collect_frozen_writes()
         for bucket in () if self._update.params_outdated else range(len(self._buffer.layout.buckets)):
             self._buffer.sync_master_from_param(bucket)
         self._buffer.placements.drop_reads()
