@@ -255,14 +255,14 @@ class ParameterAccess:
         parameter = self._buffer.parameters[index]
         handle = handle_of(parameter)
         if handle is not None:
-            handle.on_drop_reads()
+            handle.count_write()
         if handle is None or handle.status is ZeroParamStatus.AVAILABLE:
             shape = unpartitioned_shape(parameter)
             parameter.data.copy_(values.as_strided(shape, self._reducer.strides[index]))
             torch.autograd.graph.increment_version([parameter])
 
     def _master(self, shard: OptimParamShard) -> torch.Tensor:
-        return self._buffer.view_of(shard.fragment, self._buffer.master[shard.fragment.slot.bucket])
+        return self._buffer.master_view(shard.fragment)
 
     # ---------------------------------------------------------------- states
 

@@ -117,7 +117,7 @@ class UnfrozenParams:
             parts.partitioned.coordinator.collect_frozen_writes()
         everything = [*parts.reducer.parameters, *parameters]
         layout = parts.buffer.layout.extended(parts.layout_of(parameters, names))
-        parts.buffer.use(layout, everything)
+        parts.buffer.set_layout(layout, everything)
         fill_buckets(parts.buffer, setup.precision, parts.comm, setup.device)
         strides = [h.strides if (h := handle_of(p)) is not None else p.stride() for p in everything]
         parts.reducer.use(layout, everything, strides)

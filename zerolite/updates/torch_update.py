@@ -373,7 +373,7 @@ class TorchUpdate:
             self._write_back_master(bucket, tensors.master)
         elif staged:
             for shard in shards:
-                shard.tensor.data = self._buffer.view_of(shard.fragment, self._buffer.master[bucket])
+                shard.tensor.data = self._buffer.master_view(shard.fragment)
         if staged:
             self._move_states(shards)
 

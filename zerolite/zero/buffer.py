@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -13,19 +14,21 @@ from zerolite.utils.rounding import sync_master_from_param_
 from zerolite.zero.layout import Bucket, Fragment, PartitionLayout, Slot
 
 MoveShard = Callable[[torch.nn.Parameter, torch.Tensor, Placement], None]
-"""Copy a parameter's shard into the given memory, of that placement, which becomes its ``ds_tensor``."""
+"""Function (parameter, memory, placement of the memory) that copies a parameter's shard into the memory, which becomes
+its ``ds_tensor``."""
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor`` if it fills its memory without holes (channels_last too), contiguous ones otherwise."""
+    """Return the strides of ``tensor`` if it fills its memory without holes (as channels_last does), otherwise
+    contiguous ones."""
     if tensor.is_contiguous():
         return tensor.stride()
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def flattened(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The elements of ``tensor`` in the order in which memory holds a tensor of ``strides`` (default: its own, made
-    dense), shape [numel]; a view where possible."""
+    """Return the elements of ``tensor`` in the memory order of a tensor with ``strides``, shape [numel]; a view if
+    possible. The default is :func:`dense_strides` of the tensor."""
     strides = dense_strides(tensor) if strides is None else strides
     if strides != tensor.stride():
         dense = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
@@ -34,7 +37,11 @@ def flattened(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> t
 
 
 def copy_assigned_data(name: str, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Copy ``parameter``'s values to ``view`` and point it there. Raises RuntimeError for another shape or dtype."""
+    """Copy the values of a parameter to ``view``, and make ``view`` its data.
+
+    Raises:
+        RuntimeError: shape, dtype or device differ.
+    """
     data = parameter.data
     if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
         raise RuntimeError(
@@ -49,8 +56,15 @@ def copy_assigned_data(name: str, parameter: torch.nn.Parameter, view: torch.Ten
 def destinations(
     flat: torch.Tensor, bucket: Bucket, slot: Slot, values: torch.Tensor, strides: tuple[int, ...]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (part of the full bucket ``flat``, part of ``values``) that bring ``values``, in the parameter's shape,
-    to the slot. ``strides``: of the parameter, without holes."""
+    """Return the copies that bring the values of a parameter into its slot, as pairs (target, source).
+
+    Args:
+        flat: the full bucket, shape [bucket.numel].
+        bucket: the bucket.
+        slot: the slot.
+        values: values in the parameter's shape.
+        strides: dense strides of the parameter.
+    """
     offset = flat.storage_offset() + slot.start
     if not bucket.rows:
         return [(flat.as_strided(values.shape, strides, offset), values)]
@@ -59,18 +73,19 @@ def destinations(
     part = slot.part
     values = flattened(values, strides)
     row = bucket.numel // bucket.rows
-    whole = slot.numel // part
+    full_rows = slot.numel // part  # rows whose part is full; the row after them has the rest
     pairs = []
-    if whole:
-        pairs.append((flat.as_strided((whole, part), (row, 1), offset), values[: whole * part].view(whole, part)))
-    rest = slot.numel - whole * part
+    if full_rows:
+        target = flat.as_strided((full_rows, part), (row, 1), offset)
+        pairs.append((target, values[: full_rows * part].view(full_rows, part)))
+    rest = slot.numel - full_rows * part
     if rest:
-        pairs.append((flat.as_strided((rest,), (1,), offset + whole * row), values[whole * part :]))
+        pairs.append((flat.as_strided((rest,), (1,), offset + full_rows * row), values[full_rows * part :]))
     return pairs
 
 
 def zero_slot(flat: torch.Tensor, bucket: Bucket, slot: Slot) -> None:
-    """Zeros into the slot's elements of the full bucket ``flat``."""
+    """Set the slot's elements of the full bucket ``flat`` to zero."""
     if bucket.rows:
         row = bucket.numel // bucket.rows
         flat.as_strided((bucket.rows, slot.part), (row, 1), flat.storage_offset() + slot.start).zero_()
@@ -79,13 +94,19 @@ def zero_slot(flat: torch.Tensor, bucket: Bucket, slot: Slot) -> None:
 
 
 class ParameterBuffer:
-    """Compute parameters and master weights over one layout.
+    """Compute parameters and master weights of one layout, in flat tensors by bucket.
 
-    ``compute[b]`` is the full bucket ``b``; every parameter's ``data`` is a view of it. ``master[b]`` is what this rank
-    updates: its part of the bucket (``shard=True``) or the whole. Where masters need no other dtype than the compute
-    parameters, ``master[b]`` is a view of ``compute[b]`` and costs nothing. Other masters, those of which
-    ``separate[b]`` is True, rest at the placement of the optimizer (``placements``). ``owned[b]`` is the range of
-    ``compute[b]`` that ``master[b]`` stands for, a view.
+    Attributes:
+        layout: layout of the buckets.
+        parameters: trained parameters, by index.
+        rank: data-parallel rank.
+        shard: this rank updates its shard of each bucket; False: all of it.
+        placements: placements of the states.
+        compute: full buckets of compute parameters, [bucket.numel]. Every parameter's ``data`` is a view of them.
+        owned: the range of each compute bucket that this rank updates, a view.
+        master: master weights of these ranges; ``owned`` itself, at no cost, if the dtypes are equal.
+        separate: True for each bucket whose masters have memory of their own, at the placement of the optimizer.
+        fragments: fragments that this rank updates, by bucket.
     """
 
     def __init__(
@@ -103,12 +124,12 @@ class ParameterBuffer:
         self.owned: list[torch.Tensor] = []
         self.master: list[torch.Tensor] = []
         self.separate: list[bool] = []
-        self._views: dict[int, torch.Tensor] = {}  # by index of the parameter: its view of the bucket
-        self._addresses: list[int] = []  # of all parameters when they last were those views
-        self.use(layout, parameters)
+        self._views: dict[int, torch.Tensor] = {}  # each parameter's view of its bucket, by index
+        self._addresses: list[int] = []  # of all parameters, when their data were those views
+        self.set_layout(layout, parameters)
 
-    def use(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take another layout, which begins with the buckets that are filled; ``fill`` does the others."""
+    def set_layout(self, layout: PartitionLayout, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Set a layout that begins with the buckets that are filled. :meth:`fill` fills the others."""
         self.layout = layout
         self.placements.set_buckets([bucket.numel for bucket in layout.buckets])
         self.parameters = list(parameters)
@@ -124,40 +145,48 @@ class ParameterBuffer:
         master_dtype: Callable[[torch.dtype], torch.dtype],
         synchronize: Callable[[Bucket, torch.Tensor], None],
     ) -> None:
-        """Move every parameter into its bucket, one bucket at a time, and take the masters from the values before
-        any rounding. Buckets that are filled stay as they are.
+        """Move the parameters into the buckets that are not filled yet. Masters get the values before any rounding.
 
-        ``synchronize(bucket, flat)`` makes the flat bucket, in the parameters' original dtype, equal on all ranks.
+        It goes one bucket at a time, so that parameters and buckets exist twice for one bucket only.
+
+        Args:
+            device: device of the compute parameters.
+            compute_dtype: returns the dtype in which a parameter is computed with.
+            master_dtype: returns the dtype of the masters for a dtype of compute parameters.
+            synchronize: makes a full bucket, in the parameters' original dtype, equal on all ranks.
         """
         for bucket in self.layout.buckets[len(self.compute) :]:
             members = [self.parameters[slot.index] for slot in bucket.slots]
             dtype = compute_dtype(members[0])
-            exact = members[0].dtype
-            for member in members[1:]:
-                exact = torch.promote_types(exact, member.dtype)
-            flat = torch.zeros(bucket.numel, dtype=exact, device=device)
+            flat_dtype = functools.reduce(torch.promote_types, [member.dtype for member in members])
+            flat = torch.zeros(bucket.numel, dtype=flat_dtype, device=device)
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 flat.narrow(0, slot.start, slot.numel).copy_(flattened(parameter.data))
             synchronize(bucket, flat)
             compute = tag_memory(flat.to(dtype), COMPUTE)
-            kept, owned = master_dtype(dtype), self._owned(bucket, compute)
-            master = owned if kept == dtype else self._new_master(bucket.index, self._owned(bucket, flat), kept)
-            self._add(compute, owned, master, kept != dtype)
+            owned = self._owned(bucket, compute)
+            master = self._new_master(bucket.index, owned, master_dtype(dtype))
+            if master is not owned:
+                master.copy_(self._owned(bucket, flat))
+            self._add(compute, owned, master)
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 strides = dense_strides(parameter.data)
                 start = compute.storage_offset() + slot.start
                 parameter.data = compute.as_strided(parameter.shape, strides, start)
                 self._views[slot.index] = parameter.data
 
-    def _add(self, compute: torch.Tensor, owned: torch.Tensor, master: torch.Tensor, separate: bool) -> None:
-        """Have another bucket."""
+    def _add(self, compute: torch.Tensor, owned: torch.Tensor, master: torch.Tensor) -> None:
+        """Add the tensors of one bucket."""
         self.compute.append(compute)
         self.owned.append(owned)
         self.master.append(master)
-        self.separate.append(separate)
+        self.separate.append(master is not owned)
 
-    def _new_master(self, bucket: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self.placements.of_optimizer(bucket).zeros(values.numel(), dtype, MASTERS).copy_(values)
+    def _new_master(self, bucket: int, owned: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``owned`` if it has the dtype of the masters, otherwise new memory for them."""
+        if dtype == owned.dtype:
+            return owned
+        return self.placements.of_optimizer(bucket).zeros(owned.numel(), dtype, MASTERS)
 
     def placement_of_master(self, bucket: int) -> Placement:
         return self.placements.of_optimizer(bucket) if self.separate[bucket] else self.placement_of_compute(bucket)
@@ -177,33 +206,46 @@ class ParameterBuffer:
         return slot.whole or not self.shard
 
     def view_of(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
-        """The fragment's elements of ``flat`` (laid out like ``master[b]``): in the parameter's own shape and strides
-        if :meth:`keeps_shape`."""
+        """Return the fragment's elements of a tensor that is laid out like the master of its bucket.
+
+        They are flat, or have the parameter's shape and strides if :meth:`keeps_shape`.
+        """
         if not self.keeps_shape(fragment.slot):
             return flat.narrow(0, fragment.shard_start, fragment.numel)
         like = self.parameters[fragment.slot.index].data
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + fragment.shard_start)
 
+    def master_view(self, fragment: Fragment) -> torch.Tensor:
+        """Return the fragment's elements of the master, as :meth:`view_of` does."""
+        return self.view_of(fragment, self.master[fragment.slot.bucket])
+
     def sync_param_from_master(self, bucket: int, rounded: bool = False) -> None:
-        """Round the masters of ``bucket`` into this rank's range of the compute parameters, unless the update has
-        done so (``rounded``)."""
+        """Round the masters of a bucket into this rank's range of the compute parameters.
+
+        Args:
+            bucket: index of the bucket.
+            rounded: the update has done so already.
+        """
         if self.separate[bucket] and not rounded:
             self.owned[bucket].copy_(self.master[bucket])
-        # The buckets were written, and not the parameters, which are views of them with version counters of their own.
-        # Without this a second backward through a graph of before the step would silently use the new weights;
-        # PyTorch refuses it.
+        # The bucket was written. Parameters are views of it with version counters of their own, which have not changed.
+        # With a new version autograd refuses a second backward through a graph from before the step. Without it that
+        # backward would silently use the new weights.
         members = [self.parameters[slot.index] for slot in self.layout.buckets[bucket].slots]
         torch.autograd.graph.increment_version(members)
 
     @torch.no_grad()
     def collect_assigned_data(self) -> None:
-        """Parameters that the user has pointed to other memory (``p.data = values``) get their place in the bucket
-        back, and the values from there. Raises RuntimeError for values of another shape or dtype."""
+        """Copy tensors that the user has assigned (``p.data = values``) into the buckets, and restore the views.
+
+        Raises:
+            RuntimeError: an assigned tensor has another shape, dtype or device.
+        """
         # Compared in one C loop: in a steady step no parameter has moved.
         found = addresses(self.parameters) if self._views else []
         if found == self._addresses:
             return
-        # The view is asked for its address again, because a storage that was emptied and filled lies elsewhere now.
+        # Addresses of the views are read again: a storage that was emptied and filled has another one now.
         for index, view in self._views.items():
             if found[index] != address(view):
                 copy_assigned_data(self.layout.slots[index].name, self.parameters[index], view)
@@ -211,28 +253,29 @@ class ParameterBuffer:
 
     @torch.no_grad()
     def sync_master_from_param(self, bucket: int) -> None:
-        """Masters take the values that the user has written into the compute parameters: where those are not what the
-        masters round to. The kernels do it while they update."""
+        """Copy values that the user has written into the compute parameters to the masters.
+
+        An element was written if it is not what its master rounds to. zerolite's kernels do this while they update.
+        """
         if self.separate[bucket]:
             master = self.master[bucket]
             sync_master_from_param_(master, self.owned[bucket].to(master.device))
 
     @torch.no_grad()
     def copy_to_masters(self, indices: Collection[int]) -> None:
-        """Take the masters of these parameters from the compute parameters, after the user has written values into
-        those."""
+        """Copy the compute parameters of these indices to the masters, also where a master rounds to the same value."""
         for bucket, fragments in enumerate(self.fragments):
             if not self.separate[bucket]:
                 continue
             for fragment in fragments:
                 if fragment.slot.index in indices:
                     compute = self.view_of(fragment, self.owned[bucket])
-                    self.view_of(fragment, self.master[bucket]).copy_(compute)
+                    self.master_view(fragment).copy_(compute)
 
 
 class PartitionedParameterBuffer(ParameterBuffer):
-    """Buffer over partitioned parameters: ``compute[b]`` is this rank's row of the sliced bucket ``b`` and every
-    ``ds_tensor`` is a view of it."""
+    """Buffer of partitioned parameters: ``compute[b]`` is this rank's row of the sliced bucket ``b``, and ``ds_tensor``
+    of every parameter is a view of it."""
 
     def __init__(
         self,
@@ -255,27 +298,24 @@ class PartitionedParameterBuffer(ParameterBuffer):
         compute_dtype: Callable[[torch.nn.Parameter], torch.dtype],
         master_dtype: Callable[[torch.dtype], torch.dtype],
     ) -> None:
-        """Move every shard into its row, one bucket at a time, and take the masters from the values before any
-        rounding. Buckets that are filled stay as they are."""
+        """Move the shards into the buckets that are not filled yet, one at a time. Masters get the values before any
+        rounding. The arguments are those of :meth:`fill`."""
         self._choose_placements()
         for bucket in self.layout.buckets[len(self.compute) :]:
             members = [self.parameters[slot.index] for slot in bucket.slots]
             dtype = compute_dtype(members[0])
-            kept = master_dtype(dtype)
-            numel = bucket.numel // self.layout.world_size
             placement = self._compute_placements[bucket.index]
-            compute = placement.zeros(numel, dtype, COMPUTE)
-            master = compute
-            if kept != dtype:
-                master = self.placements.of_optimizer(bucket.index).zeros(numel, kept, MASTERS)
+            compute = placement.zeros(bucket.numel // self.layout.world_size, dtype, COMPUTE)
+            master = self._new_master(bucket.index, compute, master_dtype(dtype))
             for slot, parameter in zip(bucket.slots, members, strict=True):
                 if master is not compute:
                     master.narrow(0, slot.start, slot.part).copy_(parameter.ds_tensor)  # type: ignore[attr-defined]
                 self._move(parameter, compute.narrow(0, slot.start, slot.part), placement)
-            self._add(compute, compute, master, kept != dtype)
+            self._add(compute, compute, master)
 
     def _choose_placements(self) -> None:
-        """Choose the placements of new buckets: what a forward uses first, the last buckets, before the others."""
+        """Choose the placements of new buckets. The last buckets come first and get the room on the host, because a
+        forward uses them first."""
         placements = []
         for bucket in reversed(self.layout.buckets[len(self.compute) :]):
             persistent = all(self._is_persistent(self.parameters[slot.index]) for slot in bucket.slots)

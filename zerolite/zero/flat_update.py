@@ -90,7 +90,7 @@ class FlatUpdate:
         for members in shards:
             self._shards.append([shard for shard in members if shard.fragment.numel])
             for shard in self._shards[-1]:
-                shard.tensor = self._buffer.view_of(shard.fragment, self._buffer.master[shard.fragment.slot.bucket])
+                shard.tensor = self._buffer.master_view(shard.fragment)
                 self._steps_missed[shard.fragment.slot.index] = self._steps
         for flats in self._states or []:
             flats += self._new_states(groups, first)

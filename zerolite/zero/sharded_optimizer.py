@@ -233,7 +233,7 @@ class ShardedOptimizer(Optimizer):
             if state:
                 states[index] = state
             if self._buffer.separate[shard.fragment.slot.bucket]:
-                masters[index] = self._master_view(shard)
+                masters[index] = self._buffer.master_view(shard.fragment)
         groups = self.numbered_groups()
         return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
 
@@ -250,7 +250,7 @@ class ShardedOptimizer(Optimizer):
             index = position[shard.fragment.slot.index]
             self.method.load_state(shard, state_dict["state"].get(index, {}))
             if index in state_dict["masters"]:
-                self._master_view(shard).copy_(state_dict["masters"][index])
+                self._buffer.master_view(shard.fragment).copy_(state_dict["masters"][index])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in LOCAL_GROUP_KEYS})
         pipeline.on_masters_loaded()
@@ -266,9 +266,6 @@ class ShardedOptimizer(Optimizer):
         """Yield the shards that this rank updates."""
         for shards in self._shards:
             yield from shards
-
-    def _master_view(self, shard: OptimParamShard) -> torch.Tensor:
-        return self._buffer.view_of(shard.fragment, self._buffer.master[shard.fragment.slot.bucket])
 
     def _adopt_state(self) -> None:
         """States that the user's optimizer made before move to the shards."""

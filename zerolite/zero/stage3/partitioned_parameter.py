@@ -274,7 +274,7 @@ class PartitionedParameter:
             if self.context.reader is not None:
                 self.context.reader.on_written(self)
 
-    def on_drop_reads(self) -> None:
+    def count_write(self) -> None:
         """Count a write that the caller has made in the shard, and in ``full`` if that has values."""
         self.writes += 1
 
