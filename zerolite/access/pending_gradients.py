@@ -6,6 +6,7 @@ returns it. Called on all ranks alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,6 +146,24 @@ class PendingGradients:
             factor: Any = factors.get(index)
             found.append(norm if factor is None else norm * abs(factor))
         return found
+
+    @torch.no_grad()
+    def norms_of_parts(self, parts: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+        """Return norms of any order over all ranks, 0-dim float64, in one collective.
+
+        Args:
+            parts: this rank's part of each tensor.
+        """
+        if math.isinf(order):
+            sign = 1.0 if order > 0 else -1.0
+            own = [(sign * p.abs()).max().double() if p.numel() else p.new_tensor(-math.inf).double() for p in parts]
+            return list((sign * self.combine(torch.stack(own), largest=True)).unbind())
+        if order == 0:
+            return list(self.combine(torch.stack([(p != 0).sum().double() for p in parts]), largest=False).unbind())
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in parts]
+        norms = [torch.linalg.vector_norm(p, order, dtype=d) for p, d in zip(parts, wide, strict=True)]
+        powers = torch.stack([norm.double() ** order for norm in norms])
+        return list((self.combine(powers, largest=False) ** (1.0 / order)).unbind())
 
     @torch.no_grad()
     def check_finite(self, indices: Sequence[int], found_inf: torch.Tensor) -> None:

@@ -370,19 +370,7 @@ def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]
 def _norms_of_one(source: PendingGradients, gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
     if order == 2 and all(g.part is None for g in gradients):
         return source.norms([g.spec.index for g in gradients])
-    parts = [g.read() for g in gradients]
-    if math.isinf(order):
-        sign = 1.0 if order > 0 else -1.0
-        own = [(sign * p.abs()).max().double() if p.numel() else p.new_tensor(-math.inf).double() for p in parts]
-        return list((sign * source.combine(torch.stack(own), largest=True)).unbind())
-    if order == 0:
-        return list(source.combine(torch.stack([(p != 0).sum().double() for p in parts]), largest=False).unbind())
-    powers = [torch.linalg.vector_norm(p, order, dtype=_at_least_fp32(p)).double() ** order for p in parts]
-    return list((source.combine(torch.stack(powers), largest=False) ** (1.0 / order)).unbind())
-
-
-def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return source.norms_of_parts([g.read() for g in gradients], order)
 
 
 def _over_all(gradient: ShardedGradient, dim: Dims) -> bool:
