@@ -52,7 +52,7 @@ def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, dev
     """Shard the layers by the tensor-parallel plan. If the plan is wrong on one stage, all stages raise ValueError. It
     may match nothing on some stages, but not on all."""
     from zerolite import tensor_parallel
-    from zerolite.tensor_parallel.plan import no_plan, unmatched
+    from zerolite.tensor_parallel.plan import no_plan_sentence, unmatched
 
     stages = topology.pipe.world_size
     unused = RaiseTogether(HostGroup(topology.pipe, "parts"), "zerolite.initialize", ValueError).gather(
@@ -62,7 +62,7 @@ def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, dev
     )
     nowhere = set.intersection(*map(set, unused))
     if nowhere and len(unused) == stages > 1:  # a dry run sees its own stage only, so it cannot tell
-        sentence = no_plan(model) if "auto" in nowhere else f"{unmatched(min(nowhere), ())}, on any stage"
+        sentence = no_plan_sentence(model) if "auto" in nowhere else f"{unmatched(min(nowhere), ())}, on any stage"
         raise ValueError(f"tensor_parallel.plan: {sentence}")
 
 

@@ -21,9 +21,9 @@ from zerolite.utils.accelerator import default_device
 def tensor_ranks(size: int) -> Communicator:
     """Return the communicator of the ``size`` ranks that share layers with this one.
 
-    It is for layers that are made before ``zerolite.initialize`` is called with that ``tensor_parallel.size``. It
-    starts torch.distributed if that does not run. Called on all ranks, in the same order. Raises ValueError if ``size``
-    does not divide the number of ranks.
+    Use it for layers that are made before ``zerolite.initialize`` is called with that ``tensor_parallel.size``. It
+    starts torch.distributed if necessary. Called on all ranks, in the same order. Raises ValueError if ``size`` does
+    not divide the number of ranks.
     """
     init_distributed()
     device = default_device(local_rank())

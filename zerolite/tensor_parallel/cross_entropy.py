@@ -26,13 +26,13 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``F.cross_entropy`` of the full logits, the same on all ranks, though no rank has all logits.
+    """Return ``F.cross_entropy`` of the full logits on every rank, although each rank has only a range of them.
 
-    Called on all ranks of ``comm``, and so is its backward, which sends nothing.
+    It and its backward, which sends nothing, are called on all ranks of ``comm``.
 
     Args:
-        logits: floating [tokens, ceil(vocabulary / ranks)], this rank's range of the vocabulary. Logits behind the end
-            of the vocabulary are padding and ignored. 16-bit logits are computed in fp32.
+        logits: floating [tokens, ceil(vocabulary / ranks)], this rank's range of the vocabulary. Logits beyond the end
+            of the vocabulary are padding and are ignored. For 16-bit logits the loss is computed in fp32.
         target: integers [tokens], the same on all ranks.
         comm: the ranks that share the vocabulary.
         vocabulary: size of the full vocabulary.
@@ -41,7 +41,7 @@ def vocab_parallel_cross_entropy(
         A scalar, or [tokens] with reduction "none", in the dtype of ``logits`` (fp32 under autocast).
 
     Raises:
-        IndexError: a target is outside of the vocabulary and is not ``ignore_index`` (on CUDA: a device assertion).
+        IndexError: a target is neither in the vocabulary nor ``ignore_index`` (on CUDA: a device assertion).
         ValueError: the reduction is unknown.
     """
     if reduction not in ("none", "mean", "sum"):
@@ -50,31 +50,31 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"expected one target for each of {logits.shape[0]} tokens, got shape {list(target.shape)}")
     start = min(comm.rank * logits.shape[1], vocabulary)
     rows = min(logits.shape[1], vocabulary - start)
-    kept = target != ignore_index
-    index, here = _local_targets(target, kept, start, rows, vocabulary)
-    losses = _CrossEntropy.apply(logits, index, here, kept, comm, rows, vocabulary, label_smoothing)
-    wanted = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    valid = target != ignore_index
+    index, here = _local_targets(target, valid, start, rows, vocabulary)
+    losses = _CrossEntropy.apply(logits, index, here, valid, comm, rows, vocabulary, label_smoothing)
+    dtype = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     if reduction == "none":
-        return losses.to(wanted)
+        return losses.to(dtype)
     total = losses.sum()
-    return (total / kept.sum() if reduction == "mean" else total).to(wanted)
+    return (total / valid.sum() if reduction == "mean" else total).to(dtype)
 
 
-def _local_targets(target: Tensor, kept: Tensor, start: int, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return the index of each target among this rank's logits, int64 [tokens], and a mask of those that are here."""
-    wrong = kept & ((target < 0) | (target >= vocabulary))
+def _local_targets(target: Tensor, valid: Tensor, start: int, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return the index of each target in this rank's logits, int64 [tokens], and a mask of the targets in its range."""
+    wrong = valid & ((target < 0) | (target >= vocabulary))
     if target.device.type == "cpu" and not is_fake(target) and host_value(wrong.any()):
         value = int(host_value(target[wrong][0]))
         raise IndexError(f"Target {value} is out of bounds: expected 0 to {vocabulary - 1}, or ignore_index")
     local = target - start
-    here = kept & (local >= 0) & (local < rows)
-    # On CUDA a wrong target gets an index that gather refuses, so that the host need not wait to check it.
+    here = valid & (local >= 0) & (local < rows)
+    # On CUDA a wrong target gets an index that gather refuses, so the host does not wait for the device to check it.
     index = torch.where(here, local, torch.where(wrong, max(rows, 1), 0))
     return index.to(torch.int64), here
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Loss of each token, fp32 (fp64 for fp64 logits) [tokens]; 0 for ignored targets."""
+    """Loss of each token, [tokens] in fp32 (fp64 for fp64 logits); 0 for ignored targets."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits: Tensor,
         index: Tensor,
         here: Tensor,
-        kept: Tensor,
+        valid: Tensor,
         comm: Communicator,
         rows: int,
         vocabulary: int,
@@ -91,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
         tokens = logits.shape[0]
         exact = torch.float32 if logits.dtype in HALF else logits.dtype
         own = logits.detach()[:, :rows]
-        # Subtract the largest logit of all ranks before exp(), which would overflow otherwise.
+        # Subtract the largest logit of all ranks first: exp() would overflow otherwise.
         largest = own.amax(1).to(exact) if rows else own.new_full((tokens,), -float("inf"), dtype=exact)
         if sends(largest, comm):
             comm.all_reduce_max(largest, TAG)
@@ -101,30 +101,30 @@ class _CrossEntropy(torch.autograd.Function):
             sums[1] = torch.where(here, shifted.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
         if smoothing:
             sums[2] = shifted.sum(1)
-        chances = shifted.exp_()
-        sums[0] = chances.sum(1)
+        probabilities = shifted.exp_()
+        sums[0] = probabilities.sum(1)
         if sends(sums, comm):
             comm.all_reduce(sums.view(-1), TAG).wait()
         losses = sums[0].log() - sums[1]
         if smoothing:
             losses = (1 - smoothing) * losses + smoothing * (sums[0].log() - sums[2] / vocabulary)
-        # Backward needs only the probabilities of this rank's logits, which are in the memory of the exponentials.
-        chances /= sums[0].unsqueeze(1)
-        ctx.save_for_backward(chances, index, here, kept)
+        # Backward needs only the probabilities of this rank's logits. They overwrite the exponentials.
+        probabilities /= sums[0].unsqueeze(1)
+        ctx.save_for_backward(probabilities, index, here, valid)
         ctx.smoothing, ctx.vocabulary, ctx.like = smoothing, vocabulary, (logits.shape, logits.dtype)
-        return torch.where(kept, losses, 0.0)
+        return torch.where(valid, losses, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        chances, index, here, kept = ctx.saved_tensors
+        probabilities, index, here, valid = ctx.saved_tensors
         shape, dtype = ctx.like
-        rows = chances.shape[1]
-        gradient = torch.where(kept, gradient, 0.0)
-        result = chances.new_zeros(shape) if rows < shape[1] else torch.empty_like(chances)
+        rows = probabilities.shape[1]
+        gradient = torch.where(valid, gradient, 0.0)
+        result = probabilities.new_zeros(shape) if rows < shape[1] else torch.empty_like(probabilities)
         own = result[:, :rows]
         if rows:
-            torch.mul(chances, gradient.unsqueeze(1), out=own)
+            torch.mul(probabilities, gradient.unsqueeze(1), out=own)
             if ctx.smoothing:
                 own -= (gradient * (ctx.smoothing / ctx.vocabulary)).unsqueeze(1)
             target = torch.where(here, gradient * (ctx.smoothing - 1.0), 0.0)

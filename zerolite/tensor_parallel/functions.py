@@ -3,15 +3,16 @@
 Shoeybi et al., "Megatron-LM" (2019), section 3, names the first pair f and g; Korthikanti et al., "Reducing activation
 recomputation" (2022), the pairs along the sequence. The forward of each is the backward of its partner:
 
-    copy             unchanged           sum over ranks      into a layer of which each rank has some outputs
-    reduce           sum over ranks      unchanged           out of a layer of which each rank has some inputs
+                     forward             backward            use
+    copy             unchanged           sum over ranks      before a column-parallel layer
+    reduce           sum over ranks      unchanged           after a row-parallel layer
     gather           all parts           this rank's part    the computation after it is the same on all ranks
     scatter          this rank's part    all parts           the computation before it is the same on all ranks
     all_gather       all parts           sum, this part      the computation after it differs between ranks
     reduce_scatter   sum, this part      all parts           the computation before it differs between ranks
 
-Each takes and returns a floating tensor of any shape and dtype. It is called on all ranks of the communicator with
-equal shapes, in the same order, and so is its backward. On one rank the tensor itself is returned. For fake tensors
+Each takes and returns a floating tensor of any shape and dtype. The function and its backward are called on all ranks
+of the communicator with equal shapes, in the same order. On one rank the tensor itself is returned. For fake tensors
 (torch.FakeTensorMode) a collective runs only over a communicator that sends nothing: see
 :func:`zerolite.comm.dry_communicator`.
 """
@@ -40,7 +41,7 @@ def reduce(x: Tensor, comm: Communicator, in_place: bool = False) -> Tensor:
     """Return the sum over ranks.
 
     Args:
-        in_place: no other code uses ``x``, so its memory may hold the result.
+        in_place: write the result into the memory of ``x``, which no other code uses.
     """
     return _applied("reduce", x, comm, in_place=in_place)
 
@@ -61,46 +62,47 @@ def all_gather(x: Tensor, comm: Communicator, dim: int = 1) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, comm: Communicator, dim: int = 1, in_place: bool = False) -> Tensor:
-    """Return this rank's part along ``dim`` of the sum over ranks. Raises ValueError if ``x`` cannot be divided
-    equally.
+    """Return this rank's part along ``dim`` of the sum over ranks.
 
     Args:
-        in_place: no other code uses ``x``, so its memory may be overwritten.
+        in_place: overwrite the memory of ``x``, which no other code uses.
+
+    Raises:
+        ValueError: ``x`` cannot be divided equally.
     """
     return _applied("reduce_scatter", x, comm, dim, in_place)
 
 
 def shared_copy(x: Tensor, comm: Communicator) -> Tensor:
-    """:func:`copy`, shared by all layers that read the same tensor.
+    """Return :func:`copy` of ``x``, one for all layers that read the tensor.
 
-    Their gradients are summed on this rank before they are summed over ranks: one all-reduce for query, key and value,
-    instead of three. The copy lives as long as ``x`` and shares its memory.
+    Their gradients are summed on this rank first, so query, key and value need one all-reduce instead of three. The
+    copy lives as long as ``x`` and shares its memory.
     """
     if comm.world_size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _remembered(x, comm, "copy", lambda: _applied("copy", x, comm, in_place=True))
+    return _cached(x, comm, "copy", lambda: _applied("copy", x, comm, in_place=True))
 
 
 def shared_all_gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """:func:`all_gather`, done once for all layers that read the same tensor, as long as the tensor lives."""
-    return x if comm.world_size == 1 else _remembered(x, comm, dim, lambda: all_gather(x, comm, dim))
+    """Return :func:`all_gather` of ``x``, done once for all layers that read the tensor."""
+    return x if comm.world_size == 1 else _cached(x, comm, dim, lambda: all_gather(x, comm, dim))
 
 
-_ATTRIBUTE = "_zerolite_entered"
+_CACHE = "_zerolite_entered"
 
 
-def _remembered(x: Tensor, comm: Communicator, what: object, make: Callable[[], Tensor]) -> Tensor:
+def _cached(x: Tensor, comm: Communicator, what: object, make: Callable[[], Tensor]) -> Tensor:
+    """Return ``make()``, or the result of the last call if ``x`` has the same state. It is an attribute of ``x``."""
     # Inference tensors have no version counter, and cannot be saved for backward anyway.
     version = None if x.is_inference() else x._version
-    # The version changes when ``x`` is written in place: then the remembered tensor is not valid any more.
+    # The version changes when ``x`` is written in place: then the cached tensor is not valid any more.
     state = (id(comm), what, version, torch.is_grad_enabled(), x.requires_grad)
-    known = getattr(x, _ATTRIBUTE, None)
-    if known is not None and known[0] == state:
-        made: Tensor = known[1]
-        return made
-    made = make()
-    setattr(x, _ATTRIBUTE, (state, made))
-    return made
+    cached_state, result = getattr(x, _CACHE, (None, x))
+    if cached_state != state:
+        result = make()
+        setattr(x, _CACHE, (state, result))
+    return result
 
 
 def _applied(kind: str, x: Tensor, comm: Communicator, dim: int = 0, in_place: bool = False) -> Tensor:
@@ -118,23 +120,23 @@ def _applied(kind: str, x: Tensor, comm: Communicator, dim: int = 0, in_place: b
 
 
 def sends(x: Tensor, comm: Communicator) -> bool:
-    """True if ``x`` has elements to send, or if a recorder should note them in a dry run."""
+    """True if a collective of ``x`` must be called: it has elements, and is real or belongs to a dry run."""
     return x.numel() > 0 and (comm.peers_agree or not is_fake(x))
 
 
-def _sum(x: Tensor, comm: Communicator, in_place: bool) -> Tensor:
+def _all_reduced(x: Tensor, comm: Communicator, in_place: bool) -> Tensor:
     summed = x.detach() if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     if sends(summed, comm):
         comm.all_reduce(summed.view(-1), TAG).wait()
     return summed
 
 
-def _all_parts(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+def _gathered_parts(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     size = comm.world_size
     part = x.detach()
     full = part.new_empty((size, *part.shape))
     full[comm.rank].copy_(part)
-    if sends(full, comm):  # not gather_shards: the flight recorder would keep its tensors, activations here, alive
+    if sends(full, comm):  # not gather_shards: the flight recorder would keep its tensors, here activations, alive
         comm.all_gather(full.view(-1), TAG).wait()
     return full.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
 
@@ -144,7 +146,7 @@ def _own_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     return x.detach().narrow(dim, comm.rank * length, length).clone(memory_format=torch.contiguous_format)
 
 
-def _summed_part(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Tensor:
+def _reduce_scattered(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Tensor:
     size = comm.world_size
     length = x.shape[dim] // size
     rows = x.detach().unflatten(dim, (size, length)).movedim(dim, 0)
@@ -153,7 +155,7 @@ def _summed_part(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Ten
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     if not sends(rows, comm):
         return rows.new_empty(shape)
-    # Autograd refuses in-place writes into a view that a function returns; after detach() it is not one.
+    # Autograd refuses in-place writes into a view that a function returns. detach() makes it an ordinary tensor.
     return comm.reduce_scatter(rows.view(-1), TAG).wait().view(shape).detach()
 
 
@@ -161,22 +163,22 @@ def _summed_part(x: Tensor, comm: Communicator, dim: int, in_place: bool) -> Ten
 # to its base: with shared_copy(), where the input refers to the output, the two would keep each other alive.
 _FORWARD: dict[str, Callable[[Tensor, Communicator, int, bool], Tensor]] = {
     "copy": lambda x, comm, dim, in_place: x.detach(),
-    "reduce": lambda x, comm, dim, in_place: _sum(x, comm, in_place),
-    "gather": lambda x, comm, dim, in_place: _all_parts(x, comm, dim),
+    "reduce": lambda x, comm, dim, in_place: _all_reduced(x, comm, in_place),
+    "gather": lambda x, comm, dim, in_place: _gathered_parts(x, comm, dim),
     "scatter": lambda x, comm, dim, in_place: _own_part(x, comm, dim),
-    "all_gather": lambda x, comm, dim, in_place: _all_parts(x, comm, dim),
-    "reduce_scatter": _summed_part,
+    "all_gather": lambda x, comm, dim, in_place: _gathered_parts(x, comm, dim),
+    "reduce_scatter": _reduce_scattered,
 }
 # The backward of each function is its partner, as in Megatron-LM: the gradient of a copy is a sum, and so on.
 _PAIRS = (("copy", "reduce"), ("gather", "scatter"), ("all_gather", "reduce_scatter"))
-_PARTNER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+_BACKWARD_OF = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 
 class _Exchange(torch.autograd.Function):
-    """One of the functions above.
+    """Autograd function behind all functions above.
 
-    ``in_place``: the memory of the input, or of the gradient of a copy, may hold the result. Other branches of the
-    graph may use the same gradient tensor; then the sum gets memory of its own.
+    With ``in_place`` the result is written into the memory of the input, or for a copy into the memory of its gradient.
+    Without it the sum gets its own memory, because other branches of the graph may use the same gradient tensor.
     """
 
     @staticmethod
@@ -189,4 +191,4 @@ class _Exchange(torch.autograd.Function):
         if ctx.kind == "reduce" and not torch.is_grad_enabled():
             return gradient, None, None, None, None  # "copy" changes nothing, unless a second backward will follow
         own = ctx.kind == "copy" and ctx.in_place
-        return _Exchange.apply(gradient, ctx.comm, _PARTNER[ctx.kind], ctx.dim, own), None, None, None, None
+        return _Exchange.apply(gradient, ctx.comm, _BACKWARD_OF[ctx.kind], ctx.dim, own), None, None, None, None

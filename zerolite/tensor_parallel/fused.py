@@ -12,32 +12,32 @@ from zerolite.tensor_parallel.plan import TensorPlanError
 FUSED_GATE = "gate_up_proj gate_up w12 w13 wi_fused up_gate fc1_gate".split()
 FUSED_KEY_VALUE = "kv kv_proj to_kv key_value c_kv w_kv wkv".split()
 
-# Hugging Face's attention, by the folder of its model. For families in neither list the user has to say it.
+# Hugging Face's attention, by the folder of its model. For families in neither list the plan must give the parts.
 _CONTIGUOUS_HEADS = "gpt_neox gpt_neox_japanese gpt_bigcode persimmon falcon bloom".split()  # [heads, 3, head width]
-_ONE_BEHIND_THE_OTHER = "gpt2 imagegpt decision_transformer openai phi3 phi4_multimodal modernbert mpt".split()
+_CONCATENATED = "gpt2 imagegpt decision_transformer openai phi3 phi4_multimodal modernbert mpt".split()
 
 
 def column_sizes(layer: Layer, tp_block: ParallelBlock | None) -> tuple[list[int], str]:
-    """Return the sizes of the fused parts of a column, each of which is sharded, and a description of them.
+    """Return the sizes of the fused parts of a column, each of which is sharded, and a description of the parts.
 
-    The description is "" for a single part. Raises TensorPlanError if the parts cannot be found out.
+    The description is "" for a single part. Raises TensorPlanError if the parts cannot be inferred.
 
     Args:
         layer: the column.
         tp_block: its parallel block; None for a column whose outputs are gathered.
     """
     if layer.style.parts is not None:
-        given = _given_parts(layer, layer.style.parts)
+        given = _parts_of_plan(layer, layer.style.parts)
         if tp_block is not None:
-            _check_given(layer, tp_block, given)
+            _check_sizes_of_plan(layer, tp_block, given)
         return given, "as the plan says"
-    return ([layer.outputs], "") if tp_block is None else _inferred(layer, tp_block)
+    return ([layer.outputs], "") if tp_block is None else _infer_sizes(layer, tp_block)
 
 
-def _check_given(layer: Layer, tp_block: ParallelBlock, given: list[int]) -> None:
+def _check_sizes_of_plan(layer: Layer, tp_block: ParallelBlock, given: list[int]) -> None:
     """Raise TensorPlanError if ``given`` contradicts the known arrangement of the layer.
 
-    Outputs that belong together would be on different ranks, and nothing else would show it.
+    Outputs that belong together would be on different ranks, and no other check would notice.
     """
     kind = type(tp_block.module_of(layer))
     read = {row.inputs for row in _rows_of(layer, tp_block)}
@@ -45,14 +45,14 @@ def _check_given(layer: Layer, tp_block: ParallelBlock, given: list[int]) -> Non
     if not (_from_library(kind) or alone):
         return
     try:
-        known, why = ([layer.outputs], "") if alone else _inferred(layer, tp_block)
+        known, why = ([layer.outputs], "") if alone else _infer_sizes(layer, tp_block)
     except TensorPlanError:
-        return  # the arrangement is unknown, so the user's is taken
+        return  # the arrangement is unknown, so the user's is used
     if given != known:
         how = why or "one layer, each rank having consecutive outputs"
         raise TensorPlanError(
             f"expected parts {known} of '{layer.name}', which {kind.__name__} reads as {how}, got {given}: ranks would "
-            'compute with outputs that do not belong together; remove "parts" from its style'
+            'compute with outputs that do not belong together. Remove "parts" from its style'
         )
 
 
@@ -61,25 +61,25 @@ def _rows_of(layer: Layer, tp_block: ParallelBlock) -> list[Layer]:
     return [row for row in tp_block.rows if row.parent == layer.parent] or tp_block.rows
 
 
-def _inferred(layer: Layer, tp_block: ParallelBlock) -> tuple[list[int], str]:
-    """Infer the result of :func:`column_sizes` if the plan does not say it."""
+def _infer_sizes(layer: Layer, tp_block: ParallelBlock) -> tuple[list[int], str]:
+    """Infer the result of :func:`column_sizes` for a plan without parts."""
     near = {row.inputs for row in _rows_of(layer, tp_block)}
     others = [one for one in tp_block.columns if one.parent == layer.parent and one is not layer]
     thirds = layer.outputs == 3 * layer.inputs and layer.outputs not in near and layer.inputs in near
     if layer.last_name in FUSED_ATTENTION or thirds:
         has_query = any(one.last_name in SEPARATE_ATTENTION and one.outputs in near for one in others)
-        return _halves(layer) if has_query else _attention(layer, tp_block.module_of(layer), near)
+        return _key_and_value(layer) if has_query else _attention(layer, tp_block.module_of(layer), near)
     if layer.last_name in FUSED_KEY_VALUE:
-        return _halves(layer)
+        return _key_and_value(layer)
     gate = layer.outputs % 2 == 0 and layer.outputs // 2 in near and layer.outputs not in near and not others
     if layer.last_name in FUSED_GATE or gate:
         return [layer.outputs // 2] * 2, "gate and up"
     if layer.outputs > max(near) and layer.last_name not in SEPARATE_ATTENTION:
         raise TensorPlanError(
             f"expected as many outputs of the column '{layer.name}' as the row reads inputs, {sorted(near)}, got "
-            f'{layer.outputs}; give it the style {{"style": "column", "parts": [...]}} with the sizes of what is fused '
-            "in it, if these can be divided",
-            whole=layer.parent,
+            f'{layer.outputs}; give it the style {{"style": "column", "parts": [...]}} with the sizes of the layers '
+            "that are fused in it, if these can be divided",
+            unsharded=layer.parent,
         )
     return [layer.outputs], ""
 
@@ -94,8 +94,8 @@ def check_family(tp_block: ParallelBlock) -> None:
         if biased and tp_block.is_attention:
             raise TensorPlanError(
                 f"expected attention that computes each head by itself, got {kind.__name__} in '{tp_block.name}', "
-                "whose model makes a bias (ALiBi) of all heads: it cannot be sharded, but its MLP layers can",
-                whole=tp_block.name,
+                "whose model computes a bias (ALiBi) of all heads: it cannot be sharded, but its MLP layers can",
+                unsharded=tp_block.name,
             )
 
 
@@ -108,7 +108,7 @@ def _family(kind: type[nn.Module]) -> str:
     return kind.__module__.split(".")[2] if _from_library(kind) else ""
 
 
-def _halves(layer: Layer) -> tuple[list[int], str]:
+def _key_and_value(layer: Layer) -> tuple[list[int], str]:
     if layer.outputs % 2:
         raise TensorPlanError(
             f"expected key and value in '{layer.name}', as its name says, got {layer.outputs} outputs"
@@ -122,12 +122,12 @@ def _attention(layer: Layer, inner: nn.Module, reads: set[int]) -> tuple[list[in
     shared = bool(getattr(inner, "multi_query", False)) and not grouped
     if family in _CONTIGUOUS_HEADS and not shared and (grouped or layer.outputs == 3 * layer.inputs):
         return [layer.outputs], f"by heads, which are contiguous in {name}"
-    if family and not shared and family not in _ONE_BEHIND_THE_OTHER:
+    if family and not shared and family not in _CONCATENATED:
         raise TensorPlanError(
-            f"expected to know how {name} arranges query, key and value in '{layer.name}', got a class that is not "
-            'known; if they are one behind the other, say it with the style {"style": "column", "parts": 3}, and with '
-            '"parts": 1 if each head\'s are; else it cannot be sharded',
-            whole=layer.parent,
+            f"expected a known arrangement of query, key and value in '{layer.name}', got class {name}, whose "
+            'arrangement is unknown; write the style {"style": "column", "parts": 3} if they follow each other, or '
+            '"parts": 1 if those of each head do. Any other arrangement cannot be sharded',
+            unsharded=layer.parent,
         )
     for query in sorted(reads, key=lambda width: (width != layer.inputs, width)):
         rest = layer.outputs - query
@@ -142,7 +142,7 @@ def _attention(layer: Layer, inner: nn.Module, reads: set[int]) -> tuple[list[in
     )
 
 
-def _given_parts(layer: Layer, given: int | tuple[int, ...]) -> list[int]:
+def _parts_of_plan(layer: Layer, given: int | tuple[int, ...]) -> list[int]:
     if isinstance(given, int):
         if layer.outputs % given:
             raise TensorPlanError(

@@ -1,9 +1,9 @@
 """Tensor-parallel layers.
 
-A layer is made in one of two ways: by its constructor, or by :func:`shard_column` and its siblings from an existing
-layer. The latter changes the class of the object, which stays the same object with the same Parameters, hooks and place
-in its model. Each Parameter keeps only this rank's shard; :func:`zerolite.tensor_parallel.shard_spec.shard_spec_of`
-describes it.
+A layer is made in one of two ways: by its constructor, or from an existing layer by :func:`shard_column` and the like.
+These functions change the class of the object. It stays the same object, with the same Parameters and hooks, in its
+model. Each Parameter keeps only this rank's shard, which :func:`zerolite.tensor_parallel.shard_spec.shard_spec_of`
+describes.
 """
 
 from __future__ import annotations
@@ -21,68 +21,80 @@ from zerolite.comm.initial_sync import synchronize_tensors
 from zerolite.tensor_parallel import functions
 from zerolite.tensor_parallel.logits import VocabParallelLogits
 from zerolite.tensor_parallel.plan import linear_shape
-from zerolite.tensor_parallel.regions import Region, seen_input
+from zerolite.tensor_parallel.regions import Region, full_tensor
 from zerolite.tensor_parallel.shard_spec import ShardSpec, mark_partial, set_shard_spec, shard_parameter, shard_spec_of
 
 
-class Edge(Protocol):
-    """Beginning or end of the sharded sequence: see sequence.py.
+class SequenceState(Protocol):
+    """Sharded sequence of consecutive blocks: see :mod:`zerolite.tensor_parallel.sequence`.
 
     Attributes:
-        began: the sequence has been sharded in this forward.
-        batch: batch size of the hidden states there.
+        is_sharded: the sequence has been sharded in a forward.
+        batch_size: batch size of the hidden states.
     """
 
-    began: bool
-    batch: int
-
-
-def _tokens_of(x: Tensor, edge: Edge | None) -> tuple[int, int, int] | None:
-    """Return the shape [batch, sequence, width] of ``x`` if the block has merged batch and sequence, as OPT does; else
-    None."""
-    return (edge.batch, x.shape[0] // edge.batch, x.shape[1]) if x.dim() == 2 and edge is not None else None
+    is_sharded: bool
+    batch_size: int
 
 
 _NOT_SHARDED = (
-    "tensor_parallel.sequence_parallel: expected the first of the blocks whose layers are sharded to be called by the "
-    "model, so that the sequence is sharded there, got a layer in it that was called without; leave sequence_parallel "
-    "out"
+    "tensor_parallel.sequence_parallel: expected a call of the first block with sharded layers, where the sequence is "
+    "sharded, got a call of a layer inside it alone; leave sequence_parallel out"
 )
 
 
 class TensorParallelLayer(nn.Module):
-    """Base class of the sharded layers. A copy of a layer communicates with the same ranks and holds the same
-    shards."""
+    """Base class of the sharded layers. A copy of a layer has the same shards and communicates with the same ranks.
+
+    Attributes:
+        comm: the tensor-parallel ranks.
+        region: the region that this layer begins or ends.
+        sequence: with sequence parallelism, the sharded sequence.
+        sequence_dim: dimension along which its inputs or outputs are sharded outside of the region.
+    """
 
     comm: Communicator
-    region: Region | None = None  # the region that this layer begins or ends
-    edge: Edge | None = None  # where the sequence is sharded
-    sequence: int | None = None  # dimension along which its inputs or outputs are sharded outside of the region
+    region: Region | None = None
+    sequence: SequenceState | None = None
+    sequence_dim: int | None = None
+
+    def set_region(self, region: Region) -> None:
+        self.region = region
+
+    def set_sequence(self, dim: int, sequence: SequenceState) -> None:
+        """Shard the layer's inputs or outputs outside of its region along ``dim``, the sequence."""
+        self.sequence_dim, self.sequence = dim, sequence
+
+    def _unmerged_shape(self, x: Tensor) -> tuple[int, int, int] | None:
+        """Return the shape [batch, sequence, width] of ``x`` if the block has merged its first two dimensions, as OPT
+        does; otherwise None."""
+        batch = None if self.sequence is None else self.sequence.batch_size
+        return (batch, x.shape[0] // batch, x.shape[1]) if x.dim() == 2 and batch is not None else None
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.comm.rank} of {self.comm.world_size}"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        made = self.__class__.__new__(self.__class__)
-        memo[id(self)], memo[id(self.comm)] = made, self.comm  # a process group cannot be copied: share it
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)], memo[id(self.comm)] = copied, self.comm  # a process group cannot be copied: share it
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for name, parameter in self._parameters.items():
             spec = None if parameter is None else shard_spec_of(parameter)
             if spec is not None:
-                set_shard_spec(made._parameters[name], spec)  # type: ignore[arg-type]
-        return made
+                set_shard_spec(copied._parameters[name], spec)  # type: ignore[arg-type]
+        return copied
 
 
 class ColumnParallelLinear(TensorParallelLayer, nn.Linear):
     """``nn.Linear`` of which this rank computes some outputs: rows of the weight, [out_features / ranks, in_features].
 
-    The input, [..., in_features], is the same on all ranks (with ``sequence``: a shard along that dimension). The
+    The input, [..., in_features], is the same on all ranks (with ``sequence_dim``: a shard along that dimension). The
     output is this rank's [..., out_features / ranks], or with ``gather_output`` the full one, [..., out_features].
     """
 
     transposed = False  # the weight is [in_features, out_features]: Hugging Face's Conv1D
     gather_output = False
-    shares: list[int]  # outputs of this rank in each fused part
+    local_sizes: list[int]  # outputs of this rank in each fused part
 
     def __init__(
         self,
@@ -111,11 +123,11 @@ class ColumnParallelLinear(TensorParallelLayer, nn.Linear):
         return self._column(x, self.weight, self.bias)
 
     def _column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x = seen_input(x)
-        if self.sequence is not None:
-            if self.edge is not None and not self.edge.began:
+        x = full_tensor(x)
+        if self.sequence_dim is not None:
+            if self.sequence is not None and not self.sequence.is_sharded:
                 raise RuntimeError(_NOT_SHARDED)
-            x = self._whole_sequence(x)
+            x = self._gather_sequence(x, self.sequence_dim)
         else:
             x = functions.shared_copy(x, self.comm)
         out = F.linear(x, weight.t() if self.transposed else weight, bias)
@@ -125,37 +137,36 @@ class ColumnParallelLinear(TensorParallelLayer, nn.Linear):
             self.region.enter(out, self.training)
         return out
 
-    def _whole_sequence(self, x: Tensor) -> Tensor:
-        assert self.sequence is not None
-        tokens = _tokens_of(x, self.edge)
-        if tokens is None:
-            return functions.shared_all_gather(x, self.comm, self.sequence)
-        return functions.shared_all_gather(x.view(tokens), self.comm, self.sequence).flatten(0, 1)
+    def _gather_sequence(self, x: Tensor, dim: int) -> Tensor:
+        shape = self._unmerged_shape(x)
+        if shape is None:
+            return functions.shared_all_gather(x, self.comm, dim)
+        return functions.shared_all_gather(x.view(shape), self.comm, dim).flatten(0, 1)
 
     def _gathered(self, out: Tensor) -> Tensor:
         out = functions.gather(out, self.comm)
-        if len(self.shares) == 1:
+        if len(self.local_sizes) == 1:
             return out
         # The gathered outputs are ordered by rank, and within it by part. Order them by part, as in the full layer.
-        ranks = [rank.split(self.shares, -1) for rank in out.split(sum(self.shares), -1)]
-        return torch.cat([rank[part] for part in range(len(self.shares)) for rank in ranks], -1)
+        ranks = [rank.split(self.local_sizes, -1) for rank in out.split(sum(self.local_sizes), -1)]
+        return torch.cat([rank[part] for part in range(len(self.local_sizes)) for rank in ranks], -1)
 
 
 class SharedColumnLinear(ColumnParallelLinear):
     """A column-parallel layer of which several ranks need the same outputs: key and value with fewer heads than ranks.
 
-    The weight is whole on all ranks, and each computes some outputs. Its gradient is the sum of the ranks' gradients.
+    All ranks have the full weight, and each computes some outputs. The gradient is the sum of the ranks' gradients.
     """
 
     runs: list[tuple[int, int]]  # starts and lengths of the outputs that this rank computes
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._column(x, self._own(self.weight, int(self.transposed)), self._own(self.bias, 0))
+        return self._column(x, self._select(self.weight, int(self.transposed)), self._select(self.bias, 0))
 
-    def _own(self, whole: Tensor | None, dim: int) -> Any:
-        if whole is None:
+    def _select(self, full: Tensor | None, dim: int) -> Any:
+        if full is None:
             return None
-        return torch.cat([whole.narrow(dim, start, length) for start, length in self.runs], dim)
+        return torch.cat([full.narrow(dim, start, length) for start, length in self.runs], dim)
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -176,7 +187,7 @@ class RowParallelLinear(TensorParallelLayer, nn.Linear):
 
     The input is this rank's [..., in_features / ranks], or with ``input_is_parallel=False`` the full one. The output,
     [..., out_features], is the sum over ranks, to which the bias is added once. It is the same on all ranks (with
-    ``sequence``: a shard along that dimension).
+    ``sequence_dim``: a shard along that dimension).
     """
 
     transposed = False
@@ -201,18 +212,24 @@ class RowParallelLinear(TensorParallelLayer, nn.Linear):
         _take_first_ranks_values(self, comm)
         shard_row(self, comm, input_is_parallel)
 
+    def set_sequence(self, dim: int, sequence: SequenceState) -> None:
+        super().set_sequence(dim, sequence)
+        # The bias is added after the reduce-scatter, to this rank's part of the sequence only.
+        if self._parameters["bias"] is not None:
+            mark_partial(self._parameters["bias"])
+
     def forward(self, x: Tensor) -> Tensor:
         if self.region is not None:
-            # The region ends before this layer computes: the sum over ranks is the same on all of them, as outside.
+            # The region ends before this layer computes, because the sum over ranks is the same on all of them.
             self.region.leave()
         if not self.input_is_parallel:
-            x = functions.scatter(seen_input(x), self.comm)
+            x = functions.scatter(full_tensor(x), self.comm)
         out = F.linear(x, self.weight.t() if self.transposed else self.weight)
-        if self.sequence is not None:
-            tokens = _tokens_of(out, self.edge)
-            out = out if tokens is None else out.view(tokens)
-            out = functions.reduce_scatter(out, self.comm, self.sequence, in_place=True)
-            out = out if tokens is None else out.flatten(0, 1)
+        if self.sequence_dim is not None:
+            shape = self._unmerged_shape(out)
+            out = out if shape is None else out.view(shape)
+            out = functions.reduce_scatter(out, self.comm, self.sequence_dim, in_place=True)
+            out = out if shape is None else out.flatten(0, 1)
             return out if self.bias is None else out + self.bias.to(out.dtype)
         out = functions.reduce(out, self.comm, in_place=True)
         return out if self.bias is None else out.add_(self.bias.to(out.dtype))
@@ -221,8 +238,7 @@ class RowParallelLinear(TensorParallelLayer, nn.Linear):
 class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
     """``nn.Embedding`` of which this rank holds a range of rows, [ceil(num_embeddings / ranks), embedding_dim].
 
-    The last ranks are padded. It takes indices of any shape and returns their vectors, [..., embedding_dim], on all
-    ranks.
+    The last ranks are padded. For indices of any shape it returns the vectors, [..., embedding_dim], on all ranks.
     """
 
     start: int  # first row of this rank in the full weight
@@ -248,15 +264,17 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         shard_embedding(self, comm)
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Look up ``indices``. Raises IndexError (on CUDA: a device assertion) for indices outside of the full
-        vocabulary."""
+        """Look up ``indices``.
+
+        Raises IndexError (on CUDA: a device assertion) for indices outside of the full vocabulary.
+        """
         local = indices - self.start
         here = (local >= 0) & (local < self.rows)
-        elsewhere = (indices >= 0) & (indices < self.vocabulary)
-        # Row 0 takes the place of tokens of other ranks, and its vectors are zeroed below, so that the sum over ranks
-        # has each vector once. Wrong indices get one that F.embedding refuses.
+        valid = (indices >= 0) & (indices < self.vocabulary)
+        # Tokens of other ranks read row 0, and their vectors are zeroed below, so that the sum over ranks has each
+        # vector once. Wrong indices become an index that F.embedding refuses.
         beyond = self.weight.shape[0]
-        local = torch.where(here, local, torch.where(elsewhere, 0, beyond))
+        local = torch.where(here, local, torch.where(valid, 0, beyond))
         out = F.embedding(local, self.weight, self.padding_idx)
         out.masked_fill_(~here.unsqueeze(-1), 0.0)
         return functions.reduce(out, self.comm, in_place=True)
@@ -268,54 +286,61 @@ def _take_first_ranks_values(module: nn.Module, comm: Communicator) -> None:
 
 
 def part_sizes(length: int, parts: int | Sequence[int]) -> list[int]:
-    """Return the sizes of the ``parts`` that a layer of ``length`` outputs fuses. Raises ValueError if it cannot be."""
+    """Return the sizes of the parts that a layer of ``length`` outputs fuses.
+
+    Args:
+        length: number of outputs.
+        parts: number of equal parts, or their sizes.
+
+    Raises:
+        ValueError: ``length`` is not a multiple of the number of parts.
+    """
     if not isinstance(parts, int):
         return list(parts)
     if parts < 1 or length % parts:
-        raise ValueError(f"expected outputs of {parts} parts of equal size, got {length} outputs")
+        raise ValueError(f"expected {parts} parts of equal size, got {length} outputs, which they do not divide")
     return [length // parts] * parts
 
 
 def shard_column(
     module: nn.Module, comm: Communicator, parts: int | Sequence[int] = 1, gather_output: bool = False
 ) -> None:
-    """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`ColumnParallelLinear` in place."""
+    """Turn an nn.Linear or Hugging Face's Conv1D into a :class:`ColumnParallelLinear` in place."""
     transposed, inputs, outputs = linear_shape(module)
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     sizes = part_sizes(outputs, parts)
     spec = ShardSpec.of_parts((inputs, outputs) if transposed else (outputs, inputs), int(transposed), sizes, comm)
     shard_parameter(weight, spec)
     shard_parameter(bias, ShardSpec.of_parts((outputs,), 0, sizes, comm))
-    _become(module, ColumnParallelLinear, comm, inputs, spec.length, transposed)
+    _change_class(module, ColumnParallelLinear, comm, inputs, spec.length, transposed)
     module.gather_output = gather_output  # type: ignore[assignment]
-    module.shares = [size // comm.world_size for size in sizes]  # type: ignore[assignment]
+    module.local_sizes = [size // comm.world_size for size in sizes]  # type: ignore[assignment]
 
 
 def share_column(
     module: nn.Module, comm: Communicator, sizes: Sequence[int], shared: Sequence[bool], width: int
 ) -> None:
-    """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`SharedColumnLinear` in place.
+    """Turn an nn.Linear or Hugging Face's Conv1D into a :class:`SharedColumnLinear` in place.
 
     Args:
         sizes: outputs of each fused part.
-        shared: which of these parts have fewer heads than there are ranks.
+        shared: for each part, True if it has fewer heads than there are ranks.
         width: outputs of a head.
     """
     transposed, inputs, _ = linear_shape(module)
     runs, start = [], 0
-    for length, several in zip(sizes, shared, strict=True):
-        own = width if several else length // comm.world_size
+    for length, is_shared in zip(sizes, shared, strict=True):
+        own = width if is_shared else length // comm.world_size
         runs.append((start + comm.rank * length // (comm.world_size * own) * own, own))
         start += length
     for parameter in module.parameters(recurse=False):
         mark_partial(parameter)
-    _become(module, SharedColumnLinear, comm, inputs, sum(length for _, length in runs), transposed)
-    module.runs, module.shares = runs, [length for _, length in runs]  # type: ignore[assignment]
+    _change_class(module, SharedColumnLinear, comm, inputs, sum(length for _, length in runs), transposed)
+    module.runs, module.local_sizes = runs, [length for _, length in runs]  # type: ignore[assignment]
 
 
 def shard_last_dim(module: nn.Module, key: str, comm: Communicator) -> None:
-    """Shard the last dimension of a parameter that ``module`` uses directly, such as a bias with one number for each
-    head."""
+    """Shard the last dimension of a parameter that ``module`` uses directly, such as a bias with a number per head."""
     parameter = module._parameters[key]
     assert parameter is not None
     shape = tuple(parameter.shape)
@@ -329,51 +354,51 @@ def shard_last_dim(module: nn.Module, key: str, comm: Communicator) -> None:
 
 
 class ShardedByHeads(TensorParallelLayer):
-    """Mixin for a module with a parameter that has a number for each head, of which this rank has some."""
+    """Mixin for a module with a parameter that has a number per head, of which this rank has some."""
 
 
 def shard_head(module: nn.Module, comm: Communicator) -> None:
-    """Make an nn.Linear a :class:`VocabParallelHead` in place."""
+    """Turn an nn.Linear into a :class:`VocabParallelHead` in place."""
     transposed, inputs, outputs = linear_shape(module)
     spec = ShardSpec.of_rows((inputs, outputs) if transposed else (outputs, inputs), int(transposed), comm)
     shard_parameter(module._parameters["weight"], spec)
     shard_parameter(module._parameters["bias"], ShardSpec.of_rows((outputs,), 0, comm))
-    _become(module, VocabParallelHead, comm, inputs, spec.length, transposed)
+    _change_class(module, VocabParallelHead, comm, inputs, spec.length, transposed)
     module.vocabulary = outputs  # type: ignore[assignment]
 
 
 def shard_row(module: nn.Module, comm: Communicator, input_is_parallel: bool = True) -> None:
-    """Make an nn.Linear, or Hugging Face's Conv1D, a :class:`RowParallelLinear` in place."""
+    """Turn an nn.Linear or Hugging Face's Conv1D into a :class:`RowParallelLinear` in place."""
     transposed, inputs, outputs = linear_shape(module)
     spec = ShardSpec.of_parts(
         (inputs, outputs) if transposed else (outputs, inputs), int(not transposed), [inputs], comm
     )
     shard_parameter(module._parameters["weight"], spec)
-    _become(module, RowParallelLinear, comm, spec.length, outputs, transposed)
+    _change_class(module, RowParallelLinear, comm, spec.length, outputs, transposed)
     module.input_is_parallel = input_is_parallel  # type: ignore[assignment]
 
 
 def shard_embedding(module: nn.Module, comm: Communicator) -> None:
-    """Make an nn.Embedding a :class:`VocabParallelEmbedding` in place."""
+    """Turn an nn.Embedding into a :class:`VocabParallelEmbedding` in place."""
     assert isinstance(module, nn.Embedding)
-    whole = (module.num_embeddings, module.embedding_dim)
-    spec = ShardSpec.of_rows(whole, 0, comm)
+    vocabulary = module.num_embeddings
+    spec = ShardSpec.of_rows((vocabulary, module.embedding_dim), 0, comm)
     shard_parameter(module._parameters["weight"], spec)
     kind = type(module)
     if kind.forward in (nn.Embedding.forward, VocabParallelEmbedding.forward):
         module.__class__ = VocabParallelEmbedding
-    else:  # its own forward calls super().forward, which then is VocabParallelEmbedding's
+    else:  # the class's own forward calls super().forward, which is then VocabParallelEmbedding's
         module.__class__ = type(f"VocabParallel{kind.__name__}", (kind, VocabParallelEmbedding), {})
     assert isinstance(module, VocabParallelEmbedding)
-    module.comm, module.vocabulary, module.num_embeddings = comm, whole[0], spec.length
-    module.start = min(comm.rank * spec.length, whole[0])
+    module.comm, module.vocabulary, module.num_embeddings = comm, vocabulary, spec.length
+    module.start = min(comm.rank * spec.length, vocabulary)
     module.rows = sum(length for _, _, length in spec.ranges)
     if module.padding_idx is not None:
-        local = module.padding_idx % whole[0] - module.start
+        local = module.padding_idx % vocabulary - module.start
         module.padding_idx = local if 0 <= local < module.rows else None
 
 
-def _become(
+def _change_class(
     module: nn.Module, kind: type[nn.Module], comm: Communicator, inputs: int, outputs: int, transposed: bool
 ) -> None:
     module.__class__ = kind
@@ -381,16 +406,3 @@ def _become(
     module.in_features, module.out_features = inputs, outputs  # type: ignore[assignment]
     if transposed:
         module.nx, module.nf = inputs, outputs  # type: ignore[assignment]
-
-
-def along_sequence(module: TensorParallelLayer, dim: int, edge: Edge) -> None:
-    """Shard the layer's inputs or outputs outside of its region along ``dim``, the sequence.
-
-    Args:
-        edge: where the sequence is sharded.
-    """
-    module.sequence, module.edge = dim, edge
-    bias = module._parameters.get("bias")
-    # The bias is added after the reduce-scatter, to this rank's part of the sequence only.
-    if isinstance(module, RowParallelLinear) and bias is not None:
-        mark_partial(bias)

@@ -1,14 +1,13 @@
 """Vocabulary-parallel logits: a sharded tensor that behaves like the full one.
 
-An operation that needs every logit of a token gathers them first; other operations work on the shard: see
+An operation that needs all logits of a token gathers them first; other operations work on the shard. See
 :class:`VocabParallelLogits`.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import operator
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,19 +24,18 @@ from zerolite.utils.nested import Arguments, Function, Keywords
 class VocabParallelLogits(Tensor):
     """Logits [..., vocabulary], of which this rank has [..., ceil(vocabulary / ranks)].
 
-    ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed in parallel, also after changes
-    of dtype or of the leading dimensions, and after a multiplication with a number. Every other operation first gathers
-    the logits, once, and continues with an ordinary tensor: results are always those of the full logits. So each
-    operation is called on all ranks of the tensor group, in the same order.
+    ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed on the shards, also after
+    changes of dtype or of the leading dimensions, and after a multiplication with a number. Every other operation first
+    gathers the logits, once, and continues with an ordinary tensor. So results are always those of the full logits, and
+    each operation is called on all ranks of the tensor group, in the same order.
     """
 
     _state: _State
 
     @staticmethod
     def of(local: Tensor, comm: Communicator, vocabulary: int) -> VocabParallelLogits:
-        """Return the logits of which this rank has ``local``, [..., ceil(vocabulary / ranks)], padded behind the
-        vocabulary."""
-        return _wrap(_State(local, comm, vocabulary))
+        """Return the logits with this rank's shard ``local``, [..., ceil(vocabulary / ranks)], padded at the end."""
+        return _wrapped(_State(local, comm, vocabulary))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,8 +75,8 @@ class _State:
 
     Attributes:
         local: this rank's logits.
-        full: the gathered logits, which replace ``local`` once they exist.
-        aliased: another object's ``local`` shares this memory.
+        full: the gathered logits, which replace ``local`` as soon as they exist.
+        aliased: the ``local`` of another object shares this memory.
     """
 
     def __init__(self, local: Tensor, comm: Communicator, vocabulary: int, aliased: bool = False) -> None:
@@ -96,30 +94,31 @@ class _State:
 
     def like(self, local: Tensor) -> VocabParallelLogits:
         # A view shares memory with these logits: a write into one of them would have to reach the other.
-        shares = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
-        self.aliased = self.aliased or shares
-        return _wrap(_State(local, self.comm, self.vocabulary, shares))
+        same = local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        self.aliased = self.aliased or same
+        return _wrapped(_State(local, self.comm, self.vocabulary, same))
 
 
-def _wrap(state: _State) -> VocabParallelLogits:
-    made: VocabParallelLogits = _FullLogits.apply(state.local, state)
-    return made
+def _wrapped(state: _State) -> VocabParallelLogits:
+    logits: VocabParallelLogits = _FullLogits.apply(state.local, state)
+    return logits
 
 
 class _FullLogits(torch.autograd.Function):
-    """The full logits as a tensor without memory.
+    """Autograd function that returns the full logits as a tensor without memory.
 
-    Code that ignores ``__torch_function__``, such as an autograd function, is differentiated as with ordinary logits.
+    So code that ignores ``__torch_function__``, such as an autograd function, is differentiated as with ordinary
+    logits.
     """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, state: _State) -> Tensor:
         ctx.shard = state.comm.rank * local.shape[-1], local.shape[-1], state.vocabulary
-        made: Any = Tensor._make_wrapper_subclass(
+        logits: Any = Tensor._make_wrapper_subclass(
             VocabParallelLogits, state.shape, dtype=local.dtype, device=local.device, layout=local.layout
         )
-        made._state = state
-        return made
+        logits._state = state
+        return logits
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> object:
@@ -151,23 +150,23 @@ def _without_padding(full: Tensor, vocabulary: int) -> Tensor:
 
 
 def _refuse_lost_writes(func: Function, first: VocabParallelLogits | None) -> None:
-    """Raise RuntimeError for an in-place write to memory that another object shows too.
+    """Raise RuntimeError for an in-place write to memory that another object shares.
 
-    The write would go to the gathered copy, and the other object would not see it.
+    The write would go to the gathered copy, and the other object would not get it.
     """
     name = getattr(func, "__name__", "")
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if writes and first is not None and first._state.aliased and first._state.full is None:
         raise RuntimeError(
-            f"expected no {name} on a view of logits that each tensor-parallel rank has a part of; write to a copy, "
+            f"expected no {name} on a view of logits that are sharded over tensor-parallel ranks; write to a copy, "
             "logits.gathered().clone()"
         )
 
 
-# Computes an operation on the shard. NotImplemented: this call needs the full logits.
+# Computes an operation on the shard, or returns NotImplemented if this call needs the full logits.
 _Handler = Callable[["_State", Function, Arguments, Keywords], object]
 _LOCAL_OPS: dict[Function, _Handler] = {}
-# The wrapper itself answers these, with the full shape.
+# The wrapper itself handles these, with the full shape.
 _METADATA: set[Function] = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
@@ -214,13 +213,13 @@ def _metadata_of_the_shard(state: _State, func: Function, args: Arguments, kwarg
 )
 def _same_shape(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     made = func(state.local, *_gathered(args), **_gathered(kwargs))
-    # On another device the ranks may have no backend to gather with later, so it is gathered now.
+    # The ranks may have no backend to gather on another device later, so gather now.
     return state.like(made) if made.device == state.local.device else NotImplemented
 
 
 @_computed_locally(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div)
 @_computed_locally(Tensor.true_divide, torch.true_divide)
-def _times_number(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
+def _scale(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
     if kwargs or len(args) != 1 or not isinstance(args[0], (int, float)):
         return NotImplemented
     return state.like(func(state.local, args[0]))
@@ -233,14 +232,13 @@ def _view(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> o
     sizes = list(args[0]) if len(args) == 1 and not isinstance(args[0], int) else list(args)
     if not all(isinstance(size, int) for size in sizes):
         return NotImplemented
-    known = functools.reduce(operator.mul, (size for size in sizes if size != -1), 1)
-    total = functools.reduce(operator.mul, state.shape, 1)
-    if sizes.count(-1) > 1 or not known or (total % known if -1 in sizes else total != known):
+    given, total = math.prod(size for size in sizes if size != -1), math.prod(state.shape)
+    if sizes.count(-1) > 1 or not given or (total % given if -1 in sizes else total != given):
         return NotImplemented
-    whole = [total // known if size == -1 else size for size in sizes]
-    if whole[-1] != state.vocabulary:
+    shape = [total // given if size == -1 else size for size in sizes]
+    if shape[-1] != state.vocabulary:
         return NotImplemented
-    return state.like(func(state.local, (*whole[:-1], state.local.shape[-1])))
+    return state.like(func(state.local, (*shape[:-1], state.local.shape[-1])))
 
 
 @_computed_locally(Tensor.view_as)
@@ -260,7 +258,7 @@ def _flatten(state: _State, func: Function, args: Arguments, kwargs: Keywords) -
 
 @_computed_locally(Tensor.__getitem__)
 def _slice(state: _State, func: Function, args: Arguments, kwargs: Keywords) -> object:
-    """Index leading dimensions while the last one stays whole."""
+    """Index leading dimensions; the last one must stay complete."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not all(item is Ellipsis or type(item) in (int, slice) for item in index) or index.count(Ellipsis) > 1:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Match of a plan's patterns to a model's layers, checked before anything changes."""
+"""Matching of a plan's patterns to a model's layers, and checks before the model is changed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zerolite.tensor_parallel.layers import (
 from zerolite.tensor_parallel.parallel_blocks import Layer, ParallelBlock
 from zerolite.tensor_parallel.plan import (
     Match,
-    NoPlan,
+    NoPlanError,
     Style,
     TensorPlanError,
     auto_plan,
-    by_itself,
     embedding_like,
+    is_auto,
     linear_like,
     parse_style,
     resolve,
@@ -46,39 +46,46 @@ def check_model(model: nn.Module) -> None:
 
 
 def find_matches(
-    model: nn.Module, modules: Mapping[str, nn.Module], given: Any, stage: bool
+    model: nn.Module, modules: Mapping[str, nn.Module], plan: Any, stage: bool
 ) -> tuple[dict[str, Match], list[str]]:
+    """Return the match of each module or parameter by name, and the patterns that match nothing.
+
+    Args:
+        model: the model.
+        modules: all its modules by name.
+        plan: the plan of the config.
+        stage: the model is a pipeline stage, so patterns may match nothing.
+    """
     names = [name for name in modules if name]
-    names += [name for name in _names_elsewhere(model) if name not in modules]
+    names += [name for name in _names_on_other_stages(model) if name not in modules]
     used = _used_by_functions(model)
     names += [name for name in used if name not in names]
-    if isinstance(given, str) and any(isinstance(module, TensorParallelLayer) for module in modules.values()):
-        return {}, []  # the model's author has written it in parts
-    words = {} if isinstance(given, str) else given
-    own = {pattern: parse_style(pattern, style) for pattern, style in words.items() if (pattern, style) != AUTO}
-    both, unused = _resolve(own, model, names, stage)
-    if by_itself(given):
-        whole = tuple(f"{name}." for name, match in both.items() if match.style.kind == "whole")
-        said = {name for name in names if name in both or name.startswith(whole)}
+    if isinstance(plan, str) and any(isinstance(module, TensorParallelLayer) for module in modules.values()):
+        return {}, []  # the model's author has written it with tensor-parallel layers
+    given = {} if isinstance(plan, str) else plan
+    own = {pattern: parse_style(pattern, style) for pattern, style in given.items() if (pattern, style) != AUTO}
+    found, unused = _resolve(own, model, names, stage)
+    if is_auto(plan):
+        whole = tuple(f"{name}." for name, match in found.items() if match.style.kind == "whole")
+        rest = [name for name in names if name not in found and not name.startswith(whole)]
         try:
-            plan = auto_plan(model, modules)
-        except NoPlan:
+            brought = auto_plan(model, modules)
+        except NoPlanError:
             if not (stage and getattr(model, "is_pipeline_module", False)):
-                raise  # otherwise a layer that only another stage makes may bring one
-            return both, [*unused, "auto"]
-        added, _ = _resolve(plan, model, [name for name in names if name not in said], True)
-        both = added | both
-    wrong = [name for name in used if name in both and both[name].style.kind not in ("whole", "partial")]
+                raise  # otherwise a layer that only another stage builds may have a plan
+            return found, [*unused, "auto"]
+        found = _resolve(brought, model, rest, True)[0] | found
+    wrong = [name for name in used if name in found and found[name].style.kind not in ("whole", "partial")]
     if wrong:
         raise TensorPlanError(
             f"expected layers whose forward is called, got '{wrong[0]}', which the forward_fn of a TiedLayerSpec uses "
             "in another way; leave it out of tensor_parallel.plan"
         )
-    return both, unused
+    return found, unused
 
 
 AUTO = ("*", "auto")
-"""Entry of a plan that adds the plan that the model brings."""
+"""Entry of a plan that adds the plan of the model itself."""
 
 
 def _resolve(
@@ -91,31 +98,27 @@ def _resolve(
     found, unused = resolve(layers, names, optional)
     rest, unused_rest = resolve(others, [*names, *parameters], optional)
     both = {**found, **rest}
-    for name in found.keys() & rest.keys():
-        both[name] = _more_specific(name, found[name], rest[name])
+    for name in found.keys() & rest.keys():  # the more specific pattern is used
+        patterns = {match.pattern: match.style for match in (found[name], rest[name])}
+        both[name] = resolve(patterns, [name])[0][name]
     return both, [*unused, *unused_rest]
 
 
 def _used_by_functions(model: nn.Module) -> list[str]:
-    """Return the tied layers of a PipelineModule that a forward_fn uses in another way than calling them."""
+    """Return the tied layers of a PipelineModule that a forward_fn uses without calling them."""
     indices: Any = getattr(model, "first_indices", ())
     specs: Any = getattr(model, "specs", ()) if getattr(model, "is_pipeline_module", False) else ()
     return [f"layers.{indices[at]}" for at, spec in enumerate(specs) if getattr(spec, "forward_fn", None) is not None]
 
 
-def _names_elsewhere(model: nn.Module) -> list[str]:
-    """Return the modules of the full model, on any stage, that have a parameter of this stage as their weight."""
+def _names_on_other_stages(model: nn.Module) -> list[str]:
+    """Return the modules of the full model, on any stage, whose weight is a parameter of this stage."""
     names = [names_of(parameter) or () for parameter in model.parameters()]
     return [name.removesuffix(".weight") for several in names for name in several if name.endswith(".weight")]
 
 
-def _more_specific(name: str, one: Match, other: Match) -> Match:
-    plan = {one.pattern: one.style, other.pattern: other.style}
-    return resolve(plan, [name])[0][name]
-
-
 def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) -> list[Layer]:
-    """Return the layers to be sharded, each once. Raises TensorPlanError for layers that cannot be."""
+    """Return the layers to shard, each once. Raises TensorPlanError for layers that cannot be sharded."""
     layers: dict[int, Layer] = {}
     for name, match in found.items():
         module = modules.get(name)
@@ -127,7 +130,7 @@ def find_layers(found: Mapping[str, Match], modules: Mapping[str, nn.Module]) ->
         if before is not None and before.style != style:
             raise TensorPlanError(
                 f"expected one style for the module that is both '{before.name}' and '{name}', got {before.style} and "
-                f"{style}; give them the same"
+                f"{style}; give both names the same style"
             )
         if before is None and module._parameters["weight"] is not None:
             layers[id(module)] = Layer(name, module, style)
@@ -142,7 +145,7 @@ def find_sharded_layers(modules: Mapping[str, nn.Module], comm: Communicator) ->
         if isinstance(module, TensorParallelLayer) and module.comm.world_size != comm.world_size:
             raise TensorPlanError(
                 f"expected layers in {comm.world_size} parts, as tensor_parallel.size says, got '{name}' in "
-                f"{module.comm.world_size}"
+                f"{module.comm.world_size}; make the layers with tensor_ranks({comm.world_size})"
             )
         if isinstance(module, RowParallelLinear):
             layers.append(Layer(name, module, Style("row", input_is_parallel=module.input_is_parallel)))
@@ -151,7 +154,7 @@ def find_sharded_layers(modules: Mapping[str, nn.Module], comm: Communicator) ->
     try:
         return parallel_blocks.find_parallel_blocks(layers, modules)
     except TensorPlanError:
-        return []  # a column without a row is the author's business here
+        return []  # the author may use a column without a row
 
 
 def _check_layer(name: str, module: nn.Module, match: Match) -> None:
@@ -167,11 +170,8 @@ def _check_layer(name: str, module: nn.Module, match: Match) -> None:
             if getattr(module, option):
                 raise TensorPlanError(f"expected an embedding without {option} as {what}; remove it or the pattern")
     elif not linear_like(module) or isinstance(module, nn.Embedding):
-        raise TensorPlanError(f"expected an nn.Linear{_or_embedding(kind)} as {what}, got {_description(module)}")
-
-
-def _or_embedding(kind: str) -> str:
-    return " or nn.Embedding" if kind == "vocab" else ""
+        wanted = "nn.Linear or nn.Embedding" if kind == "vocab" else "nn.Linear"
+        raise TensorPlanError(f"expected an {wanted} as {what}, got {_description(module)}")
 
 
 def _description(module: nn.Module) -> str:
@@ -192,29 +192,29 @@ def _add_tied(layers: dict[int, Layer], found: Mapping[str, Match], modules: Map
     """
     styles: dict[int, tuple[str, Style]] = {}
     for layer in layers.values():
-        known = styles.setdefault(id(layer.module._parameters["weight"]), (layer.name, layer.style))
-        if known[1] != layer.style:
-            raise TensorPlanError(_DIFFERENT.format(known[1], known[0], layer.style, layer.name))
+        name, style = styles.setdefault(id(layer.module._parameters["weight"]), (layer.name, layer.style))
+        if style != layer.style:
+            raise TensorPlanError(_DIFFERENT_STYLES.format(style, name, layer.style, layer.name))
     for name, module in modules.items():
         for key, parameter in module._parameters.items():
             if parameter is None or id(module) in layers or isinstance(module, TensorParallelLayer):
                 continue
-            where, style = styles.get(id(parameter)) or _style_elsewhere(parameter, found)
-            if style is None:
+            where, tied = styles.get(id(parameter)) or _style_on_other_stage(parameter, found)
+            if tied is None:
                 continue
-            can_be = embedding_like(module) or linear_like(module)
-            if style.kind != "vocab" or key != "weight" or not can_be:
-                raise TensorPlanError(_DIFFERENT.format(style, where, "none", name))
-            layers[id(module)] = Layer(name, module, style)
+            can_be_sharded = embedding_like(module) or linear_like(module)
+            if tied.kind != "vocab" or key != "weight" or not can_be_sharded:
+                raise TensorPlanError(_DIFFERENT_STYLES.format(tied, where, "none", name))
+            layers[id(module)] = Layer(name, module, tied)
             logger.info("tensor_parallel: '%s' has the weight of '%s' and is sharded with it", name, where)
 
 
-_DIFFERENT = (
+_DIFFERENT_STYLES = (
     "expected the same style wherever a weight is used, got {} for '{}' and {} for '{}', which has the same weight"
 )
 
 
-def _style_elsewhere(parameter: nn.Parameter, found: Mapping[str, Match]) -> tuple[str, Style | None]:
+def _style_on_other_stage(parameter: nn.Parameter, found: Mapping[str, Match]) -> tuple[str, Style | None]:
     for name in names_of(parameter) or ():
         match = found.get(name.removesuffix(".weight"))
         if match is not None and match.style.kind == "vocab":

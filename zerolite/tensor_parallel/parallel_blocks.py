@@ -9,8 +9,8 @@ from torch import nn
 
 from zerolite.tensor_parallel.plan import Style, TensorPlanError, is_container, linear_shape
 
-# Names that model code uses (transformers, timm, LLaMA and their like). Attributes that count heads or widths are
-# divided by the number of ranks; the names of layers tell which outputs are query, key and value.
+# Names in the code of models (transformers, timm, LLaMA and the like). Attributes with numbers of heads or widths are
+# divided by the number of ranks. Names of layers show which outputs are query, key and value.
 HEADS = (
     "heads n_head n_heads nhead num_heads num_head n_local_heads num_attention_heads num_q_heads num_query_heads "
     "n_kv_head n_kv_heads kv_heads num_kv_heads n_local_kv_heads num_key_value_heads num_kv"
@@ -43,7 +43,7 @@ class Layer:
         module: the layer.
         style: how it is sharded.
         sizes: sizes of the parts that a column fuses (query, key and value).
-        shared: which of these parts several ranks read, see :func:`share_heads`.
+        shared: for each of these parts, True if several ranks compute the same head: see :func:`share_heads`.
         head_width: width of a head in the shared parts.
     """
 
@@ -53,6 +53,12 @@ class Layer:
     sizes: list[int] = field(default_factory=list)
     shared: list[bool] = field(default_factory=list)
     head_width: int = 0
+
+    def set_sizes(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def share_parts(self, shared: list[bool], head_width: int) -> None:
+        self.shared, self.head_width = shared, head_width
 
     @property
     def parent(self) -> str:
@@ -73,7 +79,7 @@ class Layer:
 
 @dataclass
 class ParallelBlock:
-    """The innermost module that contains column-parallel layers and their row-parallel layers: attention or an MLP.
+    """The innermost module with column-parallel layers and their row-parallel layers: attention or an MLP.
 
     Attributes:
         name: its name in the model.
@@ -113,12 +119,11 @@ Number = tuple[str, str, int]
 
 KEY_VALUE = frozenset("k v k_proj v_proj key value wk wv to_k to_v k_lin v_lin".split())
 REPEATS = "num_key_value_groups num_kv_groups kv_groups n_rep num_rep num_queries_per_kv".split()
-"""How many heads of the query read one of key and value."""
+"""Attributes with the number of query heads that read one head of key and value."""
 
 
 def find_parallel_blocks(layers: Sequence[Layer], modules: Mapping[str, nn.Module]) -> list[ParallelBlock]:
-    """Group ``layers`` into parallel blocks. Raises TensorPlanError for a column without a row, and for a row without a
-    column."""
+    """Group ``layers`` into parallel blocks. Raises TensorPlanError for a column or row without its counterpart."""
     groups: dict[str, list[Layer]] = {}
     for layer in layers:
         if layer.style.kind in ("column", "row") and not layer.style.gather_output and layer.style.input_is_parallel:
@@ -137,7 +142,7 @@ def find_parallel_blocks(layers: Sequence[Layer], modules: Mapping[str, nn.Modul
         above = name.rpartition(".")[0]
         alone = not (columns and rows)
         if not name or (alone and is_container(modules[above])):
-            raise TensorPlanError(_unpaired(columns, rows, name), whole=name or None)
+            raise TensorPlanError(_unpaired(columns, rows, name), unsharded=name or None)
         groups.setdefault(above, []).extend(group)
     return tp_blocks
 
@@ -166,7 +171,7 @@ def _unpaired(columns: Sequence[Layer], rows: Sequence[Layer], name: str) -> str
         )
     return (
         f"expected a column {where} for the row {_names(rows)}, because each rank reads a part of its input, got none; "
-        'add the layer in front of it as "column", or say "rowwise_split_input"'
+        'add the layer before it as "column", or write "rowwise_split_input"'
     )
 
 
@@ -175,7 +180,7 @@ def _names(layers: Sequence[Layer]) -> str:
 
 
 def head_width(tp_block: ParallelBlock) -> int | None:
-    """Return the outputs of one head, which no shard may divide; None if nothing is known of heads."""
+    """Return the number of outputs of one head, which no shard may divide; None if heads are not known."""
     reads = {row.inputs for row in tp_block.rows}
     parts = {size for layer in tp_block.columns for size in layer.sizes}
     for _, _, value in tp_block.numbers(HEAD_WIDTHS):
@@ -192,8 +197,8 @@ def head_width(tp_block: ParallelBlock) -> int | None:
 def share_heads(tp_block: ParallelBlock, size: int) -> None:
     """Find key and value with fewer heads than ranks, and mark them as shared.
 
-    Their layers stay whole on every rank. Each rank computes only the head that its queries read, and several ranks
-    compute the same one.
+    Every rank keeps the full layer, and computes only the head that its queries read. Several ranks compute the same
+    head.
     """
     width = head_width(tp_block) if tp_block.is_attention else None
     for layer in tp_block.columns:
@@ -201,8 +206,7 @@ def share_heads(tp_block: ParallelBlock, size: int) -> None:
         few = [0 < number < size and size % number == 0 for number in heads]
         fused = len(heads) == 3 and layer.last_name not in KEY_VALUE
         if layer.last_name in KEY_VALUE or fused:
-            layer.shared = [may and not (fused and place == 0) for place, may in enumerate(few)]
-            layer.head_width = width or 0
+            layer.share_parts([may and not (fused and index == 0) for index, may in enumerate(few)], width or 0)
 
 
 def check_heads(tp_block: ParallelBlock, size: int) -> None:
@@ -218,14 +222,14 @@ def check_heads(tp_block: ParallelBlock, size: int) -> None:
                 raise TensorPlanError(
                     f"expected a number of heads in '{layer.name}' that is a multiple of tensor_parallel.size {size}, "
                     f"got {heads} heads of width {width}{more}{choose}",
-                    whole=tp_block.name,
+                    unsharded=tp_block.name,
                 )
 
 
 def numbers_to_divide(tp_block: ParallelBlock, size: int) -> list[Number]:
-    """Return the numbers of heads and the widths of which this rank has only a part, with its share of each.
+    """Return the attributes with numbers of heads and widths to divide, with this rank's share as the value.
 
-    Raises TensorPlanError if attention does not say its number of heads, or if ranks cannot share them equally.
+    Raises TensorPlanError if attention has no attribute with its number of heads, or if ranks cannot have equal shares.
     """
     if not tp_block.is_attention:
         return []
@@ -235,50 +239,58 @@ def numbers_to_divide(tp_block: ParallelBlock, size: int) -> list[Number]:
             f"expected the number of heads, or the width of one, in an attribute of '{tp_block.name}', got none of the "
             f"known names ({', '.join([*HEADS[:4], *HEAD_WIDTHS[:2]])}, ...) that fits; name the attributes that its "
             f'forward uses in tensor_parallel.divide, as ["{tp_block.name}.heads"], or write [] if it uses none',
-            whole=tp_block.name,
+            unsharded=tp_block.name,
         )
     shared = {part for one in tp_block.columns for part, several in zip(one.sizes, one.shared, strict=False) if several}
     reads = {row.inputs for row in tp_block.rows}
     parts = reads | {size for layer in tp_block.columns for size in layer.sizes}
     for layer in tp_block.columns:
-        # One part by heads, [groups, queries + key + value, width]: the width of key and value is not among the sizes.
+        # In one part by heads, [groups, queries + key + value, width], the sizes do not contain that of key and value.
         if layer.last_name in FUSED_ATTENTION and len(layer.sizes) == 1:
             parts |= {(layer.outputs - read) // 2 for read in reads}
     found = [(where, name, value) for where, name, value in heads if value * width in parts]
     if heads and not found:
-        shown = ", ".join(f"{name} {value}" for _, name, value in heads)
+        got = ", ".join(f"{name} {value}" for _, name, value in heads)
         raise TensorPlanError(
-            f"expected numbers of heads in '{tp_block.name}' that fit layers of {sorted(parts)} features, got {shown}; "
+            f"expected numbers of heads in '{tp_block.name}' that fit layers of {sorted(parts)} features, got {got}; "
             "name the attributes that its forward uses in tensor_parallel.divide",
-            whole=tp_block.name,
+            unsharded=tp_block.name,
         )
     widths = [one for one in tp_block.numbers(WIDTHS) if found and one[2] in parts]
     shares = [
-        (where, name, 1 if value * width in shared else _share(where, name, value, size))
+        (where, name, 1 if value * width in shared else share_of((where, name, value), size, where))
         for where, name, value in found
     ]
     shares += [
-        (where, name, width if value in shared else _share(where, name, value, size)) for where, name, value in widths
+        (where, name, width if value in shared else share_of((where, name, value), size, where))
+        for where, name, value in widths
     ]
     if shared:  # each rank has one head of key and value, which all its queries read
-        kept = max(shared) // width
-        shares += [(where, name, value * kept // size) for where, name, value in tp_block.numbers(REPEATS)]
+        heads_of_keys = max(shared) // width
+        shares += [(where, name, value * heads_of_keys // size) for where, name, value in tp_block.numbers(REPEATS)]
     return shares
 
 
-def _share(where: str, name: str, value: int, size: int) -> int:
-    """Return a rank's share of a number. Raises TensorPlanError if ranks cannot have equal shares."""
+def share_of(number: Number, size: int, unsharded: str | None = None) -> int:
+    """Return a rank's share of a number. Raises TensorPlanError if ranks cannot have equal shares.
+
+    Args:
+        number: the attribute.
+        size: number of ranks.
+        unsharded: module that the error advises to leave unsharded.
+    """
+    where, name, value = number
     if value % size:
         raise TensorPlanError(
             f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, because each rank has an "
             f"equal share, got {value}; choose a size that divides {value}",
-            whole=where,
+            unsharded=unsharded,
         )
     return value // size
 
 
 def biases_of_heads(tp_block: ParallelBlock) -> list[tuple[nn.Module, str]]:
-    """Return the position biases [..., heads] in attention, as modules and keys. They are sharded with the heads."""
+    """Return the position biases [..., heads] of attention as (module, key). They are sharded with the heads."""
     width = head_width(tp_block) if tp_block.is_attention else None
     if width is None:
         return []

@@ -28,11 +28,11 @@ from zerolite.tensor_parallel.plan import (
     Match,
     TensorPlanError,
     advice,
-    general,
+    generalize,
     matches,
     unmatched,
 )
-from zerolite.tensor_parallel.regions import FirstForward, Outside, Region, SeenInputs
+from zerolite.tensor_parallel.regions import FirstForwardErrors, LocalShapeHook, Region, ReplicatedModuleCheck
 from zerolite.tensor_parallel.shard_spec import is_partial, mark_partial, shard_spec_of
 from zerolite.utils.nested import map_tensors
 
@@ -55,23 +55,23 @@ class Settings(Protocol):
 def parallelize_module(
     model: nn.Module, settings: Settings, comm: Communicator, device: torch.device, *, stage: bool = False
 ) -> list[str]:
-    """Leave this rank's shard of ``model`` in it: the same modules and Parameter objects.
+    """Reduce ``model`` to this rank's shard in place: modules and Parameters stay the same objects.
 
-    Values and the state of random numbers are those of the first rank of ``comm``. ``zerolite.initialize`` calls this
-    on all ranks of ``comm``, after the model has been divided into pipeline stages and before the engine is built.
+    Values and random state become those of the first rank of ``comm``. ``zerolite.initialize`` calls this on all ranks
+    of ``comm``, after the model has been divided into pipeline stages and before the engine is built.
 
     Args:
         settings: plan (patterns of module names with their styles, or "auto"), divide ("auto" or patterns of
             attributes), and sequence_parallel.
         comm: the tensor-parallel ranks.
         device: device of the collectives.
-        stage: the model is a pipeline stage, so patterns may match on other stages only.
+        stage: the model is a pipeline stage, so a pattern may match on other stages only.
 
     Returns:
-        The patterns that match nothing here, for a pipeline stage; ["auto"] if this stage brings no plan.
+        For a pipeline stage, the patterns that match nothing here; "auto" is one of them if this stage has no plan.
 
     Raises:
-        TensorPlanError: plan and model do not fit each other. It is a ValueError, raised on all ranks before anything
+        TensorPlanError: plan and model do not fit each other. It is a ValueError, raised on all ranks before the model
             is changed.
     """
     if comm.world_size == 1:
@@ -79,7 +79,7 @@ def parallelize_module(
     try:
         return _parallelize(model, settings, comm, device, stage)
     except TensorPlanError as error:
-        raise error.beside(settings.plan) from None
+        raise error.with_advice(settings.plan) from None
 
 
 def _parallelize(
@@ -91,16 +91,18 @@ def _parallelize(
     layers = matching.find_layers(found, modules)
     tp_blocks = parallel_blocks.find_parallel_blocks(layers, modules)
     _set_sizes(layers, tp_blocks, comm, settings.divide == "auto")
-    divided = _divided(tp_blocks, modules, settings.divide, comm.world_size)
-    made = _not_connected(matching.find_sharded_layers(modules, comm), settings.sequence_parallel)
+    divided = _attributes_to_divide(tp_blocks, modules, settings.divide, comm.world_size)
+    written = _not_connected(matching.find_sharded_layers(modules, comm), settings.sequence_parallel)
     biases = [bias for tp_block in tp_blocks for bias in parallel_blocks.biases_of_heads(tp_block)]
-    runs = sequence.find_runs([*tp_blocks, *made], modules) if settings.sequence_parallel else []
-    partial = _partial(found, tp_blocks, modules, bool(runs), {id(module._parameters[key]) for module, key in biases})
+    runs = sequence.find_runs([*tp_blocks, *written], modules) if settings.sequence_parallel else []
+    partial = _partial_parameters(
+        found, tp_blocks, modules, bool(runs), {id(module._parameters[key]) for module, key in biases}
+    )
     if comm.main and not (
         stage or layers or any(isinstance(module, TensorParallelLayer) for module in modules.values())
     ):
         logger.warning("tensor_parallel: the plan leaves all layers whole, so every rank computes the same")
-    # Everything above only looks at the model and may raise; from here on the model is changed, on all ranks alike.
+    # The code above only reads the model and may raise. From here on the model is changed, on all ranks alike.
     _synchronize(model, comm, device)
     for layer in layers:
         _shard_layer(layer, comm)
@@ -111,25 +113,25 @@ def _parallelize(
         setattr(modules[where], name, share)
     for parameter in partial:
         mark_partial(parameter)
-    sequence.connect(runs, modules, comm, _draws(model))
-    _connect([*tp_blocks, *made], divided, modules, comm, bool(runs), settings.plan)
+    sequence.connect(runs, modules, comm, _uses_random_numbers(model))
+    _connect([*tp_blocks, *written], divided, modules, comm, bool(runs), settings.plan)
     if any(isinstance(module, VocabParallelHead) for module in modules.values()):
-        model.register_forward_hook(_gather_what_leaves)
+        model.register_forward_hook(_gather_outputs)
     return unused
 
 
-def _not_connected(made: Sequence[ParallelBlock], sequence_parallel: bool) -> list[ParallelBlock]:
-    """Return the blocks without those that an earlier engine of this model has sharded and connected.
+def _not_connected(written: Sequence[ParallelBlock], sequence_parallel: bool) -> list[ParallelBlock]:
+    """Return the blocks that no earlier engine of this model has connected.
 
-    Raises TensorPlanError if sequence parallelism was different then.
+    Raises TensorPlanError if sequence parallelism was different for the earlier engine.
     """
     new = []
-    for tp_block in made:
+    for tp_block in written:
         modules: list[Any] = [layer.module for layer in (*tp_block.columns, *tp_block.rows)]
         if all(module.region is None for module in modules):
             new.append(tp_block)
             continue
-        before = any(module.sequence is not None for module in modules)
+        before = any(module.sequence_dim is not None for module in modules)
         if before != sequence_parallel:
             raise TensorPlanError(
                 f"tensor_parallel.sequence_parallel: expected {str(before).lower()}, as it was when the layers of "
@@ -143,18 +145,19 @@ def _set_sizes(layers: Sequence[Layer], tp_blocks: Sequence[ParallelBlock], comm
     """Set the sizes of fused parts. Raises TensorPlanError for sizes that ranks cannot share equally.
 
     Args:
-        share: several ranks may use one head of key and value.
+        share: several ranks may compute one head of key and value.
     """
     size = comm.world_size
     tp_block_of = {id(layer): tp_block for tp_block in tp_blocks for layer in (*tp_block.columns, *tp_block.rows)}
-    said: dict[str, list[str]] = {}
+    arrangements: dict[str, list[str]] = {}  # names of layers by arrangement
     for tp_block in tp_blocks:
         fused.check_family(tp_block)
     for layer in layers:
         if layer.style.kind == "column":
-            layer.sizes, why = fused.column_sizes(layer, tp_block_of.get(id(layer)))
-            if why:
-                said.setdefault(f"{layer.sizes} outputs: {why}", []).append(layer.name)
+            sizes, arrangement = fused.column_sizes(layer, tp_block_of.get(id(layer)))
+            layer.set_sizes(sizes)
+            if arrangement:
+                arrangements.setdefault(f"{sizes} outputs: {arrangement}", []).append(layer.name)
     for tp_block in tp_blocks:
         if share:
             parallel_blocks.share_heads(tp_block, size)
@@ -169,10 +172,10 @@ def _set_sizes(layers: Sequence[Layer], tp_blocks: Sequence[ParallelBlock], comm
                 raise TensorPlanError(
                     f"expected {what} of '{layer.name}' that tensor_parallel.size {size} divides, got {length} (a "
                     f"layer of {layer.inputs} inputs and {layer.outputs} outputs); choose another size",
-                    whole=layer.parent or layer.name,
+                    unsharded=layer.parent or layer.name,
                 )
     if comm.main:
-        for how, names in said.items():
+        for how, names in arrangements.items():
             logger.info("tensor_parallel: %s is sharded in %s", _shortened(names), how)
 
 
@@ -180,34 +183,22 @@ def _shortened(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
 
 
-def _divided(
+def _attributes_to_divide(
     tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Module], divide: Any, size: int
 ) -> list[Number]:
-    """Return the attributes of which each rank has a part, with this rank's share as their value."""
+    """Return the attributes that the ranks divide among them, each once, with this rank's share as the value."""
     if isinstance(divide, str):
-        once = {
-            (id(modules[where]), name): (where, name, share)
-            for tp_block in tp_blocks
-            for where, name, share in parallel_blocks.numbers_to_divide(tp_block, size)
-        }
-        return list(once.values())
+        found = [number for tp_block in tp_blocks for number in parallel_blocks.numbers_to_divide(tp_block, size)]
     else:
         numbers = [(where, name, value) for where, module in modules.items() for name, value in _integers(module)]
-        names = {f"{where}.{name}" if where else name: (where, name, value) for where, name, value in numbers}
+        by_name = {f"{where}.{name}" if where else name: (where, name, value) for where, name, value in numbers}
         found = []
         for pattern in divide:
-            hits = [number for name, number in names.items() if matches(pattern, name)]
+            hits = [number for name, number in by_name.items() if matches(pattern, name)]
             if not hits:
-                raise TensorPlanError(f"tensor_parallel.divide: {unmatched(pattern, names)}")
-            found += hits
-    once = {(id(modules[where]), name): (where, name, value) for where, name, value in found}
-    for where, name, value in once.values():
-        if value % size:
-            raise TensorPlanError(
-                f"expected '{name}' of '{where}' to be a multiple of tensor_parallel.size {size}, because each rank "
-                f"has an equal share, got {value}; choose a size that divides {value}"
-            )
-    return [(where, name, value // size) for where, name, value in once.values()]
+                raise TensorPlanError(f"tensor_parallel.divide: {unmatched(pattern, by_name)}")
+            found += [(number[0], number[1], parallel_blocks.share_of(number, size)) for number in hits]
+    return list({(id(modules[where]), name): (where, name, share) for where, name, share in found}.values())
 
 
 def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -217,7 +208,7 @@ def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
 _HEAD_NORMS = set("q_norm k_norm q_layernorm k_layernorm q_ln k_ln query_norm key_norm norm_q norm_k qk_norm".split())
 
 
-def _partial(
+def _partial_parameters(
     found: Mapping[str, Match],
     tp_blocks: Sequence[ParallelBlock],
     modules: Mapping[str, nn.Module],
@@ -226,17 +217,17 @@ def _partial(
 ) -> list[nn.Parameter]:
     """Return the replicated parameters inside regions, whose gradients are summed over ranks.
 
-    Raises TensorPlanError if it is unknown how a parameter acts, unless the gradients of all parameters in a block are
-    partial.
+    Raises TensorPlanError for a parameter of which the plan does not say if it acts inside. With sequence parallelism
+    all parameters of a block have partial gradients.
     """
     chosen: dict[int, nn.Parameter] = {}
     whole: set[int] = set()
     for name, match in found.items():
-        place, _, key = name.rpartition(".")
+        parent, _, key = name.rpartition(".")
         module = modules.get(name)
-        if match.style.kind not in ("partial", "whole") or (module is None and place not in modules):
+        if match.style.kind not in ("partial", "whole") or (module is None and parent not in modules):
             continue
-        given = list(module.parameters()) if module is not None else [modules[place]._parameters.get(key)]
+        given = list(module.parameters()) if module is not None else [modules[parent]._parameters.get(key)]
         if match.style.kind == "partial":
             chosen.update((id(parameter), parameter) for parameter in given if parameter is not None)
         else:
@@ -245,15 +236,15 @@ def _partial(
         chosen.update((id(norm), norm) for norm in _norms_of_heads(tp_block) if id(norm) not in whole)
         for where, inner in tp_block.inner_modules.items():
             for key, parameter in inner.named_parameters(recurse=False):
-                said = sequence_sharded or id(parameter) in (*chosen, *whole, *biases)
-                if parameter.requires_grad and not said:
+                in_plan = sequence_sharded or id(parameter) in (*chosen, *whole, *biases)
+                if parameter.requires_grad and not in_plan:
                     full = f"{where}.{key}" if where else key
                     raise TensorPlanError(
                         f"expected only layers between a column and its row, got the parameter '{full}', of which "
-                        'it is unknown how it acts: its style is "whole" if it acts outside of them, and '
+                        'it is unknown how it acts: give it the style "whole" if it acts outside of them, and '
                         '"replicated_with_grad_allreduce" if it acts between them on each head alike; else '
                         f"'{tp_block.name}' cannot be sharded",
-                        whole=tp_block.name,
+                        unsharded=tp_block.name,
                     )
     return list(chosen.values())
 
@@ -267,10 +258,10 @@ def _norms_of_heads(tp_block: ParallelBlock) -> Iterator[nn.Parameter]:
 
 
 def _synchronize(model: nn.Module, comm: Communicator, device: torch.device) -> None:
-    """Give all ranks the first rank's values and random state; shards that exist already are left as they are."""
+    """Give all ranks the first rank's values and random state. Tensors that are already sharded keep their values."""
     tensors = [*model.parameters(), *model.buffers()]
-    held = [tensor for tensor in tensors if not tensor.is_meta and shard_spec_of(tensor) is None]
-    synchronize_tensors(held, comm, device, "initial_sync")
+    full = [tensor for tensor in tensors if not tensor.is_meta and shard_spec_of(tensor) is None]
+    synchronize_tensors(full, comm, device, "initial_sync")
     if comm.peers_agree:  # a dry run: there are no other ranks
         return
     generators = [torch.default_generator]
@@ -304,44 +295,45 @@ def _connect(
     sequence_sharded: bool,
     plan: object,
 ) -> None:
-    """Tell layers their regions, and give modules inputs of this rank's shape."""
+    """Give layers their regions, and hook the modules that need inputs of this rank's shape."""
     changed = {id(modules[where]) for where, _, _ in divided}
     for tp_block in tp_blocks:
-        region = Region(comm.rank, _draws(tp_block.module))
+        region = Region(comm.rank, _uses_random_numbers(tp_block.module))
         for layer in (*tp_block.columns, *tp_block.rows):
-            layer.module.region = region  # type: ignore[assignment]
-        if _guard(tp_block, region, plan) or region.random:
+            assert isinstance(layer.module, TensorParallelLayer)
+            layer.module.set_region(region)
+        if _forbid_replicated_modules(tp_block, region, plan) or region.random:
             region.watch(tp_block.module)
-        if not sequence_sharded:  # with sequence parallelism the blocks have a hook that says more
-            how = f"has sharded its layers{advice(plan, whole=tp_block.name)}"
-            FirstForward(tp_block.name, how).watch(tp_block.module)
+        if not sequence_sharded:  # with sequence parallelism the blocks have a hook with a better message
+            how = f"has sharded its layers{advice(plan, unsharded=tp_block.name)}"
+            FirstForwardErrors(tp_block.name, how).watch(tp_block.module)
         narrower = comm.world_size if any(id(inner) in changed for inner in tp_block.inner_modules.values()) else 1
         longer = comm.world_size if sequence_sharded else 1
         if tp_block.is_attention and narrower * longer > 1:
             inner_modules = {id(tp_block.module_of(layer)): layer for layer in tp_block.columns}
             for layer in inner_modules.values():
-                seen = SeenInputs(layer.inputs, narrower, longer, sequence.DIM)
-                tp_block.module_of(layer).register_forward_pre_hook(seen.on_call, with_kwargs=True)
+                hook = LocalShapeHook(layer.inputs, narrower, longer, sequence.DIM)
+                tp_block.module_of(layer).register_forward_pre_hook(hook.on_call, with_kwargs=True)
 
 
-def _guard(tp_block: ParallelBlock, region: Region, plan: object) -> bool:
-    """Refuse modules with replicated parameters inside ``region``. Returns True if there are any."""
+def _forbid_replicated_modules(tp_block: ParallelBlock, region: Region, plan: object) -> bool:
+    """Hook the modules with replicated parameters: a call inside ``region`` raises. Return True if there are any."""
     found = False
     for name, module in tp_block.module.named_modules():
         if isinstance(module, TensorParallelLayer) or module is tp_block.module:
             continue
         for key, parameter in module.named_parameters(recurse=False):
-            if not is_partial(parameter):  # of frozen ones too: they may be trained from some step on
+            if not is_partial(parameter):  # frozen ones too: they may be trained later
                 full = f"{tp_block.name}.{name}" if tp_block.name else name
-                inside = advice(plan, add=(general(full), "replicated_with_grad_allreduce"))
-                outside = advice(plan, whole=tp_block.name)
-                module.register_forward_pre_hook(Outside(region, full, key, inside, outside).check)
+                inside = advice(plan, add=(generalize(full), "replicated_with_grad_allreduce"))
+                outside = advice(plan, unsharded=tp_block.name)
+                module.register_forward_pre_hook(ReplicatedModuleCheck(region, full, key, inside, outside).check)
                 found = True
                 break
     return found
 
 
-def _draws(module: nn.Module) -> bool:
+def _uses_random_numbers(module: nn.Module) -> bool:
     """True if the module may draw random numbers: it has a dropout layer, or an attribute named "drop..." above 0."""
     for child in module.modules():
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
@@ -352,9 +344,11 @@ def _draws(module: nn.Module) -> bool:
     return False
 
 
-def _gather_what_leaves(module: nn.Module, args: object, outputs: object) -> object:
-    """Forward hook of the model: gather logits if no gradient is needed. With gradients they stay sharded, for a loss
-    outside."""
+def _gather_outputs(module: nn.Module, args: object, outputs: object) -> object:
+    """Gather logits in a forward without gradients. With gradients they stay sharded, for a loss outside of the model.
+
+    This is a forward hook of the model.
+    """
     if torch.is_grad_enabled():
         return None
     return map_tensors(lambda x: x.gathered() if isinstance(x, VocabParallelLogits) else x, outputs)

@@ -1,8 +1,8 @@
 """Tensor-parallel plan: patterns of module names and styles of sharding.
 
-A pattern is a module's name in which ``*`` as a whole part stands for one or more parts, and within a part for any
-characters: ``blocks.*.mlp.up``, ``model.layers.*.self_attn.*_proj``. Where several match, the one with most literal
-parts counts.
+A pattern is the name of a module. A part ``*`` matches one or more parts of a name, and ``*`` within a part matches any
+characters: ``blocks.*.mlp.up``, ``model.layers.*.self_attn.*_proj``. If several patterns match, the one with the most
+literal parts is used.
 """
 
 from __future__ import annotations
@@ -24,49 +24,47 @@ class TensorPlanError(ValueError):
     """The plan and the model do not fit each other.
 
     Args:
-        text: what is wrong.
-        add: a pattern and its style that would help.
-        whole: the module that is better left unsharded.
-
-    The remedy depends on the plan that the user has written: see :meth:`beside`.
+        text: the message without a remedy, which depends on the user's plan: see :meth:`with_advice`.
+        add: a pattern and its style to add to the plan.
+        unsharded: name of the module to leave unsharded.
     """
 
-    def __init__(self, text: str, *, add: tuple[str, object] | None = None, whole: str | None = None) -> None:
-        self.text, self.add, self.whole = text, add, whole
-        super().__init__(text + advice(None, add, whole))
+    def __init__(self, text: str, *, add: tuple[str, object] | None = None, unsharded: str | None = None) -> None:
+        self.text, self.add, self.unsharded = text, add, unsharded
+        super().__init__(text + advice(None, add, unsharded))
 
-    def beside(self, plan: object) -> TensorPlanError:
-        """Return the same error with the remedy for the author of ``plan``."""
-        return type(self)(self.text + advice(plan, self.add, self.whole))
+    def with_advice(self, plan: object) -> TensorPlanError:
+        """Return the same error with the remedy for ``plan``."""
+        return type(self)(self.text + advice(plan, self.add, self.unsharded))
 
 
-def advice(plan: Any, add: tuple[str, object] | None = None, whole: str | None = None) -> str:
-    """Return the end of a sentence that says what to write into ``plan``."""
-    if whole is not None and not by_itself(plan):
-        return f"; leave the layers in '{general(whole)}' out of tensor_parallel.plan"
-    if whole is not None:
-        add = (general(whole), "whole")
+def advice(plan: Any, add: tuple[str, object] | None = None, unsharded: str | None = None) -> str:
+    """Return the end of a sentence: what to write into ``plan``."""
+    if unsharded is not None and not is_auto(plan):
+        return f"; leave the layers in '{generalize(unsharded)}' out of tensor_parallel.plan"
+    if unsharded is not None:
+        add = (generalize(unsharded), "whole")
     if add is None:
         return ""
     pattern, style = add
-    if by_itself(plan):
+    if is_auto(plan):
         own = {} if isinstance(plan, str) else {key: value for key, value in plan.items() if key not in ("*", pattern)}
         return f'; write "plan": {json.dumps({"*": "auto", **own, pattern: style}, default=dict)}'
     return f"; add {json.dumps(pattern)}: {json.dumps(style)} to tensor_parallel.plan"
 
 
-def by_itself(plan: object) -> bool:
-    """Return True if the model itself says which layers are sharded, in addition to ``plan``."""
+def is_auto(plan: object) -> bool:
+    """Return True if ``plan`` is or contains "auto": the plan of the model itself is used too."""
     return plan == "auto" if isinstance(plan, str) else isinstance(plan, Mapping) and plan.get("*") == "auto"
 
 
-def general(name: str) -> str:
-    """Return a pattern for this module in all blocks: numbers become ``*``."""
+def generalize(name: str) -> str:
+    """Return a pattern that matches this module in all blocks: numbers become ``*``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-class NoPlan(TensorPlanError):
-    """Error for a model that brings no plan."""
+class NoPlanError(TensorPlanError):
+    """Error for "auto" with a model that has no plan."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,10 @@ class Style:
     """Sharding style of a layer.
 
     Attributes:
-        kind: "column", "row", "vocab", "whole", or "partial" (whole, but each rank sees only a part of its gradient).
-        parts: number or sizes of the layers that a column fuses; None if the plan does not say.
+        kind: "column", "row", "vocab", "whole", or "partial" (whole, but each rank has only a part of the gradient).
+        parts: number or sizes of the layers that a column fuses; None if the plan has no parts.
         gather_output: the outputs of a column are gathered.
-        input_is_parallel: the input of a row is this rank's part already.
+        input_is_parallel: the input of a row is already this rank's part.
     """
 
     kind: str
@@ -111,7 +109,7 @@ STYLES = {
     "replicated": Style("whole"),
     "replicated_with_grad_allreduce": Style("partial"),
 }
-"""Ours, then those of transformers.distributed.tensor_parallel (version 5.23) and their older names."""
+"""zerolite's styles, then those of transformers.distributed.tensor_parallel (version 5.23) and their older names."""
 
 _REFUSED = {
     "sequence_parallel": 'set "sequence_parallel": true beside the plan instead',
@@ -121,15 +119,15 @@ _REFUSED = {
 
 
 def parse_style(pattern: str, given: object) -> Style:
-    """Return the style for a word, or for a mapping with "style" and perhaps "parts" and "gather_output"."""
+    """Return the style for a name, or for a mapping with "style" and perhaps "parts" and "gather_output"."""
     options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"style": given}
-    word = options.get("style")
-    style = STYLES.get(word) if isinstance(word, str) else None
+    name = options.get("style")
+    style = STYLES.get(name) if isinstance(name, str) else None
     if style is None:
-        advice = _REFUSED.get(str(word), f"known are {', '.join(STYLES)}")
-        if str(word).startswith(("moe", "ep_", "grouped_gemm", "mla_", "local", "all_reduce")):
-            advice = "layers of experts and of latent attention are not sharded; leave the pattern out"
-        raise TensorPlanError(f"expected a style that is supported for '{pattern}', got {word!r}; {advice}")
+        remedy = _REFUSED.get(str(name), f"known are {', '.join(STYLES)}")
+        if str(name).startswith(("moe", "ep_", "grouped_gemm", "mla_", "local", "all_reduce")):
+            remedy = "layers of experts and of latent attention are not sharded; leave the pattern out"
+        raise TensorPlanError(f"expected a style that is supported for '{pattern}', got {name!r}; {remedy}")
     parts, gather = options.get("parts"), options.get("gather_output")
     if (parts is not None or gather is not None) and style.kind != "column":
         raise TensorPlanError(
@@ -173,7 +171,7 @@ def specificity(pattern: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Match:
-    """Style of a module (or of a parameter, for "whole" and "partial"), and the pattern that gives it."""
+    """Style of a module (for "whole" and "partial" also of a parameter), and the pattern that it comes from."""
 
     style: Style
     pattern: str
@@ -184,14 +182,14 @@ def resolve(
 ) -> tuple[dict[str, Match], list[str]]:
     """Find the names that each pattern of ``plan`` matches, and the patterns that match none.
 
-    Raises TensorPlanError if two equally specific patterns give a name different styles, and for patterns that match
-    none unless ``optional``.
+    Raises TensorPlanError if two equally specific patterns give a name different styles, and unless ``optional`` for
+    patterns that match none.
     """
     found: dict[str, Match] = {}
-    known = list(names)
+    all_names = list(names)
     unused = []
     for pattern, style in plan.items():
-        hits = [name for name in known if matches(pattern, name)]
+        hits = [name for name in all_names if matches(pattern, name)]
         if not hits:
             unused.append(pattern)
         for name in hits:
@@ -205,13 +203,13 @@ def resolve(
             if new > old:
                 found[name] = Match(style, pattern)
     if unused and not optional:
-        raise TensorPlanError("; ".join(unmatched(pattern, known) for pattern in unused))
+        raise TensorPlanError("; ".join(unmatched(pattern, all_names) for pattern in unused))
     return found, unused
 
 
 def unmatched(pattern: str, names: Iterable[str]) -> str:
-    """Return a sentence about a pattern that matches no module."""
-    patterns = dict.fromkeys(general(name) for name in names)
+    """Return the message for a pattern that matches no module."""
+    patterns = dict.fromkeys(generalize(name) for name in names)
     near = difflib.get_close_matches(pattern, [name for name in patterns if name], n=3, cutoff=0.5)
     hint = f"the nearest names are {', '.join(repr(name) for name in near)}" if near else _examples(patterns)
     return f"expected the name or pattern of modules of the model, got '{pattern}', which matches nothing; {hint}"
@@ -223,7 +221,7 @@ def _examples(names: Iterable[str]) -> str:
 
 
 def is_container(module: nn.Module) -> bool:
-    """True for a module whose members are called and not itself: nn.ModuleList and its like."""
+    """True for a module that is not called itself, only its members: nn.ModuleList and the like."""
     return type(module).forward is nn.Module.forward
 
 
@@ -231,7 +229,8 @@ def linear_like(module: nn.Module) -> bool:
     """True for nn.Linear, and for Hugging Face's Conv1D, which is a linear layer with a transposed weight."""
     if isinstance(module, nn.Linear):
         kind = type(module)
-        falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")  # rounds in between
+        # Falcon's own class only rounds between the product and the bias.
+        falcon = kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
         return kind.forward is nn.Linear.forward or falcon
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
@@ -248,48 +247,47 @@ def embedding_like(module: nn.Module) -> bool:
     if not isinstance(module, nn.Embedding):
         return False
     forward = type(module).forward
-    # The names in its byte code tell if it calls super().forward() and does not look up the weight by itself.
+    # The names in its byte code show if it calls super().forward() and does not look up the weight by itself.
     used = set(forward.__code__.co_names)
     calls = {"super", "forward"} <= used and "embedding" not in used and ("weight" not in used or "dtype" in used)
     return forward is nn.Embedding.forward or calls
 
 
-# -------------------------------------------------------------------- "auto": the plan that the model brings
+# -------------------------------------------------------------------- "auto": the plan of the model itself
 
 _EXPERTS = ("moe_", "ep_", "grouped_gemm")
-_HEADS_OF_MODELS = ("colwise_gather_output", "colwise_rep")
+_GATHERED_HEADS = ("colwise_gather_output", "colwise_rep")
 
 
 def auto_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """Return the patterns and styles that Hugging Face models in ``model`` bring: ``config.base_model_tp_plan``,
-    ``_tp_plan``.
+    """Return the patterns and styles of Hugging Face models in ``model``: ``config.base_model_tp_plan``, ``_tp_plan``.
 
-    Patterns may match nothing. Raises NoPlan if no module brings a plan.
+    Patterns may match nothing. Raises NoPlanError if no module has a plan.
     """
     plan: dict[str, Style] = {}
     inside: list[str] = []
     for name, module in modules.items():
         if any(not outer or name.startswith(f"{outer}.") for outer in inside):
             continue
-        words = _words_of(module)
-        if words:
+        styles = _styles_of(module)
+        if styles:
             inside.append(name)
-        for pattern, word in words.items():
-            place = f"{name}.{pattern}" if name else pattern
-            target = modules.get(place)
-            if word in _HEADS_OF_MODELS and target is not None and _is_head(target, modules):
-                plan[place] = Style("vocab")
-            elif word.startswith(_EXPERTS):
-                logger.info("tensor_parallel: experts ('%s') stay whole on every rank", place)
+        for pattern, style in styles.items():
+            full_name = f"{name}.{pattern}" if name else pattern
+            target = modules.get(full_name)
+            if style in _GATHERED_HEADS and target is not None and _is_head(target, modules):
+                plan[full_name] = Style("vocab")
+            elif style.startswith(_EXPERTS):
+                logger.info("tensor_parallel: experts ('%s') stay whole on every rank", full_name)
             else:
-                plan[place] = parse_style(place, word)
+                plan[full_name] = parse_style(full_name, style)
     if not plan:
-        raise NoPlan(no_plan(model))
+        raise NoPlanError(no_plan_sentence(model))
     return plan
 
 
-def no_plan(model: nn.Module) -> str:
-    """Return a sentence about a model that brings no plan."""
+def no_plan_sentence(model: nn.Module) -> str:
+    """Return the message for a model without a plan."""
     return (
         'expected a model that brings a plan (base_model_tp_plan or _tp_plan) for tensor_parallel.plan "auto", got '
         f"{type(model).__name__}, which brings none; write the patterns of its layers, as "
@@ -297,16 +295,14 @@ def no_plan(model: nn.Module) -> str:
     )
 
 
-def _words_of(module: nn.Module) -> dict[str, str]:
+def _styles_of(module: nn.Module) -> dict[str, str]:
     config = module.__dict__.get("config")
     base = getattr(config, "base_model_tp_plan", None) or {}
     prefix = getattr(module, "base_model_prefix", "")
     inner = module._modules.get(prefix) if isinstance(prefix, str) else None
-    words = {f"{prefix}.{pattern}" if inner is not None else pattern: word for pattern, word in base.items()}
-    own = getattr(module, "_tp_plan", None)
-    if base or own:
-        words.update(own or {})
-    return {str(pattern): str(word) for pattern, word in words.items()}
+    styles = {f"{prefix}.{pattern}" if inner is not None else pattern: style for pattern, style in base.items()}
+    styles |= getattr(module, "_tp_plan", None) or {}
+    return {str(pattern): str(style) for pattern, style in styles.items()}
 
 
 def _is_head(module: nn.Module, modules: Mapping[str, nn.Module]) -> bool:

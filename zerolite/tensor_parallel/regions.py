@@ -1,10 +1,10 @@
 """Random numbers and sizes between a column-parallel layer and its row-parallel layer.
 
-Random numbers: outside of a region all ranks of a tensor group have the same generator state, because they compute the
-same. Inside, each rank has its own, seeded by its rank and a number that all ranks draw from the common state. So a
+Random numbers: outside of a region all ranks of a tensor group compute the same, so they have the same generator state.
+Inside, each rank has its own state, seeded by its rank and a number that all ranks draw from the common state. So a
 region that is recomputed from the state at its beginning (activation checkpointing) draws the same numbers again.
 
-Sizes: some modules ask their input for its width, as in ``batch, length, width = x.shape``, to split it into heads.
+Sizes: some modules read the width of their input, as in ``batch, length, width = x.shape``, to split it into heads.
 They get an input whose shape has the width of this rank's part.
 """
 
@@ -35,7 +35,7 @@ class Region:
         """
         Args:
             rank: rank in the tensor group.
-            random: the module draws random numbers inside.
+            random: the module may draw random numbers inside.
         """
         self.rank, self.random = rank, random
         self.open = False
@@ -50,7 +50,7 @@ class Region:
             self._restore = fork_random_state(out.device, self.rank)
 
     def leave(self) -> None:
-        """End the region: a row-parallel layer begins, or the module has ended. Does nothing outside of a region."""
+        """End the region: a row-parallel layer begins, or the module has ended. Do nothing outside of a region."""
         self.open = False
         restore, self._restore = self._restore, None
         if restore is not None:
@@ -65,7 +65,7 @@ class Region:
         module.register_forward_hook(self.on_end, always_call=True)
 
 
-class Outside:
+class ReplicatedModuleCheck:
     """Check that a module with replicated parameters is not called inside a region."""
 
     def __init__(self, region: Region, name: str, parameter: str, inside: str, outside: str) -> None:
@@ -74,16 +74,16 @@ class Outside:
             region: the region.
             name: name of the module.
             parameter: name of its parameter.
-            inside: what to do if the module acts on each head alone.
-            outside: what to do if it does not.
+            inside: advice if the module acts on each head alike.
+            outside: advice if it does not.
         """
         self.region, self.name, self.parameter = region, name, parameter
         self.inside, self.outside = inside, outside
 
     def check(self, module: nn.Module, args: object) -> None:
-        """Forward pre-hook. Raise RuntimeError inside a region.
+        """Raise RuntimeError inside a region. This is a forward pre-hook.
 
-        There each rank computes a part of the gradient of the module's parameters, and the parts are never summed.
+        Inside, each rank computes a part of the gradient of the module's parameters, and the parts are never summed.
         """
         trained = any(p.requires_grad and not is_partial(p) for p in module.parameters(recurse=False))
         if self.region.open and trained and torch.is_grad_enabled():
@@ -95,17 +95,17 @@ class Outside:
             )
 
 
-class FirstForward:
-    """Explains an exception in the first forward of a module with sharded layers.
+class FirstForwardErrors:
+    """Hook that adds an explanation to an exception in the first forward of a module with sharded layers.
 
-    Its code may need full tensors, and torch's messages about shapes do not tell that.
+    The module's code may need full tensors, and torch's messages about shapes do not mention that.
     """
 
     def __init__(self, name: str, how: str) -> None:
         """
         Args:
             name: name of the module.
-            how: what tensor parallelism has sharded, and what to do.
+            how: clause with what tensor parallelism has sharded, and what to do.
         """
         self.name, self.how = name, how
 
@@ -113,26 +113,26 @@ class FirstForward:
         self._handle = module.register_forward_hook(self.on_end, always_call=True)
 
     def on_end(self, module: nn.Module, args: object, output: object) -> None:
-        """Forward hook, also called if the forward raises: then without an output, while the exception is handled."""
+        """Explain the exception. This is a forward hook; after an exception torch calls it without an output."""
         error = sys.exc_info()[1] if output is None else None
-        told = isinstance(error, torch.cuda.OutOfMemoryError) or "tensor_parallel" in str(error)
-        if isinstance(error, _OF_SHAPES) and not told:
+        clear = isinstance(error, torch.cuda.OutOfMemoryError) or "tensor_parallel" in str(error)
+        if isinstance(error, _SHAPE_ERRORS) and not clear:
             error.args = (
                 f"{error}\n(This was raised in the first forward of '{self.name}' ({type(module).__name__}). Its code "
                 f"may need full tensors, but tensor_parallel {self.how})",
             )
-        elif output is not None:  # while torch handles an exception it iterates over the hooks: do not remove one then
+        elif output is not None:  # after an exception torch iterates over the hooks, so none may be removed
             self._handle.remove()
 
 
-_OF_SHAPES = (RuntimeError, ValueError, AssertionError, IndexError)
+_SHAPE_ERRORS = (RuntimeError, ValueError, AssertionError, IndexError)
 
 
 def fork_random_state(device: torch.device, rank: int) -> Callable[[], None]:
-    """Give ``device``'s default generator a state of ``rank``'s own, derived from the current state.
+    """Give ``device``'s default generator its own state on each rank, derived from the current state by one draw.
 
-    Returns a function that restores the state after the draw, so that ranks with equal states before have equal states
-    again.
+    Returns:
+        A function that sets the state after that draw. So ranks with equal states before have equal states again.
     """
     if device.type == "cuda":
         return _fork_on_cuda(torch.cuda.default_generators[device.index or 0], rank)
@@ -144,7 +144,7 @@ def fork_random_state(device: torch.device, rank: int) -> Callable[[], None]:
 
 
 def _fork_on_cuda(generator: torch.Generator, rank: int) -> Callable[[], None]:
-    # The CUDA state is a seed and a count of drawn numbers, both on the host, so the host need not wait for the device.
+    # The CUDA state is a seed and a count of drawn numbers, both on the host, so the host does not wait for the device.
     state, drawn = generator.get_state(), generator.get_offset()
     generator.manual_seed(_seed(generator.initial_seed() + drawn * _STRIDE, rank))
 
@@ -163,17 +163,18 @@ def _seed(number: int, rank: int) -> int:
     return (number + (rank + 1) * _STRIDE) & _MASK
 
 
-class SeenInput(Tensor):
-    """A tensor that reports the shape of this rank's part. Every operation works on the full tensor and returns an
-    ordinary one."""
+class LocalShapeTensor(Tensor):
+    """A tensor whose ``shape`` is that of this rank's part.
 
-    whole: Tensor
+    Every operation uses the full tensor and returns an ordinary one.
+    """
+
+    full: Tensor
 
     @staticmethod
-    def of(whole: Tensor, shape: Sequence[int]) -> Tensor:
-        seen: Any = _Seen.apply(whole, shape)
-        seen.whole = whole
-        return seen
+    def of(full: Tensor, shape: Sequence[int]) -> Tensor:
+        local: Tensor = _LocalShape.apply(full, shape)
+        return local
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,11 +183,11 @@ class SeenInput(Tensor):
                 return func(*args, **(kwargs or {}))
         if func is Tensor.detach and any(f.function == "detach_variable" for f in inspect.stack(0)[1:4]):
             raise RuntimeError(_REFUSED)  # a reentrant checkpoint would recompute with the shape of the full tensor
-        return func(*_whole(args), **_whole(kwargs or {}))
+        return func(*_unwrap(args), **_unwrap(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: object, args: object = (), kwargs: object = None) -> Any:  # type: ignore[override]
-        return func(*_whole(args), **_whole(kwargs or {}))
+        return func(*_unwrap(args), **_unwrap(kwargs or {}))
 
 
 _REFUSED = (
@@ -196,17 +197,18 @@ _REFUSED = (
 )
 
 
-class _Seen(torch.autograd.Function):
-    """The autograd node of a SeenInput.
+class _LocalShape(torch.autograd.Function):
+    """Autograd function that makes a LocalShapeTensor.
 
-    Autograd functions ignore ``__torch_function__``. The tensor must require a gradient as the full one does: so its
+    Autograd functions ignore ``__torch_function__``. The tensor requires a gradient as the full one does, so that its
     backward raises an error and no gradient is lost silently.
     """
 
     @staticmethod
-    def forward(ctx: object, whole: Tensor, shape: Sequence[int]) -> Tensor:
-        made: Tensor = Tensor._make_wrapper_subclass(SeenInput, shape, dtype=whole.dtype, device=whole.device)
-        return made
+    def forward(ctx: object, full: Tensor, shape: Sequence[int]) -> Tensor:
+        local: Any = Tensor._make_wrapper_subclass(LocalShapeTensor, shape, dtype=full.dtype, device=full.device)
+        local.full = full
+        return local
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> object:
@@ -216,23 +218,23 @@ class _Seen(torch.autograd.Function):
 _METADATA = {Tensor.shape.__get__, Tensor.size}  # type: ignore[attr-defined]
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, SeenInput):
-        return value.whole
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, LocalShapeTensor):
+        return value.full
     if type(value) in (tuple, list):
-        return type(value)(_whole(item) for item in value)
+        return type(value)(_unwrap(item) for item in value)
     if type(value) is dict:
-        return {key: _whole(item) for key, item in value.items()}
+        return {key: _unwrap(item) for key, item in value.items()}
     return value
 
 
-def seen_input(x: Tensor) -> Tensor:
-    """Return the full tensor, on which a layer works."""
-    return x.whole if type(x) is SeenInput else x
+def full_tensor(x: Tensor) -> Tensor:
+    """Return the full tensor behind a :class:`LocalShapeTensor`; any other tensor itself."""
+    return x.full if type(x) is LocalShapeTensor else x
 
 
-class SeenInputs:
-    """Gives a module that splits its input into heads the shape of this rank's part.
+class LocalShapeHook:
+    """Hook that gives a module that splits its input into heads an input with the shape of this rank's part.
 
     The width is that of this rank's heads. With sequence parallelism the sequence is the full one, because the layers
     gather it.
@@ -249,18 +251,18 @@ class SeenInputs:
         self.width, self.narrower, self.longer, self.dim = width, narrower, longer, dim
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook: replace the first floating input [..., width], positional or by keyword."""
+        """Replace the first floating input [..., width], positional or by keyword. This is a forward pre-hook."""
         inputs = [*args, *kwargs.values()]
         found = next((value for value in inputs if self._fits(value)), None)
         if found is None:
             return None
         shape = [*found.shape[:-1], self.width // self.narrower]
         shape[self.dim] *= self.longer
-        seen = SeenInput.of(found, shape)
-        given = [seen if value is found else value for value in inputs]
+        local = LocalShapeTensor.of(found, shape)
+        given = [local if value is found else value for value in inputs]
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
     def _fits(self, value: object) -> bool:
-        if not isinstance(value, Tensor) or type(value) is SeenInput:
+        if not isinstance(value, Tensor) or type(value) is LocalShapeTensor:
             return False
         return value.dim() > self.dim + 1 and value.shape[-1] == self.width and value.is_floating_point()

@@ -1,4 +1,4 @@
-"""Sequence parallelism: shards of the sequence between tensor-parallel layers (Korthikanti et al., 2022).
+"""Sequence parallelism: a sharded sequence between tensor-parallel layers (Korthikanti et al., 2022).
 
     block        norm      column          attention     row                 dropout, residual      next block
     each rank    a part    all_gather >    its heads     > reduce_scatter    a part                 a part
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from zerolite.comm import Communicator
 from zerolite.tensor_parallel import functions
-from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, along_sequence
+from zerolite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from zerolite.tensor_parallel.parallel_blocks import ParallelBlock
 from zerolite.tensor_parallel.plan import TensorPlanError, is_container
-from zerolite.tensor_parallel.regions import FirstForward, Region
+from zerolite.tensor_parallel.regions import FirstForwardErrors, Region
 from zerolite.tensor_parallel.shard_spec import mark_partial, shard_spec_of
 from zerolite.utils.nested import find_tensors, map_tensors
 
@@ -30,23 +30,24 @@ def find_runs(tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Modul
     """Return the names of blocks with sharded layers, in runs of consecutive blocks.
 
     Blocks are consecutive if they follow each other in the outermost list of modules that contains them. A module that
-    is in no list is a run of its own. Raises TensorPlanError for cross-attention, whose keys come from elsewhere, and
-    for parameters that are used inside and outside of blocks.
+    is in no list is a run by itself. Raises TensorPlanError for cross-attention, whose keys are not in the sequence,
+    and for parameters that are used inside and outside of blocks.
     """
     blocks: dict[str, list[str]] = {}
     for tp_block in tp_blocks:
         if any(word in tp_block.name.lower().replace("_", "") for word in ("cross", "encoderattn", "encdecattention")):
             raise TensorPlanError(
-                f"expected self-attention only with tensor_parallel.sequence_parallel, got '{tp_block.name}'"
+                f"expected only self-attention with tensor_parallel.sequence_parallel, got '{tp_block.name}'; leave "
+                "sequence_parallel out"
             )
         block = _block_of(tp_block.name, modules)
         blocks.setdefault(block.rpartition(".")[0], []).append(block)
     runs = [run for container, members in blocks.items() for run in _runs(container, set(members), modules)]
-    for name in [name for run in runs for name in run]:
-        _check_mixing(
-            name, modules[name], [tp_block for tp_block in tp_blocks if f"{tp_block.name}.".startswith(f"{name}.")]
-        )
-    _check_parameters([name for run in runs for name in run], modules)
+    names = [name for run in runs for name in run]
+    for name in names:
+        inside = [tp_block for tp_block in tp_blocks if f"{tp_block.name}.".startswith(f"{name}.")]
+        _check_mixing(name, modules[name], inside)
+    _check_parameters(names, modules)
     return runs
 
 
@@ -55,7 +56,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _block_of(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return the outermost module in a list that is itself called, so not a list inside of a list."""
+    """Return the outermost module in a list that is called itself, so not a list inside of a list."""
     parts = name.split(".")
     for depth in range(len(parts)):
         block = ".".join(parts[: depth + 1])
@@ -83,7 +84,7 @@ def _runs(container: str, members: set[str], modules: Mapping[str, nn.Module]) -
 def _check_mixing(block: str, module: nn.Module, tp_blocks: Sequence[ParallelBlock]) -> None:
     """Raise TensorPlanError if an unsharded module in a block may mix tokens of the sequence.
 
-    It would see a part of the tokens only, and mostly nothing would fail.
+    It would get only a part of the tokens, and usually compute wrong results without an error.
     """
     attention = any(tp_block.is_attention for tp_block in tp_blocks)
     sharded: list[nn.Module] = [module]
@@ -91,18 +92,18 @@ def _check_mixing(block: str, module: nn.Module, tp_blocks: Sequence[ParallelBlo
         layers = [layer.module for layer in (*tp_block.columns, *tp_block.rows)]
         sharded += [*layers, *tp_block.inner_modules.values()] if tp_block.name == block else tp_block.module.modules()
     for name, inner in module.named_modules():
-        around = any(tp_block.name.startswith(f"{block}.{name}.") for tp_block in tp_blocks)
+        outside = any(tp_block.name.startswith(f"{block}.{name}.") for tp_block in tp_blocks)
         convolves = isinstance(inner, nn.modules.conv._ConvNd)
-        known = any(inner is part for part in sharded) or isinstance(inner, _TOKENWISE)
-        if around or is_container(inner) or (known and not convolves):
+        accepted = any(inner is part for part in sharded) or isinstance(inner, _TOKENWISE)
+        if outside or is_container(inner) or (accepted and not convolves):
             continue
         # Only attention and convolutions are known to mix tokens; a norm acts on each token alone.
         norm = "norm" in type(inner).__name__.lower()
         if convolves or not (attention or norm):
             raise TensorPlanError(
-                "tensor_parallel.sequence_parallel: expected blocks in which all that mixes tokens (attention, "
-                f"convolutions) is sharded, got '{block}.{name}' ({type(inner).__name__}), which is not and would see "
-                "a part of the sequence only; leave sequence_parallel out"
+                "tensor_parallel.sequence_parallel: expected blocks whose modules that mix tokens (attention, "
+                f"convolutions) are sharded, got '{block}.{name}' ({type(inner).__name__}), which is not and would get "
+                "only a part of the sequence; leave sequence_parallel out"
             )
 
 
@@ -124,7 +125,7 @@ def _check_parameters(blocks: Sequence[str], modules: Mapping[str, nn.Module]) -
             if id(parameter) in inside:
                 raise TensorPlanError(
                     "tensor_parallel.sequence_parallel: expected parameters of blocks that are used nowhere else, "
-                    f"got '{name}.{key}', which is also in '{inside[id(parameter)]}'"
+                    f"got '{name}.{key}', which is also in '{inside[id(parameter)]}'; leave sequence_parallel out"
                 )
 
 
@@ -136,43 +137,45 @@ def connect(runs: Sequence[Sequence[str]], modules: Mapping[str, nn.Module], com
         random: blocks may draw random numbers.
     """
     for run in runs:
-        edge = _Edge(comm)
+        shards = SequenceShards(comm)
         for name in run:
             block = modules[name]
             how = "has sharded the sequence before it; leave tensor_parallel.sequence_parallel out"
-            FirstForward(name, how).watch(block)
+            FirstForwardErrors(name, how).watch(block)
             if name == run[0]:
-                block.register_forward_pre_hook(edge.begin, with_kwargs=True)
+                block.register_forward_pre_hook(shards.begin, with_kwargs=True)
             if random:
-                _RandomParts(comm.rank).watch(block)
+                _RankRandomNumbers(comm.rank).watch(block)
             for module in block.modules():
                 if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                    along_sequence(module, DIM, edge)
-            # A rank sees a part of the tokens, so its gradients of replicated parameters are a part of the sum.
+                    module.set_sequence(DIM, shards)
+            # A rank gets a part of the tokens, so its gradients of replicated parameters are a part of the sum.
             for parameter in block.parameters():
                 if shard_spec_of(parameter) is None:
                     mark_partial(parameter)
-        modules[run[-1]].register_forward_hook(edge.end)
+        modules[run[-1]].register_forward_hook(shards.end)
 
 
-class _Edge:
-    """Beginning and end of a run of blocks."""
+class SequenceShards:
+    """Hooks that shard the sequence before a run of blocks and gather it after them."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.began, self.batch = False, 1
+        self.is_sharded, self.batch_size = False, 1
 
-    def __deepcopy__(self, memo: object) -> _Edge:
+    def __deepcopy__(self, memo: object) -> SequenceShards:
         return self  # a communicator cannot be copied
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Replace the first floating input that has a sequence by this rank's part. Raises ValueError if it cannot be
-        divided equally."""
-        hidden = _hidden([*args, *kwargs.values()])
+        """Replace the first floating input that has a sequence by this rank's part.
+
+        Raises ValueError if the sequence cannot be divided equally.
+        """
+        hidden = _hidden_states([*args, *kwargs.values()])
         if hidden is None:
             raise TypeError(
                 "tensor_parallel.sequence_parallel: expected a floating tensor [batch, sequence, width] as an input of "
-                f"the first block, {type(module).__name__}, got none"
+                f"the first block, {type(module).__name__}, got none; leave sequence_parallel out"
             )
         if hidden.shape[DIM] % self.comm.world_size:
             raise ValueError(
@@ -180,7 +183,7 @@ class _Edge:
                 f"tensor_parallel.size {self.comm.world_size}, got {hidden.shape[DIM]} (hidden states of shape "
                 f"{list(hidden.shape)}); pad the sequences, or leave sequence_parallel out"
             )
-        self.began, self.batch = True, hidden.shape[0]
+        self.is_sharded, self.batch_size = True, hidden.shape[0]
         part = functions.scatter(hidden, self.comm, DIM)
         return (
             tuple(part if value is hidden else value for value in args),
@@ -189,19 +192,19 @@ class _Edge:
 
     def end(self, module: nn.Module, args: object, output: object) -> object:
         """Gather the first floating output that has a sequence."""
-        hidden = _hidden(find_tensors(output))
+        hidden = _hidden_states(find_tensors(output))
         if hidden is None:
             return output
         whole = functions.gather(hidden, self.comm, DIM)
         return map_tensors(lambda x: whole if x is hidden else x, output)
 
 
-def _hidden(values: Sequence[object]) -> Tensor | None:
+def _hidden_states(values: Sequence[object]) -> Tensor | None:
     return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > DIM + 1), None)
 
 
-class _RandomParts:
-    """Gives each rank random numbers of its own within a block, because each has another part of the sequence."""
+class _RankRandomNumbers:
+    """Hooks that give each rank its own random numbers in a block, because it has its own part of the sequence."""
 
     def __init__(self, rank: int) -> None:
         self.region = Region(rank, True)
@@ -211,6 +214,6 @@ class _RandomParts:
         self.region.watch(block)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden = _hidden([*args, *kwargs.values()])
+        hidden = _hidden_states([*args, *kwargs.values()])
         if hidden is not None:
             self.region.enter(hidden, module.training)

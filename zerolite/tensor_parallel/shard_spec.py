@@ -1,6 +1,7 @@
-"""Tensor-parallel shard of a parameter: its ranges in the full tensor, and sums over other ranks.
+"""Tensor-parallel shard of a parameter: its ranges in the full tensor, its names, and if its gradient is partial.
 
-:mod:`zerolite.tensor_parallel` and :mod:`zerolite.pipe` attach it; checkpoints, norm and state dicts read it.
+:mod:`zerolite.tensor_parallel` and :mod:`zerolite.pipe` record it. Checkpoints, the gradient norm and state dicts read
+it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class ShardSpec:
     Attributes:
         full_shape: shape of the full tensor.
         dim: the dimension that is sharded.
-        ranges: (start here, start in the full tensor, length) along ``dim``, ascending on both sides. There are several
-            if fused parts (query, key and value) are sharded each.
-        length: length of ``dim`` here. Elements that no range covers are padding: zeros that no checkpoint has.
-        rank: which shard this is.
+        ranges: (start in the shard, start in the full tensor, length) along ``dim``, ascending in both. There are
+            several if fused parts (query, key and value) are sharded each.
+        length: length of ``dim`` in the shard. Elements outside of all ranges are padding: zeros, not in checkpoints.
+        rank: index of this shard.
         size: number of shards.
 
         full     | q0  q1 | k0  k1 | v0  v1 |      rank 0 of 2: ranges (0, 0, 1), (1, 2, 1), (2, 4, 1)
@@ -41,7 +42,7 @@ class ShardSpec:
 
     @classmethod
     def of_parts(cls, shape: Sequence[int], dim: int, parts: Sequence[int], comm: Communicator) -> ShardSpec:
-        """Return this rank's share of each of ``parts``, the lengths that are fused along ``dim``.
+        """Return the spec of equal shares of ``parts``, the lengths that are fused along ``dim``.
 
         Raises ValueError if one of them cannot be shared equally.
         """
@@ -67,7 +68,7 @@ class ShardSpec:
 
     @classmethod
     def of_rows(cls, shape: Sequence[int], dim: int, comm: Communicator) -> ShardSpec:
-        """Return this rank's range along ``dim``, of equal length on all ranks; the last ranks are padded."""
+        """Return the spec of one range along ``dim``, equally long on all ranks. The last ranks are padded."""
         length = math.ceil(shape[dim] / comm.world_size)
         start = min(comm.rank * length, shape[dim])
         own = min(length, shape[dim] - start)
@@ -82,7 +83,7 @@ class ShardSpec:
         return math.prod(self.full_shape)
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of ``full``, a new tensor of ``local_shape``."""
+        """Return this rank's shard of ``full`` as a new tensor of ``local_shape``."""
         local = full.new_zeros(self.local_shape)
         for here, there, length in self.ranges:
             local.narrow(self.dim, here, length).copy_(full.narrow(self.dim, there, length))
@@ -96,10 +97,14 @@ class ShardSpec:
     def boxes(
         self, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-        """Yield a box of the shard as boxes of the full tensor: (offsets, sizes) there, and (start, length) in the
-        given box.
+        """Yield the boxes of the full tensor that a box of the shard covers, without padding.
 
-        Start and length are along ``dim``. Padding is left out.
+        Args:
+            offsets: offsets of the box in the shard.
+            sizes: its sizes.
+
+        Yields:
+            Offsets and sizes in the full tensor, and start and length within the given box along ``dim``.
         """
         dim = self.dim
         low, high = offsets[dim], offsets[dim] + sizes[dim]
@@ -122,20 +127,19 @@ def set_shard_spec(parameter: torch.Tensor, spec: ShardSpec) -> None:
 
 
 def shard_spec_of(parameter: torch.Tensor) -> ShardSpec | None:
-    """Return the shard that ``parameter`` holds; None if it is whole on every tensor-parallel rank."""
+    """Return the shard that ``parameter`` holds; None if every tensor-parallel rank has the full parameter."""
     found: ShardSpec | None = _SPECS.get(parameter)
     return found
 
 
 @torch.no_grad()
 def shard_parameter(parameter: torch.nn.Parameter | None, spec: ShardSpec) -> None:
-    """Leave this rank's shard in ``parameter``, the same object. A parameter that is used in several places is sharded
-    once."""
-    known = None if parameter is None else shard_spec_of(parameter)
-    if parameter is None or known == spec:
+    """Reduce ``parameter`` to this rank's shard. It stays the same object, and is sharded once if it is used twice."""
+    before = None if parameter is None else shard_spec_of(parameter)
+    if parameter is None or before == spec:
         return
-    if known is not None:
-        raise ValueError(f"expected one way in which a parameter is sharded, got {known} and {spec}")
+    if before is not None:
+        raise ValueError(f"expected one way of sharding a parameter, got {before} and {spec}")
     parameter.data = spec.of(parameter.data)
     set_shard_spec(parameter, spec)
 
@@ -143,22 +147,21 @@ def shard_parameter(parameter: torch.nn.Parameter | None, spec: ShardSpec) -> No
 def set_names(parameter: torch.Tensor, names: Sequence[str]) -> None:
     """Record all names of ``parameter`` in the full model, in the order of registration.
 
-    A parameter that several pipeline stages have is known to each stage by its own name only.
+    A stage's own model has only the stage's name of a parameter that several pipeline stages share.
     """
     _NAMES[parameter] = tuple(names)
 
 
 def names_of(parameter: torch.Tensor) -> tuple[str, ...] | None:
-    """Return the names set by :func:`set_names`; None if its names here are all that it has."""
+    """Return the names set by :func:`set_names`; None if the parameter has no names on other stages."""
     found: tuple[str, ...] | None = _NAMES.get(parameter)
     return found
 
 
 def mark_partial(parameter: torch.Tensor) -> None:
-    """Record that the gradient of ``parameter``, which every tensor-parallel rank holds whole, is the sum over these
-    ranks.
+    """Record that each tensor-parallel rank computes a part of the gradient of ``parameter``, which all ranks have.
 
-    With sequence parallelism each rank sees only a part of the sequence.
+    The gradient is the sum over these ranks, for example because each has a part of the sequence.
     """
     _PARTIAL[parameter] = True
 
