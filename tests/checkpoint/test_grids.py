@@ -97,7 +97,7 @@ def check_padding(engine: Any) -> None:
     """Check that padding of states and masters, which no checkpoint has, is zero."""
     buffer = engine._pipeline._buffer
     for piece in engine.optimizer.shards():
-        index, bucket = piece.fragment.slot.index, piece.fragment.slot.bucket
+        index, bucket = piece.index, piece.bucket
         cut = shard_spec_of(buffer.parameters[index])
         if cut is None:
             continue

@@ -201,8 +201,7 @@ class ParameterAccess:
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
         parts = {
-            index: self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.fragment.slot.bucket)).float()
-            * factor
+            index: self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.bucket)).float() * factor
             for index, shard in self._shards(wanted).items()
         }
         found = dict(zip(wanted, self._full(wanted, self.whole(wanted, parts, torch.float32)), strict=True))
@@ -218,7 +217,7 @@ class ParameterAccess:
         self._pipeline.reduce()
         shard = self._shards([index]).get(index)
         if shard is not None:
-            place = self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.fragment.slot.bucket))
+            place = self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.bucket))
             if values is None:
                 place.zero_()
             else:
@@ -249,7 +248,7 @@ class ParameterAccess:
         shard = self._shards([index]).get(index)
         if shard is not None:
             self._copy(shard, self._master(shard), values)
-            bucket = shard.fragment.slot.bucket
+            bucket = shard.bucket
             self._copy(shard, self._buffer.view_of(shard.fragment, self._buffer.owned[bucket]), values)
             self._buffer.placements.drop_reads()
         parameter = self._buffer.parameters[index]
@@ -330,7 +329,7 @@ class ParameterAccess:
 
     def _shards(self, indices: Iterable[int]) -> dict[int, OptimParamShard]:
         wanted = set(indices)
-        return {p.fragment.slot.index: p for p in self._optimizer.shards() if p.fragment.slot.index in wanted}
+        return {p.index: p for p in self._optimizer.shards() if p.index in wanted}
 
     def _flat(self, index: int, value: object) -> torch.Tensor:
         """Check the shape of ``value``, and return it flat, in the parameter's order in memory. With tensor parallelism

@@ -171,7 +171,7 @@ class ModelState:
             if param_shard.fragment.numel:
                 state = self.optimizer.method.state_of(param_shard)
                 if state:
-                    yield param_shard, names[param_shard.fragment.slot.index], state
+                    yield param_shard, names[param_shard.index], state
 
     # ---------------------------------------------------------------- saving
 
@@ -207,7 +207,7 @@ class ModelState:
         sharded = [part for index, part in self._masters(names) if index in chosen]
         everywhere: list[FlatRange] = []  # ranges that all data-parallel ranks have, in the same order
         for param_shard, name, state in self.states(names):
-            if param_shard.fragment.slot.index not in chosen:
+            if param_shard.index not in chosen:
                 continue
             for kind, value in state.items():
                 if not self.is_scalar(kind, value, param_shard):
@@ -236,7 +236,7 @@ class ModelState:
         """Return the shape of the states that have a value for each element."""
         if not self.buffer.keeps_shape(param_shard.fragment.slot):
             return torch.Size((param_shard.fragment.numel,))
-        return unpartitioned_shape(self.buffer.parameters[param_shard.fragment.slot.index])
+        return unpartitioned_shape(self.buffer.parameters[param_shard.index])
 
     def is_scalar(self, kind: str, value: object, param_shard: OptimParamShard) -> bool:
         """True if a state is one number for a whole parameter."""
@@ -252,7 +252,7 @@ class ModelState:
                 f"{type(value).__name__}, which cannot be saved"
             )
         if value.shape == self.shape_of(param_shard):
-            index, keeps = param_shard.fragment.slot.index, self.buffer.keeps_shape(param_shard.fragment.slot)
+            index, keeps = param_shard.index, self.buffer.keeps_shape(param_shard.fragment.slot)
             flat = flattened(value, self._strides(self.buffer.parameters[index])) if keeps else value
             return self.range(key, index, param_shard.fragment.param_start, flat)
         if not self.buffer.keeps_shape(param_shard.fragment.slot):
@@ -261,7 +261,7 @@ class ModelState:
                 f"{param_shard.fragment.numel} elements, got shape {tuple(value.shape)}; it can be saved at stage 0, "
                 "and with zero_optimization.whole_parameters"
             )
-        if shard_spec_of(self.buffer.parameters[param_shard.fragment.slot.index]) is not None:
+        if shard_spec_of(self.buffer.parameters[param_shard.index]) is not None:
             raise CheckpointError(
                 f"optimizer state '{kind}' of parameter '{name}': expected one value for each element of the part that "
                 f"tensor parallelism has given this rank, {tuple(self.shape_of(param_shard))}, got shape "
@@ -319,7 +319,7 @@ class ModelState:
         for param_shard in self.optimizer.shards():
             if not param_shard.fragment.numel:
                 continue
-            index = param_shard.fragment.slot.index
+            index = param_shard.index
             stored = stored_names.get(names[index], "")
             numbers = {kind: values[stored] for kind, values in scalars.items() if stored in values}
             tensors = {kind: of_names[stored] for kind, of_names in kinds.items() if stored in of_names}

@@ -396,7 +396,7 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
             "states of their own layers; save_checkpoint() writes all of them"
         )
     here = states.topology.world.rank == 0 or not rank0_only
-    own = {p.fragment.slot.index: (p, states.optimizer.method.state_of(p)) for p in states.optimizer.shards()}
+    own = {p.index: (p, states.optimizer.method.state_of(p)) for p in states.optimizer.shards()}
     described = {
         index: {name: _describe(states, shard, name, value) for name, value in state.items()}
         for index, (shard, state) in own.items()

@@ -20,12 +20,11 @@ from zerolite.zero.stage3.partitioned_parameter import unpartitioned_shape
 
 
 class TorchUpdate:
-    """Update by the inner optimizer itself: its parameters are the shards of some buckets at a time, and it keeps their
-    states.
+    """Update by the inner optimizer itself, which keeps the states of the shards.
 
-    A step of the inner optimizer needs ``tensor`` and ``grad`` of each shard. Both are views of flat tensors, so
-    nothing is copied. Where the update computes in another dtype than the masters', or tensors are offloaded, the
-    shards are views of copies during the update.
+    During an update its param groups contain the shards of some buckets only. Master and gradient of each shard are
+    views of flat tensors, so nothing is copied. If the update computes in another dtype than the masters', or if
+    tensors are offloaded, the shards are views of copies during the update.
     """
 
     one_launch: ClassVar[bool] = False
@@ -54,13 +53,13 @@ class TorchUpdate:
         self._sizes: list[list[int]] = []
         self._maybe_unused: frozenset[int] = frozenset()  # parameters that the device may leave out of this update
         self._new_states: dict[int, torch.Tensor] = {}  # shards of those without a state yet, by index
-        # States on disk, by bucket and name, laid out like the masters. The shards' states are views of them.
+        # States on disk, by bucket and name, laid out like the masters. States of the shards are views of them.
         self._on_disk: dict[int, dict[str, torch.Tensor]] = {}
-        # Memory of states that do not exist yet, by index of the parameter: see _reserve.
+        # Memory for states that do not exist yet, by index of the parameter: see _reserve.
         self._reserved: dict[int, list[torch.Tensor]] = {}
         self._state_dtypes: dict[tuple[int, torch.dtype, int], dict[str, torch.dtype]] = {}
         step: Any = type(inner).step
-        # Without torch's wrapper, which calls the user's hooks: one step may call this several times.
+        # Without torch's wrapper, which calls the user's hooks: one step may update several sub-groups.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self.extend(shards, update_dtypes)
 
@@ -100,37 +99,37 @@ class TorchUpdate:
         found_inf: torch.Tensor | None,
     ) -> None:
         shards: list[OptimParamShard] = []
-        taken: list[SpanTensors] = []
-        exact: list[torch.Tensor] = []
+        bound: list[SpanTensors] = []
+        gradients: list[torch.Tensor] = []
         for tensors in sub_group:
-            here = [p for p in self._shards[tensors.span.bucket] if used is None or p.fragment.slot.index in used]
-            if not here:
+            members = [p for p in self._shards[tensors.span.bucket] if used is None or p.index in used]
+            if not members:
                 continue
             if tensors.out is not None:
                 sync_master_from_param_(tensors.master, tensors.out)
             self._bind(tensors)
-            # Parameters that the device may leave out are updated before the others, which share the gradient's memory.
-            # So their gradients are scaled in copies. The others then scale the memory itself.
+            # Parameters that the device may leave out are updated first, and share the gradient's memory with the
+            # others. So their gradients are scaled in copies, and the last update scales the memory itself.
             if used is not None and used <= self._maybe_unused:
-                self._set_scaled_grads(here, tensors.gradient, factor)
+                self._set_scaled_grads(members, tensors.gradient, factor)
             else:
-                exact.append(tensors.gradient.to(self._update_dtypes[tensors.span.bucket]))
-                self._set_grads(here, exact[-1])
-            shards += here
-            taken.append(tensors)
-        if self._reserved:  # torch makes the states in this step, so their memory is freed for it
+                gradients.append(tensors.gradient.to(self._update_dtypes[tensors.span.bucket]))
+                self._set_grads(members, gradients[-1])
+            shards += members
+            bound.append(tensors)
+        if self._reserved:  # the optimizer makes the states in this step, so their memory is freed for it
             for shard in shards:
-                self._reserved.pop(shard.fragment.slot.index, None)
-        if exact and (isinstance(factor, torch.Tensor) or factor != 1.0):
-            torch._foreach_mul_(exact, factor)
+                self._reserved.pop(shard.index, None)
+        if gradients and (isinstance(factor, torch.Tensor) or factor != 1.0):
+            torch._foreach_mul_(gradients, factor)
         try:
-            with self._only(shards), self._skipping(found_inf):
+            with self._limited_to(shards), self._with_found_inf(found_inf):
                 if shards:
                     self._step(self._inner)
         finally:
             for shard in shards:
                 shard.tensor.grad = None
-            for tensors in taken:
+            for tensors in bound:
                 self._unbind(tensors)
         self._tag_states(shards)
         for tensors in sub_group:
@@ -153,23 +152,23 @@ class TorchUpdate:
     ) -> None:
         """Set the ``grad`` of shards to scaled copies, for parameters that the device may leave out."""
         for shard in shards:
-            dtype = self._update_dtypes[shard.fragment.slot.bucket]
+            dtype = self._update_dtypes[shard.bucket]
             shard.tensor.grad = self._buffer.view_of(shard.fragment, gradient).to(dtype) * factor
             if shard.tensor not in self._inner.state:
-                self._new_states[shard.fragment.slot.index] = shard.tensor
+                self._new_states[shard.index] = shard.tensor
 
     def _tag_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Tag the memory of states for reports, if a report listens or it is offloaded."""
         for shard in shards:
-            location = self._buffer.placements.of_optimizer(shard.fragment.slot.bucket).location
+            location = self._buffer.placements.of_optimizer(shard.bucket).location
             if listeners or location != DEVICE:
                 for value in (self._inner.state.get(shard.tensor) or {}).values():
                     if isinstance(value, torch.Tensor):
                         tag_memory(value, STATES, HOST if location == DISK and not value.dim() else location)
 
     def on_update_skipped(self) -> None:
-        """Drop states that the skipped update has made. More is not needed: torch's fused kernels count steps on the
-        device, where they see the skip."""
+        """Drop states that the skipped update has made. Step counts need no correction: torch's fused kernels count on
+        the device, where they see the skip."""
         self.on_left_out(list(self._new_states))
 
     @property
@@ -178,14 +177,14 @@ class TorchUpdate:
         if not self._takes_found_inf:
             return False
         if isinstance(self._inner, torch.optim.SGD):
-            return False  # its kernel leaves the momentum buffer uninitialised if the first update is skipped
+            return False  # a skipped first update would leave its momentum buffer uninitialised
         return all(group.get("fused") for group in self._inner.param_groups)
 
     def state_of(self, shard: OptimParamShard) -> State:
         return dict(self._inner.state.get(shard.tensor) or {})
 
     def memory(self) -> Iterable[torch.Tensor]:
-        """Return the tensors of states, and the memory that is reserved for states that do not exist yet."""
+        """Return the tensors of states, and the memory reserved for states that do not exist yet."""
         for tensors in self._reserved.values():
             yield from tensors
         for shards in self._shards:
@@ -194,7 +193,7 @@ class TorchUpdate:
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def load_state(self, shard: OptimParamShard, state: Mapping[str, object]) -> None:
-        self._reserved.pop(shard.fragment.slot.index, None)
+        self._reserved.pop(shard.index, None)
         self._inner.state.pop(shard.tensor, None)
         if state:
             device = self._device_of(shard)
@@ -211,14 +210,14 @@ class TorchUpdate:
     def make_state(
         self, shard: OptimParamShard, numbers: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
     ) -> dict[str, torch.Tensor]:
-        self._reserved.pop(shard.fragment.slot.index, None)
+        self._reserved.pop(shard.index, None)
         group = self._inner.param_groups[shard.group]
         device = self._device_of(shard)
-        parameter = self._buffer.parameters[shard.fragment.slot.index]
+        parameter = self._buffer.parameters[shard.index]
 
         def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-            """Allocate a state. For a whole parameter it has the parameter's strides, because torch's fused kernels
-            walk over both in the order of memory."""
+            """Allocate a state. For a whole parameter it has the parameter's strides, because torch's fused kernels go
+            through both in the order of memory."""
             if not self._buffer.keeps_shape(shard.fragment.slot) or shape != parameter.shape:
                 return torch.empty(shape, dtype=dtype, device=device)
             return torch.empty_strided(shape, parameter.data.stride(), dtype=dtype, device=device)
@@ -238,28 +237,29 @@ class TorchUpdate:
         return made
 
     def _reserve(self, shards: Iterable[OptimParamShard]) -> None:
-        """Reserve the memory of states that torch's optimizers make in their first update.
+        """Reserve the memory of states that torch's optimizers make in their first update, so that a job that cannot
+        fit fails at once.
 
-        So a job that cannot fit fails at once. The memory is freed right before that update. The states themselves are
-        not made early, because some start from the first gradient or from the learning rate of that step.
+        The memory is freed right before that update. The states themselves cannot be made early: some start from the
+        first gradient, or from the learning rate of that step.
         """
         for shard in shards:
-            numel, bucket = shard.fragment.numel, shard.fragment.slot.bucket
+            numel, bucket = shard.fragment.numel, shard.bucket
             if not numel or self._inner.state.get(shard.tensor):
                 continue
             placement, device = self._buffer.placements.of_optimizer(bucket), self._device_of(shard)
             for name, dtype in self._dtypes_of_states(shard, device).items():
                 if placement.location == DISK:
-                    self._disk_flat(bucket, name, dtype)  # is not freed: the state will be stored there
+                    self._disk_flat(bucket, name, dtype)  # kept: the state will be stored there
                 else:
                     memory = tag_memory(torch.empty(numel, dtype=dtype, device=device), STATES, placement.location)
-                    self._reserved.setdefault(shard.fragment.slot.index, []).append(memory)
+                    self._reserved.setdefault(shard.index, []).append(memory)
 
     def _dtypes_of_states(self, shard: OptimParamShard, device: torch.device) -> dict[str, torch.dtype]:
         """Return the dtypes of the states with one value per element, by name.
 
-        A copy of the optimizer updates a tiny tensor to learn them. The result is empty for classes that are neither
-        torch's nor zerolite's: a step of the copy could change objects that it shares with the original.
+        They are learned from the update of a tiny tensor by a copy of the optimizer. For classes that are neither
+        torch's nor zerolite's the result is empty: a step of the copy could change objects that the original shares.
         """
         inner, kind = self._inner, type(self._inner)
         slot = shard.fragment.slot
@@ -273,7 +273,7 @@ class TorchUpdate:
             vars(copy).update(vars(inner), state=defaultdict(dict))
             copy.param_groups = [{**inner.param_groups[shard.group], "params": [tiny]}]
             if kind.__module__.split(".")[0] in ("torch", "zerolite"):
-                # An error is ignored, because a check or the first update raises it again.
+                # An error is ignored: a check or the first update raises it again.
                 with torch.no_grad(), contextlib.suppress(AssertionError, RuntimeError, TypeError, ValueError):
                     self._step(copy)
             states = copy.state[tiny].items()
@@ -286,14 +286,14 @@ class TorchUpdate:
 
     def _device_of(self, shard: OptimParamShard) -> torch.device:
         """Return the device on which the shard is updated."""
-        placements, bucket = self._buffer.placements, shard.fragment.slot.bucket
+        placements, bucket = self._buffer.placements, shard.bucket
         return torch.device("cpu") if placements.updates_on_host(bucket) else placements.device
 
     def _move_states(self, shards: Iterable[OptimParamShard]) -> None:
-        """Move states with one value per element to the device of the update, or to the disk if they are offloaded
-        there."""
+        """Move states with one value per element to the device of the update, or to the disk if they are offloaded to
+        it."""
         for shard in shards:
-            bucket = shard.fragment.slot.bucket
+            bucket = shard.bucket
             placement, state = self._buffer.placements.of_optimizer(bucket), self._inner.state.get(shard.tensor) or {}
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != shard.fragment.numel:
@@ -306,6 +306,7 @@ class TorchUpdate:
                     state[name] = view.copy_(value)
 
     def _disk_flat(self, bucket: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the stored state of a whole bucket on disk."""
         flats = self._on_disk.setdefault(bucket, {})
         if name not in flats or flats[name].dtype != dtype:
             numel = self._buffer.master[bucket].numel()
@@ -313,10 +314,10 @@ class TorchUpdate:
         return flats[name]
 
     @contextlib.contextmanager
-    def _only(self, shards: Sequence[OptimParamShard]) -> Iterator[None]:
-        """Context in which these shards are the only parameters of the inner optimizer."""
+    def _limited_to(self, shards: Sequence[OptimParamShard]) -> Iterator[None]:
+        """Return a context in which these shards are the only parameters of the inner optimizer."""
         everything = self._inner.param_groups
-        outside = [group["params"] for group in everything]
+        model_params = [group["params"] for group in everything]
         chosen: dict[int, list[torch.Tensor]] = {}
         for shard in shards:
             chosen.setdefault(shard.group, []).append(shard.tensor)
@@ -327,11 +328,13 @@ class TorchUpdate:
             yield
         finally:
             self._inner.param_groups = everything
-            for group, parameters in zip(everything, outside, strict=True):
+            for group, parameters in zip(everything, model_params, strict=True):
                 group["params"] = parameters
 
     @contextlib.contextmanager
-    def _skipping(self, found_inf: torch.Tensor | None) -> Iterator[None]:
+    def _with_found_inf(self, found_inf: torch.Tensor | None) -> Iterator[None]:
+        """Return a context in which torch's fused kernels skip the update if ``found_inf`` is not zero. As GradScaler
+        does, it passes the tensor as an attribute of the optimizer."""
         if found_inf is None:
             yield
             return
@@ -345,25 +348,25 @@ class TorchUpdate:
     # ---------------------------------------------------------------- updates of copies
 
     def _updates_copy(self, bucket: int) -> bool:
-        """True if masters are kept in fewer bits than the update computes in, so that it updates a copy."""
+        """Return True if the update computes in more bits than the masters have, so that it updates a copy."""
         return self._update_dtypes[bucket] != self._buffer.master[bucket].dtype
 
     def _bind(self, tensors: SpanTensors) -> None:
-        """Point the shards at ``tensors.master``, or at a copy in the dtype of the update, and their states at
-        ``tensors.states``. Nothing if the stored master is updated in place."""
+        """Make the shards views of ``tensors.master``, or of a copy in the dtype of the update, and their states views
+        of ``tensors.states``. Does nothing if the stored master is updated in place."""
         bucket, staged = tensors.span.bucket, self._is_staged(tensors)
         if not staged and not self._updates_copy(bucket):
             return
-        exact = tensors.master.to(self._update_dtypes[bucket])
+        master = tensors.master.to(self._update_dtypes[bucket])
         for shard in self._shards[bucket]:
-            shard.tensor.data = self._buffer.view_of(shard.fragment, exact)
+            shard.tensor.data = self._buffer.view_of(shard.fragment, master)
             if staged and tensors.states:
                 state = self._inner.state.get(shard.tensor) or {}
                 staged_states = {name: flat for name, flat in tensors.states.items() if name in state}
                 state.update({name: self._buffer.view_of(shard.fragment, flat) for name, flat in staged_states.items()})
 
     def _unbind(self, tensors: SpanTensors) -> None:
-        """Undo :meth:`_bind`. Copy results to ``tensors`` that the update has not written in place."""
+        """Undo :meth:`_bind`. Results that the update has not written in place are copied to ``tensors``."""
         bucket, staged = tensors.span.bucket, self._is_staged(tensors)
         shards = self._shards[bucket]
         if staged:
@@ -378,28 +381,30 @@ class TorchUpdate:
             self._move_states(shards)
 
     def _is_staged(self, tensors: SpanTensors) -> bool:
-        """True if ``tensors`` has a staging copy of the master, not the master itself."""
+        """Return True if ``tensors`` has a staging copy of the master, not the master itself."""
         return tensors.master is not self._buffer.master[tensors.span.bucket]
 
     def _write_back_master(self, bucket: int, master: torch.Tensor) -> None:
-        """Copy the shards' updated copies into ``master``, and free their memory."""
+        """Round the updated copies of the shards into ``master``, and free their memory."""
         for shard in self._shards[bucket]:
             if shard.tensor.numel():
                 self._buffer.view_of(shard.fragment, master).copy_(shard.tensor)
                 shard.tensor.data = shard.tensor.new_empty(0)
 
     def _write_back_state(self, shard: OptimParamShard, staged_states: Mapping[str, torch.Tensor]) -> None:
+        """Copy states that the update has made into the staging copies, and make the shard's states views of the disk
+        again."""
         state = self._inner.state.get(shard.tensor) or {}
         for name, flat in staged_states.items():
             if name in state:
                 view = self._buffer.view_of(shard.fragment, flat)
                 if address(state[name]) != address(view):
                     view.copy_(state[name])
-                state[name] = self._buffer.view_of(shard.fragment, self._on_disk[shard.fragment.slot.bucket][name])
+                state[name] = self._buffer.view_of(shard.fragment, self._on_disk[shard.bucket][name])
 
 
 def _split_sizes(fragments: Sequence[Fragment], numel: int) -> list[int]:
-    """Return the lengths of the parts of a shard of ``numel`` elements: gap, fragment, gap, fragment, …, gap."""
+    """Return the lengths of the parts of a bucket's shard of ``numel`` elements: gap, fragment, gap, …, gap."""
     sizes, position = [], 0
     for fragment in fragments:
         sizes += [fragment.shard_start - position, fragment.numel]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -40,7 +41,7 @@ class FlatUpdate:
 
     States are allocated at once, so that a job that does not fit fails before it trains.
 
-    Steps are counted on the host, once for all shards; ``_steps_missed`` counts the steps in which a parameter got no
+    Steps are counted on the host, once for all shards. ``_steps_missed`` counts the steps in which a parameter got no
     gradient. A Python integer does not stop at 2^24, as the count in torch's fp32 tensors does.
     """
 
@@ -72,14 +73,13 @@ class FlatUpdate:
         self._state_dtypes: list[torch.dtype] = []
         self._states: list[Flat] | None = None  # by name, then by bucket
         self._steps = 0
-        self._steps_missed: dict[int, int] = {}  # by index of the parameter
-        # Of the last update:
-        self._counts = False  # it is counted as a step, because some param group has states
-        self._not_counted: list[int] = []  # parameters for which it is not counted
+        self._steps_missed: Counter[int] = Counter()  # by index of the parameter
+        self._counts = False  # the last update counts as a step, because some param group has states
+        self._not_counted: list[int] = []  # parameters that missed the last update
         self._maybe_unused: frozenset[int] = frozenset()
-        # Arguments from which `_not_counted` and `_launches` follow. None: they must be made anew.
-        self._plan_key: tuple[Any, ...] | None = None
-        self._launches: dict[tuple[Any, ...], list[_Launch]] = {}
+        # Arguments for which `_not_counted` and `_launches` were made. None: both are outdated.
+        self._plan_key: tuple[object, ...] | None = None
+        self._launches: dict[tuple[object, ...], list[_Launch]] = {}
         self.extend(shards, update_dtypes)
 
     def extend(self, shards: Sequence[list[OptimParamShard]], update_dtypes: Sequence[torch.dtype]) -> None:
@@ -90,11 +90,11 @@ class FlatUpdate:
         for members in shards:
             self._shards.append([shard for shard in members if shard.fragment.numel])
             for shard in self._shards[-1]:
-                shard.tensor = self._buffer.master_view(shard.fragment)
-                self._steps_missed[shard.fragment.slot.index] = self._steps
+                shard.use_master(self._buffer)
+                self._steps_missed[shard.index] = self._steps
         for flats in self._states or []:
             flats += self._new_states(groups, first)
-        self._allocated(groups)
+        self._ensure_states(groups)
         self._plan_key = None
 
     def begin(self, used: frozenset[int] | None, maybe_unused: frozenset[int] = frozenset()) -> None:
@@ -112,13 +112,13 @@ class FlatUpdate:
                     "follow; give it when the optimizer is made, and torch's own implementation is used"
                 )
         if self._states is None:  # the user may have given a momentum to a group that had none
-            self._allocated(groups)
+            self._ensure_states(groups)
         self._count(used, maybe_unused, groups)
 
     def on_left_out(self, indices: Iterable[int]) -> None:
         if self._counts:
             for index in set(indices).difference(self._not_counted):
-                self._steps_missed[index] = self._steps_missed.get(index, 0) + 1
+                self._steps_missed[index] += 1
 
     def states_of(self, bucket: int) -> Mapping[str, torch.Tensor]:
         return {name: flats[bucket] for name, flats in zip(self._rule.states, self._states or (), strict=False)}
@@ -134,17 +134,17 @@ class FlatUpdate:
         groups, names = self._inner.param_groups, self._rule.states if self._states is not None else ()
         for launch in self._plan(sub_group, used):
             # In float64 on the host and rounded once, because bias corrections lose digits in fp32 after many steps.
-            rows = [self._rule.row(groups[group], self._steps - lag) for group, lag in launch.rows]
+            rows = [self._rule.row(groups[group], self._steps - missed) for group, missed in launch.rows]
             scalars = torch.tensor(rows, dtype=torch.float64, device="cpu")
             on_device = factor if isinstance(factor, torch.Tensor) else None
             if on_device is None:
                 scalars[:, 0] *= factor
-            held = [sub_group[i] for i in launch.members]
+            members = [sub_group[i] for i in launch.members]
             self._rule.launch(
-                [tensors.master for tensors in held],
-                [tensors.gradient for tensors in held],
-                [[tensors.states[name] for tensors in held] for name in names],
-                [tensors.out for tensors in held if tensors.out is not None],
+                [tensors.master for tensors in members],
+                [tensors.gradient for tensors in members],
+                [[tensors.states[name] for tensors in members] for name in names],
+                [tensors.out for tensors in members if tensors.out is not None],
                 launch.table,
                 scalars.float(),
                 on_device,
@@ -165,7 +165,7 @@ class FlatUpdate:
         if self._states is None or step == 0:
             return {}
         state: State = {"step": torch.full((), float(step), device="cpu")} if self._rule.counts_steps else {}
-        bucket = shard.fragment.slot.bucket
+        bucket = shard.bucket
         for name, flats in zip(self._rule.states, self._states, strict=False):
             state[name] = self._buffer.view_of(shard.fragment, flats[bucket])
         return state
@@ -188,19 +188,18 @@ class FlatUpdate:
     ) -> dict[str, torch.Tensor]:
         """Return views of the flat states, in the rule's dtype."""
         step = int(numbers["step"]) if "step" in numbers else int(bool(tensors))
-        if step > self._steps:  # the common count becomes this one, and all other shards have missed the difference
-            for other in self._all():
-                index = other.fragment.slot.index
-                self._steps_missed[index] = self._steps_missed.get(index, 0) + step - self._steps
+        if step > self._steps:  # it becomes the common count, and all other shards have missed the difference
+            for other in self._all_shards():
+                self._steps_missed[other.index] += step - self._steps
             self._steps = step
-        self._steps_missed[shard.fragment.slot.index] = self._steps - step
+        self._steps_missed[shard.index] = self._steps - step
         self._plan_key = None
         if not step and self._states is None:
             return {}
         groups = self._inner.param_groups
-        bucket = shard.fragment.slot.bucket
+        bucket = shard.bucket
         views = {}  # states that are not given get their initial value
-        for name, flats in zip(self._rule.states, self._allocated(groups), strict=False):
+        for name, flats in zip(self._rule.states, self._ensure_states(groups), strict=False):
             view = self._buffer.view_of(shard.fragment, flats[bucket])
             if name in tensors:
                 views[name] = view
@@ -208,7 +207,7 @@ class FlatUpdate:
                 view.fill_(self._rule.initial(groups[shard.group]))
         return views
 
-    def _allocated(self, groups: Groups) -> list[Flat]:
+    def _ensure_states(self, groups: Groups) -> list[Flat]:
         """Return the states. They are allocated as soon as one param group has any."""
         if self._states is None:
             if not any(self._rule.has_states(group) for group in groups):
@@ -231,48 +230,48 @@ class FlatUpdate:
 
     # ---------------------------------------------------------------- counting
 
-    def _all(self) -> Iterable[OptimParamShard]:
+    def _all_shards(self) -> Iterable[OptimParamShard]:
         return (shard for members in self._shards for shard in members)
 
     def _steps_of(self, shard: OptimParamShard) -> int:
-        return self._steps - self._steps_missed.get(shard.fragment.slot.index, 0)
+        return self._steps - self._steps_missed[shard.index]
 
     def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
         """Count one more step. Parameters that do not take part, or whose group has no states, have missed it."""
         if used is not None and len(used) == len(self._buffer.parameters):
             used = None
-        without = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
-        plan_key = (used, maybe_unused, without)
+        stateless = tuple(index for index, group in enumerate(groups) if not self._rule.has_states(group))
+        plan_key = (used, maybe_unused, stateless)
         if plan_key != self._plan_key:
             self._plan_key, self._maybe_unused = plan_key, maybe_unused
             self._not_counted = [
-                shard.fragment.slot.index
-                for shard in self._all()
-                if shard.group in without or (used is not None and shard.fragment.slot.index not in used)
+                shard.index
+                for shard in self._all_shards()
+                if shard.group in stateless or (used is not None and shard.index not in used)
             ]
             self._launches.clear()
-        self._counts = len(without) < len(groups)
+        self._counts = len(stateless) < len(groups)
         if self._counts:
             self._steps += 1
             for index in self._not_counted:
-                self._steps_missed[index] = self._steps_missed.get(index, 0) + 1
+                self._steps_missed[index] += 1
 
     # ---------------------------------------------------------------- planning
 
     def _plan(self, sub_group: Sequence[SpanTensors], used: frozenset[int] | None) -> list[_Launch]:
         """Return the launches for these tensors, from the cache if possible."""
-        # A parameter that the device may leave out is updated in a call of its own. It may miss any step, and its
-        # launch has the number of missed steps, so it is not cached.
-        apart = used is not None and used <= self._maybe_unused
+        # A parameter that the device may leave out is updated in a call of its own. Its launch is not cached: it has
+        # the number of missed steps, which may change with any step.
+        changing = used is not None and used <= self._maybe_unused
         key = tuple((tensors.span, tensors.gradient.dtype, tensors.out is None) for tensors in sub_group)
-        plan = None if apart else self._launches.get(key)
+        plan = None if changing else self._launches.get(key)
         if plan is None:
-            made = (
+            launches = (
                 self._launch([sub_group[i].span for i in members], members, used)
                 for members in self._by_kind(sub_group)
             )
-            plan = [launch for launch in made if launch is not None]
-            if not apart:
+            plan = [launch for launch in launches if launch is not None]
+            if not changing:
                 self._launches[key] = plan
         return plan
 
@@ -291,9 +290,9 @@ class FlatUpdate:
 
         def owned(bucket: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
             for shard in self._shards[bucket]:
-                fragment, index = shard.fragment, shard.fragment.slot.index
+                fragment, index = shard.fragment, shard.index
                 if used is None or index in used:
-                    yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed.get(index, 0))
+                    yield fragment.shard_start, fragment.numel, (shard.group, self._steps_missed[index])
 
         rows: dict[tuple[int, int], int] = {}
         table = [[*segment, rows.setdefault(row, len(rows))] for *segment, row in segments(spans, owned)]

@@ -24,9 +24,9 @@ class OptimParamShard:
     Attributes:
         fragment: its ranges.
         group: index of its param group.
-        tensor: its master weights, the parameter of the inner optimizer. It is flat, or has the parameter's shape if
-            the rank owns the whole parameter. A view of the master bucket, or a copy in the dtype of the update if
-            masters are kept in fewer bits.
+        tensor: its master weights, which are a parameter of the inner optimizer. They are flat, or have the parameter's
+            shape if the rank owns the whole parameter. A view of the master bucket, or a copy in the dtype of the
+            update if that has more bits.
         position: position among the shards of its bucket.
     """
 
@@ -34,6 +34,19 @@ class OptimParamShard:
     group: int
     tensor: torch.Tensor
     position: int
+
+    @property
+    def index(self) -> int:
+        """Index of the parameter."""
+        return self.fragment.slot.index
+
+    @property
+    def bucket(self) -> int:
+        return self.fragment.slot.bucket
+
+    def use_master(self, buffer: ParameterBuffer) -> None:
+        """Make ``tensor`` a view of the master bucket, also if it was a copy."""
+        self.tensor = buffer.master_view(self.fragment)
 
 
 class SpanTensors(NamedTuple):
@@ -47,7 +60,7 @@ class SpanTensors(NamedTuple):
         states: states of :meth:`UpdateMethod.states_of`, by name.
         out: this rank's range of the compute parameters. The update first copies values that the user has written there
             to the master, and then rounds the updated master into it. None if the caller does both, or if the master
-            itself is the compute parameter.
+            is the compute parameter itself.
     """
 
     span: Span
@@ -62,10 +75,11 @@ class UpdateMethod(Protocol):
     or :class:`~zerolite.updates.torch_update.TorchUpdate`.
 
     Attributes:
-        one_launch: one call for all buckets is best, because it is one launch.
+        one_launch: one call updates all buckets in one launch, so the caller makes as few calls as it can.
         syncs_masters: ``update`` first copies values that the user has written into ``out`` to the masters, so it gets
-            ``out`` also for buckets that are updated in place. Otherwise the caller does it for these, once before
-            all updates of a bucket: an update leaves masters that the compute parameters do not round to yet.
+            ``out`` for every bucket. Otherwise the caller does it for buckets that are updated in place, and only
+            before their first update: after it the compute parameters differ from the rounded masters, as if the user
+            had written them.
         splits_buckets: a span may be a part of a bucket.
         can_skip_on_device: ``update`` takes ``found_inf``.
         state_names: names of the states with one value per element; None if they are known only from states that
@@ -127,7 +141,7 @@ class UpdateMethod(Protocol):
 
         Args:
             shard: the shard.
-            numbers: values of states that have no value per element, such as "step".
+            numbers: values of states without a value per element, such as "step".
             tensors: shape and dtype of the other states, by name. A method that has dtypes of its own keeps them.
 
         Returns:

@@ -207,7 +207,7 @@ class ShardedOptimizer(Optimizer):
             self._add_group(param_group)
 
     def _index_shards(self) -> None:
-        self._shard_of = {shard.fragment.slot.index: shard for shard in self.shards()}
+        self._shard_of = {shard.index: shard for shard in self.shards()}
         self._state.use(self._buffer.parameters)
 
     def state_of(self, index: int) -> State:
@@ -228,11 +228,11 @@ class ShardedOptimizer(Optimizer):
         position = self.positions()
         states, masters = {}, {}
         for shard in self.shards():
-            index = position[shard.fragment.slot.index]
+            index = position[shard.index]
             state = self.method.state_of(shard)
             if state:
                 states[index] = state
-            if self._buffer.separate[shard.fragment.slot.bucket]:
+            if self._buffer.separate[shard.bucket]:
                 masters[index] = self._buffer.master_view(shard.fragment)
         groups = self.numbered_groups()
         return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
@@ -247,7 +247,7 @@ class ShardedOptimizer(Optimizer):
         self._check_loadable(state_dict)
         position = self.positions()
         for shard in self.shards():
-            index = position[shard.fragment.slot.index]
+            index = position[shard.index]
             self.method.load_state(shard, state_dict["state"].get(index, {}))
             if index in state_dict["masters"]:
                 self._buffer.master_view(shard.fragment).copy_(state_dict["masters"][index])
@@ -270,7 +270,7 @@ class ShardedOptimizer(Optimizer):
     def _adopt_state(self) -> None:
         """States that the user's optimizer made before move to the shards."""
         for shard in self.shards():
-            parameter = self._buffer.parameters[shard.fragment.slot.index]
+            parameter = self._buffer.parameters[shard.index]
             state = self.inner.state.get(parameter)
             if state:
                 keeps = self._buffer.keeps_shape(shard.fragment.slot)
