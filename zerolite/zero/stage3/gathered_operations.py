@@ -1,15 +1,15 @@
 """Operations on released parameters outside of forward and backward: ``p.norm()``, averages, ``model.state_dict()``.
 
-::
+An operation such as ``p.data`` runs in three steps:
 
-    p.data  ── the parameters among the arguments are gathered, into memory of their own
-            ── the function runs on ordinary parameters, which are released again
-            ── what it returns in that memory is a GatheredAlias, which keeps the memory alive
+1. Gather the parameters among the arguments into temporary copies.
+2. Run the function on them as ordinary parameters, and release them again.
+3. Return results that share memory with a copy as :class:`GatheredAlias`, which keeps the copy alive.
 
-A :class:`GatheredAlias` that is written to passes the change on to this rank's shard. One that is read after an update
-is gathered again. Autograd saves where its tensors come from, and gathers them again in the backward.
+A write to a :class:`GatheredAlias` is copied into this rank's shard. A read after an update gathers the values again.
+Autograd saves which part of which parameter a tensor is, and gathers that again in the backward.
 
-Changes are made alike on all ranks, so a write needs no collective.
+All ranks run the same operations, so they make the same changes and a write needs no collective.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from zerolite.zero.stage3.released_parameter import (
 )
 
 _T = torch.Tensor
-# Functions of Python that look at the class.
+# Functions in Python that treat subclasses of torch.Tensor in another way.
 _PLAIN_TENSOR_FUNCTIONS = frozenset([_T.__repr__, _T.__format__, _T.numpy, _T.__array__, _T.tolist])
 _transform_level = torch._C._functorch.maybe_current_level  # None outside of torch.func's transforms
 
 
 class _GatheredCopy:
-    """Whole values of a parameter, gathered at one moment, in memory that several tensors may share.
+    """Copy of the full values of a parameter, gathered at one moment, whose memory several tensors may share.
 
     Attributes:
-        full: the memory, flat.
-        version: of the parameter, when these values were its own.
-        replacements_before: number of ``p.data = values`` before that. The next one gives the parameter other values,
-            and these do not belong to it any more.
+        full: the values, flat and with padding.
+        version: version of the parameter to which the values belong.
+        replacements_before: number of ``p.data = values`` before the gather. The next one gives the parameter other
+            values, and unlinks this copy from it.
     """
 
     __slots__ = ("version", "full", "handle", "replacements_before")
@@ -66,36 +66,39 @@ class _GatheredCopy:
 
     @property
     def linked(self) -> bool:
-        """True if the values belong to the parameter: changes go both ways."""
+        """True if the copy still stands for the parameter, so that a change of one changes the other."""
         return self.replacements_before == len(self.handle.replaced_at)
 
     @property
     def stale(self) -> bool:
-        """The parameter has changed since, or may have, because it is held gathered. Raises RuntimeError where
-        that was before its values were replaced."""
+        """True if the parameter has changed since the gather, or may have, because a user holds it gathered.
+
+        Raises:
+            RuntimeError: for an unlinked copy that missed a change before it was unlinked.
+        """
         if self.linked:
             return self.version != self.handle.version or self.handle.holds > 0
         if self.version != self.handle.replaced_at[self.replacements_before]:
             raise RuntimeError(
-                f"values that were taken from parameter '{self.handle.name}' before an update were not looked at "
-                "between that and p.data = values, which has replaced them: they are gone; clone what is to be kept"
+                f"a tensor that was taken from parameter '{self.handle.name}' before an update was not read between "
+                "that and p.data = values, which has replaced its values: they are gone; clone a tensor to keep it"
             )
         return False
 
     def write(self) -> None:
-        """They have been changed."""
+        """Copy changed values into this rank's shard, if the copy is still linked."""
         if self.linked:
             self.handle.write(self.full)
             self.version = self.handle.version
 
 
 def _gathered_in(tensor: torch.Tensor, by_storage: Mapping[int, _GatheredCopy]) -> _GatheredCopy | None:
-    """Return the whole values whose memory ``tensor`` shares."""
+    """Return the copy whose memory ``tensor`` shares; None if there is none."""
     return by_storage.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
 
 class GatheredAlias(torch.Tensor):
-    """A tensor that shares memory with gathered values of a parameter. See the module."""
+    """Tensor that shares memory with a gathered copy of a parameter; see the module."""
 
     gathered: _GatheredCopy
 
@@ -103,12 +106,12 @@ class GatheredAlias(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
-        """Run what :func:`run_gathered` has let through. Calls from C++ come here without it."""
+        """Run a function that :func:`run_gathered` has let through, or that C++ has called without it."""
         if any(kind is not GatheredAlias for kind in types):
-            return NotImplemented  # another class, p.grad's for one, has no memory to be read
+            return NotImplemented  # another class, such as that of p.grad, has no memory to read
         if function.namespace == "c10d":
             name = find_tensors((args, kwargs), GatheredAlias)[0].gathered.handle.name
-            raise no_values_error(name, "and torch.distributed writes where no one sees it: send a clone")
+            raise no_values_error(name, "and torch.distributed would write into a copy: send a clone")
         with torch._C._DisableTorchDispatch():
             return function(*args, **(kwargs or {}))
 
@@ -134,7 +137,7 @@ class GatheredAlias(torch.Tensor):
 
 
 class _SavedView:
-    """A view of gathered values that autograd has saved: gathered again when its backward wants it."""
+    """View of gathered values that autograd saves: the backward gathers them again."""
 
     __slots__ = ("version", "handle", "shape", "start", "strides")
 
@@ -144,7 +147,8 @@ class _SavedView:
         self.start = tensor.storage_offset() - gathered.full.storage_offset()
 
     def unpack(self) -> torch.Tensor:
-        """Return the values. Called on all ranks, in the order of their backwards, which is the same."""
+        """Gather and return the values. Called on all ranks, in the order of the backward's nodes, which is the same
+        on all of them. Raises RuntimeError if the parameter has changed since the forward."""
         if self.handle.version != self.version:
             raise RuntimeError(
                 f"parameter '{self.handle.name}' has changed since it was used in the forward whose backward this is; "
@@ -155,9 +159,14 @@ class _SavedView:
 
 
 def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """Call ``function``, with released parameters and :class:`GatheredAlias` among its arguments. Called on all ranks,
-    in the same order, where one of them is not here or stale. Raises RuntimeError inside a forward or backward, on
-    another thread than the engine's, and for what hands out memory."""
+    """Call ``function`` with released parameters and :class:`GatheredAlias` among its arguments.
+
+    Called on all ranks, in the same order, if one of these must be gathered.
+
+    Raises:
+        RuntimeError: inside a forward or backward, on another thread than the engine's, and for functions that hand
+            out memory.
+    """
     if function is _T.__iter__:
         return iter(run_gathered(_T.unbind, args, kwargs))
     aliases = find_tensors((args, kwargs), GatheredAlias)
@@ -169,7 +178,7 @@ def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         used = list(dict.fromkeys(vars(parameter)["_zero_handle"] for parameter in released))
         shared = list({id(alias.gathered): alias.gathered for alias in aliases}.values())
         stale = [gathered for gathered in shared if gathered.stale]
-        if stale and function in (_T.__repr__, _T.__format__):  # a debugger calls it on one rank
+        if stale and function in (_T.__repr__, _T.__format__):  # a debugger calls them on one rank alone
             return f"tensor(of parameter '{stale[0].handle.name}', which has changed since)"
         missing = list(dict.fromkeys([*used, *(gathered.handle for gathered in stale)]))
         _check_allowed(function, missing or [gathered.handle for gathered in shared], bool(missing))
@@ -183,7 +192,11 @@ def run_gathered(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def _share_current_values(
     fulls: Mapping[PartitionedParameter, torch.Tensor], aliases: Sequence[GatheredAlias]
 ) -> dict[PartitionedParameter, _GatheredCopy]:
-    """Let all aliases of a parameter share one memory, with the values of today: a change of one changes all."""
+    """Let all aliases of a parameter share one copy with its current values, so that a change of one changes all.
+
+    Returns:
+        The copy of each parameter in ``fulls`` or behind ``aliases``.
+    """
     current = {handle: _GatheredCopy(handle, full) for handle, full in fulls.items()}
     for alias in aliases:
         own = alias.gathered
@@ -209,7 +222,7 @@ def _call(
     used: dict[PartitionedParameter, _GatheredCopy],
     aliases: Sequence[GatheredAlias],
 ) -> Any:
-    """Call ``function``, while the parameters in ``used`` have their values."""
+    """Call ``function`` while the parameters in ``used`` have the values of their copies."""
     parameters = {handle: handle.parameter for handle in used}
     for handle, parameter in parameters.items():
         restore_class(parameter)
@@ -222,7 +235,7 @@ def _call(
         args = [arg.detach() if isinstance(arg, GatheredAlias) else arg for arg in args]
     try:
         if torch.is_grad_enabled():
-            nodes = [_prepare_accumulation(handle) for handle in used]  # which live as long as a graph has them
+            nodes = [_prepare_accumulation(handle) for handle in used]  # kept until a graph refers to them
             with _save_sources(by_storage):
                 result = function(*args, **kwargs)
             del nodes
@@ -230,7 +243,7 @@ def _call(
             result = function(*args, **kwargs)
         return _as_aliases(result, by_storage)
     finally:
-        by_storage.clear()  # autograd keeps the function that has packed what it saves, and this with it
+        by_storage.clear()  # autograd keeps the pack hook, and would keep all copies with it
         with torch.no_grad():
             _apply_changes(used, parameters, aliases, versions, in_place)
 
@@ -242,7 +255,7 @@ def _apply_changes(
     versions: dict[int, float],
     in_place: set[int],
 ) -> None:
-    """Release the parameters again, and take what the function has changed into their shards."""
+    """Release the parameters again, and copy what the function has changed into their shards."""
     written: dict[int, _GatheredCopy] = {}
     replaced: list[tuple[PartitionedParameter, torch.Tensor]] = []
     for handle, parameter in parameters.items():
@@ -264,7 +277,7 @@ def _apply_changes(
 
 
 def _replace_values(handle: PartitionedParameter, data: torch.Tensor) -> None:
-    """Take the values of ``p.data = data``. What has been taken from the parameter before keeps the old ones."""
+    """Take over the values of ``p.data = data``. Aliases of the parameter keep the old values."""
     view = handle.view
     if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
         raise RuntimeError(
@@ -278,20 +291,23 @@ def _replace_values(handle: PartitionedParameter, data: torch.Tensor) -> None:
 
 
 def _changed_in_place(function: Function, args: Arguments) -> set[int]:
-    """Return the ids of arguments that a function changes according to its name: with ``p.grad`` among its arguments it
-    runs where torch does not count changes."""
+    """Return the ids of the arguments that a function changes according to its name, such as ``add_``.
+
+    With ``p.grad`` among the arguments the function runs where torch does not count changes.
+    """
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return {id(tensor) for tensor in find_tensors(args[:1])} if in_place else set()
 
 
 def _version(tensor: torch.Tensor, in_place: set[int]) -> float:
-    """Return the number of changes in place so far; NaN, which equals nothing, where they are not counted."""
+    """Return the number of changes in place so far. Where torch does not count them, return NaN: it equals nothing, so
+    the tensor counts as changed."""
     return math.nan if id(tensor) in in_place or tensor.is_inference() else tensor._version
 
 
 def _save_sources(by_storage: Mapping[int, _GatheredCopy]) -> Any:
-    """Context in which autograd saves where its tensors come from, and not their memory."""
+    """Context in which autograd saves parts of a copy as :class:`_SavedView`, without their memory."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedView:
         gathered = _gathered_in(tensor, by_storage)
@@ -310,10 +326,15 @@ _SHOWS_SHAPE = "zerolite shows the shape"
 
 
 def _prepare_accumulation(handle: PartitionedParameter) -> Any:
-    """Let a gradient come to the parameter while it is released again. Returns the node that accumulates it.
+    """Prepare a parameter for a gradient that comes when it is released again.
 
-    The node is made now, while the parameter has its values: an AccumulateGrad node remembers the shape that it was
-    made with, and one made in the shape [0] would refuse every gradient.
+    An AccumulateGrad node remembers the shape of its parameter at creation, and one created with the shape [0] would
+    refuse every gradient. So it is created now, while the parameter has its full shape. Its hook shows the full shape
+    again before the gradient is accumulated.
+
+    Returns:
+        The node, to be kept until a graph refers to it, because the parameter references it weakly. None if the
+        parameter requires no gradient.
     """
     parameter = handle.parameter
     if not parameter.requires_grad:
@@ -353,9 +374,9 @@ def _as_aliases(result: Any, by_storage: Mapping[int, _GatheredCopy]) -> object:
     return map_tensors(mark, result)
 
 
-# -------------------------------------------------------------------- where it is refused
+# -------------------------------------------------------------------- refusals
 
-# What hands out memory: it ends with the operation, and what is written there would be lost.
+# Functions that hand out memory. The copy ends with the operation, so writes into it would be lost.
 _MEMORY_FUNCTIONS = frozenset(
     [
         *(_T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_, _T.set_, _T.resize_, _T.as_subclass),
@@ -365,6 +386,7 @@ _MEMORY_FUNCTIONS = frozenset(
 
 
 def _check_allowed(function: Function, handles: Sequence[PartitionedParameter], gathers: bool) -> None:
+    """Raise RuntimeError if ``function`` cannot run on these parameters here; ``gathers``: it needs a gather."""
     first = handles[0]
     if function in _MEMORY_FUNCTIONS:
         raise no_values_error(first.name, f"Tensor.{function.__name__} hands out memory that it does not have")
@@ -384,10 +406,11 @@ def _check_allowed(function: Function, handles: Sequence[PartitionedParameter], 
 
 
 def _warn_of_gather(handles: Sequence[PartitionedParameter]) -> None:
-    """After the gather: an error in the place of the warning is of one rank alone."""
+    """Warn that a line of the user's code has gathered parameters. Called after the gather: if warnings are errors,
+    this one is raised on one rank alone."""
     if handles and handles[0].comm.world_size > 1 and handles[0].comm.main:
         warn_of_collective(
             f"this line uses the values of parameter '{handles[0].name}', of which each rank owns a part: they are "
-            "gathered for it, a collective that all ranks must call. Inside "
+            "gathered for it, in a collective that all ranks must call. Inside "
             "zerolite.zero.GatheredParameters(parameters) parameters are gathered together and once"
         )
