@@ -91,6 +91,11 @@ class _GatheredCopy:
             self.handle.write(self.full)
             self.version = self.handle.version
 
+    def update_from(self, other: _GatheredCopy) -> None:
+        """Take over the values of a newer copy."""
+        self.full.copy_(other.full)
+        self.version = other.version
+
 
 def _gathered_in(tensor: torch.Tensor, by_storage: Mapping[int, _GatheredCopy]) -> _GatheredCopy | None:
     """Return the copy whose memory ``tensor`` shares; None if there is none."""
@@ -101,6 +106,17 @@ class GatheredAlias(torch.Tensor):
     """Tensor that shares memory with a gathered copy of a parameter; see the module."""
 
     gathered: _GatheredCopy
+
+    def _bind(self, gathered: _GatheredCopy) -> GatheredAlias:
+        """Set the copy whose memory the tensor shares. Return the tensor."""
+        self.gathered = gathered
+        return self
+
+    def _move_to(self, gathered: _GatheredCopy) -> None:
+        """Point the tensor to the same elements of another copy."""
+        start = self.storage_offset() - self.gathered.full.storage_offset() + gathered.full.storage_offset()
+        self.data = gathered.full.as_strided(self.shape, self.stride(), start).as_subclass(GatheredAlias)
+        self.gathered = gathered
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -206,12 +222,9 @@ def _share_current_values(
         if first is own:
             continue
         if own.stale:
-            own.full.copy_(first.full)
-            own.version = first.version
+            own.update_from(first)
         if alias.grad_fn is None and alias.dtype == first.full.dtype:
-            start = alias.storage_offset() - own.full.storage_offset() + first.full.storage_offset()
-            alias.data = first.full.as_strided(alias.shape, alias.stride(), start).as_subclass(GatheredAlias)
-            alias.gathered = first
+            alias._move_to(first)
     return current
 
 
@@ -365,9 +378,7 @@ def _as_aliases(result: Any, by_storage: Mapping[int, _GatheredCopy]) -> object:
         gathered = _gathered_in(value, by_storage) if type(value) is torch.Tensor else None
         if gathered is None:
             return value
-        alias: Any = value.as_subclass(GatheredAlias)
-        alias.gathered = gathered
-        return alias
+        return value.as_subclass(GatheredAlias)._bind(gathered)
 
     if not isinstance(result, torch.Tensor) and hasattr(result, "__array_interface__"):
         result.flags.writeable = False

@@ -57,8 +57,8 @@ class ModuleExecution:
         self.end = time
         group = self.group
         group.open_executions -= 1
-        if not group.open_executions:
-            group.called_inside = None
+        if group.called_inside is not None and not group.open_executions:
+            group.set_called_inside(None)  # an exception has skipped the hook that does this
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """Begin the backward: a gradient has reached an output. Later gradients of the same backward do nothing."""
@@ -140,7 +140,7 @@ class _InnerPreForwardHook(_GroupHook):
         coordinator = self.owner()
         if coordinator is not None:
             coordinator.enter_forward(self._group)
-            self._group.call_inside(module)
+            self._group.set_called_inside(module)
 
 
 class _InnerPostForwardHook(_GroupHook):
@@ -153,7 +153,7 @@ class _InnerPostForwardHook(_GroupHook):
     @untraced
     def _end(self, module: torch.nn.Module, outputs: object) -> None:
         coordinator = self.owner()
-        self._group.call_inside(None)
+        self._group.set_called_inside(None)
         if coordinator is not None:
             coordinator.leave_forward(self._group, module, outputs)
 

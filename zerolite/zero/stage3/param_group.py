@@ -28,8 +28,8 @@ class ParamGroup:
         name: qualified name of the module.
         parameters: those that are released, each once.
         is_embedding: True if the module is an embedding and nothing else, whose backward needs no values of the weight.
-        open_executions: executions under way that need the values; the coordinator counts them.
-        called_inside: a module of the subtree that has been called without the group's own.
+        open_executions: executions under way that need the values. Counted in place: a method would cost host time.
+        called_inside: the module of the subtree that is called directly; None if there is none.
     """
 
     __slots__ = (
@@ -73,16 +73,16 @@ class ParamGroup:
         """The modules of the subtree without the group's own."""
         return [module for ref in self._inside if (module := ref()) is not None]
 
-    def call_inside(self, module: torch.nn.Module | None) -> None:
-        """``module`` of the subtree is called without the group's own; None: it has returned."""
+    def set_called_inside(self, module: torch.nn.Module | None) -> None:
+        """Set the module of the subtree that is called directly; None when it has returned."""
         self.called_inside = module
 
     def need_values(self) -> None:
-        """The backward needs values from now on, of another parameter than the embedding's."""
+        """Note that the backward needs values from now on: those of another parameter than the embedding's."""
         self.is_embedding = False
 
     def reset(self) -> None:
-        """No execution is under way any more."""
+        """End all executions."""
         self.open_executions, self.called_inside = 0, None
 
 

@@ -57,14 +57,13 @@ class PartitionedParameterCoordinator:
 
     Gathers follow from the sequence of executions alone. A rank whose data leads it through other groups, forward or
     backward, would gather other parameters than the other ranks. So all ranks must run the same groups, and modules
-    that some ranks may skip belong into one group (``leaf_modules``).
+    that some ranks may skip belong in one group (``leaf_modules``).
 
     Attributes:
         handles: parameter ``i`` of the schedule is ``handles[i]``.
         groups: group ``g`` of the schedule is ``groups[g]``.
         thread: thread of the last forward.
         engine_calls: calls of the engine under way. The user's hooks on the root module run outside of its execution.
-        weak_self: weak reference for module executions, which graphs keep alive.
     """
 
     def __init__(
@@ -75,10 +74,6 @@ class PartitionedParameterCoordinator:
         limits: FetchLimits,
         callbacks: CoordinatorCallbacks,
     ) -> None:
-        """
-        Args:
-            context: the context of all ``handles``.
-        """
         self._callbacks, self._observers = callbacks, callbacks.observers
         self.context, self.comm = context, context.comm
         self.handles = list(handles)
@@ -94,20 +89,16 @@ class PartitionedParameterCoordinator:
         self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
-        # Parameters of groups whose forward has ended and that keep some of them gathered for their backward.
-        self._kept_for_backward: set[int] = set()
-        # Those of them that look released to the user until the backward begins.
-        self._shown_released: list[PartitionedParameter] = []
+        self._kept_for_backward: set[int] = set()  # parameters of groups that have ended and keep some gathered
+        self._shown_released: list[PartitionedParameter] = []  # those of them that look released to the user
         self._shape_only: list[PartitionedParameter] = []  # released, with their full shape for a gradient to come
-        # Held until the step ends, because no hook tells when their use ends.
-        self._held_for_step: list[PartitionedParameter] = []
+        self._held_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
         self._trained: set[int] = set()  # parameters to which updates give new values
         self._trained_persistent = AvailableParameters(context, ())
-        # A graph since the last update uses a parameter outside of all groups: its gradient may come at any time.
-        self._used_outside = False
+        self._used_outside = False  # since the last update a graph uses parameters outside of all groups
         self.thread = threading.get_ident()
         self.engine_calls = 0
-        self.weak_self = weakref.ref(self)
+        self.weak_self = weakref.ref(self)  # for executions, which graphs keep alive
         context.set_coordinator(self)
 
     def add_external(self, module: torch.nn.Module, handle: PartitionedParameter) -> None:
@@ -146,7 +137,7 @@ class PartitionedParameterCoordinator:
         if _transform_level() is not None:
             raise RuntimeError(
                 f"module '{group.name}' is called inside a transform of torch.func (grad, vmap, …), where "
-                "stage 3 cannot gather its parameters; call a whole copy of the model: copy.deepcopy(engine.module)"
+                "stage 3 cannot gather its parameters; call a full copy of the model: copy.deepcopy(engine.module)"
             )
         if not self._forward:
             self._begin_outermost()
@@ -156,18 +147,13 @@ class PartitionedParameterCoordinator:
         self._execute(self.schedule.enter(group.index))
 
     def leave_forward(self, group: ParamGroup, module: torch.nn.Module, outputs: object) -> None:
-        """End a forward execution of ``group``.
-
-        Args:
-            module: the module whose forward has ended.
-            outputs: its outputs; None if it raised.
-        """
+        """End a forward execution of ``group``, whose ``module`` has returned ``outputs``; None if it raised."""
         forward = self._forward
         if not forward or forward[-1].group is not group:
             if not any(execution.group is group for execution in forward):
                 return  # `reset` has ended it
             while forward[-1].group is not group:  # an exception has skipped their hooks
-                self._end(forward.pop())
+                self._end_forward(forward.pop())
         execution = forward.pop()
         hooked = False
         if torch.is_grad_enabled():
@@ -182,14 +168,14 @@ class PartitionedParameterCoordinator:
             execution.end_forward(self._clock)
             self._recomputed.append(execution)
         else:
-            self._end(execution)
+            self._end_forward(execution)
         if not forward and not self._tasks:
             if not hooked:
                 self._end_step()
             elif self._kept_for_backward:
                 self._show_released()
 
-    def _end(self, execution: ModuleExecution) -> None:
+    def _end_forward(self, execution: ModuleExecution) -> None:
         """End a forward and release the parameters that are not kept for its backward."""
         self._clock += 1
         execution.end_forward(self._clock)
@@ -210,7 +196,6 @@ class PartitionedParameterCoordinator:
                 set_released_class(parameter)
 
     def _show_available(self) -> None:
-        """Undo :meth:`_show_released` when the backward or another forward begins."""
         shown, self._shown_released = self._shown_released, []
         for handle in shown:
             if handle.status is AVAILABLE and (parameter := handle.ref()) is not None:
@@ -246,24 +231,18 @@ class PartitionedParameterCoordinator:
                 self._unhold_after_step()
 
     def end_failed(self) -> None:
-        """End the executions that an exception has left open. Called before the engine's forward and when gradients are
-        dropped; does nothing inside a backward."""
+        """End the executions that an exception has left open. Does nothing inside a backward."""
         if (self._forward or self._tasks) and _current_graph_task() == -1:
             self.reset()
 
     def _hook_outputs(self, execution: ModuleExecution, module: torch.nn.Module, outputs: object) -> bool:
         """Hook every tensor through which a backward may reach the module: its outputs and tensors that it keeps as
-        attributes. The first gradient there begins the backward execution.
-
-        Returns:
-            True if an output requires a gradient, so that a backward may follow.
-        """
+        attributes. Return True if an output requires a gradient, so that a backward may follow."""
         hooked = False
         for value in module.__dict__.values():
             if type(value) is torch.Tensor and value.grad_fn is not None:
                 execution.hook(value)
-        # The common case, without a walk through the outputs.
-        if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:
+        if type(outputs) is torch.Tensor and outputs._base is None and outputs.grad_fn is not None:  # nearly always
             execution.hook(outputs)
             return True
         for tensor in find_in_objects(outputs):
@@ -316,7 +295,6 @@ class PartitionedParameterCoordinator:
             self._execute(self.schedule.enter(group.index))
 
     def _end_backward(self, execution: ModuleExecution) -> None:
-        """End a backward execution and release the parameters that no other one needs."""
         group = execution.group
         if self._recomputed:
             self._end_recomputed(group)
@@ -392,8 +370,8 @@ class PartitionedParameterCoordinator:
             self.context.reader.drop_reads()  # read ahead for gathers that did not follow
 
     def reset(self) -> None:
-        """End all executions and release all parameters that are not held. Called on all ranks, after an exception and
-        when values have changed inside a step."""
+        """End all executions and release what is not held, after an exception or a change of values. Called on all
+        ranks."""
         self._step_open = self._second_order = False
         for execution in (*self._forward, *self._backward):
             execution.group.reset()
@@ -405,13 +383,11 @@ class PartitionedParameterCoordinator:
         self._end_unscheduled()
 
     def _unhold_after_step(self) -> None:
-        """End the holds of :meth:`_hold_for_step`."""
         held, self._held_for_step = self._held_for_step, []
         self.context.unhold(held)
 
     def on_update(self) -> None:
-        """Bring new values to the parameters that are available after an update, because the shards have changed.
-        Called on all ranks, by the parameter gatherer."""
+        """Bring the new values of an update to available parameters. Called on all ranks, by the parameter gatherer."""
         self.context.on_update()
         self._used_outside = False
         if self._step_open or self._held_for_step:
@@ -432,8 +408,7 @@ class PartitionedParameterCoordinator:
         AvailableParameters(self.context, frozen).copy_writes_to_shards()
 
     def plan_progress(self) -> tuple[int, bool]:
-        """Return the serial number of the plan that this step follows, and True if its end is reached; (0, False) if
-        there is none or if gradients may come outside of it."""
+        """Return the serial number of the plan in use, and True at its end; (0, False) without a plan for gradients."""
         return (0, False) if self._used_outside else self.schedule.plan_progress
 
     # ---------------------------------------------------------------- uses that no hook sees
@@ -455,8 +430,7 @@ class PartitionedParameterCoordinator:
         return bool(self._forward or self._tasks or self.engine_calls) or _current_graph_task() != -1
 
     def _hold_for_step(self, handle: PartitionedParameter) -> None:
-        """Gather a parameter and hold it until the step ends, because no hook reports the end of this use. From the
-        next step on the group under way gathers it."""
+        """Gather a parameter and hold it until the step ends. The group under way gathers it from the next step on."""
         if self._forward and not self._tasks:
             self._add_parameter(self._forward[-1].group, handle.index)
         if handle not in self._held_for_step:
@@ -477,7 +451,6 @@ class PartitionedParameterCoordinator:
     # ---------------------------------------------------------------- execution of the schedule's answers
 
     def _execute(self, fetch: Fetch) -> None:
-        """Release, launch, prefetch, read ahead and wait, in this order."""
         release, launch, prefetch, needed, read = fetch
         observed = self._observers.on_phase_begin if launch or prefetch or needed else ()
         try:
@@ -505,7 +478,6 @@ class PartitionedParameterCoordinator:
                     notify(GATHER)
 
     def _issue_all_gather(self, indices: Iterable[int]) -> None:
-        """Launch one all-gather of the parameters among ``indices`` that are not available."""
         handles = self.handles
         missing = [handles[index] for index in indices if handles[index].status is NOT_AVAILABLE]
         if missing:

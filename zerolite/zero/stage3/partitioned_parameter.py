@@ -138,7 +138,7 @@ class PartitionedParameter:
     def __reduce__(self) -> Any:
         raise RuntimeError(
             f"parameter '{self.name}' is partitioned over ranks and cannot be pickled; save engine.full_state_dict(), "
-            "or a whole copy: copy.deepcopy(engine.module)"
+            "or a full copy: copy.deepcopy(engine.module)"
         )
 
     # ---------------------------------------------------------------- memory
