@@ -37,7 +37,7 @@ from zerolite.offload.transfers import Transfers
 from zerolite.optim.kernels import kernel_chooser
 from zerolite.precision.dtypes import Precision
 from zerolite.precision.fp32_modules import Fp32Modules
-from zerolite.updates.staged_update import StagedSpans
+from zerolite.updates.staged_update import StagedSubGroups
 from zerolite.updates.torch_update import TorchUpdate
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.accumulation import GradAccumulation
@@ -254,7 +254,7 @@ class StepParts:
             self.scaler,
             options,
             setup.device,
-            StagedSpans(buffer, self.reducer, self.sharded.method, self.param_gatherer, self.transfers),
+            StagedSubGroups(buffer, self.reducer, self.sharded.method, self.param_gatherer, self.transfers),
             UnusedParameters(
                 config.zero_optimization.ignore_unused_parameters, functools.partial(_gone, setup.model, buffer)
             ),

@@ -29,18 +29,18 @@ from zerolite.zero.optim_shards import SpanTensors, UpdateMethod
 from zerolite.zero.param_gatherer import ParamGatherer
 from zerolite.zero.spans import Span, sub_groups
 
-# A sub-group is at most a 16th of all elements, so that there are several and their stages can overlap. Below 4 Mi
-# elements it is not divided any further for that: each stage would cost more than it hides.
-_SEVERAL = 16
-_SMALLEST = 1 << 22
+# A sub-group is at most a 16th of all elements, so that there are several and their stages can overlap. But it may have
+# up to 4 Mi elements in any case: a stage of fewer costs more than it hides.
+_MIN_SUB_GROUPS = 16
+_MIN_NUMEL = 1 << 22
 
 
 class _StoredTensor(NamedTuple):
     """One tensor of a span that an update reads or writes.
 
     Attributes:
-        stored: its storage, a range of the bucket's flat tensor.
-        placement: the placement of that storage.
+        stored: the stored tensor, a range of the bucket's flat tensor.
+        placement: its placement.
         needs_staging: it must be staged in before the update.
         written: the update changes it.
     """
@@ -52,7 +52,7 @@ class _StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it needs in a staging buffer."""
+        """Bytes that it takes in a staging buffer."""
         return whole_blocks(self.stored.numel() * self.stored.element_size()) if self.needs_staging else 0
 
 
@@ -82,18 +82,20 @@ class _SubGroup(StagedTransfer):
         device: torch.device | None,
         transfers: Transfers,
         buffer_bytes: int,
-        largest: int,
+        longest: int,
     ) -> None:
         """
         Args:
             device: device of the update; None for the host.
-            buffer_bytes: size of the staging buffer on the host, the same for all sub-groups, so that the next one can
-                use the buffer again.
-            largest: bytes of the largest tensor, for copies between disk and device.
+            plans: plans of its spans.
+            transfers: copies between placements.
+            buffer_bytes: size of the staging buffer on the host. It is the same for all sub-groups, so that a later one
+                can reuse the buffer.
+            longest: bytes of the longest tensor, for copies between disk and device.
         """
         buffer = transfers.pool.take(buffer_bytes, torch.uint8) if device is None else None
         super().__init__(transfers.pool, buffer)
-        self._device, self._transfers, self._largest = device, transfers, largest
+        self._device, self._transfers, self._longest = device, transfers, longest
         self._copies: list[tuple[torch.Tensor, _StoredTensor]] = []
         self._position = 0  # next free byte of the buffer
         self.spans: list[SpanTensors] = []
@@ -118,24 +120,26 @@ class _SubGroup(StagedTransfer):
             copy = self._buffer.narrow(0, self._position, size).view(stored.dtype)
             self._position += tensor.nbytes
         self._copies.append((copy, tensor))
-        self.add(self._transfers.stage_in(stored, tensor.placement, copy, self._largest))
+        self.add(self._transfers.stage_in(stored, tensor.placement, copy, self._longest))
         return copy
 
     def write_back(self) -> None:
-        """Send updated tensors back to their placements. Tensors on the device are complete when this returns, because
-        the next work on the device reads them."""
+        """Begin to copy updated tensors back to their placements.
+
+        The current stream waits for those on the device, because the next work on it reads them: the all-gather.
+        """
         for copy, tensor in self._copies:
             if tensor.written:
-                sent = self._transfers.write_back(copy, tensor.stored, tensor.placement, self._largest)
-                self.add(sent)
+                transfer = self._transfers.write_back(copy, tensor.stored, tensor.placement, self._longest)
+                self.add(transfer)
                 if tensor.stored.device.type != "cpu":
-                    sent.wait()
+                    transfer.wait()
         self._copies.clear()
 
 
-class StagedSpans:
-    """Sub-groups of the buckets that an update cannot access without staging. Called on all ranks; nothing here is a
-    collective."""
+class StagedSubGroups:
+    """Sub-groups of the buckets that an update cannot access without staging: the implementation of
+    :class:`~zerolite.zero.step_update.StagedUpdate`. Called on all ranks; nothing here is a collective."""
 
     def __init__(
         self,
@@ -152,11 +156,10 @@ class StagedSpans:
     def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
         alignment = SPAN_ALIGNMENT if self._method.splits_buckets else 0
         elements = sum(numel for side in buckets.values() for _, numel in side)
-        several = max(_SMALLEST, elements // _SEVERAL)
-        most = min(self._placements.sub_group_numel, several)
-        self.groups = [group for side in buckets.values() for group in sub_groups(side, most, alignment)]
+        limit = min(self._placements.sub_group_numel, max(_MIN_NUMEL, elements // _MIN_SUB_GROUPS))
+        self.groups = [group for side in buckets.values() for group in sub_groups(side, limit, alignment)]
 
-    def run(self, gather: bool, update: Update, end: Callable[[Sequence[SpanTensors], bool], None]) -> None:
+    def run(self, gather: bool, update: Update, on_updated: Callable[[Sequence[SpanTensors], bool], None]) -> None:
         if not gather:
             for bucket in {span.bucket for spans in self.groups for span in spans}:
                 self._buffer.sync_master_from_param(bucket)
@@ -164,23 +167,25 @@ class StagedSpans:
         count = self._placements.buffer_count
         plans = [[self._plan_span(span, gather) for span in spans] for spans in self.groups]
         sizes = [[tensor.nbytes for plan in group for tensor in plan.tensors.values()] for group in plans]
-        buffer_bytes, largest = max(map(sum, sizes)), max(map(max, sizes))
+        buffer_bytes, longest = max(map(sum, sizes)), max(map(max, sizes))
         incoming: deque[_SubGroup] = deque()  # the first is the one to update
         outgoing: deque[_SubGroup] = deque()
         try:
             for index in range(len(self.groups)):
                 while len(incoming) < min(2, count) and index + len(incoming) < len(self.groups):
-                    incoming.append(self._begin(plans[index + len(incoming)], buffer_bytes, largest))
+                    incoming.append(self._begin(plans[index + len(incoming)], buffer_bytes, longest))
                 current = incoming[0]
                 current.wait()
                 update(current.spans)
+                # The copies of earlier results to a staging buffer ran during this update. Begin their writes to disk.
                 for earlier in outgoing:
                     earlier.advance()
                 current.write_back()
                 outgoing.append(incoming.popleft())
+                # One buffer is updated and one is staged in, so the others may be written back.
                 while len(outgoing) > max(0, count - 2):
                     outgoing.popleft().finish()
-                end(current.spans, gather)
+                on_updated(current.spans, gather)
             while outgoing:
                 outgoing.popleft().finish()
         except BaseException:
@@ -189,13 +194,13 @@ class StagedSpans:
                     unfinished.finish()
             raise
 
-    def _begin(self, plans: Sequence[_SpanPlan], buffer_bytes: int, largest: int) -> _SubGroup:
+    def _begin(self, plans: Sequence[_SpanPlan], buffer_bytes: int, longest: int) -> _SubGroup:
         buckets = [plan.span.bucket for plan in plans]
-        self._param_gatherer.wait(buckets)
+        self._param_gatherer.wait(buckets)  # a gather of the step before may still send what this update writes
         for bucket in buckets:
             self._reducer.reduced(bucket)  # waits for the bucket's reduction
         on_host = self._placements.updates_on_host(buckets[0]) or not self._placements.separate_memory
-        return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, largest)
+        return _SubGroup(plans, None if on_host else self._placements.device, self._transfers, buffer_bytes, longest)
 
     def _plan_span(self, span: Span, gather: bool) -> _SpanPlan:
         buffer, placements, bucket = self._buffer, self._placements, span.bucket

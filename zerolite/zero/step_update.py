@@ -25,22 +25,29 @@ _NONE: Mapping[int, torch.Tensor] = {}
 
 
 class StagedUpdate(Protocol):
-    """Update of the buckets that need staging copies, sub-group by sub-group."""
+    """Update of the buckets that need staging copies, sub-group by sub-group.
+
+    Attributes:
+        groups: spans of each sub-group.
+    """
 
     groups: list[list[Span]]
-    """The sub-groups."""
 
     def plan(self, buckets: Mapping[bool, Sequence[tuple[int, int]]]) -> None:
-        """Divide buckets, in the order of their updates, with the elements of their masters. buckets: by whether the
-        host updates them."""
+        """Divide the buckets into sub-groups.
 
-    def run(self, gather: bool, update: Update, end: Callable[[Sequence[SpanTensors], bool], None]) -> None:
+        Args:
+            buckets: (bucket, elements of its master) in the order of the updates; True: of buckets that the host
+                updates, False: of the others.
+        """
+
+    def run(self, gather: bool, update: Update, on_updated: Callable[[Sequence[SpanTensors], bool], None]) -> None:
         """Update all sub-groups.
 
         Args:
             gather: the update all-gathers the updated parameters.
             update: updates one sub-group.
-            end: called with each sub-group and ``gather`` when its results are on their way back.
+            on_updated: called with each sub-group and ``gather`` when its results are being written back.
 
         Raises:
             OSError: the disk failed. Then some masters are ahead of others.
@@ -48,14 +55,13 @@ class StagedUpdate(Protocol):
 
 
 class StepUpdate:
-    """Update of everything that a rank owns. Tensors that the update can reach where they are kept are updated there:
-    on the device, buckets of one kind in one launch. The others are staged.
+    """Update of everything that a rank owns. Buckets that the update can access are updated in place, on the device in
+    as few launches as possible. The others are staged.
 
-    Called by the step pipeline on all ranks; the only collectives are the parameter gatherer's, in the same order on
-    all.
+    Called on all ranks. The only collectives are the parameter gatherer's, in the same order on all ranks.
 
     Attributes:
-        failed_update: why masters are not all of one step; "" if they are.
+        failed_update: reason why some masters are a step ahead of others; "" if they are all of one step.
         params_outdated: masters are ahead of the parameters.
     """
 
@@ -76,8 +82,8 @@ class StepUpdate:
         """
         Args:
             observe_update: wraps each update to observe the masters before and after it.
-            update_numel: master elements that are updated in one call where ``method`` is better with few.
-            may_skip_on_device: the config lets the device decide whether a step is skipped.
+            update_numel: most master elements in one call of a ``method`` that does not update all in one launch.
+            may_skip_on_device: the config lets the device decide if a step is skipped.
         """
         self._buffer, self._reducer, self._method = buffer, reducer, method
         self._param_gatherer, self._staged, self._scale, self._outcomes = param_gatherer, staged, scale, outcomes
@@ -89,16 +95,16 @@ class StepUpdate:
         self.plan()
 
     def plan(self) -> None:
-        """Plan the updates again, after a change of the layout or of the order in which buckets are reduced.
+        """Plan the updates and their all-gathers after a change of the layout or of the order of the reductions.
 
-        Updates and all-gathers follow this plan. The bucket that is reduced last comes first, because the next forward
-        uses its parameters first. The plan depends only on the config, on sizes and on an order that are equal on all
-        ranks, so all ranks launch the same all-gathers. Free memory and gradients differ between ranks.
+        The bucket that is reduced last comes first, because the next forward uses its parameters first. The plan
+        depends only on the config, on sizes and on that order, which are equal on all ranks. So all ranks launch the
+        same all-gathers. It must not depend on free memory or gradients, which differ between ranks.
         """
         buffer, placements = self._buffer, self._buffer.placements
         self._order = self._reducer.order.buckets
         in_place: list[tuple[int, int]] = []
-        staged: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by whether the host updates
+        staged: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # True: the host updates them
         self._all_on_device = True
         for bucket in reversed(self._order):
             on_host = placements.updates_on_host(bucket)
@@ -118,35 +124,39 @@ class StepUpdate:
 
     # ---------------------------------------------------------------- one step
 
-    def run(self, vector: StatsVector, given: Factor, max_norm: float, gather: bool) -> None:
-        """Update what this rank owns, or skip the step on all ranks. Raises what is wrong with the step's statistics,
-        on all ranks.
+    def run(self, vector: StatsVector, user_factor: Factor, max_norm: float, gather: bool) -> None:
+        """Update what this rank owns, or skip the step on all ranks.
 
         Args:
-            given: what the user has multiplied all gradients by.
+            vector: statistics of the step.
+            user_factor: number by which the user has multiplied all gradients.
             max_norm: clip to this L2 norm, 0 for never.
-            gather: bring new values to all ranks on the way.
-        """
-        # Config, optimizer and layout alone decide this, and not which gradients came to this rank: an update whose
-        # skip the host decides launches no gathers when it is skipped.
-        if self._may_skip_on_device and self._method.can_skip_on_device and self._all_on_device:
-            self._run_unread(vector, given, max_norm, gather)
-        else:
-            self._run_read(vector, given, max_norm, gather)
+            gather: all-gather each bucket as soon as it is updated.
 
-    def _run_read(self, vector: StatsVector, given: Factor, max_norm: float, gather: bool) -> None:
-        """Update or skip by the statistics, which all ranks read. So all ranks launch the all-gathers, or none does."""
+        Raises:
+            RuntimeError: on all ranks, because of the statistics.
+        """
+        # This follows from config, optimizer and layout, and never from gradients, which differ between ranks: if the
+        # host skips a step, no all-gather is launched; if the device does, all of them are.
+        if self._may_skip_on_device and self._method.can_skip_on_device and self._all_on_device:
+            self._run_unread(vector, user_factor, max_norm, gather)
+        else:
+            self._run_read(vector, user_factor, max_norm, gather)
+
+    def _run_read(self, vector: StatsVector, user_factor: Factor, max_norm: float, gather: bool) -> None:
+        """Update, or skip on the host, which reads the statistics. They are equal on all ranks, so all ranks launch the
+        all-gathers, or none does."""
         outcome = vector.get()
         self._outcomes.raise_errors(outcome)
         divisor = self._scale.local_divisor() * mean_weight(outcome)
         if self._outcomes.applies(outcome):
             self._outcomes.check_used(outcome)
             factor = (clip_coefficient(outcome.norm / divisor, max_norm) if max_norm else 1.0) / divisor
-            factor *= float(host_value(given)) if isinstance(given, torch.Tensor) else given
+            factor *= float(host_value(user_factor)) if isinstance(user_factor, torch.Tensor) else user_factor
             self._update(factor, outcome.used, None, gather)
         self._outcomes.end_step(outcome, divisor)
 
-    def _run_unread(self, vector: StatsVector, given: Factor, max_norm: float, gather: bool) -> None:
+    def _run_unread(self, vector: StatsVector, user_factor: Factor, max_norm: float, gather: bool) -> None:
         """Update, or skip on the device, without reading the statistics. Every rank launches the same all-gathers.
 
         A parameter that this rank has not used may have been used on another. The device decides for each of them, in
@@ -165,11 +175,11 @@ class StepUpdate:
         found_inf = ~torch.isfinite(total) | vector.mixed() if self._outcomes.check_finite else None
         scale = self._scale.device_divisor(vector)
         if self._scale.weighted:
-            nothing = vector.mixed() | (vector.weight() == 0)
-            found_inf = nothing if found_inf is None else found_inf | nothing
-        factor = given / scale
+            no_mean = vector.mixed() | (vector.weight() == 0)
+            found_inf = no_mean if found_inf is None else found_inf | no_mean
+        factor = user_factor / scale
         if max_norm:
-            factor = clip_coefficient_on_device(total.sqrt() / scale, max_norm) / scale * given
+            factor = clip_coefficient_on_device(total.sqrt() / scale, max_norm) / scale * user_factor
         if isinstance(factor, torch.Tensor):
             factor = factor.float()
         left_out = {index: vector.unused(index) for index in sorted(maybe_unused)}
@@ -188,20 +198,27 @@ class StepUpdate:
         gather: bool,
         maybe_unused: Mapping[int, torch.Tensor] = _NONE,
     ) -> None:
-        """One update, with :meth:`UpdateMethod.update`'s arguments; consumes the gradients. maybe_unused: further
-        parameters, each with a ``found_inf`` of its own. Raises OSError if the disk failed: then some masters are ahead
-        of others."""
+        """Update once, which consumes the gradients.
+
+        Args:
+            factor: see :meth:`UpdateMethod.update`, also for ``used`` and ``found_inf``.
+            gather: all-gather each bucket as soon as it is updated.
+            maybe_unused: further parameters, by index, each with a ``found_inf`` of its own.
+
+        Raises:
+            OSError: the disk failed. Then some masters are a step ahead of others.
+        """
         self._method.begin(used if used is None else used | maybe_unused.keys(), frozenset(maybe_unused))
-        if self._order is not self._reducer.order.buckets:  # learned in a backward
+        if self._order is not self._reducer.order.buckets:  # it was learned in a backward
             self.plan()
 
         update = functools.partial(self._method.update, factor=factor, used=used, found_inf=found_inf)
         if maybe_unused:
             update = functools.partial(self._update_maybe_unused, rest=update, factor=factor, maybe_unused=maybe_unused)
-        # Set before the first write: an exception in the middle leaves some masters ahead of others.
+        # Set before the first write, because an exception between two buckets leaves some masters ahead.
         self.params_outdated = not gather
         try:
-            self._sweep(update if self._observe_update is None else self._observe_update(update), gather)
+            self._update_all(update if self._observe_update is None else self._observe_update(update), gather)
         except BaseException as error:
             self.failed_update, self.params_outdated = f"{type(error).__name__}: {error}", False
             raise
@@ -209,39 +226,40 @@ class StepUpdate:
     def _update_maybe_unused(
         self, sub_group: Sequence[SpanTensors], rest: Update, factor: Factor, maybe_unused: Mapping[int, torch.Tensor]
     ) -> None:
-        """Update each of ``maybe_unused`` by itself, with a flag of its own, then the rest."""
+        """Update each of ``maybe_unused`` by itself, with a flag of its own. Then call ``rest`` for the others."""
         for index, left_out in maybe_unused.items():
             bucket = self._buffer.layout.slots[index].bucket
             if own := [tensors for tensors in sub_group if tensors.span.bucket == bucket]:
                 self._method.update(own, factor, frozenset([index]), left_out)
         rest(sub_group)
 
-    def _sweep(self, update: Update, gather: bool) -> None:
+    def _update_all(self, update: Update, gather: bool) -> None:
         syncs = gather and self._method.syncs_masters
         gatherer = self._param_gatherer
         for spans in self._in_place:
-            if gatherer.pending:  # of the step before: a gather still sends what this update writes
+            if gatherer.pending:  # a gather of the step before may still send what this update writes
                 gatherer.wait([span.bucket for span in spans])
             if not syncs:
                 for span in spans:
                     self._buffer.sync_master_from_param(span.bucket)
             sub_group = [self._stored_tensors(span, syncs) for span in spans]
             update(sub_group)
-            self._end(sub_group, gather)
+            self._on_updated(sub_group, gather)
         if self._staged.groups:
-            self._staged.run(gather, update, self._end)
+            self._staged.run(gather, update, self._on_updated)
         if gather:
             gatherer.end_step()
 
     def _stored_tensors(self, span: Span, writes: bool) -> SpanTensors:
-        """The tensors of a whole bucket where they rest. writes: the update rounds into the compute parameters."""
+        """Return the stored tensors of a whole bucket. writes: the update rounds into the compute parameters."""
         buffer, bucket = self._buffer, span.bucket
         out = buffer.owned[bucket] if writes and buffer.separate[bucket] else None
         return SpanTensors(
             span, self._reducer.reduced(bucket), buffer.master[bucket], self._method.states_of(bucket), out
         )
 
-    def _end(self, sub_group: Sequence[SpanTensors], gather: bool) -> None:
+    def _on_updated(self, sub_group: Sequence[SpanTensors], gather: bool) -> None:
+        """Release the gradients of the buckets that end in this sub-group, and launch their all-gathers."""
         for tensors in sub_group:
             if tensors.span.last:
                 self._reducer.release(tensors.span.bucket)
@@ -253,7 +271,7 @@ class StepUpdate:
         self.params_outdated = False
 
     def check_no_failed_update(self) -> None:
-        """Raise RuntimeError if an update has failed in its middle, unless a checkpoint has been loaded since."""
+        """Raise RuntimeError if an update has failed halfway and no checkpoint has been loaded since."""
         if self.failed_update:
             raise RuntimeError(
                 f"an update has failed in its middle ({self.failed_update}), so some weights are a step ahead of "
