@@ -20,7 +20,6 @@ from tests.toolkit.compare import from_all_ranks
 from tests.toolkit.configs import SGD, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import make_engine, raised, run_steps, snapshot
-from tests.toolkit.transports import transport
 from zerolite.data.dataloader import EpochSampler
 
 
@@ -158,22 +157,6 @@ def test_reductions_of_nested_values() -> None:
     assert found["sum"]["half"].tolist() == [1000.0 * sum(range(1, world + 1))] * 2
 
 
-@pytest.mark.parametrize("how", ["shared memory", "messages", "little memory", "native"])
-@on_ranks(3)
-def test_large_values_whichever_way_they_are_sent(how: str) -> None:
-    """More than fits in one message, and of different lengths; two times."""
-    rows = [
-        {"x": torch.arange(30000.0 * rank).view(-1, 3), "y": torch.arange(50001 + rank) % 3 == 0} for rank in range(3)
-    ]
-    with transport(how):
-        engine = make_engine(config(0), "Mlp")
-        total = engine.reduce(torch.full((20001,), engine.rank), "sum")
-        for _ in range(2):
-            found = engine.gather(rows[engine.rank])
-            assert_exact(found, {name: torch.cat([row[name] for row in rows]) for name in rows[0]})
-    assert torch.equal(total, torch.full((20001,), 3))
-
-
 def calls_that_do_not_fit(engine: Any, rank: int) -> dict[str, Callable[[], Any]]:
     """Calls that do not fit together: rank 0 makes them differently, or wrongly."""
     first = rank == 0
@@ -305,17 +288,3 @@ def test_statistics_of_all_ranks_equal_those_of_the_joint_batch(stage: int) -> N
         optimizer.zero_grad()
     found = {**snapshot(engine), **dict(model.named_buffers())}
     torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_torchs_sync_batch_norm_evaluates_on_the_cpu_and_refuses_to_train(stage: int) -> None:
-    model, plain = (models.build(models.ConvNet) for _ in range(2))
-    engine = zerolite.initialize(nn.SyncBatchNorm.convert_sync_batchnorm(model), config(stage))
-    engine.eval()
-    x, _ = models.image_batch(0, 0, 0)
-    with torch.no_grad():
-        torch.testing.assert_close(engine.gather(engine(x.chunk(2)[engine.rank])), plain.eval()(x))
-    engine.train()
-    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
-        engine(x)

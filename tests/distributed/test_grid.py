@@ -195,18 +195,3 @@ def test_what_a_layer_sends_in_tensor_parallelism(pools: Pools, sequence: bool, 
     made = on_grid(config(0, precision, 2, CLIP), (1, 1, 2), sequence)
     for found in run(pools, (1, 1, 2), calls_of_a_step, config=made):
         assert_travels(found, wanted, once)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "boundaries"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 3)])
-def test_what_stages_send(pools: Pools, schedule: str, boundaries: int) -> None:
-    """Hidden states forwards, their gradients backwards, over each boundary once for each micro-batch."""
-    chosen = {} if schedule == "1f1b" else {"schedule": schedule, "partition_method": "uniform"}
-    for precision, tied in (("fp32", True), ("bf16", False)):
-        nbytes = HIDDENS * WIDTHS[precision]
-        wanted = Counter({(op, "pipe", "pipe", HIDDENS, nbytes): 4 * boundaries for op in ("send", "receive")})
-        once = {("all_reduce", "stats"), ("all_reduce", "loss")}
-        once |= {("all_reduce", "shared_gradients")} if tied else set()
-        made = on_grid(config(0, precision, 4, CLIP), (2, 1, 1), **chosen)
-        for found in run(pools, (2, 1, 1), calls_of_a_step, config=made, tied=tied):
-            assert_travels(found, wanted, once)

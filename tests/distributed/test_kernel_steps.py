@@ -1,4 +1,4 @@
-"""Zerolite's kernels in an engine's step: states that are saved, kernels that are missing, launches, skipped steps."""
+"""Zerolite's kernels in an engine's step: states that are loaded, kernels that are missing, launches, skipped steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.distributed.test_kernels import ALL, LATE, STAGES, assert_close, assert_near
-from tests.toolkit import optimizers
 from tests.toolkit.compare import CLIP, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
@@ -41,18 +40,16 @@ def save_and_load(
     second: dict[str, Any],
     model: str = "Late",
     branches: Branches | None = LATE,
-    used: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Three steps with config ``first``, a save, three more; and the same three by another engine with config
-    ``second`` that loads what was saved, the module's values first. ``used``: that one has trained before."""
+    ``second`` that loads what was saved, the module's values first."""
     engine = make_engine(first, model)
     engine_steps(engine, model, range(3), branches)
     values = engine.full_state_dict()
     saved = copy.deepcopy(engine.optimizer.state_dict())
     engine_steps(engine, model, range(3, 6), branches)
     resumed = make_engine(second, model)
-    if used:
-        engine_steps(resumed, model, range(5), branches)
+
     resumed.load_full_state_dict(values)
     resumed.optimizer.load_state_dict(saved)
     loaded = facts(resumed)
@@ -60,16 +57,6 @@ def save_and_load(
     assert "c.weight" not in loaded["states"]  # its first gradient comes afterwards
     engine_steps(resumed, model, range(3, 6), branches)
     return {"wanted": facts(engine), "resumed": facts(resumed)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "precision"), [("SGD dampening", "bf16"), ("AdamW", "bf16"), ("Adagrad", "fp32")])
-@on_ranks(2)
-def test_states_make_a_round_trip(name: str, precision: str) -> None:
-    for stage, used in ((0, False), (1, False), (2, True), (3, False), (3, True)):
-        setting = config(stage, precision, optimizer=ALL[name], clip=CLIP)
-        result = save_and_load(setting, setting, used=used)
-        assert_same_facts(result["wanted"], result["resumed"], f"stage {stage}")
 
 
 @pytest.mark.fast("2-SGD dampening")
@@ -237,13 +224,12 @@ def test_a_step_is_one_norm_launch_and_one_update_launch(stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SGD dampening", "AdamW", "Adagrad"])
 @on_ranks(2)
-def test_a_skipped_step_leaves_no_trace(name: str) -> None:
+def test_a_skipped_step_leaves_no_trace() -> None:
     """Between the second and the third of four steps comes one whose gradient is infinite on rank 0."""
-    dynamic = {"fp16": dynamic_fp16()}
+    kinds = [("SGD dampening", "fp32", {}), ("AdamW", "fp16", {"fp16": dynamic_fp16()}), ("Adagrad", "fp16", {})]
     for stage in STAGES:
-        for precision, more in (("fp32", {}), ("fp16", {}), ("fp16", dynamic)):
+        for name, precision, more in kinds:
             setting = config(stage, precision, clip=CLIP, optimizer=ALL[name], **more)
             engine = make_engine(setting, "Mlp")
             engine_steps(engine, "Mlp", range(2))
@@ -257,17 +243,3 @@ def test_a_skipped_step_leaves_no_trace(name: str) -> None:
             engine_steps(engine, "Mlp", range(2, 4))
             if not more:  # whose scale falls
                 assert_same_facts(facts(engine), train(setting, "Mlp"), f"stage {stage}, without the skip")
-
-
-@on_ranks(2)
-def test_engines_in_turns() -> None:
-    settings = [
-        config(stage, precision, clip=CLIP, optimizer=ALL[name])
-        for stage, precision, name in ((3, "bf16", "AdamW"), (1, "fp32", "SGD nesterov"), (0, "fp16", "Lion"))
-    ]
-    engines = [make_engine(setting, "Mlp") for setting in settings]
-    for step in range(3):
-        for engine in engines:
-            engine_steps(engine, "Mlp", range(step, step + 1))
-    for engine, setting in zip(engines, settings, strict=True):
-        assert_same_facts(facts(engine), optimizers.train(setting, "Mlp", 3), "in turns and alone")

@@ -12,7 +12,7 @@ from tests.ops.cases import needs_fma
 from tests.toolkit import models, reference
 from tests.toolkit.compare import CLIP, EPSILON, assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import Optimizer, at, config
-from tests.toolkit.optimizers import Changes, assert_same_facts, loss_of, plain, torchs, train
+from tests.toolkit.optimizers import Changes, loss_of, plain, torchs, train
 from tests.toolkit.ranks import on_ranks
 
 EXACT: dict[str, Optimizer] = {  # the kernels do torch's operations in torch's order
@@ -98,19 +98,6 @@ def test_kernels_give_torchs_numbers(name: str) -> None:
         for entry, value in theirs.state.get(p, {}).items():
             if p.numel() and key != "unused":  # of which torch's Adagrad has a state, without a step
                 torch.testing.assert_close(found[0]["states"][key][entry], value, rtol=1e-4, atol=1e-9)
-
-
-@pytest.mark.slow
-@needs_fma
-@pytest.mark.parametrize("name", ["SGD dampening", "SGD nesterov"])
-@on_ranks(2)
-def test_kernels_give_the_bits_of_torchs_foreach_with_clipping_and_accumulation(name: str) -> None:
-    foreach = (ALL[name][0], {**ALL[name][1], "foreach": True})
-    for stage in STAGES:
-        for precision, micros in (("fp32", 1), ("bf16", 3)):
-            ours, theirs = (train(config(stage, precision, micros, CLIP, one)) for one in (ALL[name], foreach))
-            assert (ours["method"], theirs["method"]) == ("FlatUpdate", "TorchUpdate")
-            assert_same_facts(ours, theirs, f"stage {stage}, {precision}")
 
 
 @pytest.mark.slow

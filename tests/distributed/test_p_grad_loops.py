@@ -254,20 +254,6 @@ def read_after_an_assignment(run: Run, how: str) -> None:
     run.torch_step()
 
 
-@loop(["cpu", "nvme"], stages=(3,), close=CLIPPED)
-def parameters_offloaded(run: Run, device: str) -> None:
-    path = {"nvme_path": run.directory, "max_in_cpu": 0} if device == "nvme" else {}  # type: ignore[attr-defined]
-    run.start(zero=None if run.plain else {"offload_param": {"device": device, **path}})
-    for step in range(3):
-        run.backward(run.loss(step))
-        run.average()
-        run.see(nn.utils.clip_grad_norm_(run.module.parameters(), 0.3))
-        run.module.first.weight.grad.mul_(0.75)
-        run.module.second.bias.grad.add_(1.0)
-        run.see([p.grad for p in run.module.parameters()], run.module.second.weight.grad[1:, ::2].clone())
-        run.torch_step()
-
-
 # ---------------------------------------------------------------- the tests
 
 

@@ -34,7 +34,6 @@ from tests.toolkit.pipes import (
     plain_loss,
     token_batch,
 )
-from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises
 from zerolite.comm import record
@@ -263,75 +262,6 @@ def test_what_eval_batch_gives() -> None:
 
 
 # -------------------------------------------------------------------- errors
-
-
-class Fails(Block):
-    """Raises in the forward of some micro-batch, counted over all, and then no more."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at, self.calls = at, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == self.at:
-            raise FileNotFoundError("the layer has lost its file")
-        return super().forward(x)
-
-
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise FileNotFoundError("the gradient has lost its file")
-
-
-class FailsInBackward(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return FailsBackward.apply(super().forward(x))  # type: ignore[no-any-return]
-
-
-def fail(
-    where: int = 1, at: int = 1, schedule: str = "1f1b", backward: bool = False, chunks: int | None = None
-) -> list[str]:
-    """Return the errors on each rank when a layer fails; then run a step that succeeds, if one can."""
-    layers: list[Any] = [LayerSpec(Block) for _ in range(4)]
-    layers[where] = LayerSpec(FailsInBackward) if backward else LayerSpec(Fails, at)
-    settings = config(0, "fp32", 4)
-    settings["pipeline"] = {"stages": 2, "schedule": schedule, "chunks": chunks}
-    engine = zerolite.initialize(PipelineModule(layers, loss_fn=F.mse_loss, base_seed=7), settings)
-    said = []
-    for step in range(3):
-        batches = batches_of(float_batch, step, 4, engine.data_parallel_world_size)
-        try:
-            loss = engine.train_batch(iter(batches[engine.data_parallel_rank]))
-        except (RuntimeError, FileNotFoundError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-        else:
-            said.append(f"{loss.item():.6f} {engine.get_global_grad_norm():.6f}")
-    return said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "settings", "rank", "step"),
-    [
-        (2, {"where": 3, "at": 6}, 1, 1),
-        (2, {"where": 2, "at": 3, "schedule": "zbv"}, 1, 0),
-        (2, {"where": 2, "backward": True, "schedule": "zero_bubble"}, 0, 0),
-        (4, {"where": 2, "at": 2}, 2, 0),
-    ],
-)
-def test_failures(pools: Pools, world: int, settings: dict[str, Any], rank: int, step: int) -> None:
-    said = pools(world).run(fail, settings)
-    assert said[rank][step].startswith("FileNotFoundError")
-    told = ("FileNotFoundError", f"RuntimeError: engine.train_batch: rank {rank} failed")
-    assert all(lines[step].startswith(told) for lines in said[: world // 2])
-    for lines in said:
-        assert lines[step + 1 :] == said[0][step + 1 :] or settings.get("backward")
 
 
 class Skips(nn.Module):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -19,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.toolkit.pool import ROOT, CaseFailed, CaseTimeout, Pool, WorkerDied
+from tests.toolkit.pool import CaseFailed, CaseTimeout, Pool, WorkerDied
 
 kept: list[object] = []
 
@@ -145,35 +141,3 @@ def test_globals_are_restored_between_cases(pool: Pool) -> None:
         torch.manual_seed(0)
         assert torch_random == torch.rand(2).tolist()
         assert python_random == random.Random(0).random()
-
-
-ORPHAN_SCRIPT = f"""
-import sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from tests.toolkit.pool import Pool
-if __name__ == "__main__":
-    pool = Pool(2)
-    pool.run("tests.distributed.test_pool:sum_of_ranks", {{"offset": 0}})
-    print(*pool.pids, flush=True)
-    pool.run("tests.distributed.test_pool:wait_forever_on", {{"rank": 1}}, timeout=600)
-"""
-
-
-@pytest.mark.slow
-def test_killing_the_test_process_leaves_no_worker() -> None:
-    with subprocess.Popen([sys.executable, "-c", ORPHAN_SCRIPT], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
-        assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        # A pidfd becomes readable when its process ends, also when that process is no child any more.
-        descriptors = [os.pidfd_open(pid) for pid in pids]
-        parent.kill()
-    try:
-        for descriptor in descriptors:
-            assert select.select([descriptor], [], [], 10.0)[0], "a worker outlived the process that made its pool"
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for descriptor in descriptors:
-            os.close(descriptor)

@@ -313,3 +313,14 @@ def test_batch_norm_trains_as_in_plain_pytorch() -> None:
         found = {**snapshot(engine), **dict(engine.module.named_buffers())}
         assert torch.equal(loss, wanted)
         assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "mode", "asked"), [(0, "bf16", "fp32"), (3, "fp16", "fp32"), (1, "bf16", "bf16")])
+def test_output_dtype_is_that_of_outputs_beside_a_loss_and_without_one(stage: int, mode: str, asked: str) -> None:
+    settings = table_config(stage, mode, "body")
+    settings[mode] = {**settings[mode], "output_dtype": asked}
+    rows = measure(settings, "body")
+    assert rows["outputs of `engine(...)` beside a loss"] == asked
+    assert rows["outputs of `engine(...)` in 16 bits or fp32, where the model returns no loss"] == asked
+    assert rows["the loss that `engine(...)` returns"] == "fp32"

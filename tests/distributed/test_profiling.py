@@ -22,6 +22,8 @@ from tests.toolkit.training import WINDOWS, make_engine, raises, snapshot
 
 LOGGER = {"enabled": True, "verbose": True, "debug": True}
 PROFILER = {"enabled": True, "peak_tflops": 0.001}
+LOOPS = ("engine", "plain")
+PHASES = ("forward", "backward", "reduce_wait", "gather", "step", "other")
 
 
 def setting(stage: int, *args: Any, **more: Any) -> dict[str, Any]:
@@ -42,14 +44,22 @@ def counted(rows: list[dict[str, Any]]) -> Counter[tuple[str, str, int]]:
 
 @pytest.mark.fast("2")
 @on_ranks(1, 2)
-def test_logged_training_is_the_same_and_every_collective_is_counted() -> None:
+def test_watched_training_is_the_same_and_every_collective_is_counted(tmp_path: Path) -> None:
     """Bits of the parameters, losses and the collectives in their order, at every stage; counts and bytes to the
     byte. Off, it leaves neither wrappers nor watchers nor a word."""
     first, world = dist.get_rank() == 0, dist.get_world_size()
     measured = {"comms_logger": LOGGER, "flops_profiler": PROFILER, "wall_clock_breakdown": True}
+    times = ["step", *(f"Train/Samples/elapsed_time_ms_{phase}" for phase in PHASES)]
     for stage in range(4):
-        plain = setting(stage, "bf16", 1, 0.4, ADAMW)
-        without, with_them = (run_watched(one, ("engine", "plain")[stage % 2]) for one in (plain, plain | measured))
+        plain, folder, loop = (
+            setting(stage, "bf16", 1, 0.4, ADAMW),
+            tmp_path / str(stage),
+            ("engine", "plain")[stage % 2],
+        )
+        monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+        watched = plain | measured | {"jsonl_monitor": monitor, "csv_monitor": monitor}
+        without, with_them = run_watched(plain, loop), run_watched(watched, loop, folder)
+        assert [entry["step"] for entry in with_them["written"] if list(entry) == times] == [4 * world, 8 * world]
         assert_same_bits(with_them["parameters"], without["parameters"], f"stage {stage}")
         assert with_them["losses"] == without["losses"] and with_them["calls"] == without["calls"]
         assert counted(with_them["logged"]) == kinds(without["calls"])

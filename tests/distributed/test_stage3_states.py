@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import zerolite
 from tests.toolkit.compare import assert_same
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
@@ -33,22 +32,6 @@ def test_plain_state_dicts_are_whole() -> None:
     engine.module.head.load_state_dict(head)
     assert_same(dict(engine.module.head.state_dict()), head)
     train(engine, steps=2)
-
-
-@pytest.mark.fast("1")
-@on_ranks(1, 2)
-def test_state_dicts_inside_a_gather() -> None:
-    """load_state_dict inside GatheredParameters(module, modifier_rank=0): every rank and the masters take it."""
-    for setting in ("moving", "kept", "defaults"):
-        engine = make_engine(3, setting)
-        train(engine, steps=2)
-        wanted = dict(build(seed=11).state_dict())
-        with zerolite.zero.GatheredParameters(engine.module, modifier_rank=0):
-            if engine.rank == 0:
-                engine.module.load_state_dict(wanted)
-        assert_same(engine.full_state_dict(), wanted)
-        train(engine, steps=1)
-        assert all((engine.full_state_dict()[name] - value).abs().max() < 0.01 for name, value in wanted.items())
 
 
 @pytest.mark.fast("(3, 0)-bf16-True-2")

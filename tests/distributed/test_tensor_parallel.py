@@ -123,15 +123,6 @@ def test_ways_of_writing_a_block(kind: str) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(4)
-def test_more_ranks_than_groups_of_heads() -> None:
-    blocks("separate", kv_heads=4)
-    for kind in ("separate", "fused", "norms"):
-        for sequence_parallel in (False, True):
-            blocks(kind, kv_heads=2, sequence_parallel=sequence_parallel)
-
-
-@pytest.mark.slow
 @on_ranks(2)
 def test_the_embedding_cut_alone_and_the_head_alone() -> None:
     plan = {"blocks.*.c_attn": "column", "blocks.*.c_proj": "row"}
@@ -354,20 +345,6 @@ def test_a_failure_inside_leaves_the_common_random_numbers() -> None:
     state = torch.get_rng_state().tolist()
     loss = F.cross_entropy(model(tokens(vocabulary=37)).flatten(0, 1), tokens(vocabulary=37).flatten())
     assert_same_on_ranks({"state": state, "loss": loss.item()})
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_the_first_ranks_values_and_random_numbers() -> None:
-    """A model that every rank has built by itself gets the first one's values, and its random numbers."""
-    comm = communicator()
-    torch.manual_seed(0)
-    wanted, first = Stack([Nano()]), torch.rand(3)
-    torch.manual_seed(comm.rank)
-    model = Stack([Nano()])
-    parallelize_module(model, settings(comm), comm, CPU)
-    assert all(torch.equal(gathered(a, comm), b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
-    assert torch.equal(torch.rand(3), first)
 
 
 @pytest.mark.slow

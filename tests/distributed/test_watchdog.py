@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -246,59 +245,3 @@ def test_a_step_costs_one_small_write_beside_the_main_thread() -> None:
     assert {name for name, _, _ in calls} == {"set", "has"}  # and one look for questions, per period
     assert {thread for _, _, thread in calls} == {WATCHDOG_THREAD}
     assert len([thread for thread in threading.enumerate() if thread.name == WATCHDOG_THREAD]) == 1
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_sigusr1_prints_the_position_of_a_rank_that_waits() -> None:
-    rank = int(torch.distributed.get_rank())
-    engine = zerolite.initialize(Model(), config(2))
-    assert watchdog._current is not None
-    dog = watchdog._current
-    assert not dog._signalled  # the pool listens to that signal itself: write what the handler would
-    real, read, written = sys.stderr, *os.pipe()
-    sys.stderr = os.fdopen(written, "w", buffering=1)
-    try:
-        if rank == 0:
-            threading.Timer(0.3, lambda: os.write(dog._woken, b"Current thread: a stack")).start()
-        else:
-            time.sleep(1.0)
-        engine.backward(engine(torch.randn(2, 8)).square().mean())
-        engine.step()
-        time.sleep(0.3)
-    finally:
-        sys.stderr.close()
-        sys.stderr = real
-    with os.fdopen(read) as file:
-        said = file.read()
-    where = r"zerolite: SIGUSR1: rank 0 is in step 1, in engine\.backward\(\)( of engine [0-9]+)?, at "
-    assert rank or (re.search(where, said) and "waits for" in said and "a stack" in said), said
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("last_words", "expected"),
-    [
-        ("normally", ["rank 1 ended normally after step 0", "Uneven batches?", "engine.join()"]),
-        ("with ValueError: bad data", ["rank 1 ended with ValueError: bad data", "Its process died"]),
-    ],
-)
-def test_a_lost_connection_is_explained(last_words: str, expected: list[str]) -> None:
-    """The error of a collective when another process has gone, which rank 1 pretends."""
-    rank = int(torch.distributed.get_rank())
-    engine = zerolite.initialize(Model(), config(2))
-    assert watchdog._current is not None
-    dog = watchdog._current
-    if rank == ODD:
-        dog._say_ended(last_words)
-    torch.distributed.barrier()
-    if rank != ODD:
-        said = str(dog.explain(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:17320")))
-        for sentence in ["rank 0 has lost another rank", "Connection closed by peer", *expected]:
-            assert sentence in said, said
-        assert dog.explain(RuntimeError("shape mismatch")) is None
-    torch.distributed.barrier()
-    if rank == ODD:
-        dog._store.add("endings", -1)
-    torch.distributed.barrier()
-    del engine

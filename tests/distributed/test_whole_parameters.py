@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same, assert_same_bits
+from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import BATCHES, LOSSES, make_engine, raises, snapshot, train_engine
+from tests.toolkit.training import BATCHES, LOSSES, make_engine, raises, train_engine
 from zerolite.planning import plan
 
 STEPS = 3
@@ -126,24 +125,6 @@ def test_disk_and_clipping_agree_with_stage_0(tmp_path: Path) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def overflow(stage: int) -> dict[str, torch.Tensor]:
-    """A run in which one rank's gradient of the second step is not finite."""
-    engine = make(settings(stage, None), "Mlp")
-    for step in range(STEPS):
-        x, y = models.float_batch(step, 0, dist.get_rank())
-        if step == 1 and dist.get_rank() == 0:
-            x = x * float("inf")
-        engine.backward(LOSSES["Mlp"](engine, (x, y)))
-        engine.step()
-    assert engine.skipped_steps == 1
-    return snapshot(engine)
-
-
-@on_ranks(2)
-def test_a_gradient_that_is_not_finite_skips_the_step_everywhere() -> None:
-    assert_same(overflow(2), overflow(0))
-
-
 def grow(stage: int) -> dict[str, Any]:
     """A run that unfreezes a layer, and goes back to this rank's state dict of the optimizer once."""
     model = models.build(models.Mlp)
@@ -190,29 +171,6 @@ def test_a_group_is_added_to_muon() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-def look_at_gradients(stage: int) -> dict[str, Any]:
-    """A loop that clips, scales and reads ``p.grad``."""
-    engine = make(settings(stage, None), "ConvNet")
-    seen = []
-    for step in range(STEPS):
-        engine.backward(LOSSES["ConvNet"](engine, BATCHES["ConvNet"](step, 0, dist.get_rank())))
-        parameters = list(engine.module.parameters())
-        seen.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.5)))
-        for parameter in parameters:
-            parameter.grad.mul_(0.5).clamp_(-0.01, 0.01)
-        seen.append([torch.tensor(parameter.grad.tolist()) for parameter in parameters])
-        parameters[0].grad = seen[-1][0] * 2
-        engine.step()
-    return {"seen": seen, **held(engine)}
-
-
-@on_ranks(2)
-def test_gradients_in_the_loop() -> None:
-    wanted = look_at_gradients(0)
-    for stage in (1, 2):
-        torch.testing.assert_close(look_at_gradients(stage), wanted, rtol=1e-6, atol=1e-7)
-
-
 def save(config: dict[str, Any], directory: str) -> dict[str, Any]:
     """Two steps, a checkpoint, and what the engine holds."""
     engine = make(config, "OddModel")
@@ -255,26 +213,6 @@ def test_checkpoints_load_at_other_worlds_and_stages(
     for rank in found:
         torch.testing.assert_close(rank["held"], wanted, rtol=0, atol=0)
         torch.testing.assert_close(rank["after"], alone["after"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.fast("1-2-2")
-@on_ranks(2)
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (0, 1)])
-def test_a_run_with_accumulation_goes_on(tmp_path: Path, before: int, after: int) -> None:
-    """A run that is saved after a step of two micro-batches and goes on in another engine, and one that is not
-    interrupted."""
-    results = []
-    for interrupted in (False, True):
-        engine = make(settings(before, MUON, accumulation=2), "OddModel")
-        for micro in range(4):
-            engine.backward(LOSSES["OddModel"](engine, BATCHES["OddModel"](micro // 2, micro % 2, dist.get_rank())))
-            engine.step()
-            if micro == 1 and interrupted:
-                engine.save_checkpoint(tmp_path, tag="first")
-                engine = make(settings(after, MUON, accumulation=2), "OddModel")
-                engine.load_checkpoint(tmp_path, tag="first")
-        results.append(held(engine))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(1)
