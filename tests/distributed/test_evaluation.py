@@ -50,8 +50,8 @@ def assert_exact(found: Any, wanted: Any) -> None:
 # -------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.fast("2-prepared-1", "3-whole-2", "2-whole-3", "1-own-0")
-@pytest.mark.parametrize(("how", "stage"), [("own", 0), ("prepared", 1), ("whole", 2), ("whole", 3), ("own", 3)])
+@pytest.mark.fast("2-prepared-1", "2-whole-3", "1-own-0")
+@pytest.mark.parametrize(("how", "stage"), [("own", 0), ("prepared", 1), ("whole", 3)])
 @on_ranks(1, 2, 3)
 def test_every_item_is_evaluated_once_and_in_order(how: str, stage: int) -> None:
     """how: the loader is the engine's ("own"), the user's and told to the engine ("prepared"), or the engine's and the
@@ -110,20 +110,14 @@ def uneven(rank: int) -> dict[str, Any]:
 def mixed(rank: int) -> dict[str, Any]:
     """Return the input of rank ``rank`` for a reduction. Numbers may be of different types, keys in a different
     order."""
-    items = {
-        "count": 3 * rank,
-        "loss": 0 if rank == 0 else 0.1 * rank,
-        "flag": rank == 0,
-        "tensors": [torch.tensor([[rank, 1], [2, -rank]]), torch.tensor([0.1 * rank, -1.0]), torch.tensor(rank == 0)],
-        "half": torch.full((2,), 1000.0 * (rank + 1), dtype=torch.float16),
-    }
+    items = {"count": 3 * rank, "loss": 0 if rank == 0 else 0.1 * rank, "flag": rank == 0}
+    items["tensor"] = torch.tensor([0.1 * rank, -1.0])
     return dict(sorted(items.items(), reverse=rank % 2 == 1))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(1, 2, 3)
-def test_gathers_of_uneven_nested_values(stage: int) -> None:
-    engine, ranks = make_engine(config(stage), "Mlp"), [uneven(rank) for rank in range(dist.get_world_size())]
+def test_gathers_of_uneven_nested_values() -> None:
+    engine, ranks = make_engine(config(3), "Mlp"), [uneven(rank) for rank in range(dist.get_world_size())]
     wanted = {
         "floats": torch.cat([rank["floats"] for rank in ranks]),
         "low": [torch.cat([rank["low"][i] for rank in ranks]) for i in range(2)],
@@ -149,12 +143,8 @@ def test_reductions_of_nested_values() -> None:
     assert type(found["sum"]["count"]) is int
     assert [found[op]["flag"] for op in ("sum", "max", "min")] == [1, True, world == 1]
     for op, function in (("sum", torch.sum), ("mean", torch.mean), ("max", torch.amax), ("min", torch.amin)):
-        for index in range(2):
-            stacked = torch.stack([rank["tensors"][index] for rank in ranks]).double()
-            dtype = torch.float32 if index else torch.float64 if op == "mean" else torch.int64
-            assert_exact(found[op]["tensors"][index], function(stacked, 0).to(dtype))
-    assert [found[op]["tensors"][2].item() for op in ("sum", "max", "min")] == [1, True, world == 1]
-    assert found["sum"]["half"].tolist() == [1000.0 * sum(range(1, world + 1))] * 2
+        stacked = torch.stack([rank["tensor"] for rank in ranks]).double()
+        assert_exact(found[op]["tensor"], function(stacked, 0).float())
 
 
 def calls_that_do_not_fit(engine: Any, rank: int) -> dict[str, Callable[[], Any]]:
@@ -176,12 +166,10 @@ def calls_that_do_not_fit(engine: Any, rank: int) -> dict[str, Callable[[], Any]
     return {
         "dtype": lambda: engine.gather({"x": one.double() if first else one}),
         "trailing shape": lambda: engine.gather({"x": one if first else one.view(3, 2)}),
-        "keys": lambda: engine.gather({"x": one} if first else {"x": one, "y": one}),
         "shape": lambda: engine.reduce({"x": one if first else one[0]}),
         "op": lambda: engine.reduce(1.0, "sum" if first else "max"),
         "kind": lambda: engine.reduce({"x": 1.0 if first else one}),
         "method": lambda: engine.reduce(1.0) if first else engine.gather(1.0),
-        "text": lambda: engine.gather({"x": "text" if first else one}),
         "wrong op": lambda: engine.reduce(1.0, "average" if first else "sum"),
         "rows": within_a_pass,
         "batch": at_different_batches,
@@ -191,23 +179,19 @@ def calls_that_do_not_fit(engine: Any, rank: int) -> dict[str, Callable[[], Any]
 WORDS = {
     "dtype": r"RuntimeError: engine.gather: .*rank 0 has \['x'\]: torch.float64 \[\*, 3\] \| rank 1 has .*float32",
     "trailing shape": r"RuntimeError: engine.gather: .*rank 0 has \['x'\]: torch.float32 \[\*, 3\] \| .*\[\*, 2\]",
-    "keys": r"RuntimeError: engine.gather: .*rank 0 has nothing more \| rank 1 has \['y'\]: torch.float32 \[\*, 3\]",
     "shape": r"RuntimeError: engine.reduce: .*rank 0 has \['x'\]: torch.float32 \[2, 3\] \| rank 1 has .*\[3\]",
     "op": r"RuntimeError: engine.reduce: .*rank 0 has engine.reduce, op=sum \| rank 1 has engine.reduce, op=max",
     "kind": r"RuntimeError: engine.reduce: .*rank 0 has \['x'\]: a number \| rank 1 has \['x'\]: torch.float32",
     "method": r"RuntimeError: engine\.\w+: .*rank 0 has engine.reduce, op=mean; .* \| rank 1 has engine.gather",
-    "text": r"ValueError: engine.gather: rank 0: expected tensors, got str at \['x'\]",
     "wrong op": r"ValueError: engine.reduce: rank 0: expected op to be one of mean, sum, max, min, got 'average'",
     "rows": r"ValueError: engine.gather_for_metrics: rank 0: expected a row for each of the 2 samples .*3 rows at",
     "batch": r"RuntimeError: engine.gather_for_metrics: .*rank 0 has .*2 samples on each.*rank 1 has .*1 samples",
 }
 
 
-@pytest.mark.fast("2-0", "3-1")
-@pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2, 3, timeout=30)
-def test_ranks_that_disagree_all_raise_and_go_on(stage: int) -> None:
-    engine = make_engine(config(stage), "Mlp")
+def test_ranks_that_disagree_all_raise_and_go_on() -> None:
+    engine = make_engine(config(1), "Mlp")
     calls = calls_that_do_not_fit(engine, engine.rank)
     assert calls.keys() == WORDS.keys()
     for name, call in calls.items():
@@ -219,8 +203,8 @@ def test_ranks_that_disagree_all_raise_and_go_on(stage: int) -> None:
 # -------------------------------------------------------------------- training data
 
 
-@pytest.mark.fast("1-True-0", "2-False-1", "3-False-2", "2-False-3")
-@pytest.mark.parametrize(("drop_last", "stage"), [(True, 0), (False, 1), (False, 2), (False, 3), (True, 3)])
+@pytest.mark.fast("1-True-0", "2-False-3")
+@pytest.mark.parametrize(("drop_last", "stage"), [(True, 0), (False, 3)])
 @on_ranks(1, 2, 3)
 def test_training_on_data_equals_plain_training(drop_last: bool, stage: int) -> None:
     """Updates over several passes, an evaluation within each micro-batch."""
@@ -268,9 +252,8 @@ def test_arguments_of_initialize_reach_the_loaders() -> None:
 # -------------------------------------------------------------------- batch norm over all ranks
 
 
-@pytest.mark.fast("2-0", "3-1", "2-2", "2-3")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
 def test_statistics_of_all_ranks_equal_those_of_the_joint_batch(stage: int) -> None:
     """With the layer of examples/digits; torch's own, which needs CUDA, is in tests/gpu/test_sync_batchnorm.py."""
     joint_norm = load("digits", "batch_norm").JointBatchNorm2d

@@ -1,5 +1,5 @@
-"""Grids of ranks used in every way that there is: optimizers of one's own, loops, options, dropout, library models;
-beside plain PyTorch in the same process."""
+"""Grids of ranks used in every way that there is: optimizers of one's own, loops, options, dropout; beside plain
+PyTorch in the same process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import zerolite
 from tests.distributed.test_grid import ADAMW, CLIP, FP32, expected, run
 from tests.toolkit import models, reference
-from tests.toolkit.architectures import ALL
 from tests.toolkit.configs import SGD, Optimizer, at
 from tests.toolkit.grids import (
     Gpt,
@@ -87,16 +86,8 @@ def own_optimizer(model: nn.Module) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
 
 
-def torch_adam(model: nn.Module) -> dict[str, Any]:
-    return {"optimizer": torch.optim.Adam(decays(model), lr=1e-2, eps=1e-2, foreach=True)}
-
-
 def some_parameters(model: nn.Module) -> dict[str, Any]:
     return {"model_parameters": [p for n, p in model.named_parameters() if "qkv" not in n and p.requires_grad]}
-
-
-def groups_for_config(model: nn.Module) -> dict[str, Any]:
-    return {"model_parameters": decays(model)}
 
 
 def unfreeze(model: nn.Module, step: int) -> None:
@@ -110,15 +101,13 @@ def compare(
     made: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
     change: Callable[[nn.Module, int], None] = lambda model, step: None,
     sample: dict[str, int] | None = None,
-    build: Callable[..., nn.Module] = Gpt,
-    batches: Callable[..., Any] = micro_batches,
     steps: int = 4,
     **model: Any,
 ) -> None:
     """``train_batch`` beside plain PyTorch. made: further arguments of ``initialize``; change: the user's, before each
     step; sample: of token_batch."""
-    whole = models.build(build, **model)
-    first = models.build(build, seed=7 + dist.get_rank(), **model)
+    whole = models.build(Gpt, **model)
+    first = models.build(Gpt, seed=7 + dist.get_rank(), **model)
     for each in (whole, first):
         change(each, 0)
     engine = zerolite.initialize(first, dict(config), **made(first))
@@ -134,7 +123,7 @@ def compare(
         if step:
             change(engine.module, step)
             change(whole, step)
-        joint = [list(batches(step, count, rank, **(sample or {}))) for rank in range(data)]
+        joint = [list(micro_batches(step, count, rank, **(sample or {}))) for rank in range(data)]
         losses.append(engine.train_batch(iter(joint[engine.data_parallel_rank])).item())
         norms.append(engine.get_global_grad_norm())
         assert engine.get_lr() == [group["lr"] for group in optimizer.param_groups] or "lr_scheduler" in arguments
@@ -162,11 +151,8 @@ def clip_gradients(trained: list[nn.Parameter]) -> float:
 
 OWN: dict[str, tuple[list[Grid], dict[str, Any]]] = {
     "an optimizer with groups, and a schedule": ([PIPE_TENSOR, TENSOR], {"made": own_optimizer}),
-    "torch's Adam": ([PIPE, DATA_TENSOR], {"made": torch_adam}),
-    "some parameters": ([PIPE_TENSOR, TENSOR], {"made": some_parameters, "optimizer": SGD}),
-    "param groups": ([PIPE, DATA_TENSOR], {"made": groups_for_config, "optimizer": ADAMW}),
+    "some parameters": ([PIPE_TENSOR, DATA_TENSOR], {"made": some_parameters, "optimizer": ADAMW}),
     "unfreezing": ([PIPE_TENSOR, TENSOR], {"change": unfreeze, "optimizer": SGD, "steps": 5}),
-    "one token": ([PIPE, DATA_TENSOR], {"sample": {"size": 1, "length": 1}, "optimizer": SGD}),
     "odd sizes": ([PIPE_TENSOR, TENSOR], {"sample": {"size": 3, "length": 5}, "optimizer": SGD, "vocabulary": 13}),
 }
 
@@ -189,7 +175,6 @@ CPU = {"device": "cpu"}
 @pytest.mark.parametrize(
     ("grid", "given"),
     [
-        (TENSOR, {"stage": 2, "zero": {"offload_optimizer": CPU}, "wall_clock_breakdown": True}),
         (TENSOR, {"stage": 3, "zero": {"offload_optimizer": CPU, "offload_param": CPU}, "memory_check": "error"}),
         (PIPE, {"memory_check": "error", "wall_clock_breakdown": True}),
     ],
@@ -281,7 +266,7 @@ def test_engines_with_different_grids_in_one_process() -> None:
 # ---------------------------------------------------------------- dropout, checkpointing, precision
 
 
-def with_dropout(config: dict[str, Any], steps: int = 20, how: str = "", dropout: float = 0.3) -> list[float]:
+def with_dropout(config: dict[str, Any], steps: int = 8, how: str = "", dropout: float = 0.3) -> list[float]:
     """The losses with dropout inside and outside of what is cut. how: "", or blocks that checkpoint themselves."""
     engine = make_engine(config, dropout=dropout)
     for block in engine.module.blocks if how else ():
@@ -291,13 +276,11 @@ def with_dropout(config: dict[str, Any], steps: int = 20, how: str = "", dropout
     return losses
 
 
-@pytest.mark.parametrize(
-    ("grid", "stage", "sequence"), [(TENSOR, 1, False), (TENSOR, 3, True), (PIPE, 1, False), (PIPE_TENSOR, 1, True)]
-)
+@pytest.mark.parametrize(("grid", "stage", "sequence"), [(TENSOR, 3, True), (PIPE, 1, False), (PIPE_TENSOR, 1, False)])
 def test_dropout_draws_the_same_numbers_where_the_same_is_computed(
     pools: Pools, grid: Grid, stage: int, sequence: bool
 ) -> None:
-    """Replicated parameters stay equal to the bit for 20 steps, and blocks that are computed anew change nothing."""
+    """Replicated parameters stay equal to the bit, and blocks that are computed anew change nothing."""
     made = settings(grid, stage, count=2, sequence=sequence)
     blocks = {"modules": ["blocks.*"]}
     kept = run(pools, grid, with_dropout, config=made)
@@ -316,14 +299,13 @@ def test_a_reentrant_checkpoint_of_a_cut_block_is_refused(sequence: bool) -> Non
         with_dropout(made, 4, "reentrant", 0.0)
 
 
-@pytest.mark.parametrize(("grid", "stage"), [(TENSOR, 3), (PIPE, 1)])
 @pytest.mark.parametrize(
-    "more",
+    ("grid", "stage", "more"),
     [
-        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        {"precision": "bf16", "fp32_modules": ["*.norm", "*.second_norm", "norm"]},
+        (TENSOR, 3, {"precision": "bf16", "fp32_modules": ["*.norm", "*.second_norm", "norm"]}),
+        (PIPE, 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     ],
-    ids=["autocast", "fp32_modules"],
+    ids=["fp32_modules", "autocast"],
 )
 def test_mixed_precisions(pools: Pools, grid: Grid, stage: int, more: dict[str, Any]) -> None:
     """Beside one process with the same options: twice the rounding of one value in bf16."""
@@ -343,14 +325,13 @@ def norms_of_training(config: dict[str, Any]) -> list[float]:
 # ---------------------------------------------------------------- what is printed and written
 
 
-@pytest.mark.parametrize("grid", [PIPE_TENSOR, DATA_TENSOR])
 @on_ranks(4)
-def test_one_rank_writes(grid: Grid, tmp_path: Path) -> None:
+def test_one_rank_writes(tmp_path: Path) -> None:
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     more = {"steps_per_print": 2, "wall_clock_breakdown": True, "jsonl_monitor": monitor}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        engine = make_engine(settings(grid, **more))
+        engine = make_engine(settings(PIPE_TENSOR, **more))
         train(engine, 4)
         rank, writes = engine.rank, engine.step_log is not None
         del engine
@@ -361,36 +342,3 @@ def test_one_rank_writes(grid: Grid, tmp_path: Path) -> None:
     (file,) = tmp_path.rglob("*.jsonl")
     events = [json.loads(line) for line in file.read_text().splitlines()]
     assert len([event for event in events if "Train/Samples/train_loss" in event]) == 4
-
-
-# ---------------------------------------------------------------- Hugging Face
-
-
-def hugging_face(name: str) -> nn.Module:
-    return ALL[name].build(torch.initial_seed())
-
-
-def library_batches(step: int, count: int, rank: int) -> Any:
-    for micro in range(count):
-        yield ALL["llama"].batch(1_000_003 * step + 1009 * micro + rank)
-
-
-@pytest.mark.parametrize(
-    ("name", "grid", "stage", "sequence"),
-    [
-        ("gpt2", PIPE_TENSOR, 1, True),
-        ("gpt2", DATA_TENSOR, 3, False),
-        ("llama", TENSOR, 3, True),
-        ("llama", PIPE, 1, False),
-        ("qwen2", PIPE_TENSOR, 1, True),
-        ("qwen3", DATA_TENSOR, 3, False),
-    ],
-)
-def test_hugging_face(pools: Pools, name: str, grid: Grid, stage: int, sequence: bool) -> None:
-    pytest.importorskip("transformers")
-    made = settings(grid, stage, count=2, sequence=sequence)
-    if grid[2] > 1:
-        made["tensor_parallel"] = {"size": 2, "plan": ALL[name].plan, "sequence_parallel": sequence}
-    if grid[0] > 1:
-        made["pipeline"] = {"stages": 2, "split": [f"{'transformer.h' if name == 'gpt2' else 'model.layers'}.1"]}
-    run(pools, grid, compare, config=made, build=hugging_face, batches=library_batches, name=name, steps=3)

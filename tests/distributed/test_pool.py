@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,22 +58,6 @@ def leave_a_group() -> None:
 def leave_a_collective_on_rank_0() -> None:
     if dist.get_rank() == 0:
         kept.append(dist.all_reduce(torch.zeros(5), async_op=True))
-
-
-def disturb_globals() -> None:
-    warnings.simplefilter("error")
-    os.environ["RANK"] = "77"
-    torch.manual_seed(123)
-    random.seed(123)
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(2)
-
-
-def read_globals() -> tuple[object, ...]:
-    warnings.warn("not an error", stacklevel=1)
-    state = (os.environ["RANK"], torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype())
-    return (*state, torch.rand(2).tolist(), random.random())
 
 
 # ---------------------------------------------------------------- the tests
@@ -131,13 +113,3 @@ def test_a_failure_is_told_and_the_next_case_runs(
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert [result["rank"] for result in pool.run(sum_of_ranks, {"offset": 0})] == [0, 1]
-
-
-def test_globals_are_restored_between_cases(pool: Pool) -> None:
-    pool.run(disturb_globals)
-    for rank, state in enumerate(pool.run(read_globals)):
-        name, grad_enabled, threads, dtype, torch_random, python_random = state
-        assert (name, grad_enabled, threads, dtype) == (str(rank), True, 1, torch.float32)
-        torch.manual_seed(0)
-        assert torch_random == torch.rand(2).tolist()
-        assert python_random == random.Random(0).random()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,6 @@ from tests.toolkit.partitioned import assert_partitioned, values_of, whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises
 from zerolite import zero
-from zerolite.zero.stage3.metadata_reads import ATTRIBUTES, METHODS
-
-_nested: Callable[[], Any] = contextlib.nullcontext  # zero.Init while models are built partitioned
 
 
 class Filled(nn.Module):
@@ -39,16 +34,6 @@ class Grown(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.head = Filled(), nn.Linear(6, 3)
-
-
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with _nested():
-            self.a, self.b = Grown(), Filled()
-        with torch.no_grad():
-            self.b.norm.bias.add_(1)
-        self.c = Filled()
 
 
 class Replaced(nn.Module):
@@ -109,23 +94,20 @@ class Lists(nn.Module):
         nn.init.trunc_normal_(self.same)
 
 
-CONSTRUCTORS = (Grown, Nested, Replaced, Buffers, Parametrised, Lists)
+CONSTRUCTORS = (Grown, Replaced, Buffers, Parametrised, Lists)
 
 
 @pytest.mark.fast("1")
 @on_ranks(1, 2)
 def test_constructors_give_the_values_of_plain_construction() -> None:
     """Built inside zero.Init, and given to an engine there: bit for bit what plain construction gives."""
-    global _nested
     warnings.simplefilter("ignore")
     for cls in CONSTRUCTORS:
         torch.manual_seed(3)
         plain = cls()
         torch.manual_seed(3)
         with zero.Init():
-            _nested = zero.Init
             model = cls()
-            _nested = contextlib.nullcontext
         assert_partitioned(model)
         assert_same(whole(model), values_of(plain))
         assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
@@ -142,45 +124,6 @@ def test_constructors_give_the_values_of_plain_construction() -> None:
         head.weight = nn.Parameter(torch.ones(3, 6))
         last = nn.Sequential(head)
         last[0].weight.data = torch.empty(0)
-
-
-class AsksEverything(nn.Module):
-    """Puts every question that counts as one to a parameter that is released, inside a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        weight = dict.__getitem__(self.second._parameters, "weight")  # without the notice that it is read
-        whole = torch.zeros(4, 3)
-        for name in ATTRIBUTES:
-            expected = name == "requires_grad" or getattr(whole, name)  # a plain tensor needs no gradient
-            assert getattr(weight, name) == expected, name
-        for name in METHODS:
-            given = {"new_full": ((2, 5), 3.0), "new_tensor": ([1.0],)}.get(name, ((2, 5),))
-            given = given if name.startswith("new_") else ()
-            answer, expected = getattr(weight, name)(*given), getattr(whole, name)(*given)
-            assert answer.shape == expected.shape if name.startswith("new_") else answer == expected, name
-        assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
-        return self.second(x)
-
-
-@on_ranks(2)
-def test_every_question_about_a_released_parameter_gathers_nothing() -> None:
-    """In a forward, and between steps."""
-    engine = zerolite.initialize(AsksEverything(), config(3, zero=PARTITIONED["moving"]))
-    engine(torch.ones(2, 4))
-    weight = engine.module.first.weight
-    with zerolite.comm.record() as record:
-        alike = [torch.zeros_like(weight), torch.ones_like(weight), torch.empty_like(weight), torch.randn_like(weight)]
-        assert all(one.shape == (3, 4) and type(one) is torch.Tensor for one in alike)
-        assert weight.shape == (3, 4) and weight.ndim == 2 and len(weight) == 3 and weight.nbytes == 48
-        assert all("'first.weight' of shape (3, 4), partitioned" in text for text in (f"{weight}", repr(weight)))
-    assert not record.count("all_gather", "parameters")
-    with raises(RuntimeError, "first.weight", "GatheredParameters"):
-        weight.set_(torch.zeros(3, 4))
 
 
 class Asks(nn.Module):

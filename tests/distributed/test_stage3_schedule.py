@@ -17,26 +17,20 @@ from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.faults import Warnings
-from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import gathered, stage3_engine, stage3_loss
 from tests.toolkit.training import snapshot
-from zerolite.zero import ZeroParamStatus
 
 Event = tuple[str, Any]
 
 
 class Watch:
     """Events in ``engine``, in order: ("module", name) when a module's forward begins, ("gradient", name) when
-    its backward does, ("launch", names) when a gather is launched.
-
-    ``peaks``: after each launch, elements that are live or in flight, and how many the open uses need.
-    """
+    its backward does, ("launch", names) when a gather is launched."""
 
     def __init__(self, engine: Any) -> None:
         self.coordinator = engine.coordinator
         self.events: list[Event] = []
-        self.peaks: list[tuple[int, int]] = []
         for name, module in engine.module.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(lambda module, args, name=name: self._note("module", name))
@@ -54,38 +48,12 @@ class Watch:
         def launch(members: Sequence[Any]) -> None:
             original(members)
             self._note("launch", tuple(member.name for member in members))
-            self.peaks.append((self._live(), self._needed()))
 
         context.issue_all_gather = launch
         try:
             yield
         finally:
             del context.issue_all_gather
-
-    def _live(self) -> int:
-        return sum(h.numel for h in self.coordinator.handles if h.status is not ZeroParamStatus.NOT_AVAILABLE)
-
-    def _needed(self) -> int:
-        executions = [*self.coordinator._forward, *self.coordinator._backward]
-        wanted = {index for one in executions for index in self.coordinator.schedule.groups[one.group.index]}
-        return sum(self.coordinator.handles[index].numel for index in wanted)
-
-
-def events_of_steps(
-    config: dict[str, Any], model: str = "Tower", sizes: dict[str, Any] | None = None, steps: int = 4
-) -> dict[str, Any]:
-    engine = stage3_engine(config, model, sizes)
-    watch = Watch(engine)
-    windows, following = [], []
-    with watch.launches():
-        for step in range(steps):
-            start = len(watch.events)
-            engine.backward(stage3_loss(engine, model, step))
-            windows.append(watch.events[start:])
-            following.append(engine.coordinator.schedule.following)
-            engine.step()
-            assert not gathered(engine), gathered(engine)
-    return {"windows": windows, "following": following, "peaks": watch.peaks, "parameters": snapshot(engine)}
 
 
 class Ways(nn.Module):
@@ -206,7 +174,6 @@ SHORT = {
     "stage3_module_granularity_threshold": 0,
     "stage3_max_reuse_distance": 0,
 }
-LARGEST = 154  # elements of a unit of the tower
 
 
 def limited(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
@@ -218,19 +185,18 @@ def limited(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
     return {**SHORT, **limits}
 
 
-def watched(pools: Pools, zero: dict[str, Any], model: str = "Tower", **sizes: Any) -> list[dict[str, Any]]:
-    """Return the actions of every rank's coordinator, which must be the same."""
-    setting = config(3, "fp32", 1, 0.4, ADAMW, zero=zero)
-    ranks = pools(2).run(events_of_steps, {"config": setting, "model": model, "sizes": sizes})
-    for result in ranks:
-        assert result["windows"] == ranks[0]["windows"]
-        assert result["following"] == [False, False, True, True]
-    return ranks
-
-
-def test_prefetches_precede_the_module_that_needs_them(pools: Pools) -> None:
-    result = watched(pools, limited(1, 10**6, 0))[0]
-    window = result["windows"][-1]
+@on_ranks(2)
+def test_prefetches_precede_the_module_that_needs_them() -> None:
+    engine = stage3_engine(config(3, "fp32", 1, 0.4, ADAMW, zero=limited(1, 10**6, 0)))
+    watch = Watch(engine)
+    with watch.launches():
+        for step in range(3):
+            start = len(watch.events)
+            engine.backward(stage3_loss(engine, "Tower", step))
+            engine.step()
+    assert engine.coordinator.schedule.following and not gathered(engine)
+    window = watch.events[start:]
+    assert_same_on_ranks({"events": window})
     places = {event: index for index, event in reversed(list(enumerate(window)))}  # of the first such event
     # The root has no parameters: the first layer, and the one ahead of it, travel together.
     first = ("launch", tuple(f"layers.{layer}.{name}" for layer in (0, 1) for name in ("weight", "bias")))
@@ -244,21 +210,6 @@ def test_prefetches_precede_the_module_that_needs_them(pools: Pools) -> None:
     for layer in (0, 1):
         launch = ("launch", (f"layers.{layer}.weight", f"layers.{layer}.bias"))
         assert places[launch] < places["gradient", f"layers.{layer}"]
-
-
-@pytest.mark.fast("300-Checkpointed")
-@pytest.mark.parametrize(("live", "model"), [(1, "Lora"), (160, "Tower"), (230, "Reentrant"), (300, "Checkpointed")])
-def test_live_parameters_stay_below_their_limit(pools: Pools, live: int, model: str) -> None:
-    sizes = {"reentrant": model == "Reentrant"} if model in ("Checkpointed", "Reentrant") else {}
-    name = "Checkpointed" if sizes else model
-    result = watched(pools, limited(10**6, live, 10**6), name, **sizes)[0]
-    for found, needed in result["peaks"]:
-        assert found <= max(live, needed)
-    highest = max(found for found, _ in result["peaks"])
-    assert highest >= min(LARGEST, live)
-    unlimited = watched(pools, limited(10**6, 10**6, 10**6), name, **sizes)[0]
-    assert max(found for found, _ in unlimited["peaks"]) > max(live, LARGEST)
-    assert_same_bits(result["parameters"], unlimited["parameters"], "limited")
 
 
 # -------------------------------------------------------------------- traces that do not fit
