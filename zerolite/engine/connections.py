@@ -38,7 +38,7 @@ def connect_backward(
         boundary.check_scaled if scaler else None,
         param_gatherer.on_gradient if param_gatherer.overlaps else None,
     )
-    param_gatherer.attach(model)
+    param_gatherer.install_hooks(model)
     return boundary
 
 

@@ -124,7 +124,7 @@ class UnfrozenParams:
         parts.reducer.arrivals.attach_new()
         parts.sharded.extend()
         parts.pipeline.use_layout()
-        parts.param_gatherer.attach(setup.model)
+        parts.param_gatherer.install_hooks(setup.model)
         for parameter in parameters:
             OWNERS[parameter] = self._engine
         if parts.partitioned is not None:

@@ -6,10 +6,10 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zerolite.comm import Communicator, Pending
 from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
@@ -17,7 +17,7 @@ from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.observers import GATHER, Observers
 from zerolite.zero.stage3.released_parameter import InFlightParameter
 
-# Modules of torch that read weights of their children, and look at their classes, before these run.
+# These modules of torch read weights of their children, and their classes, before the children run.
 _READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
 
 
@@ -25,8 +25,8 @@ _overlapping: weakref.WeakSet[ParamGatherer] = weakref.WeakSet()
 
 
 def _end_all_gathers() -> None:
-    """Wait for all gathers before this process forks. A child (a worker of a DataLoader) does not inherit the threads
-    that gather, so it would wait for ever."""
+    """Wait for all gathers before this process forks. The child (a worker of a DataLoader, for example) does not
+    inherit the threads that gather, so it would wait for ever."""
     for param_gatherer in list(_overlapping):
         param_gatherer.wait_all()
 
@@ -35,15 +35,17 @@ os.register_at_fork(before=_end_all_gathers)
 
 
 class ParamGatherer:
-    """Launches one all-gather per bucket as soon as it is updated and knows which are still in flight.
+    """All-gathers of updated parameters, one for each bucket, which is launched as soon as the bucket is updated.
 
     With ``overlap_forward`` the gathers stay in flight after the step. A hook before each module's forward waits for
-    the buckets of that module's own parameters. Everywhere else a parameter in flight is an
-    :class:`InFlightParameter`, so that a tied head called as a function, a ``state_dict()`` or an average of weights
-    waits for what it reads.
+    the buckets of that module's own parameters. Other code can read parameters, too: a tied head called as a function,
+    a ``state_dict()``, an average of weights. So a parameter in flight is an :class:`InFlightParameter`, which waits
+    when it is read.
 
     Attributes:
         pending: gathers in flight, by bucket.
+        overlaps: gathers stay in flight after the step.
+        handles: handles of the installed hooks.
     """
 
     def __init__(
@@ -54,16 +56,24 @@ class ParamGatherer:
         overlap_forward: bool,
         observers: Observers,
     ) -> None:
+        """
+        Args:
+            buffer: buffer of the parameters.
+            comm: communicator of the gathers.
+            gather: the optimizer is sharded, so there is something to gather.
+            overlap_forward: let the gathers stay in flight during the next forward.
+            observers: observers of the phase GATHER.
+        """
         self._buffer = buffer
         self._comm = comm
         self._gather = gather
         self.overlaps = overlap_forward and gather and comm.world_size > 1
         self.pending: dict[int, Pending] = {}
-        # Any thread may read a parameter in flight. Held while a thread waits for one, so that each gather ends once.
+        # Any thread may read a parameter in flight. The lock is held during a wait, so that each gather is ended once.
         self._lock = threading.RLock()
         self._not_overlapped: set[int] = set()  # buckets whose gathers do not overlap the forward
-        self._stream: Any = None  # of the update, on CUDA
-        self.handles: list[Any] = []  # of the installed hooks
+        self._update_stream: torch.cuda.Stream | None = None
+        self.handles: list[RemovableHandle] = []
         self._observers = observers
         gatherer_ref = weakref.ref(self)
         if self.overlaps:
@@ -74,7 +84,7 @@ class ParamGatherer:
             if param_gatherer is not None:
                 param_gatherer._wait_for(parameters)
 
-        self._in_flight_class: Any = type(
+        self._in_flight_class: type[nn.Parameter] = type(
             "InFlightParameter", (InFlightParameter,), {"wait_for": staticmethod(wait_for)}
         )
 
@@ -83,16 +93,16 @@ class ParamGatherer:
 
         Args:
             bucket: index of the bucket.
-            rounded: the update has already written this rank's range of the compute parameters, after :meth:`wait`.
+            rounded: the update has already written this rank's range of the compute parameters.
         """
-        if bucket in self.pending:  # left from the step before, because no forward has read these parameters
+        if bucket in self.pending:  # from the step before: no forward has read these parameters
             self.wait([bucket])
         self._buffer.sync_param_from_master(bucket, rounded)
         if self._gather:
             self.pending[bucket] = self._comm.all_gather(self._buffer.compute[bucket], "parameters", bucket + 1)
 
     def end_step(self) -> None:
-        """Call after the last bucket. Without ``overlap_forward`` this waits until all parameters are complete."""
+        """End the step's gathers, after the last bucket. Without ``overlap_forward`` this waits for all of them."""
         if self.overlaps:
             with self._lock:
                 self._leave_in_flight()
@@ -108,36 +118,38 @@ class ParamGatherer:
             if any(type(member) is not nn.Parameter for member in members):
                 self.wait([bucket])  # the user has given them another class
                 continue
-            # No hook runs when a parameter is read as a plain tensor (a tied weight, state_dict()). A class whose
-            # functions wait first is the only way to see such a read.
+            # No hook runs when a parameter is read as a tensor. A class whose functions wait first is the only way to
+            # notice such a read.
             for parameter in members:
                 parameter.__class__ = self._in_flight_class
         if self._buffer.compute[0].device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._buffer.compute[0].device)
+            self._update_stream = torch.cuda.current_stream(self._buffer.compute[0].device)
 
     @untraced
     def wait(self, buckets: Iterable[int]) -> None:
-        """Wait for the gathers of these buckets.
-
-        Otherwise a forward could read parameters while a gather writes them, or an update could write parameters that
-        a gather still sends.
-        """
+        """Wait for the gathers of these buckets: before a forward reads parameters that a gather writes, and before an
+        update writes parameters that a gather sends."""
         for bucket in buckets:
             if bucket in self.pending:
                 with self._lock:
-                    self._end(bucket)
+                    self._wait_for_bucket(bucket)
 
-    def _end(self, bucket: int) -> None:
+    def _wait_for_bucket(self, bucket: int) -> None:
         pending = self.pending.get(bucket)
         if pending is None:  # another thread has waited for it meanwhile
             return
         for begins in self._observers.on_phase_begin:
             begins(GATHER)
         try:
-            if self._stream is None:
+            if self._update_stream is None:
                 pending.wait()
             else:
-                self._finish_on(self._stream, pending)
+                # The next update runs on its stream without another wait, so that stream waits, and the caller's too.
+                current = torch.cuda.current_stream(self._update_stream.device)
+                with torch.cuda.stream(self._update_stream):
+                    pending.wait()
+                if current != self._update_stream:
+                    current.wait_stream(self._update_stream)
         finally:
             for ended in self._observers.on_phase_end:
                 ended(GATHER)
@@ -145,17 +157,9 @@ class ParamGatherer:
             for parameter in self._members(bucket):
                 if type(parameter) is self._in_flight_class:
                     parameter.__class__ = nn.Parameter
-        # Deleted last, because other threads look here first to see if they must wait. A failed gather stays, so that
-        # every read of its parameters raises.
+        # Deleted last, because other threads look here first to see if they must wait. A failed gather is not deleted,
+        # so every read of its parameters raises.
         del self.pending[bucket]
-
-    def _finish_on(self, stream: Any, pending: Pending) -> None:
-        """Let the stream of the update wait for the gather, and the caller's stream for that one if they differ."""
-        current = torch.cuda.current_stream(stream.device)
-        with torch.cuda.stream(stream):
-            pending.wait()
-        if current != stream:
-            current.wait_stream(stream)
 
     def wait_all(self) -> None:
         self.wait(list(self.pending))
@@ -164,7 +168,8 @@ class ParamGatherer:
         return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
 
     def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Wait for the gathers of these parameters; for all if it is not gatherer_ref which are read."""
+        """Wait for the gathers of these parameters, or for all of them if the list is empty: then it is not known which
+        parameters are read."""
         wanted = {id(parameter) for parameter in parameters}
         if not wanted:
             self.wait_all()
@@ -172,8 +177,9 @@ class ParamGatherer:
             if any(id(member) in wanted for member in self._members(bucket)):
                 self.wait([bucket])
 
-    def attach(self, root: nn.Module) -> None:
-        """Replace the forward pre-hooks that wait for gathers. Without ``overlap_forward`` there are none."""
+    def install_hooks(self, root: nn.Module) -> None:
+        """Install the forward pre-hooks that wait for gathers, instead of those of an earlier call. Without
+        ``overlap_forward`` there are none."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -187,32 +193,32 @@ class ParamGatherer:
 
         self._not_overlapped = {bucket_of[id(p)] for p in self._buffer.parameters if type(p) is not nn.Parameter}
         for module in root.modules():
-            if is_compiled(module):  # its guards would find another class of parameter than the one that was compiled
+            if is_compiled(module):  # its guards compare the classes of parameters, so another class would recompile it
                 self._not_overlapped.update(buckets(module, recurse=True))
         for module in root.modules():
             waited = [b for b in buckets(module, isinstance(module, _READ_CHILDREN)) if b not in self._not_overlapped]
             if waited:
                 self.handles.append(_ForwardHook(self, waited).install(module.register_forward_pre_hook, prepend=True))
 
-    def before_forward(self, buckets: Sequence[int]) -> None:
-        if self.pending:
-            self.wait(buckets)
-
     def on_gradient(self, index: int) -> None:
-        """A gradient arrived. Raises RuntimeError if the values of its parameter are still on their way: then something
-        has read them that goes past PyTorch's functions."""
+        """Check a parameter that has got a gradient.
+
+        Raises:
+            RuntimeError: its gather is in flight, so code has read it that bypasses PyTorch's functions.
+        """
         slot = self._buffer.layout.slots[index]
         if slot.bucket in self.pending:
             raise RuntimeError(
-                f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still on their "
-                "way, so its old values may have been used. Code that is no PyTorch function (a C++ extension) was "
-                "given it outside the forward of the module that owns it, or this is the backward of a forward before "
-                "the step. Set zero_optimization.overlap_comm to false (or leave it out) for loops that do this."
+                f"overlap_comm: parameter '{slot.name}' got a gradient while its updated values were still being "
+                "gathered, so its old values may have been used. Code that is no PyTorch function (a C++ extension) "
+                "was given it outside the forward of the module that owns it, or this is the backward of a forward "
+                "before the step. Set zero_optimization.overlap_comm to false (or leave it out) for loops that do this."
             )
 
 
 class _ForwardHook(WeakHook[ParamGatherer]):
-    """A forward pre-hook; an object and not a closure, so that it shows its purpose in a module's hook list."""
+    """Forward pre-hook that waits for the gathers of some buckets. It is a class, so that a list of hooks shows its
+    name."""
 
     def __init__(self, param_gatherer: ParamGatherer, buckets: list[int]) -> None:
         super().__init__(param_gatherer)
@@ -220,5 +226,5 @@ class _ForwardHook(WeakHook[ParamGatherer]):
 
     def __call__(self, module: nn.Module, args: object) -> None:
         param_gatherer = self.owner()
-        if param_gatherer is not None:
-            param_gatherer.before_forward(self._buckets)
+        if param_gatherer is not None and param_gatherer.pending:
+            param_gatherer.wait(self._buckets)
