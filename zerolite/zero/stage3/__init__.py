@@ -1,21 +1,21 @@
 """Stage 3: partitioned parameters, gathered around their uses.
 
-The life of a parameter, and the files in the order in which to read them::
+The files, in the order of a parameter's life, which is the order in which to read them::
 
     made        partition_parameters.py     an ordinary parameter becomes a partitioned one
                 init_context.py             zero.Init: as soon as its module is built
                 partitioned_parameter.py    shard, full, view, and the states between them
-                comm_context.py             communicator and shard reader; one launch of an all-gather
+                comm_context.py             communicator and shard reader; launches all-gathers
     grouped     param_group.py              parameters that are gathered, released and reduced as one
                 partitioned_model.py        a whole model: partition, plan, place, start
-    used        module_hooks.py             an execution of a group begins and ends
+    used        module_hooks.py             report when an execution of a group begins and ends
                 partitioned_param_coordinator.py
                                             gathers, waits and releases
                 fetch_schedule.py           decides which; fetch_plan.py precomputes it
                 launch_plan.py              decides when gradients are reduced
-    updated     persistent_parameters.py    parameters that stay whole get their new values
+    updated     persistent_parameters.py    available parameters get new values where they are
     read        released_parameter.py       p.shape, p.grad: operations that need no values
                 gathered_operations.py      p.norm(), p.data: operations that gather
-                gathered_parameters.py      zero.GatheredParameters: whole for a block of code
+                gathered_parameters.py      zero.GatheredParameters: full values for a block of code
                 metadata_reads.py           module.weight.dtype: a read that gathers nothing
 """

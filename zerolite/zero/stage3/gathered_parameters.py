@@ -1,4 +1,4 @@
-"""``zero.GatheredParameters``: partitioned parameters that are whole for a while, for a user to read or to change."""
+"""``zero.GatheredParameters``: full values of partitioned parameters for a block of code that reads or changes them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from zerolite.zero.stage3.partition_parameters import broadcast_flat, register_e
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import refresh
 
-_entered_contexts: list[GatheredParameters] = []  # entered, the innermost last
+_entered_contexts: list[GatheredParameters] = []  # the innermost last
 
 
 class GatheredParameters:
-    """Inside, the given partitioned parameters are whole.
+    """Context in which the given partitioned parameters have their full values.
 
     Args:
         params: a parameter, any iterable of them, a module, or None.
-        modifier_rank: that rank of the group may change values; when the context ends the change reaches every rank's
-            part and the master weights. Without it changes are refused when the context ends: RuntimeError on all
-            ranks, naming the parameter.
+        modifier_rank: the rank of the group that may change values. When the context ends, its values reach the shards
+            of all ranks and the master weights. None: a change raises RuntimeError on all ranks when the context ends.
         fwd_module: register the parameters as external ones of this module.
         enabled: False for a context that does nothing.
         check: False to trust that nothing is changed, which saves reading every value twice.
 
-    Contexts nest. What is not partitioned is left alone, so at stages 0 to 2 all ranks must make a change. If the block
-    raises, the parameters are released and changes are dropped. A tensor that shares a parameter's memory (``p.data``,
-    a view) keeps that memory alive beyond the context. Entered and left on all ranks, in the same order.
+    Contexts nest. Parameters that are not partitioned are left alone, so at stages 0 to 2 all ranks must make a change.
+    If the block raises, the parameters are released and changes are dropped. A tensor that shares memory with a
+    parameter (``p.data``, a view) keeps that memory alive beyond the context. Entered and left on all ranks, in the
+    same order.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class GatheredParameters:
         self._check = check
         self._modifier = modifier_rank
         self._handles: list[PartitionedParameter] = []
-        self._digests: dict[PartitionedParameter, torch.Tensor] = {}  # content hashes of what must not change
-        self._values_before: dict[
-            PartitionedParameter, torch.Tensor
-        ] = {}  # copies of whole values that outlive the context
+        # Content hashes of values that must not change.
+        self._digests: dict[PartitionedParameter, torch.Tensor] = {}
+        # Copies of full values that the context does not release at its end, to undo changes.
+        self._values_before: dict[PartitionedParameter, torch.Tensor] = {}
         if not enabled:
             return
-        self._parameters = list(_parameters_in(params))  # kept alive
+        self._parameters = list(_parameters_in(params))  # handles reference them weakly
         handles = [handle_of(parameter) for parameter in self._parameters]
         self._handles = list(dict.fromkeys(handle for handle in handles if handle is not None))
         if modifier_rank is not None and self._handles:
@@ -82,7 +82,7 @@ class GatheredParameters:
                     self._values_before = {handle: handle.full.clone() for handle in outliving}
                     if self._modifier is None:
                         self._digests = {handle: content_hash(handle.view) for handle in self._handles}
-                undo.pop_all()  # there was memory for all of it
+                undo.pop_all()  # entered without an error, such as out of memory
             _entered_contexts.append(self)
         return self
 
@@ -106,7 +106,7 @@ class GatheredParameters:
                 values_before, self._values_before = self._values_before, {}
                 self._digests = {}
             if changed:
-                # An engine goes on using them, with the changes: gather anew from the shards.
+                # Those that stay available still have the changes: gather them again from the shards.
                 refresh([h for h in changed if h.status is AVAILABLE and h not in values_before])
                 error_text = (
                     "parameters were changed inside a read-only context, so ranks would disagree: "
@@ -118,8 +118,8 @@ class GatheredParameters:
 
     @torch.no_grad()
     def drop_changes(self) -> None:
-        """Drop what was written into the parameters since the context was entered: those that outlive it get their
-        values back, the others are released at its end. Called on all ranks."""
+        """Drop the changes since the context was entered. Parameters that outlive the context get their values back;
+        the others are released at its end. Called on all ranks."""
         for handle in self._handles:
             if handle in self._values_before:
                 handle.full.copy_(self._values_before[handle])
@@ -130,7 +130,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _write_changes(self, source: int) -> str | None:
-        """Bring rank ``source``'s values to all ranks. Returns what is wrong with them, on all ranks."""
+        """Copy the values of rank ``source`` to all ranks. Return an error message, the same on all ranks, or None."""
         if not self._handles:
             return None
         comm = self._handles[0].comm
@@ -149,7 +149,7 @@ class GatheredParameters:
                 handle.restore_data()
             broadcast_flat(handle.full[: handle.numel], handle.comm, "parameters", source)
             handle.write()
-            for context in _entered_contexts:  # around this one
+            for context in _entered_contexts:  # contexts around this one must not take the change for their own
                 if handle in context._digests:
                     context._digests[handle] = content_hash(handle.view)
                 if handle in context._values_before:
@@ -157,7 +157,7 @@ class GatheredParameters:
         return None
 
     def _find_and_drop_changes(self) -> list[PartitionedParameter]:
-        """Return the parameters that some rank has changed. Their changes are dropped."""
+        """Return the parameters that any rank has changed, the same on all ranks, and drop the changes."""
         if not self._digests:
             return []
         device = self._handles[0].context.device
@@ -171,7 +171,7 @@ class GatheredParameters:
             flags[position] = differs.to(torch.int64)
             if same and address(data) != address(handle.view):
                 handle.restore_data()
-        # All ranks make the same message of the same flags, so there is no text to exchange.
+        # All ranks get the same flags and compose the same message, so they exchange no text.
         self._handles[0].comm.all_reduce_max(flags, "parameters")
         changed = [handle for handle, flag in zip(self._handles, host_values(flags), strict=True) if flag]
         if changed:
@@ -180,8 +180,8 @@ class GatheredParameters:
 
 
 def check_not_gathered(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raise RuntimeError for a parameter that a context under way has gathered. The end of the context would drop the
-    values of a parameter that an engine has taken over meanwhile."""
+    """Raise RuntimeError for a parameter inside an open context: if an engine took it over, the end of the context
+    would release it under the engine."""
     inside = {handle for context in _entered_contexts for handle in context._handles}
     for handle in map(handle_of, parameters) if inside else ():
         if handle in inside:
@@ -192,6 +192,7 @@ def check_not_gathered(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _parameters_in(params: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``params``. Raises ValueError for other objects."""
     if params is None:
         return
     if isinstance(params, torch.nn.Module):
