@@ -31,35 +31,33 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 
 class Init:
-    """Partition parameters as soon as their module has been built::
+    """Context that partitions parameters as soon as their module has been built::
 
         with zerolite.zero.Init():
-            model = Transformer(...)          # peak memory: the parts, and the largest module
+            model = Transformer(...)          # peak memory: the shards and the largest module
         engine = zerolite.initialize(model, config)
 
     Args:
-        module: an existing model, partitioned at once; no context needed.
-        config_dict_or_path: the training config, checked now; below stage 3 nothing is partitioned (with stage "auto"
-            it is, until the engine has chosen). With zero_optimization.offload_param shards are on the host or on disk
-            from the beginning, so that a model may be larger than the device's memory, or the host's;
-            ``zerolite.initialize`` places them anew.
-        remote_device: placement of the shards, instead: "none" or this process's device for the device, "cpu" for the
-            host, "nvme" for the disk that the config names; None: as the config says.
-        dtype: of the shards; by default the parameters' own, so that the master weights are exact.
+        module: an existing model, which is partitioned at once, without entering the context.
+        config_dict_or_path: the training config, checked now. Below stage 3 nothing is partitioned; with stage "auto"
+            parameters are, until the engine has chosen. With zero_optimization.offload_param shards are on the host or
+            on disk from the beginning, so that a model may be larger than the memory of the device or the host;
+            ``zerolite.initialize`` places them again.
+        remote_device: placement of the shards: "none" or this process's device for the device, "cpu" for the host,
+            "nvme" for the disk that the config names; None for the placement in the config.
+        dtype: dtype of the shards; None for that of the parameters, so that the master weights are exact.
         enabled: False for a context that does nothing.
 
-    Rank 0's values are everyone's. Initialisation code of the model itself (``apply``, loops over parameters) finds
-    parameters whole: they are gathered when a torch function touches their values, on all ranks, and rank 0's result is
-    taken; their shape can be read anywhere. Modules on the meta device are left for ``zerolite.initialize``, or
-    ``module=``, which call their ``reset_parameters()``.
+    All ranks take rank 0's values. The model's own initialisation code (``apply``, loops over parameters) finds full
+    values: when a torch function uses them they are gathered, on all ranks, and rank 0's result is taken. Shapes can be
+    read anywhere. Modules on the meta device are left for ``zerolite.initialize``, or for ``module=``, which call their
+    ``reset_parameters()``.
 
-    Starts torch.distributed if it does not run.
+    Starts torch.distributed if it does not run. Entered and left on all ranks, which build equal models.
 
     Raises:
-        ValueError: for the arguments.
-        ConfigError: for the config.
-
-    Entered and left on all ranks, which build equal models.
+        ValueError: for a wrong argument.
+        ConfigError: for a wrong config.
     """
 
     def __init__(
@@ -79,16 +77,14 @@ class Init:
             enabled = enabled and config.zero_optimization.stage in (3, "auto")
         self._enabled = enabled
         self._dtype = dtype
-        self._unpartitioned: dict[
-            int, torch.nn.Module
-        ] = {}  # modules that got parameters and have not been partitioned
+        self._unpartitioned: dict[int, torch.nn.Module] = {}  # modules with parameters that are not partitioned yet
         self._hooks: list[RemovableHandle] = []
         self._mode: GatherOnUse | None = None
         if not enabled:
             return
         init_distributed()
         device = default_device(local_rank())
-        # Until an engine takes the parameters over.
+        # The context of the parameters until an engine takes them over.
         self._context = _make_context(remote_device, config, device, create_communicator(device))
         if module is not None:
             partition_model(module, self._context, dtype)
@@ -118,7 +114,7 @@ class Init:
             self._mode = None
             self._unpartitioned.clear()
 
-    # Hooks of torch on every registration: (module, name, what) -> None.
+    # Global hooks of torch on registrations in modules.
 
     @hidden_from_modes
     def _on_parameter(self, module: torch.nn.Module, name: str, parameter: object) -> None:
@@ -138,7 +134,7 @@ class Init:
                     handle.rename(f"{name}.{inside}")
 
     def _partition_finished(self) -> None:
-        """Before a tensor is made: partition the modules whose constructors have returned."""
+        """Partition the modules whose constructors have returned. Called before a tensor is created."""
         if self._unpartitioned and self._mode is not None:
             unfinished = _under_construction()
             finished = [module for key, module in self._unpartitioned.items() if key not in unfinished]
@@ -161,8 +157,12 @@ class Init:
 def _make_context(
     remote_device: str | None, config: ZeroliteConfig | None, device: torch.device, comm: Communicator
 ) -> CommContext:
-    """Return the context of the parameters until an engine takes them over. Raises ValueError for ``remote_device``,
-    OSError for a disk that cannot be used."""
+    """Return the context of the parameters until an engine takes them over.
+
+    Raises:
+        ValueError: for a wrong ``remote_device``.
+        OSError: if the disk cannot be used.
+    """
     offload_device: str = "none" if config is None else config.zero_optimization.offload_param.device
     if remote_device not in (None, offload_device):
         if remote_device == "cpu":
@@ -181,7 +181,7 @@ def _make_context(
             )
     if offload_device == "none":
         return CommContext(comm, device)
-    host = HostPlacement(pin=False)  # the engine gives them other memory
+    host = HostPlacement(pin=False)  # not pinned: the engine moves the shards to other memory
     placements = Placements(device, Placement(device), host, separate_memory=device.type != "cpu")
     if offload_device == "nvme" and config is not None:
         placements = placements_of(_without_optimizer_offload(config), device, device.type, comm)
@@ -197,7 +197,7 @@ def _without_optimizer_offload(config: ZeroliteConfig) -> ZeroliteConfig:
 
 
 def _under_construction() -> set[int]:
-    """The ids of the modules whose ``__init__`` this thread is running."""
+    """Return the ids of the modules whose ``__init__`` this thread is running, read from its stack."""
     found: set[int] = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Partitioning of parameters, and access to them for the code that initialises a model."""
+"""Partitioning of parameters, and their values for code that initialises a model inside ``zero.Init``."""
 
 from __future__ import annotations
 
@@ -27,19 +27,17 @@ from zerolite.zero.stage3.partitioned_parameter import (
 )
 from zerolite.zero.stage3.released_parameter import NEEDS_NO_VALUES, SHAPE_FUNCTIONS
 
-_no_function_modes = torch._C.DisableTorchFunction  # context: function modes do not see what runs inside
+_no_function_modes = torch._C.DisableTorchFunction  # context that hides calls of torch from function modes
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 def hidden_from_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Run ``function`` without gradients, and hidden from function modes.
-
-    The order matters: entering and leaving ``no_grad`` is itself a torch function that a mode would see.
-    """
+    """Run ``function`` without gradients and without function modes."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        # In this order: entering and leaving `no_grad` is itself a torch function, which a mode would see.
         with _no_function_modes(), torch.no_grad():
             return function(*args, **kwargs)
 
@@ -54,12 +52,15 @@ def partition(
     dtype: torch.dtype | None = None,
     placement: Placement | None = None,
 ) -> PartitionedParameter:
-    """Partition a plain parameter, which is equal on all ranks. Its identity, attributes and strides stay. Called on
-    all ranks, in the same order.
+    """Partition an ordinary parameter. It remains the same object with the same attributes and strides. Called on all
+    ranks, in the same order.
 
     Args:
-        dtype: of the shard, if the parameter is floating; None: its own.
-        placement: of the shard; None: as the context says.
+        parameter: the parameter, with the same values on all ranks.
+        name: qualified name, for messages.
+        context: context of its all-gathers.
+        dtype: dtype of the shard if the parameter is floating; None for its own.
+        placement: placement of the shard; None for the one that the context chooses.
     """
     if dtype is not None and parameter.is_floating_point():
         parameter.data = parameter.data.to(dtype)
@@ -69,8 +70,8 @@ def partition(
 
 
 def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-    """``copy.deepcopy``: an ordinary whole parameter; inside ``zero.Init`` a partitioned one. Called on all ranks, in
-    the same order."""
+    """Return the result of ``copy.deepcopy``: an ordinary parameter with full values, or a partitioned one inside
+    ``zero.Init``. Called on all ranks, in the same order."""
     if not _entered_modes:
         return handle.full_copy(memo)
     with _no_function_modes():
@@ -91,7 +92,7 @@ def _deepcopy(handle: PartitionedParameter, memo: dict[int, Any]) -> torch.nn.Pa
 
 @hidden_from_modes
 def broadcast_from_rank0(parameter: torch.nn.Parameter, context: CommContext) -> None:
-    """Copy rank 0's values into a plain parameter. Called on all ranks."""
+    """Copy rank 0's values into an ordinary parameter. Called on all ranks."""
     data = parameter.data
     if data.device == context.device and data.stride() == dense_strides(data):
         broadcast_flat(flattened(data), context.comm, "initial_sync", 0)
@@ -100,37 +101,38 @@ def broadcast_from_rank0(parameter: torch.nn.Parameter, context: CommContext) ->
 
 
 def broadcast_flat(flat: torch.Tensor, comm: Communicator, tag: str, source: int) -> None:
-    """Copy rank ``source``'s values into ``flat`` [n] of every rank, of any dtype. Called on all ranks."""
+    """Copy the values of rank ``source`` into ``flat`` [n], of any dtype, on all ranks. Called on all ranks."""
     if flat.numel():
         comm.broadcast(flat.view(torch.uint8), tag, source)
 
 
-# -------------------------------------------------------------------- parameters that initialisation code touches
+# -------------------------------------------------------------------- initialisation code
 
 
-_entered_modes: list[GatherOnUse] = []  # entered, the innermost last
+_entered_modes: list[GatherOnUse] = []  # the innermost last
 
 
 class GatherOnUse(TorchFunctionMode):
-    """Function mode of ``zero.Init``: gathers parameters that belong to no engine for the code that initialises them.
+    """Function mode of ``zero.Init`` that gathers parameters without an engine for the code that initialises them.
 
-    A parameter is whole for the torch function that touches it, and until a function touches another one. Then all
-    ranks take rank 0's values, and it is partitioned again; in its new dtype, shape and strides if ``.data`` was set.
-    Torch functions that touch values must be called on all ranks, in the same order.
+    A parameter is gathered for the torch function that uses it, and stays so until a function uses another one. Then
+    all ranks take rank 0's values and it is partitioned again, in its new dtype, shape and strides if ``.data`` was
+    set. Torch functions that use values must be called on all ranks, in the same order.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, before_creation: Callable[[], None] | None = None) -> None:
         """
         Args:
-            dtype: of the shards; None: the parameter's own.
-            before_creation: called before a function that takes no tensor.
+            dtype: dtype of the shards; None for that of the parameter.
+            before_creation: called before a function without tensors among its arguments, which may create one.
         """
         super().__init__()
         self._dtype = dtype
         self._before_creation = before_creation
-        # With the parameter, so that it lives on all ranks until it is partitioned again.
+        # Gathered parameters by the id of the handle. With the parameter itself, so that it lives on all ranks until it
+        # is partitioned again.
         self._open: dict[int, tuple[PartitionedParameter, torch.nn.Parameter]] = {}
-        # By the storage of the whole values, for tensors that share it (`p.data`, views).
+        # By the storage of the full values, to find tensors that share it (`p.data`, views).
         self._by_storage: weakref.WeakValueDictionary[int, PartitionedParameter] = weakref.WeakValueDictionary()
 
     def __enter__(self) -> GatherOnUse:
@@ -163,8 +165,7 @@ class GatherOnUse(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _released_handle(self, value: object) -> PartitionedParameter | None:
-        """Return the handle of ``value`` if it is a parameter that is not available and that no other code takes care
-        of, or if it shares such a parameter's memory."""
+        """Return the handle of ``value`` if it is a released parameter without an engine, or shares memory with one."""
         handle = handle_of(value) if isinstance(value, torch.nn.Parameter) else None
         if handle is None and isinstance(value, torch.Tensor):
             handle = self._handle_sharing_memory(value)
@@ -173,19 +174,19 @@ class GatherOnUse(TorchFunctionMode):
         return handle if handle.context.coordinator is None else None
 
     def _handle_sharing_memory(self, tensor: torch.Tensor) -> PartitionedParameter | None:
-        """The partitioned parameter whose memory ``tensor`` shares; None if there is none."""
+        """Return the handle of the partitioned parameter whose memory ``tensor`` shares; None if there is none."""
         if not self._by_storage or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata
         handle = self._by_storage.get(storage)
         if handle is None or handle.storage is None or handle.storage._cdata != storage:
-            return None  # the handle has taken other memory since
+            return None  # the parameter has got another storage since
         return handle
 
     @hidden_from_modes
     def unshare_memory(self, parameter: torch.nn.Parameter) -> None:
-        """Give a plain parameter that was made from the values of a partitioned one, as parametrizations do, memory of
-        its own. Called on all ranks, in the same order."""
+        """Give an ordinary parameter its own memory if it was made from the values of a partitioned one, as
+        parametrizations do. Called on all ranks, in the same order."""
         handle = self._handle_sharing_memory(parameter)
         if handle is not None:
             was_available = handle.status is AVAILABLE
@@ -195,6 +196,7 @@ class GatherOnUse(TorchFunctionMode):
                 handle.release()
 
     def _prepare(self, values: Iterable[object]) -> None:
+        """Gather the released parameters among a function's arguments, and partition those of earlier functions."""
         flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,))]
         if self._before_creation is not None and not any(isinstance(v, torch.Tensor) for v in flat):
             self._before_creation()
@@ -211,14 +213,18 @@ class GatherOnUse(TorchFunctionMode):
 
     @hidden_from_modes
     def repartition(self, keep: Iterable[int] = ()) -> None:
-        """Partition the gathered parameters again, except for those whose handles' ids are in ``keep``. Called on all
-        ranks, at the same place of the model's construction."""
+        """Partition the gathered parameters again with rank 0's values. Called on all ranks, at the same point of the
+        model's construction.
+
+        Args:
+            keep: ids of handles whose parameters stay gathered.
+        """
         kept = {key: self._open[key] for key in keep if key in self._open}
         done = [both for key, both in self._open.items() if key not in kept]
         self._open = kept
         for handle, parameter in done:
             if handle.status is not AVAILABLE:
-                continue  # its partition() was called
+                continue  # the user has called its partition()
             data = parameter.data
             if (data.shape, data.dtype, dense_strides(data)) != (handle.shape, handle.shard.dtype, handle.strides):
                 if handle.numel and not data.numel():
@@ -239,7 +245,7 @@ class GatherOnUse(TorchFunctionMode):
 
 
 def repartition_all() -> None:
-    """Partition the parameters again that initialisation code has touched. Called on all ranks."""
+    """Partition the parameters again that initialisation code has used. Called on all ranks."""
     for mode in _entered_modes:
         mode.repartition()
 
@@ -248,8 +254,11 @@ def repartition_all() -> None:
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Gather ``parameter`` with ``module``, which uses it in its forward without owning it. Uses through another
-    module's attribute are found without this. Called on all ranks."""
+    """Gather ``parameter`` together with ``module``, which uses it in its forward without owning it. Called on all
+    ranks.
+
+    Uses that read the parameter as an attribute of its own module are found without this.
+    """
     if not isinstance(module, torch.nn.Module) or not isinstance(parameter, torch.nn.Parameter):
         raise ValueError(
             "zero.register_external_parameter: expected a module and a parameter, got "
@@ -264,8 +273,8 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
 
 
 def unregister_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Undo :func:`register_external_parameter`. Raises ValueError if it was not registered. An engine that exists
-    goes on gathering the two together; the next one does not."""
+    """Undo :func:`register_external_parameter` for engines that are made later. An existing engine goes on gathering
+    the two together. Raises ValueError if the parameter was not registered."""
     known = external_parameters(module)
     rest = [other for other in known if other is not parameter]
     if len(rest) == len(known):

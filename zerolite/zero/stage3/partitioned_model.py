@@ -26,13 +26,15 @@ from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, han
 
 @dataclass(frozen=True)
 class Stage3Options:
-    """Sizes in elements.
+    """Options of stage 3, with sizes in elements.
 
     Attributes:
-        persistence: parameters of at most so many stay whole, up to model_persistence in all (None: no limit).
-        granularity: subtrees of at most so many are one parameter group.
-        is_leaf: tells from a module and its name if it is one parameter group.
-        blocks: repeated blocks are one parameter group each.
+        persistence: size up to which a parameter is persistent.
+        model_persistence: limit of all persistent parameters together; None for no limit.
+        granularity: size up to which a subtree of modules is one parameter group.
+        blocks: True if each repeated block is one parameter group.
+        is_leaf: tells from a module and its name if the user wants it as one parameter group.
+        limits: limits of the fetch schedule.
     """
 
     persistence: int
@@ -44,8 +46,8 @@ class Stage3Options:
 
 
 class PartitionedModel:
-    """A model at stage 3. It is built in this order: partitioned, planned, placed, started. Methods are called on all
-    ranks, in the same order."""
+    """Model at stage 3. Its methods are called on all ranks: the constructor, :meth:`plan`, :meth:`place_frozen` and
+    :meth:`start`, in this order."""
 
     def __init__(
         self,
@@ -56,16 +58,22 @@ class PartitionedModel:
         placements: Placements,
         transfers: Transfers,
     ) -> None:
-        """Partition what is not partitioned yet; ``zero.Init`` may have partitioned some.
+        """Partition the parameters that ``zero.Init`` has not partitioned, and number all of them.
 
-        gather_comm: communicator of the gathers.
+        Args:
+            model: the model.
+            comm: data-parallel communicator, for the initial values.
+            gather_comm: communicator of the parameter all-gathers.
+            device: device of the full values.
+            placements: placements of the shards.
+            transfers: copies between placements.
         """
         check_not_gathered(model.parameters())
         self.model = model
         self._offloads = placements.parameters.location != DEVICE
         reader = ShardReader(placements, transfers)
         context = CommContext(comm, device)
-        if self._offloads:  # on the way to their placement: the device has no room to spare
+        if self._offloads:  # partition into host memory first: the model may not fit on the device
             on_host = HostPlacement(pin=False)
             context = CommContext(comm, device, reader, lambda _: on_host)
         partition_model(model, context)
@@ -80,7 +88,7 @@ class PartitionedModel:
             self.handles.append(handle)
 
     def plan(self, options: Stage3Options) -> list[ParamGroup]:
-        """Choose the parameters that stay whole, and the parameter groups."""
+        """Choose the persistent parameters and the parameter groups. Return the groups."""
         remaining = options.model_persistence
         for handle in self.handles:
             if handle.numel <= options.persistence and (remaining is None or handle.numel <= remaining):
@@ -99,8 +107,15 @@ class PartitionedModel:
         placements: Placements,
         limit: int,
     ) -> None:
-        """Bring the shards of parameters that are not in ``trained`` (ids) to their placement, in their dtype: those of
-        a parameter group next to each other, and those that stay whole by at most ``limit`` elements of the whole."""
+        """Move the shards of frozen parameters to their placement. Those of a parameter group, or of persistent
+        neighbours, get adjacent memory.
+
+        Args:
+            trained: ids of the trained parameters, which are left out.
+            compute_dtype: gives the dtype of a parameter's shard.
+            placements: placements of the shards.
+            limit: most elements of full values whose shards are adjacent, unless one group has more.
+        """
         frozen = [parameter for parameter in self.parameters if id(parameter) not in trained]
         handles = {id(p): h for p, h in zip(self.parameters, self.handles, strict=True)}
         for bucket in bucket_groups(frozen, self.groups, limit):
@@ -111,7 +126,7 @@ class PartitionedModel:
                 _place_adjacent(members, dtype, placements)
 
     def start(self, callbacks: CoordinatorCallbacks) -> PartitionedParameterCoordinator:
-        """Gather the parameters that stay whole and install the hooks. All shards have their placement by now."""
+        """Gather the persistent parameters and install the hooks. Called when all shards have their placement."""
         if not self._offloads and all(handle.placement.location == DEVICE for handle in self.handles):
             self.context.set_reader(None)
         self.context.gather([handle for handle in self.handles if handle.persistent])
@@ -124,7 +139,9 @@ class PartitionedModel:
 
 def _place_adjacent(members: Sequence[PartitionedParameter], dtype: torch.dtype, placements: Placements) -> None:
     """Move the shards of ``members`` into one flat tensor of their placement, so that one copy stages all of them in.
-    On the device each has memory of its own, and keeps it if it is of ``dtype``."""
+
+    On the device each shard has its own memory instead, and is moved only if it has another dtype or placement.
+    """
     numel = sum(member.shard.numel() for member in members)
     placement = placements.place_parameters(numel, persistent=all(member.persistent for member in members))
     if placement.location == DEVICE:
@@ -142,11 +159,18 @@ def _place_adjacent(members: Sequence[PartitionedParameter], dtype: torch.dtype,
 def bucket_groups(
     trained: Sequence[torch.nn.Parameter], groups: Sequence[ParamGroup], limit: int, together: bool = False
 ) -> list[list[int]]:
-    """Return indices into ``trained`` by what is reduced together: parameter groups that follow each other, and
-    parameters that stay whole, of at most ``limit`` elements in all (or one group, or one parameter).
+    """Divide parameters into buckets, each reduced by one collective. A bucket has consecutive parameter groups or
+    consecutive persistent parameters. Parameters without elements are in the first bucket.
 
-    together: the first of those that stay whole join the first parameter groups, because the gradients of both are
-    complete at the end of a backward only. Their shards are then placed alike. Parameters without elements always join.
+    Args:
+        trained: the parameters.
+        groups: the parameter groups of the model.
+        limit: most elements in a bucket, unless one group or one parameter has more.
+        together: True to put the first persistent parameters into the bucket of the first parameter groups. The
+            gradients of both are complete only when a backward ends. Their shards then have the same placement.
+
+    Returns:
+        Indices into ``trained`` for each bucket.
     """
     groups_of = groups_of_parameters(groups)
     by_group: dict[int, list[int]] = {}
@@ -171,7 +195,7 @@ def bucket_groups(
 
 
 def _merge_runs(runs: Sequence[list[int]], numels: Sequence[int], limit: int) -> list[list[int]]:
-    """Return ``runs`` of indices with neighbours joined, as long as they have at most ``limit`` elements together."""
+    """Return ``runs`` of indices with neighbours merged, up to ``limit`` elements together."""
     groups: list[list[int]] = []
     size = limit
     for run in runs:
@@ -187,8 +211,11 @@ def _merge_runs(runs: Sequence[list[int]], numels: Sequence[int], limit: int) ->
 def groups_of_buckets(
     layout: PartitionLayout, trained: Sequence[torch.nn.Parameter], groups: Sequence[ParamGroup]
 ) -> list[set[int]]:
-    """Return the parameter groups of each bucket made from :func:`bucket_groups`. A parameter that stays whole has the
-    groups of the modules that own it, or the root's: a step may use it that the steps before have not."""
+    """Return the parameter groups of each bucket of :func:`bucket_groups`.
+
+    A persistent parameter has the groups of the modules that own it, or the root's, because a step may use it that the
+    steps before have not used.
+    """
     groups_of = groups_of_parameters(groups)
     for group in groups:
         for module in (group.module, *group.inside):
@@ -217,8 +244,8 @@ def unpartition_model(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.dtype | None = None) -> None:
-    """Partition every plain parameter of ``model``; all ranks take rank 0's values. Modules on the meta device are
-    materialised one by one, children first. Called on all ranks, with equal models."""
+    """Partition every ordinary parameter of ``model`` with rank 0's values. Modules on the meta device are materialised
+    one by one, children first. Called on all ranks, with equal models."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     plain = [p for p in model.parameters() if handle_of(p) is None and not p.is_meta]
     different = differing(plain, context.comm, context.device)
@@ -231,7 +258,7 @@ def partition_model(model: torch.nn.Module, context: CommContext, dtype: torch.d
 
 
 def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return every module once, after those inside it: a module may set again what its children have set."""
+    """Return every module once, after the modules inside it, because its initialisation may overwrite theirs."""
     found: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
 
@@ -250,8 +277,8 @@ def _children_first(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]
 def _materialise(
     name: str, module: torch.nn.Module, names: dict[int, str], context: CommContext, dtype: torch.dtype | None
 ) -> None:
-    """Give a module's own meta parameters and buffers memory and values, then partition them. Own parameters that
-    have values (tied ones, from their first owner) keep them."""
+    """Give a module's own meta parameters and buffers memory and values, then partition the parameters. Own parameters
+    that have values already (tied weights, from their first owner) keep them."""
     own = list(module.parameters(recurse=False))
     meta = [p for p in own if p.is_meta]
     if not meta and not any(b.is_meta for b in module.buffers(recurse=False)):
@@ -263,8 +290,8 @@ def _materialise(
             "method to give its parameters and buffers values; add one, or build the module inside zero.Init instead"
         )
     for parameter in meta:
-        # The same Parameter object, wherever it is used. torch.utils.swap_tensors would swap attributes too, and
-        # refuse where a weak reference exists (recurrent layers keep some).
+        # Keeps the Parameter object, which may be used in several places. torch.utils.swap_tensors would swap the
+        # attributes too, and refuses parameters with weak references, of which recurrent layers keep some.
         fresh = torch.nn.Parameter(torch.empty_like(parameter, device=context.device), parameter.requires_grad)
         torch._C._swap_tensor_impl(parameter, fresh)
     for key, buffer in module._buffers.items():
