@@ -55,7 +55,7 @@ class StepChecks:
         self._consistency = consistency
         self._updated = updated
         self._parts = [part for part in (consistency, updated) if part is not None]
-        self.blame = ""  # a sentence about the update that made weights non-finite
+        self.nonfinite_update = ""  # a sentence about the update that made weights non-finite
 
     # ---------------------------------------------------------------- statistics
 
@@ -75,7 +75,7 @@ class StepChecks:
             written.append(_CheckValues(len(of_part), part.numbers))
         return written
 
-    def note(self, extra: tuple[list[_CheckValues], torch.Tensor] | None) -> None:
+    def on_stats_read(self, extra: tuple[list[_CheckValues], torch.Tensor] | None) -> None:
         """Read the outcome of one step's statistics.
 
         Args:
@@ -91,7 +91,7 @@ class StepChecks:
             if isinstance(part, ConsistencyCheck):
                 part.note(of_part, numbers)
             elif groups := part.nonfinite_groups(of_part):
-                self.blame = _blame(groups, numbers)
+                self.nonfinite_update = _describe_update(groups, numbers)
 
     def raise_errors(self) -> None:
         """Raise on all ranks what the statistics have shown.
@@ -100,12 +100,12 @@ class StepChecks:
             RuntimeError: the ranks use different numbers.
             FloatingPointError: an update has made weights non-finite.
         """
-        blame, self.blame = self.blame, ""
-        if blame:
+        problem, self.nonfinite_update = self.nonfinite_update, ""
+        if problem:
             assert self._updated is not None
             self._updated.note_raised()
             raise FloatingPointError(
-                f"{blame}. These weights are lost: start again from the last checkpoint, and look at the value that "
+                f"{problem}. These weights are lost: start again from the last checkpoint, and look at the value that "
                 "did it (a learning rate or schedule that runs away, an eps of 0, a loss scale near 0)."
             )
         if self._consistency is not None:
@@ -144,32 +144,32 @@ class StepChecks:
         if self.size:
             written = self.write(values)
             self._world.all_reduce(values, tag="consistency").wait()
-            self.note((written, HostRead(values).get()))
+            self.on_stats_read((written, HostRead(values).get()))
             self.raise_errors()
         if self._consistency is not None:
             self._consistency.compare_weights()
 
-    def forget(self, update: bool) -> None:
+    def on_weights_written(self, all_of_them: bool) -> None:
         """Forget earlier weights, because values have been written into parameters.
 
         Args:
-            update: all weights are new (a checkpoint was loaded), so the outcome of the last update does not matter any
-                more.
+            all_of_them: all weights are new (a checkpoint was loaded), so the outcome of the last update does not
+                matter any more.
         """
         if self._updated is not None:
-            self._updated.forget(update)
-        if update:
-            self.blame = ""
+            self._updated.forget(all_of_them)
+        if all_of_them:
+            self.nonfinite_update = ""
             if self._consistency is not None:
                 self._consistency.forget()
 
-    def replan(self) -> None:
+    def on_layout_changed(self) -> None:
         """Follow a layout with new buckets."""
         if self._updated is not None:
             self._updated.replan()
 
 
-def _blame(groups: Sequence[int], numbers: UpdateNumbers) -> str:
+def _describe_update(groups: Sequence[int], numbers: UpdateNumbers) -> str:
     which = f"param group {groups[0]}" + (f" and {len(groups) - 1} more" if len(groups) > 1 else "")
     # Another pipeline stage may have more param groups than this rank knows.
     known = numbers.groups[groups[0]] if groups[0] < len(numbers.groups) else {}

@@ -14,45 +14,51 @@ from zerolite.zero.optim_shards import SpanTensors
 class UpdateChecks(Extra, Protocol):
     """Checks whose numbers are exchanged with the step's statistics.
 
-    :meth:`note` is called by each rank when it reads the statistics; the others by all ranks in the same place, where
-    they may communicate and raise.
+    Each rank calls :meth:`on_stats_read` when it reads the statistics, which may be at another time than other ranks.
+    All ranks call the other methods in the same place, where they may communicate and raise.
+
+    Attributes:
+        nonfinite_update: description of the update that has made weights non-finite; "" if none has.
     """
 
-    blame: str
-    """A sentence about an update that has made weights non-finite; "" if none has."""
+    nonfinite_update: str
 
-    def note(self, extra: tuple[Any, torch.Tensor] | None) -> None:
-        """extra: what ``write`` has returned, and what the ranks have written, added, on the host."""
+    def on_stats_read(self, extra: tuple[Any, torch.Tensor] | None) -> None:
+        """Read the outcome of one step's checks.
+
+        Args:
+            extra: the result of :meth:`write`, and the sum over all ranks of what it has written, on the host.
+        """
 
     def raise_errors(self) -> None:
         """Raise the errors that the statistics show, on all ranks."""
 
     def before_update(self, step: int, divisor: float, max_norm: float, gathers: int) -> None:
-        """Run the checks of a step before its statistics are needed.
+        """Run the checks of a step before its statistics are needed. Raises as :meth:`raise_errors` does.
 
         Args:
-            step: updates so far.
-            gathers: a hash of stage 3's schedule, 0 without one.
-
-        Raises as :meth:`raise_errors` does.
+            step: number of updates so far.
+            divisor: divisor of the summed gradient.
+            max_norm: L2 norm to which gradients are clipped; 0 for none.
+            gathers: hash of everything that stage 3 has gathered; 0 at other stages.
         """
 
     def before_save(self, step: int, scale: float, max_norm: float) -> None:
-        """Look at everything at once, between two steps. Raises as :meth:`raise_errors` does."""
+        """Run all checks at once, between two steps. Raises as :meth:`raise_errors` does."""
 
-    def forget(self, update: bool) -> None:
-        """Forget the weights that the last update left, because values have been written. update: all of them."""
+    def on_weights_written(self, all_of_them: bool) -> None:
+        """Forget the weights that the last update left, because values have been written into weights."""
 
-    def replan(self) -> None:
-        """Rebuild what depends on the buckets, because the layout has changed."""
+    def on_layout_changed(self) -> None:
+        """Rebuild what depends on the buckets."""
 
 
 Update = Callable[[Sequence[SpanTensors]], None]
-"""Update of some of the spans of a step."""
+"""Function that updates some of the spans of a step."""
 
 
 class UpdateObserver(Protocol):
-    """Observer of the masters before and after each of the calls that make one update."""
+    """Observer of the masters before and after each call of one step's update."""
 
     def __call__(self, update: Update) -> Update:
-        """Begin an update. Return ``update`` wrapped so that each call also looks at the masters before and after."""
+        """Begin a step. Return a function that calls ``update`` and looks at the masters before and after it."""

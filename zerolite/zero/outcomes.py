@@ -1,4 +1,4 @@
-"""Outcomes of steps: the host reads them when needed, then updates counters, loss scale and schedules."""
+"""Outcomes of steps: when the host reads one, it updates counters, loss scale and learning rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class StepCounters:
     Attributes:
         micro_steps: backwards.
         global_steps: updates, skipped ones included.
-        last_norm: of the last step's gradient.
+        skipped_steps: skipped updates.
+        skipped_in_a_row: skipped updates since the last one that was applied.
+        last_norm: L2 norm of the last step's unscaled gradient before clipping; None before the first step.
         weight_unit: see :meth:`~zerolite.zero.gradient_scale.GradientScale.weight_unit`.
     """
 
@@ -40,7 +42,8 @@ class StepCounters:
     weight_unit: float = 1.0
 
     def count(self, outcome: GradStats, divisor: float, skipped: bool, scaled: bool) -> float:
-        """Count one more step and return its norm. scaled: a loss scale may change the unit of weights."""
+        """Count one more step and return its norm. scaled: a loss scale is used, which may change the unit of
+        weights."""
         self.global_steps += 1
         self.last_norm = outcome.norm / divisor
         if outcome.weight and scaled and math.isfinite(outcome.weight):
@@ -56,8 +59,14 @@ class StepCounters:
         for name in asdict(self):
             setattr(self, name, state[name])
 
-    def describe_skip(self, outcome: GradStats, slots: Sequence[Slot], blame: str = "") -> str:
-        """Describe the skip that was counted last. blame: what else made its gradients non-finite."""
+    def describe_skip(self, outcome: GradStats, slots: Sequence[Slot], cause: str = "") -> str:
+        """Describe the skip that was counted last.
+
+        Args:
+            outcome: statistics of the skipped step.
+            slots: slots of the parameters, for their names.
+            cause: an earlier update that made weights non-finite.
+        """
         names = [slots[index].name for index in outcome.bad_parameters]
         where = f"in parameter '{names[0]}'" if names else "in the sum over parameters"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -67,36 +76,38 @@ class StepCounters:
         source = "although every rank's own gradients are finite (their sum overflows)"
         if ranks or outcome.elsewhere:
             source = f"from rank {ranks}" if ranks else "from there"
-        if blame:
-            source = f"because {blame}"
+        if cause:
+            source = f"because {cause}"
         return (
             f"step {self.global_steps} skipped on all ranks: non-finite gradient {where}{more}, {source}; "
             f"{self.skipped_in_a_row} in a row, {self.skipped_steps} in all"
         )
 
-    def raise_if_hopeless(self, said: str, limit: int, minimum: float | None) -> None:
-        """Give up after too many skipped steps, the last of which is described by ``said``.
+    def check_skips(self, skip: str, limit: int, minimum: float | None) -> None:
+        """Check after a skipped step that training can go on.
 
         Args:
-            limit: skipped steps in a row, 0 for no limit.
+            skip: description of the skipped step.
+            limit: allowed skipped steps in a row, 0 for no limit.
             minimum: the loss scale if it cannot fall further.
 
-        Raises FloatingPointError.
+        Raises:
+            FloatingPointError: it cannot.
         """
         if minimum is not None:
             raise FloatingPointError(
-                f"{said}. The fp16 loss scale is at its minimum, {minimum:g}, and cannot fall further. Try bf16 "
+                f"{skip}. The fp16 loss scale is at its minimum, {minimum:g}, and cannot fall further. Try bf16 "
                 '("bf16": {"enabled": true}), or look for the cause in that parameter and rank.'
             )
         if limit and self.skipped_in_a_row >= limit:
             raise FloatingPointError(
-                f"{said}. max_consecutive_skipped_steps is {limit}: training has stopped. Look at the data and the "
+                f"{skip}. max_consecutive_skipped_steps is {limit}: training has stopped. Look at the data and the "
                 "loss of that rank, lower the learning rate, or clip the gradients."
             )
 
 
 def describe_bad_losses(step: int, ranks: Sequence[int]) -> str:
-    """Return the warning about losses that are not finite, in a step that was applied."""
+    """Return the warning about non-finite losses in a step that was applied."""
     return (
         f"step {step}: a loss on {name_ranks(ranks)} is not finite although all gradients are; the step was applied. "
         "The part of the loss that is not finite has no gradient (a mask, torch.where, detach()): look for it there"
@@ -104,27 +115,40 @@ def describe_bad_losses(step: int, ranks: Sequence[int]) -> str:
 
 
 class UnusedParameters:
-    """Parameters that get no gradient on any rank: fine, an error because the config says so, or the sign that the
-    model has lost them. gone(indices): those of them that the model no longer has."""
+    """Check of parameters that get no gradient on any rank."""
 
-    def __init__(self, fine: bool, gone: Callable[[list[int]], list[int]]) -> None:
-        self._gone = gone
-        self._fine = fine
+    def __init__(self, allowed: bool, find_removed: Callable[[list[int]], list[int]]) -> None:
+        """
+        Args:
+            allowed: the config allows unused parameters.
+            find_removed: returns those of the given parameters that the model no longer has.
+        """
+        self._find_removed = find_removed
+        self._allowed = allowed
         self._last_used: frozenset[int] | None = None
 
     def check(self, used: frozenset[int], slots: Sequence[Slot], elsewhere: int = 0) -> None:
-        """elsewhere: unused parameters of other parts of the model. Raises RuntimeError, on all ranks."""
+        """Check one step. Called on all ranks.
+
+        Args:
+            used: parameters with a gradient on some rank.
+            slots: slots of all parameters.
+            elsewhere: number of unused parameters on ranks with other parts of the model.
+
+        Raises:
+            RuntimeError: on all ranks, because the model has lost a parameter, or unused parameters are not allowed.
+        """
         if len(used) < len(slots) and used != self._last_used:
-            gone = self._gone([index for index in range(len(slots)) if index not in used])
-            if gone:
+            removed = self._find_removed([index for index in range(len(slots)) if index not in used])
+            if removed:
                 raise RuntimeError(
-                    f"parameter '{slots[gone[0]].name}' is not in the model any more ({len(gone)} in all): it was "
-                    "replaced after zerolite.initialize by an object that nothing trains (module.x = nn.Parameter(), "
-                    "load_state_dict(assign=True), nn.utils.parametrizations); do that before zerolite.initialize, or "
-                    "write the values into the parameter that is there"
+                    f"parameter '{slots[removed[0]].name}' is not in the model any more ({len(removed)} in all): it "
+                    "was replaced after zerolite.initialize by an object that nothing trains (module.x = "
+                    "nn.Parameter(), load_state_dict(assign=True), nn.utils.parametrizations); do that before "
+                    "zerolite.initialize, or write the values into the parameter that is there"
                 )
         self._last_used = used
-        if self._fine:
+        if self._allowed:
             return
         unused = [slot.name for slot in slots if slot.index not in used and slot.numel]
         if unused:
@@ -142,8 +166,11 @@ class UnusedParameters:
 
 
 def mean_weight(outcome: GradStats) -> float:
-    """Return the divisor that turns a sum over weighted gradients into the joint batch's gradient. Raises RuntimeError,
-    on all ranks, if there is no such thing."""
+    """Return the divisor that turns a sum of weighted gradients into the gradient of the joint batch.
+
+    Raises:
+        RuntimeError: on all ranks, because the weights give no mean.
+    """
     if outcome.mixed:
         raise RuntimeError(
             "engine.backward: some ranks gave a weight in this step and others did not; pass weight= on all ranks, or "
@@ -160,9 +187,15 @@ def mean_weight(outcome: GradStats) -> float:
 
 
 @dataclass(frozen=True)
-class _Unread:
-    """A step whose outcome the host has not read yet. maybe_unused: parameters that this rank has not used, which the
-    device has left out of the update if no other rank has."""
+class _UnreadStep:
+    """Step whose statistics the host has not read yet.
+
+    Attributes:
+        stats: its statistics.
+        divisor: divisor of its gradient, from what this rank knows.
+        maybe_unused: parameters that this rank has not used. The device has left them out of the update if no other
+            rank has used them.
+    """
 
     stats: StatsVector
     divisor: float
@@ -173,8 +206,14 @@ class Outcomes:
     """Results of steps. A step is *settled* when the host has read its statistics.
 
     If the device decides about a skip, each rank settles the step when it first needs the result: rank 0 to print a
-    loss scale, for example. An error found there is kept, and the next update raises it on all ranks. If it were
-    raised at once, the other ranks would wait for this one in their next collective.
+    loss scale, for example. An error that is found then is kept, and the next update raises it on all ranks. If one
+    rank raised it at once, the others would wait for that rank in their next collective.
+
+    Attributes:
+        counters: counters of training.
+        check_finite: steps with non-finite gradients are skipped.
+        checks: checks whose numbers are reduced with the statistics.
+        schedules: comparison of the ranks' schedules, at stage 3.
     """
 
     def __init__(
@@ -186,44 +225,42 @@ class Outcomes:
         observers: Observers,
         check_finite: bool,
         max_skipped_in_a_row: int,
-        says: bool,
+        logs: bool,
         checks: UpdateChecks | None = None,
     ) -> None:
         """
         Args:
-            check_finite: steps with non-finite gradients are skipped.
-            max_skipped_in_a_row: raise after so many, 0 for never.
-            says: this rank logs.
-            checks: what else the statistics are looked at for.
+            max_skipped_in_a_row: raise after so many skipped steps, 0 for never.
+            logs: this rank logs.
         """
         self.counters = StepCounters()
         self.check_finite = check_finite
         self.checks = checks
-        self.schedules: ScheduleAgreement | None = None  # at stage 3
+        self.schedules: ScheduleAgreement | None = None
         self._method, self._buffer, self._scaler, self._unused = method, buffer, scaler, unused
-        self._observers, self._limit, self._says = observers, max_skipped_in_a_row, says
-        self._unread: _Unread | None = None
-        self._failure: Exception | None = None  # found while an outcome was read; raised by the next update
+        self._observers, self._limit, self._logs = observers, max_skipped_in_a_row, logs
+        self._unread: _UnreadStep | None = None
+        self._error: Exception | None = None  # of an earlier step; the next update raises it
         self._bad_losses: tuple[int, ...] = ()  # ranks whose loss was not finite in the last step
 
-    def compare(self, schedules: ScheduleAgreement) -> None:
+    def use_schedules(self, schedules: ScheduleAgreement) -> None:
         """Compare the ranks' schedules of stage 3 from now on."""
         self.schedules = schedules
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and the loss scale, as plain data."""
+        """Return the counters and the loss scale as plain data."""
         self.settle()
         return {"counters": self.counters.state_dict(), "loss_scaler": self._scaler and self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`. A loss scale of another precision is left out."""
+        """Load the result of :meth:`state_dict`. A loss scale of another precision is left out."""
         if self._scaler is not None and state["loss_scaler"] is not None:
             self._scaler.load_state_dict(state["loss_scaler"])
         self.counters.load_state_dict(state["counters"])
 
     @property
     def global_steps(self) -> int:
-        """Steps so far, those that are not settled included."""
+        """Number of steps so far, including one that is not settled."""
         return self.counters.global_steps + (self._unread is not None)
 
     def applies(self, outcome: GradStats) -> bool:
@@ -231,89 +268,90 @@ class Outcomes:
         return not self.check_finite or math.isfinite(outcome.norm)
 
     def raise_errors(self, outcome: GradStats) -> None:
-        """Raise the errors that the statistics show. All ranks read the same ones here, so all of them raise."""
+        """Raise the errors that the statistics show. All ranks read equal statistics here, so all of them raise."""
         if not outcome.inputs_agree:
             outcome.check_inputs()
         if self.checks is not None:
-            self.checks.note(outcome.extra)
+            self.checks.on_stats_read(outcome.extra)
             self.checks.raise_errors()
 
     def leave_unread(self, stats: StatsVector, divisor: float, maybe_unused: frozenset[int]) -> None:
-        """Keep the statistics of a step that the device takes or skips. The host reads them later."""
+        """Keep the statistics of a step that the device applies or skips. The host reads them later."""
         stats.start_read()
-        self._unread = _Unread(stats, divisor, maybe_unused)
+        self._unread = _UnreadStep(stats, divisor, maybe_unused)
 
     def grad_norm(self) -> float | None:
-        """L2 norm of the last step's gradient, unscaled, before clipping; None before the first step. No collective
-        follows, so one rank alone may ask, whatever is pending."""
+        """Return the L2 norm of the last step's unscaled gradient before clipping; None before the first step. There is
+        no collective, so one rank alone may call this."""
         self.settle()
         return self.counters.last_norm
 
     def settle(self) -> None:
-        """Read the outcome of the last step if that has not happened."""
+        """Read the outcome of the last step if this rank has not done so. There is no collective."""
         if self._unread is None:
             return
         unread, self._unread = self._unread, None
-        # One rank alone may be here. So nothing below may communicate, and what is wrong is kept for the next update,
-        # in which all ranks raise it.
+        # One rank alone may be here. So nothing below may communicate, and errors are kept for the next update, in
+        # which all ranks raise them.
         outcome = unread.stats.get()
         if outcome.weight == 0 or outcome.mixed or not self.applies(outcome):
             self._method.on_update_skipped()
         elif unread.maybe_unused:
             self._method.on_left_out(unread.maybe_unused - outcome.used)
         if self.checks is not None:
-            self.checks.note(outcome.extra)
+            self.checks.on_stats_read(outcome.extra)
         try:
             outcome.check_inputs()
             divisor = unread.divisor * mean_weight(outcome)
         except RuntimeError as error:
-            self._failure, divisor = error, unread.divisor
+            self._error, divisor = error, unread.divisor
         try:
-            self.end_step(outcome, divisor)  # whatever is wrong with it, the step has been taken, or skipped
+            self.end_step(outcome, divisor)  # also after an error, because the device has applied or skipped the step
             if self.applies(outcome):
                 self.check_used(outcome)
         except (RuntimeError, FloatingPointError) as error:
-            self._failure = self._failure or error
+            self._error = self._error or error
 
     def check_used(self, outcome: GradStats) -> None:
-        """Raise RuntimeError, on all ranks, for parameters without a gradient where that is an error."""
+        """Raise RuntimeError, on all ranks, for parameters without a gradient if that is an error."""
         self._unused.check(outcome.used, self._buffer.layout.slots, outcome.unused_elsewhere)
 
-    def raise_failure(self) -> None:
-        """Settle, and raise what was wrong with a step. Called on all ranks, which have settled the same steps
-        then."""
+    def raise_error(self) -> None:
+        """Settle, and raise the error of an earlier step. Called on all ranks, which have then settled the same
+        steps."""
         if self._unread is not None:
             self.settle()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
-    def forget_failure(self) -> None:
-        """Drop the kept error of earlier steps, because the weights have been replaced."""
+    def drop_error(self) -> None:
+        """Settle, and drop the error of an earlier step, because the weights have been replaced."""
         self.settle()
-        self._failure = None
+        self._error = None
 
     def end_step(self, outcome: GradStats, divisor: float) -> None:
-        """Count a step that was taken or skipped. Raises FloatingPointError if too many have been skipped."""
+        """Count a step that was applied or skipped. Raises FloatingPointError if too many have been skipped."""
         if self.schedules is not None:
             self.schedules.note(outcome.schedules_match)
         skipped = not self.applies(outcome)
         norm = self.counters.count(outcome, divisor, skipped, scaled=self._scaler is not None)
-        said = ""
+        skip = ""
         if skipped:
-            blame = self.checks.blame if self.checks is not None else ""
-            said = self.counters.describe_skip(outcome, self._buffer.layout.slots, blame)
+            cause = self.checks.nonfinite_update if self.checks is not None else ""
+            skip = self.counters.describe_skip(outcome, self._buffer.layout.slots, cause)
         bad_losses, self._bad_losses = self._bad_losses, outcome.bad_losses
-        if self._says and said:
-            logger.warning("%s", said)
-        if self._says and math.isfinite(outcome.norm) and outcome.bad_losses not in ((), bad_losses):
+        if self._logs and skip:
+            logger.warning("%s", skip)
+        if self._logs and math.isfinite(outcome.norm) and outcome.bad_losses not in ((), bad_losses):
             logger.warning("%s", describe_bad_losses(self.counters.global_steps, outcome.bad_losses))
         if not skipped:
             for updated in self._observers.on_updated:
                 updated()
-        change = self._scaler.update(skipped) if self._scaler else None  # last: it changes the scale
+        # Last, because it changes the scale that this step has used.
+        change = self._scaler.update(skipped) if self._scaler else None
         for settled in self._observers.on_settled:
             settled(self.global_steps, norm)
         if skipped:
             at_minimum = change is not None and change.at_minimum
-            self.counters.raise_if_hopeless(said, self._limit, change.after if change and at_minimum else None)
+            self.counters.check_skips(skip, self._limit, change.after if change and at_minimum else None)

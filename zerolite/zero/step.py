@@ -134,12 +134,12 @@ class StepPipeline:
         self._collector.use(layout, list(layout.fragments(self._buffer.rank)))
         self._step_update.plan()
         if self.outcomes.checks is not None:
-            self.outcomes.checks.replan()
+            self.outcomes.checks.on_layout_changed()
 
     def use_coordinator(self, sharded: PartitionedParameterCoordinator) -> None:
         """Gather and write parameters through ``sharded``, at stage 3. Called before the first step."""
         self.written.use_coordinator(sharded)
-        self.outcomes.compare(ScheduleAgreement(sharded.schedule, self._comm.main))
+        self.outcomes.use_schedules(ScheduleAgreement(sharded.schedule, self._comm.main))
 
     def _begin_accumulation(self) -> None:
         self._collector.clear()
@@ -342,7 +342,7 @@ class StepPipeline:
 
     def _update(self, gather: bool) -> None:
         checks, schedules = self.outcomes.checks, self.outcomes.schedules
-        self.outcomes.raise_failure()
+        self.outcomes.raise_error()
         if schedules is not None:
             schedules.begin_update()
         self.written.collect()
@@ -362,9 +362,9 @@ class StepPipeline:
 
     def on_weights_replaced(self) -> None:
         """Forget the errors of earlier steps, because all weights have been loaded anew. Called on all ranks."""
-        self.outcomes.forget_failure()
+        self.outcomes.drop_error()
         if self.outcomes.checks is not None:
-            self.outcomes.checks.forget(update=True)
+            self.outcomes.checks.on_weights_written(all_of_them=True)
 
     def on_masters_loaded(self) -> None:
         """Copy loaded masters into the parameters, over values that were loaded into the parameters before."""
@@ -424,7 +424,7 @@ class StepPipeline:
     def check_ranks(self) -> None:
         """Raise on all ranks if their weights or the numbers of their updates differ, or if the last update has made
         weights non-finite. Called on all ranks, between steps."""
-        self.outcomes.raise_failure()
+        self.outcomes.raise_error()
         if self.outcomes.checks is not None:
             steps = self.outcomes.counters.global_steps
             self.outcomes.checks.before_save(steps, self.gradient_scale.next_loss_scale(), self._max_norm)

@@ -62,8 +62,8 @@ class WrittenValues:
             self._buffer.copy_to_masters(self._loaded)
             self._buffer.placements.drop_reads()
             self._loaded.clear()
-            if self._outcomes.checks is not None:  # the weights differ from those that the last update left
-                self._outcomes.checks.forget(update=False)
+            if self._outcomes.checks is not None:
+                self._outcomes.checks.on_weights_written(all_of_them=False)
 
     def collect_all(self) -> None:
         """Copy all written values into the masters, and those of frozen parameters into their shards.
