@@ -39,7 +39,7 @@ class GuardedState(StateView):
         self._read = read
         self._parameters: dict[int, tuple[int, torch.Tensor]] = {}  # by id: index, parameter
 
-    def use(self, parameters: Sequence[torch.Tensor]) -> None:
+    def set_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take these as the model's parameters. Any other key is a shard."""
         self._parameters = {id(parameter): (index, parameter) for index, parameter in enumerate(parameters)}
 

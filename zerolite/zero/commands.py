@@ -1,4 +1,4 @@
-"""Operations of all ranks, announced where some ranks have no data, so that these can match every collective."""
+"""Operations of all ranks, announced to ranks that have run out of data, so that these match every collective."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 
 class Command(enum.IntEnum):
-    """Operation that a rank is about to run, with the numbers that say how."""
+    """Operation that a rank is about to run. The comments name the numbers that are sent with it."""
 
-    FORWARD = 1  # whether buffers are sent
-    BACKWARD = 2  # whether the engine scaled the loss, it has a weight, gradients are reduced, and divided
+    FORWARD = 1  # buffers are broadcast
+    BACKWARD = 2  # the engine scaled the loss, it has a weight, gradients are reduced, they are divided
     GROUP_END = 3  # stage 3: the parameter group whose backward has ended
-    BACKWARD_END = 4  # stage 3: nothing more comes in this backward
+    BACKWARD_END = 4  # stage 3: this backward launches nothing more
     GATHER = 5  # stage 3: the parameters
-    EXTERNAL = 6  # stage 3: the parameter group, and the parameter that it has from now on
-    ENGINE_STEP = 7  # flush, and which boundary the user has set by hand
+    EXTERNAL = 6  # stage 3: a parameter group, and the parameter that is added to it
+    ENGINE_STEP = 7  # flush, and the boundary that the user has set
     STEP = 8
-    UPDATE = 9  # whether updated parameters are all-gathered in it
+    UPDATE = 9  # updated parameters are all-gathered in it
     PUBLISH = 10
     ZERO_GRAD = 11
     REDUCE = 12
@@ -36,21 +36,20 @@ class Announce(Protocol):
     def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]: ...
 
 
-NOTHING = contextlib.nullcontext()
+NULL_CONTEXT = contextlib.nullcontext()
 
 
 class Announcer:
-    """Contexts of operations in which all ranks take part: ``with announce(Command.STEP): ...``.
+    """Announcer of operations of all ranks: ``with announce(Command.STEP): ...``. An engine has one.
 
-    An engine has one object for all its parts. Outside ``engine.join()`` nothing is announced, because every rank has
-    data and runs the same operations.
+    Outside ``engine.join()`` it announces nothing, because every rank has data and runs the same operations.
     """
 
     def __init__(self) -> None:
         self._announce: Announce | None = None
 
     def __call__(self, command: Command, *numbers: int) -> contextlib.AbstractContextManager[Any]:
-        return NOTHING if self._announce is None else self._announce(command, *numbers)
+        return NULL_CONTEXT if self._announce is None else self._announce(command, *numbers)
 
     def use(self, announce: Announce | None) -> None:
         """Announce commands with ``announce`` from now on, or stop announcing if it is None."""

@@ -21,34 +21,38 @@ if TYPE_CHECKING:
     from zerolite.zero.step import StepPipeline
 
 ChooseRule = Callable[[Optimizer, Sequence[torch.dtype]], UpdateRule | None]
-"""The kernels' rule for an optimizer and the dtypes of masters; None: the optimizer itself updates."""
+"""Function that returns the kernels' rule for an optimizer and the dtypes of the masters; None if the optimizer itself
+updates them."""
 MakeUpdate = Callable[[Optimizer, ParameterBuffer, list[list[OptimParamShard]], Sequence[torch.dtype]], UpdateMethod]
-"""Make the update of the shards of all buckets, in these dtypes, by the optimizer itself."""
+"""Function that makes the update of the shards of all buckets, in the given dtypes, by the optimizer itself."""
 
 
 class StateView(defaultdict[Any, Any]):
-    """Mapping that the user sees as ``optimizer.state``: by parameter of the model, what this rank has of its states.
-    For the inner optimizer it is the states of shards, by shard. The core makes it of a class that is passed in."""
+    """Mapping behind ``optimizer.state``. To users it shows this rank's part of the states by parameter of the model,
+    to the inner optimizer the states by shard. The class that implements it is passed in."""
 
-    def use(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take these for the model's parameters."""
+    def set_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Set the model's parameters. Any other key is a shard."""
         raise NotImplementedError
 
 
 MakeStateView = Callable[[Mapping[Any, Any], Callable[[int], State]], StateView]
-"""Make it from the states that there are, and a function from the index of a parameter to its states on this rank."""
+"""Function (states by shard, function from the index of a parameter to its states on this rank) that makes the view."""
 
 
 class ShardedOptimizer(Optimizer):
-    """The optimizer behind ``engine.optimizer``.
+    """Optimizer behind ``engine.optimizer``.
 
-    The inner optimizer (the user's instance, or one made from the config) updates *shards*: one per parameter and
-    rank, the part of the master weights that this rank owns; whole parameters at stage 0. Both optimizers share one
-    list of param-group dicts: to the outside ``group["params"]`` are the model's parameters; during the update of a
-    bucket they are that bucket's shards. So a learning rate changed by anybody, a scheduler on either object
-    included, is seen by the update.
+    The inner optimizer (the user's instance, or one made from the config) updates *shards*. A shard is the part of one
+    parameter's master weights that this rank owns; at stage 0 it is the whole parameter. Both optimizers share one list
+    of param-group dicts. To users, ``group["params"]`` are the model's parameters; during the update of a bucket they
+    are its shards. So the update sees a learning rate that was changed in either optimizer, by a scheduler for example.
 
-    ``step`` and ``zero_grad`` are the engine's: reduce, clip, update, all-gather.
+    ``step`` and ``zero_grad`` are those of the engine: reduce, clip, update, all-gather.
+
+    Attributes:
+        inner: the inner optimizer.
+        method: method that updates the shards and owns their states.
     """
 
     def __init__(
@@ -61,6 +65,16 @@ class ShardedOptimizer(Optimizer):
         make_update: MakeUpdate,
         make_state_view: MakeStateView,
     ) -> None:
+        """
+        Args:
+            make_inner: the user's optimizer, or a function that makes one from param groups of shards.
+            groups: param groups of the model's parameters.
+            buffer: buffer with the masters.
+            update_dtype: function from the dtype of masters to the dtype in which they are updated.
+            choose_rule: see :data:`ChooseRule`.
+            make_update: see :data:`MakeUpdate`.
+            make_state_view: see :data:`MakeStateView`.
+        """
         self._buffer = buffer
         self._update_dtype = update_dtype
         self._shards = optim_shards(groups, buffer, update_dtype)
@@ -76,9 +90,11 @@ class ShardedOptimizer(Optimizer):
                 group["params"] = list(groups[index]["params"])
         self.method = self._choose_method(choose_rule, make_update)
         if isinstance(make_inner, Optimizer):
-            self._adopt_state()
+            self._take_over_states()
         optimizer_ref = weakref.ref(self)
-        self.inner.state = self._state = make_state_view(self.inner.state, lambda index: _read(optimizer_ref, index))
+        self.inner.state = self._state = make_state_view(
+            self.inner.state, lambda index: _states_of(optimizer_ref, index)
+        )
         self._index_shards()
         self._constructed = False
         super().__init__(self.inner.param_groups[:1], dict(self.inner.defaults))
@@ -91,11 +107,11 @@ class ShardedOptimizer(Optimizer):
         if rule is None:
             return make_update(self.inner, self._buffer, self._shards, dtypes)
         for shard in self.shards():
-            self.inner.state.pop(shard.tensor, None)  # Adagrad makes its states when it is made
+            self.inner.state.pop(shard.tensor, None)  # Adagrad's constructor makes states
         return FlatUpdate(rule, self.inner, self._buffer, self._shards, dtypes)
 
     def extend(self) -> None:
-        """The buffer has further buckets; their parameters are in the param groups. Called on all ranks."""
+        """Add the shards of the buffer's new buckets, whose parameters are in the param groups. Called on all ranks."""
         first = len(self._shards)
         shards = optim_shards(self.inner.param_groups, self._buffer, self._update_dtype, first)
         self._shards += shards
@@ -104,20 +120,20 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> Groups:
-        """The param groups, those of the inner optimizer; what the engine's schedule has changed is in them."""
+        """Param groups of the inner optimizer, with the learning rates of the engine's schedule."""
         if self._pipeline is not None:
             self._before_groups_are_read()
         return self.inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: Groups) -> None:
-        # torch's constructor sets it to an empty list and then adds groups that are in the inner optimizer already.
+        # Ignored in torch's constructor, which sets an empty list and adds groups that the inner optimizer has already.
         if getattr(self, "_constructed", True):
             self.inner.param_groups = groups
 
     @property
     def state(self) -> Any:
-        """This rank's part of the states, by parameter, for reading."""
+        """This rank's part of the states by parameter, read-only."""
         return self._state
 
     @state.setter
@@ -132,22 +148,23 @@ class ShardedOptimizer(Optimizer):
         before_groups_are_read: Callable[[], None],
         step: Callable[[], None] | None = None,
     ) -> None:
-        """Let the engine do what is asked of the optimizer, and of the user's own optimizer object too, so that a loop
-        that goes on calling it trains.
+        """Let the engine carry out calls of this optimizer and of the user's own optimizer object, so that a loop that
+        still calls the latter trains.
 
         Args:
+            pipeline: the engine's step pipeline.
             add_group: trains the parameters of another param group.
-            before_groups_are_read: brings them up to date.
-            step: in the place of the pipeline's.
+            before_groups_are_read: brings learning rates up to date.
+            step: runs a step instead of ``pipeline.step``.
         """
         self._pipeline, self._add_group, self._before_groups_are_read = pipeline, add_group, before_groups_are_read
         self._step = pipeline.step if step is None else step
         self._redirect_inner()
 
-    def _settled(self) -> StepPipeline:
-        """Return the pipeline, which has read the outcome of the last step: one that the device has skipped is taken
-        back from the counts of states."""
-        assert self._pipeline is not None, "states are saved and loaded when there is an engine"
+    def _settle(self) -> StepPipeline:
+        """Read the outcome of the last step and return the pipeline. If the device has skipped the step, the counts in
+        the states are corrected."""
+        assert self._pipeline is not None, "states are saved and loaded after the engine was made"
         self._pipeline.outcomes.settle()
         return self._pipeline
 
@@ -155,18 +172,18 @@ class ShardedOptimizer(Optimizer):
         optimizer_ref = weakref.ref(self)  # the user's object may outlive the engine
         wrapped = getattr(self.inner.step, "_wrapped_by_lr_sched", None)
         for name in _REDIRECTED:
-            function = _forward(optimizer_ref, name)
-            if name == "step" and wrapped is not None:  # torch's schedulers warn if their mark is gone
+            function = _redirect(optimizer_ref, name)
+            if name == "step" and wrapped is not None:  # torch's schedulers warn if their mark is missing
                 function._wrapped_by_lr_sched = wrapped  # type: ignore[attr-defined]
             vars(self.inner)[name] = types.MethodType(function, self.inner)
         weakref.finalize(self, _release_inner, self.inner, getattr(self.inner, _TAKES_SCALE, False))
-        vars(self.inner)[_TAKES_SCALE] = False  # else GradScaler would leave unscaling to a step that is the engine's
+        vars(self.inner)[_TAKES_SCALE] = False  # else GradScaler would leave the unscaling to `step`
 
     # ---------------------------------------------------------------- torch's interface
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from all gradients since the last: exactly what ``engine.step()`` does at a boundary. Called
-        on all ranks."""
+        """Update from all gradients since the last update, as ``engine.step()`` does at a boundary. Called on all
+        ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -186,12 +203,16 @@ class ShardedOptimizer(Optimizer):
         )
 
     def run_hooks(self, when: str) -> bool:
-        """Call the hooks that the user has registered on this optimizer, on the inner one or on all; True if there are
-        any. when: "pre" or "post"."""
+        """Call the hooks that the user has registered on this optimizer, on the inner one or on all optimizers. Return
+        True if there are any.
+
+        Args:
+            when: "pre" or "post".
+        """
         if when == "pre":  # torch's schedulers look for this mark before they warn that step() was never called
             self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
-        everywhere = _global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks
-        calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in everywhere.values()]
+        global_hooks = _global_optimizer_pre_hooks if when == "pre" else _global_optimizer_post_hooks
+        calls: list[tuple[Optimizer, Any]] = [(self, hook) for hook in global_hooks.values()]
         for optimizer in (self.inner, self):
             hooks = getattr(optimizer, f"_optimizer_step_{when}_hooks")
             calls += [(optimizer, hook) for hook in hooks.values()]
@@ -200,29 +221,34 @@ class ShardedOptimizer(Optimizer):
         return bool(calls)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the engine's module, as torch's method does: ``params`` and whatever differs from
-        the defaults. Raises ValueError, before anything is changed, for parameters that the module does not have, or
-        that are trained already. Called on all ranks, between steps."""
+        """Train further parameters of the engine's module. Called on all ranks, between steps.
+
+        Args:
+            param_group: ``params`` and the hyperparameters that differ from the defaults, as in torch.
+
+        Raises:
+            ValueError: the module does not have one of the parameters, or it is trained already. Nothing has changed.
+        """
         if getattr(self, "_constructed", False):
             self._add_group(param_group)
 
     def _index_shards(self) -> None:
         self._shard_of = {shard.index: shard for shard in self.shards()}
-        self._state.use(self._buffer.parameters)
+        self._state.set_parameters(self._buffer.parameters)
 
     def state_of(self, index: int) -> State:
-        """This rank's part of a parameter's states, views where they rest; empty if it has none."""
+        """Return this rank's part of a parameter's states, as views of the stored ones; empty if it has none."""
         if self._pipeline is not None:
-            self._settled()
+            self._settle()
         shard = self._shard_of.get(index)
         return {} if shard is None else self.method.state_of(shard)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's states by parameter position, in torch's form, with the masters where they are separate.
+        """Return this rank's states by parameter position, in torch's form, with the masters that are separate.
 
-        Loads into an engine of the same stage, world size and buckets. Tensors are not copied.
+        They can be loaded into an engine of the same stage, world size and buckets. Tensors are not copied.
         """
-        pipeline = self._settled()
+        pipeline = self._settle()
         pipeline.check_available()
         pipeline.written.collect_all()
         position = self.positions()
@@ -238,12 +264,14 @@ class ShardedOptimizer(Optimizer):
         return {"state": states, "masters": masters, "param_groups": groups, "partition": self._partition()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`. Called on all ranks, each with its own state.
+        """Load the result of :meth:`state_dict`. Called on all ranks, each with its own state.
 
-        Which implementation updates (``foreach``, ``fused``, …) stays as it is here. Raises ValueError, before anything
-        is changed, if the state was saved under another partition or other param groups.
+        Keys that choose an implementation (``foreach``, ``fused``, …) are not loaded.
+
+        Raises:
+            ValueError: the state was saved under another partition or other param groups. Nothing has changed.
         """
-        pipeline = self._settled()
+        pipeline = self._settle()
         self._check_loadable(state_dict)
         position = self.positions()
         for shard in self.shards():
@@ -267,8 +295,8 @@ class ShardedOptimizer(Optimizer):
         for shards in self._shards:
             yield from shards
 
-    def _adopt_state(self) -> None:
-        """States that the user's optimizer made before move to the shards."""
+    def _take_over_states(self) -> None:
+        """Move states that the user's optimizer has made before to the shards."""
         for shard in self.shards():
             parameter = self._buffer.parameters[shard.index]
             state = self.inner.state.get(parameter)
@@ -281,7 +309,7 @@ class ShardedOptimizer(Optimizer):
     # ---------------------------------------------------------------- saving
 
     def numbered_groups(self) -> Groups:
-        """The param groups with the positions of their parameters, as in torch's state dicts."""
+        """Return the param groups with positions in place of parameters, as in torch's state dicts."""
         groups, start = [], 0
         for group in self.param_groups:
             count = len(group["params"])
@@ -291,7 +319,7 @@ class ShardedOptimizer(Optimizer):
         return groups
 
     def positions(self) -> dict[int, int]:
-        """Index in the layout -> position among all parameters of the param groups."""
+        """Return the position among all parameters of the param groups, by index in the layout."""
         order = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         return {index: order[id(p)] for index, p in enumerate(self._buffer.parameters)}
 
@@ -320,36 +348,38 @@ class ShardedOptimizer(Optimizer):
                 f"{self._partition()}; load it at the same stage, world size and bucket size"
             )
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
-        here = [len(group["params"]) for group in self.param_groups]
-        if saved != here:
+        own = [len(group["params"]) for group in self.param_groups]
+        if saved != own:
             raise ValueError(
-                f"engine.optimizer.load_state_dict: expected param groups of {here} parameters, got groups of {saved}"
+                f"engine.optimizer.load_state_dict: expected param groups of {own} parameters, got groups of {saved}"
             )
 
 
-ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]  # torch's wrapper would run hooks in one loop only
+# So torch does not wrap `step`: its wrapper calls the user's hooks only if a loop calls `step`, and not for
+# `engine.step()`. `run_hooks` calls them in every step.
+ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]
 # Keys of a param group that are not loaded, saved or compared: they choose this rank's implementation or class.
 LOCAL_GROUP_KEYS = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 _TAKES_SCALE = "_step_supports_amp_scaling"
 _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict")
 
 
-def _forward(optimizer_ref: weakref.ref[ShardedOptimizer], name: str) -> Callable[..., Any]:
+def _redirect(optimizer_ref: weakref.ref[ShardedOptimizer], name: str) -> Callable[..., Any]:
     def method(inner: Optimizer, *args: Any, **kwargs: Any) -> Any:
         optimizer = optimizer_ref()
-        assert optimizer is not None, "removed when the optimizer went"
+        assert optimizer is not None, "_release_inner removes this method with the optimizer"
         return getattr(optimizer, name)(*args, **kwargs)
 
     return method
 
 
-def _read(optimizer_ref: weakref.ref[ShardedOptimizer], index: int) -> State:
+def _states_of(optimizer_ref: weakref.ref[ShardedOptimizer], index: int) -> State:
     optimizer = optimizer_ref()
     return {} if optimizer is None else optimizer.state_of(index)
 
 
 def _release_inner(inner: Optimizer, takes_scale: bool) -> None:
-    """The engine is gone: the user's optimizer is an ordinary one again, without the states of shards."""
+    """Make the user's optimizer an ordinary one again after its engine was deleted, without the states of shards."""
     for name in _REDIRECTED:
         vars(inner).pop(name, None)
     vars(inner)[_TAKES_SCALE] = takes_scale

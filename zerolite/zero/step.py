@@ -27,7 +27,7 @@ from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import UpdateChecks, UpdateObserver
-from zerolite.zero.commands import NOTHING, Command, float_to_bits
+from zerolite.zero.commands import NULL_CONTEXT, Command, float_to_bits
 from zerolite.zero.grad_reducer import GradReducer
 from zerolite.zero.grad_stats import StatsCollector, StatsVector
 from zerolite.zero.gradient_changes import GradientChanges
@@ -388,7 +388,7 @@ class StepPipeline:
 
     def zero_grad(self) -> None:
         """Drop the accumulated gradients, with their clipping and loss scale."""
-        with self.announce(Command.ZERO_GRAD) if self._accumulation.backwards else NOTHING:
+        with self.announce(Command.ZERO_GRAD) if self._accumulation.backwards else NULL_CONTEXT:
             for notify in self._observers.on_gradients_dropped:
                 notify()
             self.changes.clear()  # first: the reducer checks which gradients the user still refers to
