@@ -4,7 +4,7 @@ Standard library only. One :class:`PartitionLayout` indexes every flat tensor: c
 weights and optimizer states. A parameter has a :class:`Slot`, slots fill a :class:`Bucket`, a bucket has one shard per
 rank, and the part of a slot in a shard is a :class:`Fragment`. There are three kinds of buckets.
 
-**Plain** buckets (stages 0 to 2). Slots stand one behind the other; shards cut them anywhere. ::
+**Plain** buckets (stages 0 to 2). Slots stand one behind the other. A shard may begin anywhere in a slot. ::
 
            bucket 0                         bucket 1
     full  |--------------------------------|--------------------------|   on every rank: reduced, gathered
@@ -14,19 +14,19 @@ rank, and the part of a slot in a shard is a :class:`Fragment`. There are three 
 
     fragments of head.w: the whole shard of rank 0, and most of the shard of rank 1
 
-Every bucket is cut into world_size equal parts, and not the whole model once (as in ZeRO: Rajbhandari et al., 2020,
-section 5). So a bucket is one uniform reduce-scatter and one all-gather.
+Every bucket is divided into world_size equal shards. ZeRO (Rajbhandari et al., 2020, section 5) divides the whole model
+once. With equal shards of every bucket, a bucket is one uniform reduce-scatter and one all-gather.
 
 **Sliced** buckets (stage 3). Each rank keeps an equal, aligned part of *each parameter* (:func:`part_numel`). The
-bucket is a table with one row per rank, and a slot is a column: it has the same offset in each row. ::
+bucket is a table with one row per rank. A slot is a column of the table: it has the same offset in each row. ::
 
           slot a       slot b
-    row 0 | a[0:k]   | b[0:m]   |   shard of rank 0; every ds_tensor is a view of it
+    row 0 | a[0:k]   | b[0:m]   |   shard of rank 0; its ds_tensors are views of it
     row 1 | a[k:2k]  | b[m:2m]  |   shard of rank 1
     row 2 | a[2k:] . | b[2m:] . |   shard of rank 2; the last parts are padded
 
-**Whole** buckets, for an optimizer that needs whole parameters. Each slot lies within one shard, so one rank owns the
-parameter. Shards are equal here, too; the space that a rank's parameters leave is padding. ::
+**Whole** buckets (for an optimizer that needs whole parameters). Each slot lies within one shard, so one rank owns the
+parameter. Shards have equal lengths here, too: what the parameters of a rank leave free is padding. ::
 
     shard |-----------------|-----------------|
     full  | slot c | slot a | slot b    | pad |   rank 0 owns c and a, rank 1 owns b
@@ -43,11 +43,11 @@ from typing import NamedTuple
 ALIGNMENT = 32
 # Elements: at least 16 bytes in every dtype. Parts of sliced buckets are many and often small.
 PART_ALIGNMENT = 16
-# Elements of a bucket: see auto_bucket_numel.
+# Elements of a bucket: auto_bucket_numel says why.
 MIN_AUTO_BUCKET = 4 << 20
 AUTO_BUCKET = 40_000_000
 AUTO_BUCKET_PER_RANK = 1_000_000
-# Largest part of a whole bucket that may be padding, if more parameters are left to fill it.
+# Largest fraction of a whole bucket that may be padding, if there are more parameters to fill it.
 WHOLE_PADDING = 0.2
 
 
@@ -83,8 +83,8 @@ class ParameterSpec:
 class Slot:
     """Position of one parameter in its bucket.
 
-    It takes the elements ``[start, start + numel)`` of the bucket. In a sliced bucket it takes ``[start, start +
-    part)`` of every row, and row r has the elements ``[r × part, (r + 1) × part)`` of the parameter.
+    It has the elements ``[start, start + numel)`` of the bucket. In a sliced bucket it has ``[start, start + part)`` of
+    every row, and row r has the elements ``[r × part, (r + 1) × part)`` of the parameter.
 
     Attributes:
         name: qualified name of the parameter.
@@ -111,7 +111,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots that are reduced in one collective, and gathered in one.
+    """Slots whose gradients are reduced in one collective, and whose parameters are gathered in one.
 
     Attributes:
         index: position of the bucket in the layout.
@@ -129,8 +129,8 @@ class Bucket:
 
     @cached_property
     def gaps(self) -> tuple[Range, ...]:
-        """Ranges that together contain all padding. A sliced bucket with padding is one such range, because its padding
-        is spread over it."""
+        """Ranges that together contain all padding. For a sliced bucket with padding it is the whole bucket, because
+        its padding is spread over all rows."""
         if self.rows:
             full = sum(slot.numel for slot in self.slots) == self.numel
             return () if full else (Range(0, self.numel),)
@@ -165,9 +165,9 @@ class Fragment:
 
 @dataclass(frozen=True)
 class PartitionLayout:
-    """Layout of all parameters: buckets of slots, each cut into ``world_size`` equal shards.
+    """Layout of all parameters: buckets of slots, each divided into ``world_size`` equal shards.
 
-    It follows from sizes and config alone, so all ranks have the same. The module's docstring draws it.
+    It depends on sizes and config alone, so all ranks have the same one. The module's docstring draws it.
     """
 
     world_size: int
@@ -180,10 +180,10 @@ class PartitionLayout:
     ) -> PartitionLayout:
         """Lay out plain and whole buckets.
 
-        Parameters fill buckets in reverse registration order, and buckets are numbered by their last slot: backward
-        completes them in this order. A parameter larger than ``bucket_numel`` gets a bucket of its own. Whole
-        parameters are dealt out to the ranks, balanced by elements. Their buckets may be larger, so that padding is a
-        small part of them.
+        Parameters fill buckets in reverse registration order, and buckets are numbered by their last parameter:
+        backward completes them in this order. A parameter larger than ``bucket_numel`` gets a bucket of its own. Whole
+        parameters are distributed over the ranks, balanced by elements. Their buckets may be larger, so that padding is
+        a small part of them.
 
         Args:
             specs: parameters in registration order.
@@ -204,8 +204,8 @@ class PartitionLayout:
         buckets = []
         for index, (kind, members) in enumerate(groups):
             whole = specs[members[0]].whole
-            place = _place_whole if whole else _place_in_order
-            offsets, numel = place([specs[i].numel for i in members], world_size, alignment)
+            pack = _pack_whole if whole else _pack_in_order
+            offsets, numel = pack([specs[i].numel for i in members], world_size, alignment)
             slots = [
                 Slot(specs[i].name, i, index, offset, specs[i].numel, whole=whole)
                 for i, offset in zip(members, offsets, strict=True)
@@ -251,7 +251,7 @@ class PartitionLayout:
         return cls(world_size, PART_ALIGNMENT, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
-        """Return a layout with the buckets of ``more`` after those of this one. Nothing of this one moves."""
+        """Return a layout with the buckets of ``more`` after those of this one, which do not move."""
         slots, buckets = len(self.slots), len(self.buckets)
         added = tuple(
             replace(
@@ -308,25 +308,25 @@ class PartitionLayout:
 
 
 def part_numel(numel: int, world_size: int) -> int:
-    """Return the elements of each rank's equal part of a parameter: ceil(numel / world_size), rounded up.
+    """Return the elements of each rank's part of a parameter: ceil(numel / world_size), rounded up if there are several
+    ranks.
 
-    A gather writes rank r's part at r × part, and NCCL is slow if an address is no multiple of 16 bytes. Rounding up
-    has a price: the last ranks may own fewer elements of a small parameter than the others, or none. With one rank
-    nothing is rounded.
+    An all-gather writes rank r's part at r × part, and NCCL is slow if an address is not a multiple of 16 bytes. The
+    price of rounding up: the last ranks may own fewer elements of a small parameter than the others, or none.
     """
     return numel if world_size == 1 else _round_up(-(-numel // world_size), PART_ALIGNMENT)
 
 
 def auto_bucket_numel(total_numel: int, world_size: int) -> int:
-    """Return the elements per bucket if the config names none. All ranks must get the same number, so it follows from
-    two numbers that they share.
+    """Return the elements per bucket if the config names none. All ranks must get the same number, so it depends only
+    on two numbers that are equal on all ranks.
 
     - 40 M elements, or 1 M for each rank if that is more (Megatron's rule): a ring sends a bucket in ``world_size``
-      parts, and parts below about a million elements are bound by latency.
-    - At most an eighth of the model, so that the first reduction starts early and the last one is short. It bounds
-      memory, too: up to three buckets exist at once (one fills, two are reduced), which in fp32 are 1.5 bytes per
-      element of the model. Its 16-bit parameters take 2 on every rank at stages 0 to 2.
-    - At least 4 Mi: smaller buckets cost more in launches than they hide.
+      parts, and the time of parts below about a million elements is their latency.
+    - At most an eighth of the model, so that the first reduction starts early and the last one is short. This bounds
+      memory, too: up to three buckets exist at once (one fills, two are reduced). In fp32 they take 1.5 bytes for each
+      element of the model; its 16-bit parameters take 2 bytes on every rank at stages 0 to 2.
+    - At least 4 Mi elements: smaller buckets cost more in launches than they hide.
 
     Args:
         total_numel: elements of the model.
@@ -373,11 +373,11 @@ def _is_sparse(group: Sequence[int], specs: Sequence[ParameterSpec], world_size:
     numels = [specs[index].numel for index in group]
     most = sum(numels) / (1 - WHOLE_PADDING)
     # The first test is a cheap lower bound of the second: a shard is at least as long as the largest parameter.
-    return world_size * max(numels) > most or _place_whole(numels, world_size, alignment)[1] > most
+    return world_size * max(numels) > most or _pack_whole(numels, world_size, alignment)[1] > most
 
 
-def _place_in_order(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
-    """Return the start of each parameter, one behind the other, and the end of the last."""
+def _pack_in_order(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
+    """Return the start of each parameter, one behind the other, and the end of the last one."""
     starts, end = [], 0
     for numel in numels:
         starts.append(_round_up(end, alignment))
@@ -385,19 +385,16 @@ def _place_in_order(numels: Sequence[int], world_size: int, alignment: int) -> t
     return starts, end
 
 
-def _place_whole(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
+def _pack_whole(numels: Sequence[int], world_size: int, alignment: int) -> tuple[list[int], int]:
     """Return the start of each parameter, each within one shard, and the end of the last shard.
 
-    Greedy: the largest parameter first, each to the rank that has the least. It is deterministic, so equal buckets are
-    dealt out alike.
+    Greedy: the largest parameter first, each to the rank that has the fewest elements so far.
     """
     loads = [0] * world_size
-    places: dict[int, tuple[int, int]] = {}
+    offsets: dict[int, tuple[int, int]] = {}  # (rank, offset in its shard) by member
     for member in sorted(range(len(numels)), key=lambda member: -numels[member]):
         rank = loads.index(min(loads))
-        places[member] = rank, loads[rank]
+        offsets[member] = rank, loads[rank]
         loads[rank] += _round_up(numels[member], alignment)
-    part = max(loads)
-    return [
-        rank * part + offset for rank, offset in (places[member] for member in range(len(numels)))
-    ], world_size * part
+    shard = max(loads)
+    return [rank * shard + offset for _, (rank, offset) in sorted(offsets.items())], world_size * shard

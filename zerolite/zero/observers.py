@@ -1,4 +1,4 @@
-"""Observers of an engine's steps: their interface, and the lists that an engine calls."""
+"""Observers of an engine's steps: their interface, and the lists of callbacks that the engine calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepObserver:
     """
 
     def before_forward(self) -> None:
-        """Stage 3 only: a forward begins that may have a backward; nothing has been gathered for it yet."""
+        """Stage 3 only: a forward that may have a backward begins; nothing has been gathered for it yet."""
 
     def before_backward(self) -> None:
         """A backward begins; none of its gradients has come yet."""
@@ -36,16 +36,21 @@ class StepObserver:
         """A phase has ended or raised."""
 
     def on_step_end(self, step: int) -> None:
-        """The update has been launched or skipped, or has raised. ``step``: number of steps, including this one."""
+        """The update has been launched or skipped, or has raised. step: number of steps, including this one."""
 
     def on_parameters_updated(self) -> None:
-        """The last bucket of a step has its updated values."""
+        """All buckets are updated, and their all-gathers are launched."""
 
     def on_updated(self) -> None:
         """A step is known not to have been skipped. The learning rate schedule is such an observer."""
 
     def on_settled(self, step: int, norm: float) -> None:
-        """The outcome of a step is known. ``norm``: L2 norm of its unscaled gradient before clipping."""
+        """The outcome of a step is known.
+
+        Args:
+            step: number of the step.
+            norm: L2 norm of its unscaled gradient before clipping.
+        """
 
     def on_gradients_dropped(self) -> None:
         """All gradients since the last step are about to be dropped."""

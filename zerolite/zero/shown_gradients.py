@@ -1,7 +1,8 @@
 """Gradients shown in ``p.grad`` for all parameters, and detection of the user's changes.
 
-Reduced gradients are in buckets. Between backward and step ``p.grad`` has a placeholder without memory, which reads and
-writes them there. The engine remembers what it has put into each ``p.grad``, so whatever else it finds is the user's.
+Reduced gradients are in buckets. Between backward and step ``p.grad`` is a placeholder without memory, which reads and
+writes its part of a bucket. The engine remembers what it has put into each ``p.grad``. Any other tensor that it finds
+there was put there by the user.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Factor = float | torch.Tensor
 
 @dataclass(eq=False)
 class GradientSpec:
-    """Shape of one parameter's gradient, and the part of it that this rank has.
+    """Shape of one parameter's gradient, and this rank's part of it.
 
     Placeholders made by operations on ``p.grad`` share its spec, and specs are compared by identity.
 
@@ -35,10 +36,10 @@ class GradientSpec:
         index: index of the parameter.
         shape: shape of the whole gradient.
         strides: strides of the whole gradient.
-        start: first element of this rank's part, in the order in which memory holds the whole.
+        start: first element of this rank's part, in the memory order of the whole gradient.
         numel: elements of this rank's part.
         sharded: this rank's part is flat [numel]; otherwise it is the whole gradient, in the parameter's shape.
-        source: reads and writes the values; None if its engine has gone.
+        source: object that reads and writes the values; a dead reference after its engine was deleted.
         used: a step has used the gradient, or it was dropped.
     """
 
@@ -71,7 +72,7 @@ class GradientSpec:
 class GradientPlaceholder(torch.Tensor):
     """Tensor in ``p.grad`` between backward and step, without memory of its own.
 
-    The core makes, shows and hides it. What operations on it do is decided by a subclass, which is passed in.
+    The core makes, shows and hides it. A subclass, which is passed in, implements the operations on it.
 
     Attributes:
         spec: shape of the gradient, and this rank's part of it.
@@ -92,11 +93,11 @@ class GradientPlaceholder(torch.Tensor):
         return arrived
 
     def open(self) -> torch.Tensor:
-        """Return this rank's part, to be written to until :meth:`close`."""
+        """Return this rank's part, which may be written to until :meth:`close`."""
         raise NotImplementedError
 
     def close(self, part: torch.Tensor) -> None:
-        """Store ``part``, as :meth:`open` returned it, after it has been written to."""
+        """Store ``part``, the result of :meth:`open`, after it has been written to."""
         raise NotImplementedError
 
     def whole(self) -> torch.Tensor:
@@ -105,21 +106,21 @@ class GradientPlaceholder(torch.Tensor):
 
 
 MakeGradient = Callable[[GradientSpec, torch.Tensor], GradientPlaceholder]
-"""Function that makes the placeholder of a gradient, with the dtype and device of a tensor."""
+"""Function that makes the placeholder of a gradient with the dtype and device of the given tensor."""
 
 
-# The engine keeps each placeholder in two lists. This is the reference count of such an object, as `map` sees it.
+# The engine keeps each placeholder in two lists. This is the reference count of such an object, counted by `map`.
 _two_lists = [object()]
 _OWN_REFERENCES = next(map(sys.getrefcount, list(_two_lists)))
 
 
 class ShownGradients:
-    """One :class:`GradientPlaceholder` for each parameter that has a gradient in the engine.
+    """Placeholders of all parameters that have a gradient in the engine.
 
     Attributes:
-        factors: by index of the parameter, the number by which the user has multiplied its gradient. The values do not
-            have it yet: the update multiplies by it. So clipping is no pass over memory, and gives the bits of
-            ``gradient_clipping``.
+        factors: number by which the user has multiplied a gradient, by index of the parameter. The stored values are
+            not multiplied; the update multiplies by it. So clipping by the user needs no pass over memory, and gives
+            the bits of ``gradient_clipping``.
     """
 
     def __init__(self, sharded: bool, rank: int, make: MakeGradient) -> None:
@@ -137,15 +138,16 @@ class ShownGradients:
         self._references: list[int] = []  # reference count of each placeholder that only the engine has
         self._source: weakref.ref[Any] = weakref.ref(self)
         self._last_factor: tuple[Factor, int] = (1.0, 0)  # of `multiply`, with its version
-        # By id of an earlier factor: that factor, kept so that the id stays its own, and its product with the last one.
+        # By id of an earlier factor: that factor, and its product with the last one. The factor is kept alive, so that
+        # no other object gets its id.
         self._products: dict[int, tuple[Factor | None, Factor]] = {}
 
     def connect(self, source: object) -> None:
-        """Set the ``source`` of the values. The reference is weak, because a model may outlive its engine."""
+        """Set the ``source`` of the values. The reference is weak, because the model may outlive the engine."""
         self._source = weakref.ref(source)
 
     def set_layout(self, layout: PartitionLayout, strides: Sequence[tuple[int, ...]]) -> None:
-        """Set the layout, which begins with the parameters there are. strides: of all whole parameters, by index."""
+        """Set a layout that begins with the present parameters. strides: strides of all whole parameters, by index."""
         self._layout, self._strides = layout, strides
         self._partitioned = any(bucket.rows for bucket in layout.buckets)  # parameters may be released
         more: list[None] = [None] * (len(layout.slots) - len(self._placeholders))
@@ -155,22 +157,22 @@ class ShownGradients:
 
     def show_one(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Show the gradient of a parameter in its ``p.grad``."""
-        held = self._placeholders[slot.index]
-        if held is None:
-            held = self._placeholders[slot.index] = self._make(self._spec(slot, parameter), parameter)
+        placeholder = self._placeholders[slot.index]
+        if placeholder is None:
+            placeholder = self._placeholders[slot.index] = self._make(self._spec(slot, parameter), parameter)
             self._references[slot.index] = _OWN_REFERENCES
-        self._shown[slot.index] = held
+        self._shown[slot.index] = placeholder
         if self._partitioned:
-            set_grad(parameter, held)
+            set_grad(parameter, placeholder)
         else:
-            parameter.grad = held
+            parameter.grad = placeholder
 
     def placeholders_of(self, indices: Iterable[int]) -> Mapping[int, torch.Tensor] | None:
         """Return the placeholders of these parameters, for a caller that puts them into ``p.grad`` itself.
 
-        They stay the same until :meth:`retire` returns True. None if some have not been made yet.
+        They stay the same until :meth:`retire` returns True. Return None if some have not been made yet.
         """
-        known = {index: held for index in indices if (held := self._placeholders[index]) is not None}
+        known = {index: found for index in indices if (found := self._placeholders[index]) is not None}
         if len(known) < len(set(indices)):
             return None
         for index in known:  # the caller's dict is one more reference of the engine
@@ -206,7 +208,7 @@ class ShownGradients:
 
     def hide(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Set every ``p.grad`` to None, if some gradient is shown."""
-        # Two C loops, because this runs in every backward and usually finds nothing.
+        # One pass in C, because this runs in every backward and usually finds nothing.
         if any(map(operator.is_not, self._shown, itertools.repeat(None))):
             self._hide(parameters)
 
@@ -224,36 +226,36 @@ class ShownGradients:
         and a new one is made when it is needed.
 
         Returns:
-            True if there are such, so that :meth:`placeholders_of` must be called again.
+            True if there are such placeholders, so that :meth:`placeholders_of` must be called again.
         """
         shown: list[Any] = self._shown
         self._hide(parameters)
         self.factors.clear()
-        # The user refers to a placeholder if its reference count is above the engine's own. Two C loops find out in
-        # each step that there is none, without Python for each parameter.
+        # The user refers to a placeholder if its reference count is above that of the engine alone. This usually finds
+        # none, in one pass in C without Python for each parameter.
         if not any(map(operator.gt, map(sys.getrefcount, shown), self._references)):
             return False
-        kept = False
+        replaced = False
         for index, references in enumerate(map(sys.getrefcount, shown)):
-            held = self._placeholders[index]
-            if held is not None and held is shown[index] and references > self._references[index]:
-                held.spec.mark_used()
+            placeholder = self._placeholders[index]
+            if placeholder is not None and placeholder is shown[index] and references > self._references[index]:
+                placeholder.spec.mark_used()
                 self._placeholders[index] = None
-                kept = True
-        if kept:  # callers of `placeholders_of` drop their dicts
-            self._references = [_OWN_REFERENCES if known < sys.maxsize else known for known in self._references]
-        return kept
+                replaced = True
+        if replaced:  # callers of `placeholders_of` drop their dicts
+            self._references = [_OWN_REFERENCES if count < sys.maxsize else count for count in self._references]
+        return replaced
 
     def is_shown(self, index: int) -> bool:
-        """Return True if ``p.grad`` of this parameter shows a gradient, as far as the engine knows."""
+        """Return True if ``p.grad`` shows a gradient, unless the user has changed it since."""
         return self._shown[index] is not None
 
     # ---------------------------------------------------------------- what the user has done
 
     def all_none(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Return True if some are shown and ``p.grad`` of each of them is None."""
+        """Return True if some gradients are shown and the user has set ``p.grad`` of all of them to None."""
         with as_plain_tensors():
-            gradients = [p.grad for p, held in zip(parameters, self._shown, strict=True) if held is not None]
+            gradients = [p.grad for p, shown in zip(parameters, self._shown, strict=True) if shown is not None]
         return bool(gradients) and all(gradient is None for gradient in gradients)
 
     def changed(self, parameters: Sequence[torch.nn.Parameter]) -> Mapping[int, torch.Tensor | None]:
@@ -262,45 +264,46 @@ class ShownGradients:
             gradients = [parameter.grad for parameter in parameters]
         if not any(map(operator.is_not, gradients, self._shown)):
             return {}
-        found = enumerate(zip(gradients, self._shown, strict=True))
-        return {index: gradient for index, (gradient, held) in found if gradient is not held}
+        pairs = enumerate(zip(gradients, self._shown, strict=True))
+        return {index: gradient for index, (gradient, shown) in pairs if gradient is not shown}
 
     def absorb(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-        """Store what the user has computed from the shown gradient, as in ``p.grad = p.grad * 2``.
+        """Store a result that the user has computed from the shown gradient, as in ``p.grad = p.grad * 2``, and show
+        the placeholder again.
 
         Args:
             index: index of the parameter.
-            parameter: the parameter, whose ``p.grad`` then has its own placeholder again.
+            parameter: the parameter.
             gradient: content of ``p.grad``.
 
         Returns:
             False, and nothing done, if ``gradient`` is none of this parameter's placeholders.
         """
-        held = self._shown[index]
+        shown = self._shown[index]
         if (
-            not isinstance(held, GradientPlaceholder)
+            not isinstance(shown, GradientPlaceholder)
             or not isinstance(gradient, GradientPlaceholder)
-            or gradient.spec is not held.spec
+            or gradient.spec is not shown.spec
         ):
             return False
-        set_grad(parameter, held)
+        set_grad(parameter, shown)
         if gradient.part is not None:
-            own = held.open()
+            own = shown.open()
             own.copy_(gradient.part)
-            held.close(own)
+            shown.close(own)
         return True
 
     def replace(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Note that ``p.grad`` has ``gradient`` now, which the user has put there."""
+        """Note that the user has put ``gradient`` into ``p.grad``."""
         self._shown[index] = gradient
         self.factors.pop(index, None)
 
     # ---------------------------------------------------------------- factors
 
     def multiply(self, indices: Iterable[int], factor: Factor) -> None:
-        """Multiply gradients by ``factor``, if it is a tensor by its present value.
+        """Multiply gradients by ``factor``, or by its present value if it is a tensor.
 
-        Gradients that have been multiplied by the same factors share one object. So :meth:`common_factor` compares
+        Gradients that were multiplied by the same factors share one product. So :meth:`common_factor` can compare
         objects: to compare values of tensors, the host would have to wait for the device.
         """
         given = (factor, factor._version) if isinstance(factor, torch.Tensor) else (float(factor), 0)
@@ -314,13 +317,13 @@ class ShownGradients:
             self.factors[index] = self._products[id(old)][1]
 
     def take_factors(self) -> dict[int, Factor]:
-        """Return ``factors`` and forget them."""
+        """Return ``factors`` and clear them."""
         factors, self.factors = self.factors, {}
         return factors
 
     def common_factor(self) -> Factor | None:
-        """Return the factor that all shown gradients share; None if they have several, or if some have none."""
-        shown = [index for index, held in enumerate(self._shown) if held is not None]
+        """Return the factor of all shown gradients; None if they have different ones, or if some have none."""
+        shown = [index for index, gradient in enumerate(self._shown) if gradient is not None]
         if len(set(map(id, self.factors.values()))) != 1 or not all(index in self.factors for index in shown):
             return None
         return next(iter(self.factors.values()))

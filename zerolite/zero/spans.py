@@ -1,4 +1,4 @@
-"""Sub-groups: ranges of the shards that are updated at once. Standard library only."""
+"""Sub-groups: spans of shards that are updated at once. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Key = TypeVar("Key")
 
 
 class Span(NamedTuple):
-    """Elements [low, high) of this rank's part of a bucket. last: True if the part ends at ``high``."""
+    """Elements [low, high) of this rank's shard of a bucket. last: True if the shard ends at ``high``."""
 
     bucket: int
     low: int
@@ -18,14 +18,18 @@ class Span(NamedTuple):
 
 
 def whole(bucket: int, numel: int) -> Span:
+    """Return the span of a whole shard of ``numel`` elements."""
     return Span(bucket, 0, numel, True)
 
 
 def sub_groups(numels: Sequence[tuple[int, int]], limit: int, alignment: int) -> list[list[Span]]:
-    """Divide buckets, given as ``(bucket, elements)``, in their order into groups of at most ``limit`` elements.
+    """Divide shards in their order into groups of at most ``limit`` elements. An empty shard has an empty span.
 
-    If a group is full, its bucket is split at a multiple of ``alignment`` elements. With alignment 0 no bucket is
-    split, so a bucket above the limit is a group of its own. An empty bucket has an empty span.
+    Args:
+        numels: (bucket, elements of its shard).
+        limit: most elements of a group.
+        alignment: shards may be split at multiples of so many elements. With 0 none is split, and a shard above the
+            limit is a group of its own.
     """
     groups: list[list[Span]] = []
     room = 0
@@ -63,11 +67,11 @@ def by_kind(kinds: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
 def segments(
     spans: Iterable[Span], owned: Callable[[int], Iterable[tuple[int, int, Key]]]
 ) -> list[tuple[int, int, int, Key]]:
-    """Return the segments of the spans. Adjacent parts with equal keys form one segment.
+    """Return the segments of some spans. Adjacent ranges with equal keys form one segment.
 
     Args:
-        spans: ranges of buckets.
-        owned: function that returns the parts of a bucket in order: start, elements and key of each.
+        spans: the spans.
+        owned: function that returns the ranges of a bucket's shard in order: start, elements and key of each.
 
     Returns:
         (index in ``spans``, start from the span's ``low``, elements, key) of each segment.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StagePolicy:
-    """One row of :data:`STAGES`. A sharded state has one part per rank; otherwise every rank has a full copy."""
+    """One row of :data:`STAGES`. A sharded state has one shard per rank; otherwise every rank has a full copy."""
 
     stage: int
     shard_parameters: bool
-    shard_gradients: bool  # also: every backward reduces, because no rank keeps full gradients
+    shard_gradients: bool  # then every backward reduces, because no rank keeps full gradients
     shard_optimizer: bool  # master weights and optimizer states
 
 
