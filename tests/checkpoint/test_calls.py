@@ -40,15 +40,14 @@ from zerolite.checkpoint.reader import CheckpointReader, Target
 
 @pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_tag_names_the_checkpoint(directory: str, stage: int) -> None:
-    engine = trained(Recipe(), stage, 1)
+def test_a_tag_names_the_checkpoint(directory: str) -> None:
+    engine = trained(Recipe(), 3, 1)
     assert engine.save_checkpoint(directory) == f"{directory}/global_step1"
     first = facts(engine)
     train(engine, Recipe(), 1, 2)
     assert engine.save_checkpoint(Path(directory), tag="mine", save_latest=False) == f"{directory}/mine"
     second = facts(engine)
-    for tag in ("a/b", "latest", 5):
+    for tag in ("", "..", "a/b", ".hidden", "latest", " a", "a\n", "a\0", "\ud800", 5):
         said = raised(engine.save_checkpoint, directory, tag=tag)
         expect_words(said, "ValueError", "name of a directory", repr(tag))
     for where in (None, 3, ""):
@@ -85,6 +84,7 @@ def test_nothing_is_loaded_where_nothing_is(directory: str) -> None:
         ):
             assert engine.load_checkpoint(where, tag=tag, missing_ok=True) == (None, {})
             expect_words(raised(engine.load_checkpoint, where, tag=tag), where, *words)
+    os.makedirs(f"{directory}/something")
     with pytest.raises(FileNotFoundError):
         engine.load_checkpoint(directory)
     assert_equal(before, facts(engine))
@@ -204,14 +204,15 @@ def test_a_rank_that_does_not_take_part_is_named(directory: str, stage: int, mis
 
 @pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize(("missing", "stage"), [(0, 1), (1, 3)])
-def test_a_rank_that_comes_too_late(directory: str, stage: int, missing: int) -> None:
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_comes_too_late(directory: str, missing: int) -> None:
     """A rank comes when the others have given up: an error for it too, no hang, and the next save is whole."""
+    stage = 1
     engine = make_engine(Recipe(), stage, checkpoint={"timeout_s": 0.3})
     train(engine, Recipe(), 0, 1)
     engine.reduce(0)
     if late := engine.rank == missing:
-        time.sleep(1.5)
+        time.sleep(0.8)
     absent = 1 - missing if late else missing
     expect_words(raised(engine.save_checkpoint, directory), f"rank {absent} did not take part")
     engine.reduce(0)
@@ -270,9 +271,8 @@ def test_one_process_of_several_needs_no_other(directory: str) -> None:
     assert torch.equal(weight, faults.values(1)["parameters/weight"])
 
 
-@on_ranks(2, 3)
-@pytest.mark.fast("0-2", "3-2")
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(3)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_writes_and_reads_its_share(directory: str, stage: int) -> None:
     width, depth, block = 331, 4, reader.BLOCK_BYTES
     recipe = Recipe(functools.partial(models.Chain, width=width, depth=depth), optimizer=("AdamW", {"lr": 1e-3}))

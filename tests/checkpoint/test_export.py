@@ -197,15 +197,13 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path) -> None:
     tensors = {f"parameters/{i}": torch.full((1 << 21,), float(i)) for i in range(12)}  # 8 MiB each
     about = {"shape": [1 << 21], "dtype": "BF16", "trained": True, "aliases": []}
     make_checkpoint(tmp_path / "c", tensors, {str(i): about for i in range(12)})
-    peaks = []
-    for dtype in ("fp32", "bf16"):
-        command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / dtype), "--dtype", dtype]
-        # Freed memory goes back at once, as that of tensors above 32 MiB always does.
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-        assert ran.returncode == 0, ran.stderr
-        peaks.append(int(ran.stdout.split("peak")[1]) / 1024)
-    assert max(peaks) < 8 * 1.5 + 6, peaks  # MiB: the tensor, half of it as it is stored, and what reading itself takes
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", "bf16"]
+    # Freed memory goes back at once, as that of tensors above 32 MiB always does.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    peak = int(ran.stdout.split("peak")[1]) / 1024
+    assert peak < 8 * 1.5 + 6  # MiB: the tensor, half of it as it is stored, and what reading itself takes
 
 
 def make_hugging_face_checkpoint(path: Path, model: Any) -> dict[str, torch.Tensor]:
@@ -395,17 +393,15 @@ def test_names_are_those_of_the_model_inside_wrappers(tmp_path: Path) -> None:
     assert list(read_file(tmp_path / "model.safetensors")[1]) == list(plain)
 
 
-@pytest.mark.fast("2-2")
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_models_of_offloaded_engines_are_the_same(tmp_path: Path, stage: int) -> None:
+def test_models_of_offloaded_engines_are_the_same(tmp_path: Path) -> None:
     """full_state_dict, save_16bit_model, and what ``zerolite export`` makes of the checkpoint."""
     recipe = RECIPES["mixture in bf16"]
     states, files = [], []
     for device in ("none", "cpu", "nvme"):
         path = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
         zero = {"offload_optimizer": {"device": device, **path}, "sub_group_size": 100}
-        engine = runs.make_engine(recipe, stage, zero=zero)
+        engine = runs.make_engine(recipe, 3, zero=zero)
         runs.train(engine, recipe, 0, 2)
         engine.save_checkpoint(tmp_path / device / "checkpoints")
         engine.save_16bit_model(tmp_path / device / "model")

@@ -218,8 +218,9 @@ ALL = [grid for grids in GRIDS.values() for grid in grids]
     ("grid", "stage"), [(grid, stages_of(grid)[number % len(stages_of(grid))]) for number, grid in enumerate(ALL)]
 )
 def test_every_grid_loads_every_other(pools: Pools, tmp_path: Path, grid: Grid, stage: int) -> None:
+    turn = itertools.count(ALL.index(grid))
     into = {
-        other: [(there, n) for there in grids for n in stages_of(there) if (n + stage) % 2]
+        other: [(there, stages_of(there)[next(turn) % len(stages_of(there))]) for there in grids]
         for other, grids in GRIDS.items()
     }
     check(pools, grid, stage, tmp_path, into)
@@ -384,7 +385,7 @@ def set_all(engine: Any) -> dict[str, list[Tensor]]:
 def test_whole_models_of_every_grid(pools: Pools, tmp_path: Path) -> None:
     pools(1).run(save, {"grid": (1, 1, 1), "stage": 0, "directory": tmp_path})
     for world, grids in GRIDS.items():
-        places = [(there, stage) for there in grids for stage in stages_of(there)]
+        places = [(there, stage) for there in grids for stage in stages_of(there)[-2:]]
         pools(world).run(whole, {"places": places, "directory": tmp_path}, timeout=240)
 
 

@@ -153,9 +153,9 @@ def test_frozen_parameters_are_left_out(directory: str, stage: int, other: int) 
 
 @pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_compiled_modules_have_the_names_inside(directory: str, stage: int) -> None:
+def test_compiled_modules_have_the_names_inside(directory: str) -> None:
     """torch.compile puts a wrapper around a module, or the whole model: names are those inside."""
+    stage = 3
 
     def inside() -> nn.Module:
         model = models.build(models.PrimeMlp)
@@ -239,8 +239,8 @@ HALVING = by(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lamb
 
 @pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_parts_that_are_not_asked_for(directory: str, stage: int) -> None:
+def test_parts_that_are_not_asked_for(directory: str) -> None:
+    stage = 3
     engine = lambda model: {**three_groups(model), **HALVING(model)}  # noqa: E731
     recipe = replace(RECIPES["mixture"], config={}, engine=engine)
     own = saved_by(directory, recipe, stage)
@@ -312,11 +312,11 @@ MISFITS: list[tuple[str, Recipe, dict[str, Any], list[str]]] = [
 
 
 @on_ranks(2)
-@pytest.mark.fast("AdamW-1-2")
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.fast("AdamW-2")
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_does_not_fit_is_refused(directory: str, stage: int, source: str) -> None:
+def test_what_does_not_fit_is_refused(directory: str, source: str) -> None:
     """On all ranks, and nothing is changed."""
+    stage = 1
     saved_by(directory, SOURCES[source], stage)
     for recipe, arguments, words in (case for name, *case in MISFITS if name == source):
         names = tuple(state for state in recipe.states if state != "momentum_buffer")
@@ -331,9 +331,9 @@ def test_what_does_not_fit_is_refused(directory: str, stage: int, source: str) -
 
 @pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_entries_that_both_have(directory: str, stage: int) -> None:
+def test_entries_that_both_have(directory: str) -> None:
     """They are loaded, the rest stays."""
+    stage = 3
     own = saved_by(f"{directory}/mlp", Recipe(), stage)
     engine = trained(DEEPER, stage, 1, seed=5)
     before = facts(engine)
@@ -372,8 +372,8 @@ def test_a_checkpoint_without_states(directory: str, stage: int) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_states_go_into_another_implementation_and_back(directory: str, stage: int) -> None:
+def test_states_go_into_another_implementation_and_back(directory: str) -> None:
+    stage = 3
     recipes = [Recipe(optimizer=("AdamW", {"lr": 1e-3, "weight_decay": 0.1, **own})) for own in IMPLEMENTATIONS]
     for number, source in enumerate(recipes):
         own = saved_by(f"{directory}/{number}", source, stage)

@@ -73,20 +73,18 @@ def pretend_version(host: VirtualHost, path: Path, package: str, version: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slots", "stage"), [((1, 1), 2), ((1, 2), 3)])
-def test_training_on_several_hosts(make_site: MakeSite, slots: tuple[int, ...], stage: int) -> None:
+def test_training_on_several_hosts(make_site: MakeSite) -> None:
     """Losses as on one host with one process."""
-    site = make_site(*slots)
+    site = make_site(1, 2)
     site.write("train.py", TRAIN)
-    alone = site.start(*COMMAND, "--nproc", "1", "train.py", str(stage))
+    alone = site.start(*COMMAND, "--nproc", "1", "train.py", "3")
     assert alone.wait() == 0, alone.errors
-    job = site.launch("--tee", "all", "train.py", str(stage))
+    job = site.launch("--tee", "all", "train.py", "3")
     assert job.process.returncode == 0, job.errors
     expected, found = read_losses(alone.output), read_losses(job.output)
     assert len(found) == 4 and found == pytest.approx(expected, rel=1e-5)
-    ranks = [host.name for host, count in zip(site.hosts, slots, strict=True) for _ in range(count)]
-    for rank, name in enumerate(ranks):
-        assert f"rank {rank} of {sum(slots)} was on {name}" in job.output
+    for rank, name in enumerate(("host1", "host2", "host2")):
+        assert f"rank {rank} of 3 was on {name}" in job.output
     site.assert_idle(END_S)
 
 

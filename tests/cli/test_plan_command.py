@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,11 +18,9 @@ import pytest
 
 from tests.cli.helpers import ROOT, TIMEOUT_S, job_environment, start_command
 from tests.unit.plan_examples import GB, make_comparison, make_plan
-from zerolite.config import ZeroliteConfig, load_config
 from zerolite.planning import command
 from zerolite.planning.report import Screen, render
 from zerolite.planning.result import Comparison, Plan
-from zerolite.planning.sources import import_object, parse_input_spec
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -205,28 +202,6 @@ def test_mistakes_of_the_config_and_of_names(
 
 
 # -------------------------------------------------------------------- what the documentation shows
-
-
-def commands_in(page: Path) -> list[list[str]]:
-    """The arguments of every `zerolite plan` in the page's consoles."""
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    return [
-        shlex.split(line, comments=True)
-        for line in re.findall(r"^\$ zerolite plan (.*?)(?: && .*)?$", text, re.MULTILINE)
-    ]
-
-
-def test_commands_of_the_documentation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    home = ROOT / "examples" / "plan"
-    monkeypatch.syspath_prepend(str(home))
-    monkeypatch.chdir(tmp_path)  # for what they would write
-    commands = commands_in(ROOT / "docs" / "plan.md")
-    assert commands
-    for arguments in commands:
-        options = command.parse_command_line(arguments)
-        assert isinstance(load_config(home / options.config).resolve(options.world_size), ZeroliteConfig)
-        assert callable(import_object(options.model, "--model"))
-        assert options.input_spec is None or callable(parse_input_spec(options.input_spec))
 
 
 def test_every_option_is_documented() -> None:

@@ -41,7 +41,7 @@ def test_results_are_counted_by_kind(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     script = ROOT / "benchmarks" / "deepspeed_suite.py"
-    printed = run_python(tmp_path, script, checkout, "--timeout", "60", "--json", tmp_path / "out.json", timeout=500)
+    printed = run_python(tmp_path, script, checkout, "--timeout", "25", "--json", tmp_path / "out.json", timeout=500)
     results = json.loads((tmp_path / "out.json").read_text())
     found = {(each["folder"], each["test"].rpartition("::")[2]): each["kind"] for each in results}
     assert found[("runtime", "test_version")] == "passed"

@@ -58,8 +58,7 @@ def of_fsdp2(layers: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [8, 96])
-@pytest.mark.parametrize("layers", [6, 32])
+@pytest.mark.parametrize(("layers", "world"), [(6, 96), (32, 8)])
 def test_a_step_launches_at_most_as_many_collectives_as_fsdp2(layers: int, world: int) -> None:
     sizes = (layers,) if layers == 32 else (layers, 512, 1376, 4000)
     made = plan(lambda: Llama(*sizes), CONFIG, world, batch=lambda: torch.zeros(1, 16, dtype=torch.long))
@@ -72,8 +71,7 @@ def test_a_step_launches_at_most_as_many_collectives_as_fsdp2(layers: int, world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "fp16")])
 def test_the_host_waits_only_where_an_update_runs_on_it(stage: int, precision: str) -> None:
     """It must know there whether the step is skipped."""
     config = {**CONFIG, "bf16": {"enabled": precision == "bf16"}, "fp16": {"enabled": precision == "fp16"}}

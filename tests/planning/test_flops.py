@@ -104,7 +104,7 @@ def test_stages_of_a_pipeline(how: str) -> None:
 
 @pytest.mark.slow
 @needs_grouped_mm
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_experts_count_for_the_rows_that_they_get(dtype: str) -> None:
     precision = {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16"}}
     made = planned(lambda: Stack(Experts, "reentrant"), **precision)
@@ -151,8 +151,7 @@ def test_operators_that_have_no_formula_are_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_qwen3_30b_a3b(checkpointed: bool) -> None:
+def test_qwen3_30b_a3b() -> None:
     """4,096 tokens: three products for each weight that a token meets, and attention of whole sequences (two products
     in forward, five in backward). Two of its 48 layers are planned: they are alike."""
     transformers = pytest.importorskip("transformers")
@@ -174,8 +173,7 @@ def test_qwen3_30b_a3b(checkpointed: bool) -> None:
         settings = transformers.AutoConfig.for_model("qwen3_moe", **sizes)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(settings)
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.gradient_checkpointing_enable({"use_reentrant": True})
         return model  # type: ignore[no-any-return]
 
     words = {name: torch.zeros(1, length, dtype=torch.long) for name in ("input_ids", "labels")}
@@ -185,5 +183,5 @@ def test_qwen3_30b_a3b(checkpointed: bool) -> None:
     layer = 2 * length * (2048 * (2 * heads + 2 * 4 * 128) + 128 * 2048 + 8 * 3 * 2048 * 768)
     head = 2 * length * 2048 * 151936
     assert made.flops == layers * (3 * layer + 7 * attention) + 3 * head
-    assert made.recomputed_flops == (layers * (layer + 2 * attention) if checkpointed else 0)
+    assert made.recomputed_flops == layers * (layer + 2 * attention)
     assert round((48 * (3 * layer + 7 * attention) + 3 * head) / 1e12, 1) == 120.9

@@ -1,4 +1,4 @@
-"""A loop of Lightning's Fabric with its DeepSpeed strategy: `fabric_loop.py OUT STAGE`.
+"""A loop of Lightning's Fabric with its DeepSpeed strategy: `fabric_loop.py OUT STAGE ...`.
 
 The strategy refuses CPUs; that check is taken away here, and nothing else. Six steps, a checkpoint after three, and a
 second Fabric that goes on from it. Rank 0 writes the losses of both, and those of plain PyTorch on one process.
@@ -64,12 +64,17 @@ def train(stage, steps, checkpoint=None, save=None):
     return losses
 
 
-def main(out, stage):
-    first = train(int(stage), range(6), save=out + ".ckpt")
-    second = train(int(stage), range(6), checkpoint=out + ".ckpt")
+def run(checkpoint, stage):
+    first = train(stage, range(6), save=checkpoint)
+    second = train(stage, range(6), checkpoint=checkpoint)
+    return {"first": first, "second": second, "plain": train_plain()}
+
+
+def main(out, *stages):
+    results = {stage: run(f"{out}.{stage}", int(stage)) for stage in stages}
     if RANK == 0:
         with open(out, "w") as file:
-            json.dump({"first": first, "second": second, "plain": train_plain()}, file)
+            json.dump(results, file)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

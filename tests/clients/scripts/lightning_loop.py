@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its DeepSpeed strategy: `lightning_loop.py OUT STAGE`.
+"""Lightning's Trainer with its DeepSpeed strategy: `lightning_loop.py OUT STAGE ...`.
 
 The strategy refuses CPUs; that check is taken away here, and nothing else. Two epochs in one go, and one with a
 checkpoint from which a second Trainer goes on. Rank 0 writes the losses of both.
@@ -50,14 +50,19 @@ def fit(stage, epochs, checkpoint=None):
     return trainer, module.losses
 
 
-def main(out, stage):
-    trainer, first = fit(int(stage), 1)
-    trainer.save_checkpoint(out + ".ckpt")
-    trainer, second = fit(int(stage), 2, out + ".ckpt")
-    _, whole = fit(int(stage), 2)
+def run(checkpoint, stage):
+    trainer, first = fit(stage, 1)
+    trainer.save_checkpoint(checkpoint)
+    _, second = fit(stage, 2, checkpoint)
+    _, whole = fit(stage, 2)
+    return {"first": first, "second": second, "whole": whole}
+
+
+def main(out, *stages):
+    results = {stage: run(f"{out}.{stage}", int(stage)) for stage in stages}
     if RANK == 0:
         with open(out, "w") as file:
-            json.dump({"first": first, "second": second, "whole": whole}, file)
+            json.dump(results, file)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer on two ranks: `trainer_loop.py OUT KIND STAGE`; KIND is "full" or "lora".
+"""transformers' Trainer on two ranks: `trainer_loop.py OUT full,0 lora,3 ...`, a run for each kind and stage.
 
 A small Llama from a config, trained for six steps with evaluation and checkpoints, resumed from the third by a second
 Trainer, and asked to generate. Rank 0 writes the losses of both.
@@ -97,8 +97,7 @@ def losses_of(trainer):
     )
 
 
-def main(out, kind, stage):
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+def run(out, kind, stage):
     trainer = make_trainer(out, kind, stage)
     trainer.train()
     losses, evals = losses_of(trainer)
@@ -109,12 +108,17 @@ def main(out, kind, stage):
     resumed = make_trainer(out, kind, stage)
     resumed.train(resume_from_checkpoint=out + ".runs/checkpoint-3")
     again, _ = losses_of(resumed)
-    if trainer.args.process_index == 0:
-        files = sorted(os.listdir(out + ".runs/checkpoint-3"))
-        result = {"losses": losses, "evals": evals, "resumed": again[-3:], "tokens": tokens.tolist(), "files": files,
-                  "model": sorted(os.listdir(out + ".model"))}  # fmt: skip
+    files = sorted(os.listdir(out + ".runs/checkpoint-3"))
+    return {"losses": losses, "evals": evals, "resumed": again[-3:], "tokens": tokens.tolist(), "files": files,
+            "model": sorted(os.listdir(out + ".model"))}  # fmt: skip
+
+
+def main(out, *cases):
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    results = {case: run(f"{out}.{case}", *case.split(",")) for case in cases}
+    if torch.distributed.get_rank() == 0:
         with open(out, "w") as file:
-            json.dump(result, file)
+            json.dump(results, file)
     torch.distributed.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
-"""TRL on two ranks: `trl_loop.py OUT KIND STAGE`; KIND is "sft", "dpo" or "grpo", both with a reference model.
+"""TRL on two ranks: `trl_loop.py OUT sft,2 dpo,3 ...`, a run for each kind and stage.
 
-Three steps of a small Llama on tokenized rows; GRPO generates what it is rewarded for. Rank 0 writes the losses.
+"dpo" and "grpo" have a reference model. Three steps of a small Llama on tokenized rows; GRPO generates what it is
+rewarded for. Rank 0 writes the losses.
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 
 import torch
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
@@ -50,8 +52,8 @@ def generate_with_reference(trainer):
     return [here.tolist(), make_model().generate(prompt, max_new_tokens=5, do_sample=False).tolist()]
 
 
-def main(out, kind, stage):
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+def run(out, kind, stage):
+    AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(backend="gloo")
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -91,9 +93,15 @@ def main(out, kind, stage):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     generated = generate_with_reference(trainer) if kind == "dpo" else None
-    if trainer.args.process_index == 0:
+    return {"losses": losses, "generated": generated}
+
+
+def main(out, *cases):
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    results = {case: run(f"{out}.{case}", *case.split(",")) for case in cases}
+    if torch.distributed.get_rank() == 0:
         with open(out, "w") as file:
-            json.dump({"losses": losses, "generated": generated}, file)
+            json.dump(results, file)
     torch.distributed.destroy_process_group()
 
 
