@@ -120,12 +120,6 @@ def test_many_segments(kernels: CudaKernels, cpu: CpuKernels, rule: int, count: 
     check_update(kernels, cpu, many_segments(count, rule, factor=0.25, skip=0.0))
 
 
-def test_sgd_without_states(kernels: CudaKernels, cpu: CpuKernels) -> None:
-    call = make_call(SGD, MIXED, LENGTHS, table=[(i, 0, numel, 3) for i, numel in enumerate(LENGTHS)])
-    object.__setattr__(call, "states", [])
-    check_update(kernels, cpu, call)
-
-
 @pytest.mark.parametrize("skip", [1.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("count", [3, 1000])
 def test_a_skipped_call_changes_nothing(kernels: CudaKernels, count: int, skip: float) -> None:
@@ -270,19 +264,6 @@ def test_squares_depend_on_the_segment_alone(kernels: CudaKernels, dtype: torch.
         moved = torch.zeros(LONG + 9, dtype=dtype, device=DEVICE)[offset : offset + LONG].copy_(value)
         others = [value[: 100 * i] for i in range(40 * offset)]
         assert squares(kernels, [*others, moved], [1] * len(others) + [0])[0] == alone
-
-
-def test_squares_add_to_what_is_there(kernels: CudaKernels) -> None:
-    sums = torch.tensor([1.0, 2.0], dtype=torch.float64, device=DEVICE)
-    kernels.squares(sums, [torch.full((3,), 2.0, device=DEVICE)], torch.tensor([(0, 0, 3, 1), (0, 1, 1, 1)]))
-    assert sums.tolist() == [1.0, 18.0]
-
-
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_squares_show_what_is_not_finite(kernels: CudaKernels, bad: float) -> None:
-    values = [torch.ones(LONG, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
-    values[1][-1] = bad
-    assert squares(kernels, values, [0, 1]).isfinite().tolist() == [True, False]
 
 
 def test_squares_of_numbers_whose_squares_overflow_in_fp32(kernels: CudaKernels) -> None:

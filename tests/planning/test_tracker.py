@@ -14,10 +14,8 @@ from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker
 from zerolite.utils import memory_tags
 from zerolite.utils.memory_tags import (
     ACTIVATIONS,
-    BUCKETS,
     DEVICE,
     DISK,
-    GATHERED,
     HOST,
     MASTERS,
     OTHER,
@@ -35,60 +33,20 @@ def tracker(request: pytest.FixtureRequest):
     assert tracker not in memory_tags.listeners
 
 
-def test_storages_count_once_and_until_they_die(tracker: MemoryTracker) -> None:
-    first = torch.empty(1000)
-    views = [first.view(10, 100), first[10:], first.detach(), nn.Parameter(first)]
-    assert tracker.nbytes[DEVICE] == 4000
-    second = first.double()
-    assert tracker.items[DEVICE][OTHER] == tracker.nbytes[DEVICE] == 12000
-    del first, second
-    assert tracker.nbytes[DEVICE] == 4000
-    views.clear()
-    assert tracker.nbytes[DEVICE] == 0
-    assert tracker.peak.nbytes == 12000
-
-
-def test_a_storage_that_is_resized_counts_with_its_new_length(tracker: MemoryTracker) -> None:
-    tensor = torch.empty(100)
-    storage = tensor.untyped_storage()
-    memory_tags.resize(storage, 0)
-    assert tracker.nbytes[DEVICE] == 0
-    memory_tags.resize(storage, 4000)
-    assert tracker.nbytes[DEVICE] == 4000
-    tensor.resize_(2000)  # by torch itself
-    assert tracker.nbytes[DEVICE] == 8000
-    del tensor, storage
-    assert tracker.nbytes[DEVICE] == 0
-
-
-def test_memory_changes_hands(tracker: MemoryTracker) -> None:
-    device, host = tracker.items[DEVICE], tracker.items[HOST]
-    tracker.item, tracker.place = ORIGINAL_MODEL, HOST
-    tensor = torch.empty(100)
-    assert (tracker.nbytes[DEVICE], host[ORIGINAL_MODEL]) == (0, 400)
-    assert tag_memory(tensor, BUCKETS) is tensor
-    assert (tracker.nbytes[DEVICE], host[ORIGINAL_MODEL], device[BUCKETS]) == (400, 0, 400)
-    torch.empty(1)
-    tag_memory(tensor.view(10, 10), GATHERED)
-    assert (tracker.nbytes[DEVICE], device[BUCKETS], device[GATHERED]) == (400, 0, 400)
-    assert tracker.largest[DEVICE][BUCKETS] == 400
+def test_a_storage_counts_once_for_as_long_as_it_lives(tracker: MemoryTracker) -> None:
+    """With its length after it was resized, for the item and at the place that it was tagged with last."""
+    tensor = torch.empty(1000)
+    views = [tensor.view(10, 100), tensor[10:], tensor.detach(), nn.Parameter(tensor)]
+    assert tracker.items[DEVICE][OTHER] == tracker.nbytes[DEVICE] == 4000
+    memory_tags.resize(tensor.untyped_storage(), 8000)
+    tag_memory(tensor.view(10, 100), MASTERS)
+    assert tracker.items[DEVICE][MASTERS] == tracker.nbytes[DEVICE] == 8000
+    tag_memory(tensor, STATES, HOST)
+    assert (tracker.items[HOST][STATES], tracker.nbytes[DEVICE], place_of(views[1])) == (8000, 0, HOST)
     del tensor
-    assert device[GATHERED] == 0
-
-
-def test_every_place_has_its_own_account(tracker: MemoryTracker) -> None:
-    masters = tag_memory(torch.empty(100), MASTERS, HOST)
-    states = tag_memory(torch.empty(1000), STATES, DISK)
-    assert [tracker.nbytes[place] for place in (DEVICE, HOST, DISK)] == [0, 400, 4000]
-    assert (place_of(masters.view(10, 10)), place_of(states[:10])) == (HOST, DISK)
-    assert tracker.peak.nbytes == tracker.largest[DEVICE][OTHER] == 0  # both were said to be elsewhere at once
-    tag_memory(masters, MASTERS)
-    assert tracker.peak.nbytes == 400
-    assert (tracker.nbytes[HOST], tracker.items[DEVICE][MASTERS], place_of(masters)) == (0, 400, DEVICE)
-    assert (tracker.largest[HOST][MASTERS], tracker.largest[DISK][STATES]) == (400, 4000)
-    del states
-    assert tracker.nbytes[DISK] == 0
-    assert tracker.host_peak == 400
+    assert tracker.nbytes[HOST] == 8000
+    views.clear()
+    assert (tracker.nbytes[HOST], tracker.peak.nbytes, tracker.host_peak) == (0, 8000, 8000)
 
 
 def test_results_are_where_their_operands_are(tracker: MemoryTracker) -> None:

@@ -148,13 +148,6 @@ def test_what_a_node_must_be_told(argv: list[str], part: str) -> None:
     assert cli.find_node_problem(request_of("--no-ssh", "t.py")) is None
 
 
-def test_who_starts_the_nodes() -> None:
-    for line in ("--hostfile h", "--include a", "--num-nodes 2", "--launcher slurm"):
-        assert cli.is_remote(request_of(*line.split(), "t.py"))
-    for line in ("", "--num-nodes 1", "--num-nodes 2 --node-rank 1"):
-        assert not cli.is_remote(request_of(*line.split(), "t.py"))
-
-
 def test_the_env_file_is_found_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
@@ -178,12 +171,6 @@ def test_module_search_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monke
     before = list(sys.path)
     assert find_target_problem(["-m", "zl_search_probe.train"], True) is None
     assert sys.path == before and "zl_search_probe" not in sys.modules
-
-
-def test_a_script_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "t.py").write_text("")
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert "cannot be read" in str(find_target_problem([str(tmp_path / "t.py")], True))
 
 
 def test_largest_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
