@@ -119,10 +119,7 @@ def make_config(case: dict[str, Any], world_size: int) -> dict[str, Any]:
     if kind in (None, "own"):  # torch's class or DeepSpeed's, which it compiles
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02, **({} if kind else {"torch_adam": True})}}
     else:
-        config["scheduler"] = {
-            "type": "WarmupLR",
-            "params": {"warmup_num_steps": 10, "warmup_max_lr": [0.01, 0.003]},
-        }
+        config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": [0.01, 0.003]}}
     if case.get("dtype") == "bf16":
         config["bf16"] = {"enabled": True}
     if case.get("dtype") == "fp16":

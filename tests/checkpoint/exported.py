@@ -25,11 +25,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "frozen.weight": {"shape": [4, 4], "dtype": "BF16", "trained": False, "aliases": []},
     "norm.weight": {"shape": [5], "dtype": "F32", "trained": True, "aliases": []},
 }
-BUFFERS: dict[str, Any] = {
-    "norm.mean": torch.float32,
-    "norm.calls": torch.int64,
-    "frozen.wide": torch.float64,
-}
+BUFFERS: dict[str, Any] = {"norm.mean": torch.float32, "norm.calls": torch.int64, "frozen.wide": torch.float64}
 
 
 def contents() -> Tensors:

@@ -19,17 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.recipes import RECIPES, Recipe
-from tests.checkpoint.runs import (
-    assert_equal,
-    facts,
-    keep,
-    kept,
-    make_engine,
-    of_all,
-    own_seeds,
-    scatter_seeds,
-    train,
-)
+from tests.checkpoint.runs import assert_equal, facts, keep, kept, make_engine, of_all, own_seeds, scatter_seeds, train
 from tests.toolkit.memory import two_memories
 from tests.toolkit.pool import Pools
 

@@ -124,8 +124,7 @@ def test_torchrun_names_a_rank_that_exits_with_status_0(tmp_path: Path) -> None:
 
 @slow
 @pytest.mark.parametrize(
-    ("how", "stage"),
-    [("raise at import", 0), ("raise in forward", 3), ("kill in backward", 3), ("raise in save", 2)],
+    ("how", "stage"), [("raise at import", 0), ("raise in forward", 3), ("kill in backward", 3), ("raise in save", 2)]
 )
 def test_the_first_failure_is_shown_and_not_its_consequence(tmp_path: Path, how: str, stage: int) -> None:
     finished, seconds = start(tmp_path, how, stage, 60.0)

@@ -10,16 +10,7 @@ import pytest
 import torch
 
 from tests.ops.cases import ALL_DTYPES, F32, FLOATS, MIXED, Dtypes
-from tests.ops.cuda_calls import (
-    LENGTHS,
-    RULES,
-    copy_call,
-    copy_tensor,
-    differences,
-    dtype_name,
-    finite,
-    make_call,
-)
+from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, dtype_name, finite, make_call
 from zerolite.ops.call import ADAM, COLUMNS, LION, SGD, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels

@@ -16,15 +16,7 @@ import pytest
 import torch
 
 from tests.ops.cases import ALL_DTYPES, BF16, F16, F32, FLOATS, Dtypes
-from tests.ops.cuda_calls import (
-    LENGTHS,
-    RULES,
-    copy_call,
-    copy_tensor,
-    differences,
-    finite,
-    make_call,
-)
+from tests.ops.cuda_calls import LENGTHS, RULES, copy_call, copy_tensor, differences, finite, make_call
 from zerolite.ops.call import ADAM, SGD, UpdateCall
 from zerolite.ops.cpu_kernels import CpuKernels
 from zerolite.ops.cuda_kernels import CudaKernels, _Entry

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.planning.jobs import KINDS, settings
 from tests.unit.plan_examples import GB, make_items, make_peak, make_plan
 from zerolite.config import ConfigError, ZeroliteConfig, load_config
 from zerolite.planning import settings as module
 from zerolite.planning.errors import RefusedError
+from zerolite.planning.make import plan
 from zerolite.planning.result import Comparison, Plan
 from zerolite.planning.settings import Setting, cheapest, compare, offload_settings, plain_settings, with_zero
 
@@ -193,3 +195,14 @@ def test_one_line_says_what_is_left_out_for_one_reason(compared: Compare) -> Non
     assert rows_of(made) == ["stage 0", "stage 3", *HOST_3]
     with pytest.raises(RefusedError, match="too odd"):
         compared(config(), [None] * 4)
+
+
+@pytest.mark.slow
+def test_settings_that_are_compared_have_their_own_plans() -> None:
+    job = KINDS["even gpt"]
+    config = load_config(settings(stage=1, buckets="auto", accumulation=2))
+    options: dict[str, Any] = {"batch": job.batch, "device": "cpu", "device_memory": 10**9}
+    rows = dict(compare(job.make, config, 2, **options).rows)
+    assert len(rows) == len(plain_settings(config))
+    for setting in plain_settings(config):
+        assert plan(job.make, with_zero(config, **setting.keys), 2, **options) == rows[setting.name]

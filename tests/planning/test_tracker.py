@@ -12,17 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker
 from zerolite.utils import memory_tags
-from zerolite.utils.memory_tags import (
-    ACTIVATIONS,
-    DEVICE,
-    DISK,
-    HOST,
-    MASTERS,
-    OTHER,
-    STATES,
-    place_of,
-    tag_memory,
-)
+from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, DISK, HOST, MASTERS, OTHER, STATES, place_of, tag_memory
 
 
 @pytest.fixture(params=["fake", "real"])

@@ -22,10 +22,7 @@ def test_a_hostfile_that_is_missing_or_unreadable_or_empty_is_an_error(tmp_path:
         read_hostfile(str(tmp_path / "nowhere"))
     with pytest.raises(HostsError, match="cannot be read: .*directory"):
         read_hostfile(str(tmp_path))
-    for content, words in (
-        (b"\xff\xfe\x00", "cannot be read"),
-        (b"\n# host1 slots=2\n", "names no host: exp"),
-    ):
+    for content, words in ((b"\xff\xfe\x00", "cannot be read"), (b"\n# host1 slots=2\n", "names no host: exp")):
         (tmp_path / "hosts").write_bytes(content)
         with pytest.raises(HostsError, match=words):
             read_hostfile(str(tmp_path / "hosts"))

@@ -229,8 +229,7 @@ def test_old_torch_is_told_to_keep_tensors_and_not_to_record_streams(version, wa
 
 
 @pytest.mark.parametrize(
-    ("backend", "known", "chosen"),
-    [("cpu:gloo,cuda:nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)],
+    ("backend", "known", "chosen"), [("cpu:gloo,cuda:nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)]
 )
 def test_gloo_beside_nccl_connects_ranks_when_they_speak(monkeypatch, backend, known, chosen):
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", known or "")  # undone afterwards
