@@ -210,20 +210,6 @@ def test_control_groups_of_version_2(tmp_path: Path) -> None:
     assert left() == 10
 
 
-def test_control_groups_of_version_1(tmp_path: Path) -> None:
-    left = functools.partial(available.control_group_left, tmp_path, tmp_path / "cgroup")
-    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/job\n4:memory:/job\n1:name=systemd:/\n0::/\n")
-    assert left() is None
-    files = {"limit_in_bytes": "1000", "usage_in_bytes": "900", "stat": "inactive_file 1\ntotal_inactive_file 50"}
-    account(tmp_path / "memory" / "job", **files)
-    assert left() == 150
-    account(tmp_path / "memory" / "job", limit_in_bytes="9223372036854771712")
-    assert left() is None
-    (tmp_path / "cgroup").write_text("4:memory:/elsewhere\n")  # seen from within a container
-    account(tmp_path / "memory", **{**files, "limit_in_bytes": "960"})
-    assert left() == 110
-
-
 def test_a_skeleton_has_the_structure_and_shares_no_tensor() -> None:
     model = stack()
     model[1].weight = model[0].weight

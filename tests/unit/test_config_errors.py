@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 from typing import Any
 
 import pytest
 
 from tests.toolkit.config_errors import errors_of, nested
 from zerolite.config import ConfigError, load_config
-from zerolite.config.known_keys import ALIASES, GROUPS, RENAMED, UNSUPPORTED, Key
+from zerolite.config.known_keys import GROUPS, RENAMED, UNSUPPORTED, Key
 from zerolite.config.load import supported_keys
 
 # ------------------------------------------------------------------ unknown keys
@@ -217,13 +216,6 @@ def test_a_wrong_value_causes_no_second_error() -> None:
 BLOCKS = {path: entry for path, entry in UNSUPPORTED.items() if entry.switch}
 
 
-def test_no_key_is_both_supported_and_not() -> None:
-    supported = set(supported_keys())
-    assert not supported & (set(UNSUPPORTED) | set(RENAMED))
-    assert not set(UNSUPPORTED) & set(RENAMED)
-    assert set(ALIASES.values()) <= supported
-
-
 def test_unsupported_keys_are_known_by_name() -> None:
     """With a value of no feature the error is at the key, and never says unknown."""
     for path, entry in UNSUPPORTED.items():
@@ -310,9 +302,3 @@ def test_all_errors_in_one_message() -> None:
     for path, sentence in caught.value.errors:
         assert f"\n  {path}: {sentence}" in message
     assert isinstance(caught.value, ValueError)
-
-
-def test_the_error_survives_pickling() -> None:
-    error = ConfigError([("a", "expected b, got c"), ("d", "missing")])
-    revived = pickle.loads(pickle.dumps(error))
-    assert revived.errors == error.errors and str(revived) == str(error)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from zerolite.launcher import cli, failures, memory_kills, options, rank, supervisor
 from zerolite.launcher.failures import Failure, NodeOutcome
-from zerolite.launcher.job import NodeJob, find_target_problem
+from zerolite.launcher.job import NodeJob
 from zerolite.launcher.processes import JobProcesses
 from zerolite.launcher.rank_start import threads_per_rank
-from zerolite.utils import resources
 from zerolite.utils.failure_record import FailureRecord
 
 # -------------------------------------------------------------------- threads
@@ -164,24 +161,6 @@ def test_the_env_file_is_found_and_read(tmp_path: Path, monkeypatch: pytest.Monk
         options.read_env_file("bad")
 
 
-def test_module_search_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "zl_search_probe").mkdir()
-    (tmp_path / "zl_search_probe" / "__init__.py").write_text("raise SystemExit('imported')")
-    before = list(sys.path)
-    assert find_target_problem(["-m", "zl_search_probe.train"], True) is None
-    assert sys.path == before and "zl_search_probe" not in sys.modules
-
-
-def test_largest_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert resources.find_nproc_problem(64) is None
-    assert "64" in str(resources.find_nproc_problem(65))
-    monkeypatch.setattr(os, "cpu_count", lambda: 128)
-    assert resources.find_nproc_problem(512) is None
-    assert resources.find_nproc_problem(513) is not None
-
-
 # -------------------------------------------------------------------- failures
 
 
@@ -288,15 +267,6 @@ def test_a_kill_for_memory_is_counted(tmp_path: Path) -> None:
     assert not watch.happened()
     events.write_text("low 0\noom 2\noom_kill 3\n")
     assert watch.happened()
-
-
-def test_control_groups_of_version_1(tmp_path: Path) -> None:
-    (tmp_path / "membership").write_text("5:cpu:/x\n4:memory:/job\n")
-    (tmp_path / "memory" / "job").mkdir(parents=True)
-    control = tmp_path / "memory" / "job" / "memory.oom_control"
-    control.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
-    assert memory_kills.counter_file(tmp_path, tmp_path / "membership") == control
-    assert not memory_kills.MemoryKills(tmp_path, tmp_path / "none").happened(), "nothing is known"
 
 
 # -------------------------------------------------------------------- processes

@@ -56,20 +56,6 @@ def results(coming: list[Future[NodeRendezvous]]) -> list[NodeRendezvous]:
     return [future.result(30) for future in coming]
 
 
-def test_all_nodes_come_and_start_again_together(nodes: list[NodeJob], threads: ThreadPoolExecutor) -> None:
-    found = results([threads.submit(come, job) for job in (nodes[0], nodes[2], nodes[1])])
-    assert [one.node for one in found] == [0, 2, 1]
-    assert all(one.hosts == ["host0", "host1", "host2"] and one.attempt == 0 for one in found)
-    assert [one.num_nodes_waiting() for one in found] == [0, 0, 0]
-    for one in found[:2]:
-        one.note_failure("a rank failed")  # counted once
-    wait_until(lambda: all(one.num_nodes_waiting() for one in found))
-    for future in [threads.submit(one.next_rendezvous) for one in found]:
-        future.result(30)
-    assert [(one.attempt, one.restarts, one.last_failure()) for one in found] == [(1, 1, "a rank failed")] * 3
-    assert found[0].rank_store.port != found[0].store.port, "the ranks begin with an empty store"
-
-
 def test_two_nodes_with_one_number(nodes: list[NodeJob], threads: ThreadPoolExecutor) -> None:
     store, _ = node_rendezvous.open_store(nodes[0])
     store.set("zerolite/attempt", "0")

@@ -9,7 +9,6 @@ import types
 from pathlib import Path
 
 import pytest
-from torch.torch_version import TorchVersion
 
 from zerolite.comm import environment, process_group
 from zerolite.comm.environment import Rendezvous, find_local_rank, first_host, read_environment
@@ -219,24 +218,6 @@ def test_gloo_is_told_the_interface_that_leads_to_rank_0(monkeypatch, host, rank
     process_group._keep_gloo_here(host, 8)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-
-
-@pytest.mark.parametrize(("version", "wanted"), [("2.6.0", "1"), ("2.7.1+cu126", "1"), ("2.8.0+cu128", None)])
-def test_old_torch_is_told_to_keep_tensors_and_not_to_record_streams(version, wanted):
-    name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
-    assert process_group.nccl_environment(TorchVersion(version), {}).get(name) == wanted
-    assert process_group.nccl_environment(TorchVersion(version), {name: "0"}) == {}
-
-
-@pytest.mark.parametrize(
-    ("backend", "known", "chosen"), [("cpu:gloo,cuda:nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)]
-)
-def test_gloo_beside_nccl_connects_ranks_when_they_speak(monkeypatch, backend, known, chosen):
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", known or "")  # undone afterwards
-    if known is None:
-        monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
-    process_group._let_gloo_wait(backend)
-    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == chosen
 
 
 # ------------------------------------------------------------------ pods and SkyPilot

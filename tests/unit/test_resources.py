@@ -162,16 +162,3 @@ def test_the_strictest_of_nested_groups(tmp_path: Path, monkeypatch: pytest.Monk
     for group, text in (("slice", "800000 100000"), ("slice/job", "250000 100000"), ("slice/job/step", "max 100000")):
         machine.write(f"sys/fs/cgroup/{group}/cpu.max", text)
     assert read_cpu_quota(tmp_path) == 2.5
-
-
-@pytest.mark.parametrize("group", ["/docker/1234", "/"])
-def test_quota_of_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
-    """In a container the path is the host's, and the files lie at the root of the mount."""
-    machine = Machine(tmp_path, monkeypatch, [[0]])
-    machine.write("proc/self/cgroup", f"5:memory:{group}\n4:cpu,cpuacct:{group}\n0::/")
-    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "300000")
-    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000")
-    machine.write("sys/fs/cgroup/memory/cpu.max", "100000 100000")
-    assert read_cpu_quota(tmp_path) == 3.0
-    machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1")
-    assert read_cpu_quota(tmp_path) is None
