@@ -22,9 +22,7 @@ from tests.toolkit.training import raised
 from zerolite.comm import (
     CollectiveCheck,
     HostGroup,
-    RaiseTogether,
     create_communicator,
-    raise_together,
     read_objects_without_numpy,
     use_communicator,
 )
@@ -57,12 +55,6 @@ def is_last() -> bool:
 
 
 # -------------------------------------------------------------------- what initialize compares
-
-
-def another_order(model: Small) -> None:
-    body = model.body
-    del model.body
-    model.body = body
 
 
 def model_changed(change: Callable[[Any], Any]) -> Callable[[Arguments], Any]:
@@ -111,12 +103,11 @@ def nothing(given: Arguments) -> None:
 ODD: dict[str, Callable[[Arguments], Any]] = {
     "shape": lambda given: given.update(model=Small(head=4)),
     "one more": model_changed(lambda model: setattr(model, "scale", nn.Parameter(torch.ones(3)))),
-    "order": model_changed(another_order),
+    "order": model_changed(lambda model: setattr(model, "body", model._modules.pop("body"))),
     "dtype": model_changed(lambda model: model.head.double()),
     "frozen": model_changed(lambda model: model.head.bias.requires_grad_(False)),
     "buffer": model_changed(lambda model: model.register_buffer("offset", torch.zeros(1, 3))),
     "lr": config_changed(optimizer={"params": {"lr": 0.5}}),
-    "momentum": config_changed(optimizer={"params": {"lr": 0.1, "momentum": 0.9}}),
     "bf16": config_changed(bf16={"enabled": True}),
     "variable": lambda given: os.environ.update(ZEROLITE_CHECK_COLLECTIVES="1"),
     "argument": lambda given: given.update(broadcast_buffers=True),
@@ -164,7 +155,6 @@ WORDS = {
     ],
     "buffer": ["buffer 'offset' has shape (3,) on {first}, but (1, 3) on {odd}"],
     "lr": ["config key optimizer.params.lr is 0.1 on {first}, but 0.5 on {odd}"],
-    "momentum": ["config key optimizer.params.momentum is not set on {first}, but 0.9 on {odd}"],
     "bf16": ["config key bf16.enabled is False on {first}, but True on {odd}"],
     "variable": ["the environment variable ZEROLITE_CHECK_COLLECTIVES is '' on {first}, but '1' on {odd}"],
     "argument": ["the argument broadcast_buffers is False on {first}, but True on {odd}"],
@@ -198,10 +188,10 @@ def assert_named(said: str, sentences: list[str]) -> None:
     assert_same_on_ranks({"said": said})
 
 
-@pytest.mark.fast("2-1")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.fast("2")
 @on_ranks(2, 4)
-def test_differences_are_named_on_every_rank(stage: int) -> None:
+def test_differences_are_named_on_every_rank() -> None:
+    stage = 1 if dist.get_world_size() == 2 else 3
     for change, sentences in WORDS.items():
         said = refusal(stage, change)
         assert_named(said, sentences)
@@ -209,9 +199,8 @@ def test_differences_are_named_on_every_rank(stage: int) -> None:
     zerolite.initialize(Small(), small(stage))  # it works when they agree
 
 
-@pytest.mark.fast("2-True", "2-False")
 @pytest.mark.parametrize("partitioned", [False, True])
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_different_stages_are_named(partitioned: bool) -> None:
     for stage, other in ((0, 1), (1, 3), (2, 0), (3, 2)):
         sentence = f"config key zero_optimization.stage is {stage} on {{first}}, but {other} on {{odd}}"
@@ -255,7 +244,7 @@ def test_unfreezing_different_parameters_is_named(stage: int) -> None:
     assert "parameter 'body.bias' exists on rank 1 only" in str(caught.value)
 
 
-# -------------------------------------------------------------------- objects, and failures of one rank
+# -------------------------------------------------------------------- objects and messages
 
 
 @on_ranks(1, 3)
@@ -279,52 +268,6 @@ def test_objects_travel_without_numpy() -> None:
     finally:
         torch.Tensor.numpy, torchs._tensor_to_object = kept, reads  # type: ignore[method-assign]
     assert found == [wanted] * 3
-
-
-class OwnError(ValueError):
-    pass
-
-
-@pytest.mark.parametrize("failing", [[], [1], [1, 2], [0, 1, 2]])
-@on_ranks(3)
-def test_what_fails_on_one_rank_fails_on_all(failing: list[int]) -> None:
-    """Each rank that fails has an exception of its own; the others are told the first rank's."""
-    rank, comm = dist.get_rank(), create_communicator(torch.device("cpu"))
-    host = HostGroup(comm, "test")
-    plain = RaiseTogether(host, "engine.f")
-    kind = RaiseTogether(host, "engine.f", ValueError, failed="could not do it:", same=ValueError)
-
-    def work(error: type[Exception]) -> int:
-        if rank in failing:
-            raise error(f"engine.f: no luck {rank}")
-        return 10 * rank
-
-    def flagged() -> int:
-        error = OSError(f"no luck {rank}") if rank in failing else None
-        raise_together(comm, torch.device("cpu"), "test", error, "engine.f", OSError)
-        return 10 * rank
-
-    calls = [
-        lambda: plain.gather(lambda: work(RuntimeError)),
-        lambda: kind.run(lambda: work(KeyError)),
-        lambda: kind.run(lambda: work(OwnError)),
-        flagged,
-    ]
-    if not failing:
-        assert [call() for call in calls] == [[0, 10, 20], *[10 * rank] * 3]
-        return
-    said, first = [raised(call) for call in calls], min(failing)
-    more = " (and 1 more rank)" if len(failing) == 2 else ""
-    if rank in failing:
-        own = [f"{name}: engine.f: no luck {rank}" for name in ("RuntimeError", "KeyError", "OwnError")]
-        assert [text.replace("'", "") for text in said] == [*own, f"OSError: no luck {rank}"]
-    else:
-        assert said == [
-            f"RuntimeError: engine.f: rank {first} stopped with RuntimeError: no luck {first}{more}",
-            f"ValueError: engine.f: rank {first} could not do it: KeyError: 'engine.f: no luck {first}'{more}",
-            f"OwnError: engine.f: no luck {first}",
-            f"OSError: engine.f: rank {first}: no luck {first}{more}",
-        ]
 
 
 @contextlib.contextmanager

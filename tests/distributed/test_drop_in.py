@@ -50,7 +50,7 @@ OTHER_WORLDS = (
     "clipped_by_torch",
 )
 OTHER_WORLDS += ("accumulate_hook_in_a_window", "elementwise", "states_read", "written_gathered")
-OTHER_WORLDS += ("unused_modules_in_a_leaf",)
+OTHER_WORLDS += ("unused_modules_in_a_leaf", "unfreezing", "group_added")
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Parameters that are trained from some step on: unfrozen midway, or added in a param group."""
+"""Parameters that are trained from some step on: unfrozen midway, or added in a param group.
+
+They are compared with plain PyTorch in test_drop_in.py.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks, from_all_ranks
-from tests.toolkit.configs import ADAMW, SGD, Optimizer, at, config
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
+from tests.toolkit.configs import ADAMW, Optimizer, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.pipes import TiedGpt, batches_of, plain_loss, token_batch
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import raised, run_steps, snapshot
+from tests.toolkit.training import backward, raised, run_steps, snapshot
 
 STEPS = 7
 UNFREEZES, FREEZES, UNFREEZES_AGAIN = 2, 4, 5  # steps
 
 
-def settings(stage: str, optimizer: Optimizer, precision: str = "fp32", micros: int = 1) -> dict[str, Any]:
+def settings(stage: str, optimizer: Optimizer, precision: str = "fp32") -> dict[str, Any]:
     """``2 overlap``: with ``overlap_comm``."""
     zero = {"overlap_comm": True} if stage == "2 overlap" else {}
-    return at(stage, precision, micros, 0.0, optimizer, zero=zero) | {"train_micro_batch_size_per_gpu": 4}
+    return at(stage, precision, optimizer=optimizer, zero=zero) | {"train_micro_batch_size_per_gpu": 4}
 
 
 def change(model: models.Frozen, step: int, optimizer: Any, how: str) -> None:
-    """Make the user's change before ``step``; the same to a plain model and its optimizer."""
+    """Make the user's change before ``step``."""
     if step == UNFREEZES - 1:
         with torch.no_grad():
             for parameter in model.sleepers():
@@ -45,92 +47,32 @@ def change(model: models.Frozen, step: int, optimizer: Any, how: str) -> None:
         model.last.bias.requires_grad_(step == UNFREEZES_AGAIN)
 
 
-def train(config: dict[str, Any], how: str, steps: int, loop: str = "engine") -> dict[str, Any]:
-    """how: "config" (unfrozen parameters join the only group), "instance" (the user's optimizer has all of them from
-    the start) or "group" (they are added). loop: "engine", or "module" for torch's own loop over ``engine.module``."""
-    model, more = models.build(models.Frozen), {}
-    if how == "instance":
-        given = config.pop("optimizer")
-        more["optimizer"] = getattr(torch.optim, given["type"])(model.parameters(), **given["params"])
-    engine = zerolite.initialize(model, config, **more)
-    micros, losses = engine.gradient_accumulation_steps, []
+def train(config: dict[str, Any], how: str, steps: int) -> dict[str, Any]:
+    """how: "config" (unfrozen parameters join the only group) or "group" (they are added)."""
+    engine = zerolite.initialize(models.build(models.Frozen), config)
+    losses = []
     for step in range(steps):
-        change(model, step, engine.optimizer, how)
-        for micro in range(micros):
-            batch = models.float_batch(step, micro, engine.rank)
-            loss = models.square_loss(engine if loop == "engine" else engine.module, batch)
-            if loop == "engine":
-                engine.backward(loss)
-                engine.step()
-            else:
-                (loss / micros).backward()
-            losses.append(float(loss.detach()))
-        if loop == "module":
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-    states = engine.optimizer.state_dict()["state"]
-    counts = sorted(int(state["step"]) for state in states.values() if "step" in state)
-    return {"losses": losses, "parameters": snapshot(engine), "steps": counts}
+        change(engine.module, step, engine.optimizer, how)
+        for micro in range(engine.gradient_accumulation_steps):
+            losses.append(backward(engine, step, micro))
+            engine.step()
+    return {"losses": losses, "parameters": snapshot(engine)}
 
 
-def train_plain(optimizer: Optimizer, how: str, micros: int = 1) -> dict[str, torch.Tensor]:
-    """The same in plain PyTorch on the joint batches."""
-    model, world = models.build(models.Frozen), dist.get_world_size()
-    start = model.parameters() if how != "group" else [p for p in model.parameters() if p.requires_grad]
-    torch_optimizer = getattr(torch.optim, optimizer[0])(start, **optimizer[1])
-    for step in range(STEPS):
-        change(model, step, torch_optimizer, how)
-        torch_optimizer.zero_grad()
-        for micro in range(micros):
-            for rank in range(world):
-                loss = models.square_loss(model, models.float_batch(step, micro, rank))
-                (loss / (world * micros)).backward()
-        torch_optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.fast("2-config-2 overlap", "2-group-0", "2-config-3 tight")
-@pytest.mark.parametrize(
-    ("how", "stage"),
-    [
-        ("config", "2 overlap"),
-        ("group", "0"),
-        ("config", "3 tight"),
-        ("instance", "1"),
-        ("instance", "3"),
-        ("group", "2"),
-        ("group", "3 defaults"),
-    ],
-)
+@pytest.mark.fast("2-group-fp32")
+@pytest.mark.parametrize(("how", "precision"), [("group", "fp32"), ("config", "bf16")])
 @on_ranks(2, 3)
-def test_unfrozen_parameters_are_trained_like_plain_pytorch(how: str, stage: str) -> None:
-    micros, optimizer = (1, ADAMW) if dist.get_world_size() == 2 else (2, SGD)
-    found = train(settings(stage, optimizer, micros=micros), how, STEPS)
-    assert_same_on_ranks(found["parameters"])
-    torch.testing.assert_close(found["parameters"], train_plain(optimizer, how, micros), rtol=0, atol=3e-6)
-    if optimizer is ADAMW:  # a parameter that was frozen has fewer steps behind it
-        assert {count for counts in from_all_ranks(found["steps"]) for count in counts} == {
-            STEPS,
-            STEPS - UNFREEZES,
-            STEPS - 1,
-        }
-        by_module = train(settings(stage, optimizer), how, STEPS, "module")
-        assert_same_bits(by_module["parameters"], found["parameters"], "torch's own loop over the module")
-
-
-@pytest.mark.fast("2-fp32")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@on_ranks(2)
-def test_stages_give_the_same_bits(precision: str) -> None:
+def test_stages_give_the_same_bits(how: str, precision: str) -> None:
     found = {
-        stage: train(settings(stage, ADAMW, precision), "group", STEPS) for stage in ("0", "1", "2", "3", "3 tight")
+        stage: train(settings(stage, ADAMW, precision), how, STEPS)
+        for stage in ("0", "1", "2", "2 overlap", "3", "3 tight", "3 defaults")
     }
     for stage, result in found.items():
         assert_same_bits(found["0"]["parameters"], result["parameters"], f"stages 0 and {stage}")
         assert result["losses"] == found["0"]["losses"]
 
 
-@pytest.mark.parametrize("stage", ["0", "2", "3 defaults"])
+@pytest.mark.parametrize("stage", ["0", "3 defaults"])
 @on_ranks(2)
 def test_what_cannot_be_is_said(stage: str) -> None:
     model = models.build(models.Frozen)

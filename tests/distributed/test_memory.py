@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zerolite
 from tests.toolkit import models
@@ -24,31 +23,14 @@ TOLERANCE = 0.05
 ADAM = ("Adam", {"lr": 1e-3})
 
 
-class LoraChain(models.Chain):
-    """A chain whose layers are frozen, each with two trained thin ones of ``rank``."""
-
-    def __init__(self, depth: int, width: int, rank: int) -> None:
-        super().__init__(depth, width)
-        self.requires_grad_(False)
-        self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(depth))
-        self.up = nn.ModuleList(nn.Linear(rank, width, bias=False) for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
-            x = layer(x) + up(down(x))
-        return x
-
-
 def resident_and_peak(
-    config: dict[str, Any], depth: int, width: int, shared_memory: bool, rank: int = 0, steps: int = 3
+    config: dict[str, Any], depth: int, width: int, shared_memory: bool, steps: int = 3
 ) -> tuple[float, float]:
     """Bytes per parameter held after the last step, and the most held during it, counted from before the model was
-    made. ``rank``: with adapters of that rank on a frozen model."""
+    made."""
     os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
     with memory_profile() as profiler:
-        sizes = {"depth": depth, "width": width}
-        model = models.build(LoraChain, **sizes, rank=rank) if rank else models.build(models.Chain, **sizes)
-        engine = zerolite.initialize(model, config)
+        engine = zerolite.initialize(models.build(models.Chain, depth=depth, width=width), config)
         x = torch.randn(2, width)
         for step in range(steps):
             if step == steps - 1:
@@ -94,28 +76,26 @@ def test_resident_and_peak_bytes(stage: int, shared_memory: bool) -> None:
 
 @pytest.mark.slow
 @on_ranks(2, 4, timeout=300)
-@pytest.mark.parametrize(("shared_memory", "rank"), [(False, 0), (True, 0), (False, 8)])
-def test_resident_and_peak_bytes_of_stage_3(shared_memory: bool, rank: int) -> None:
-    world, depth, width = dist.get_world_size(), 24, 384
-    layer, numel = width**2, depth * width**2
-    live, trained = 4 * layer, 2 * depth * rank * width if rank else numel
-    reduced = rank * width if rank else layer  # a bucket: the parameters of one module
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_resident_and_peak_bytes_of_stage_3(shared_memory: bool) -> None:
+    world, depth, width = dist.get_world_size(), 24, 256
+    layer, numel = width**2, depth * width**2  # a bucket of gradients is a layer
+    live = 4 * layer
     zero = {
         **PARTITIONED["kept"],
         "stage3_prefetch_bucket_size": 2 * layer,
         "stage3_max_live_parameters": live,
         "reduce_bucket_size": layer,
     }
-    # Of what is frozen the weights only; bytes per parameter of the base.
-    wanted = (14 * trained + (2 * numel if rank else 0)) / world / numel
-    limit = wanted + (2 * trained / world + 2 * live + 2 * 2 * layer) / numel
+    wanted = 14 / world
+    limit = wanted + 2 / world + (2 * live + 2 * 2 * layer) / numel
     if shared_memory:
         # Three regions per process, mapped by all of them: for gathers as large as the shards of the first launch of a
         # backward or forward, the layer that is needed at once and two ahead; for reductions as a bucket.
-        mapped = 3 * world * (2 * 3 * layer / world + 2 * reduced) / numel
+        mapped = 3 * world * (2 * 3 * layer / world + 2 * layer) / numel
         wanted, limit = wanted + mapped, limit + mapped
     setting = config(3, "bf16", optimizer=ADAM, zero=zero)
-    resident, peak = resident_and_peak(setting, depth, width, shared_memory, rank, steps=4)
+    resident, peak = resident_and_peak(setting, depth, width, shared_memory, steps=4)
     assert resident == pytest.approx(wanted, rel=TOLERANCE)
     assert resident < peak <= limit * (1 + TOLERANCE), (peak, limit)
 

@@ -342,8 +342,8 @@ def test_numbers_do_not_depend_on_the_tier(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2, timeout=600)
 def test_every_variant(stage: int, tmp_path: Path) -> None:
-    for name in ("wide in bf16", "sums in bf16"):
-        assert_same_offloaded(tmp_path, name, stage, *variants(tmp_path))
+    assert_same_offloaded(tmp_path, "wide in bf16", stage, *list(variants(tmp_path))[stage - 1 :: 3])
+    assert_same_offloaded(tmp_path, "sums in bf16", stage, *list(variants(tmp_path))[stage % 3 :: 3])
 
 
 OF_RECIPES = ("mixture in bf16", "mixture in fp16", "adapters in bf16", "amsgrad", "bf16 masters")
@@ -362,55 +362,53 @@ OF_RECIPES += ("accumulation, branches", "woken", "added group", "asleep", "mome
 @on_ranks(2, timeout=600)
 def test_every_run(name: str, stage: int, tmp_path: Path) -> None:
     """Each optimizer, precision and user's change at one of the stages."""
-    assert_same_offloaded(tmp_path, name, stage, "cpu", "cpu, a third", "nvme, odd", "nvme, apart")
+    assert_same_offloaded(tmp_path, name, stage, "cpu, a third", "nvme, apart")
 
 
-SOME = ("mixture in fp16", "sums in bf16", "not a number", "added group", "clamped", "replacing in bf16")
+SOME = ("mixture in fp16", "sums in bf16", "not a number", "added group")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loop", "stage"), [("phases", 3), ("plain", 1), ("p.grad", 3), ("join", 2)])
 @on_ranks(2, timeout=600)
 def test_every_loop(loop: str, stage: int, tmp_path: Path) -> None:
-    for name in (*SOME, "accumulation with weights", "reloaded"):
-        assert_same_offloaded(tmp_path, name, stage, "cpu, a third", "nvme, odd", "nvme, apart", loop=loop)
+    for name in (*SOME, "accumulation with weights"):
+        assert_same_offloaded(tmp_path, name, stage, "cpu, a third", "nvme, odd", loop=loop)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(1, 3, timeout=600)
-def test_every_world_size(stage: int, tmp_path: Path) -> None:
-    for name in (*SOME, "wide in bf16", "set whole", "round trip"):
-        assert_same_offloaded(tmp_path, name, stage, "cpu, small", "nvme, odd", "nvme, apart")
+def test_every_world_size(tmp_path: Path) -> None:
+    for name in (*SOME, "set whole", "round trip"):
+        assert_same_offloaded(tmp_path, name, 3, "cpu, odd", "nvme, apart")
+    assert_same_offloaded(tmp_path, "clamped", 2, "cpu, small", "nvme, odd")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2, timeout=600)
-def test_without_kernels(stage: int, tmp_path: Path) -> None:
+def test_without_kernels(tmp_path: Path) -> None:
     with mock.patch.dict(os.environ, {"ZEROLITE_KERNELS": "0"}):
-        for name in (*SOME, "wide, SGD", "wide, Lion", "wide, Adagrad"):
+        for stage, name in ((3, "sums in bf16"), (1, "not a number"), (3, "wide, Lion"), (2, "wide, Adagrad")):
             assert_same_offloaded(tmp_path, name, stage, "cpu, a third", "nvme, odd")
 
 
-OPTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
-    "overlap": ((1, 2, 3), {"overlap_comm": True}, {}),
-    "no overlap": ((1, 2, 3), {"overlap_comm": False}, {}),
-    "all-reduce": ((1, 2), {"reduce_scatter": False, "overlap_comm": True}, {}),
-    "sent in fp32, divided before": ((1, 2), {}, {"communication_data_type": "fp32", "prescale_gradients": True}),
-    "always gathered": ((3,), {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 100}, {}),
-    "checksums": ((2, 3), {}, {"aio": {"checksums": True, "thread_count": 2, "block_size": 4096}}),
-    "one request": ((2, 3), {}, {"aio": {"queue_depth": 1, "single_submit": True, "overlap_events": False}}),
-}
+OPTIONS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (1, {"overlap_comm": True}, {}),
+    (3, {"overlap_comm": True}, {}),
+    (2, {"overlap_comm": False}, {}),
+    (2, {"reduce_scatter": False, "overlap_comm": True}, {}),
+    (1, {}, {"communication_data_type": "fp32", "prescale_gradients": True}),
+    (3, {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 100}, {}),
+    (2, {}, {"aio": {"checksums": True, "thread_count": 2, "block_size": 4096}}),
+    (3, {}, {"aio": {"queue_depth": 1, "single_submit": True, "overlap_events": False}}),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", OPTIONS)
 @on_ranks(2, timeout=600)
-def test_every_option(option: str, tmp_path: Path) -> None:
-    stages, zero, config = OPTIONS[option]
-    for stage in stages:
-        for name in ("wide in bf16", "accumulation", "set whole"):
+def test_every_option(tmp_path: Path) -> None:
+    for stage, zero, config in OPTIONS:
+        for name in ("wide in bf16", "accumulation"):
             assert_same_offloaded(tmp_path, name, stage, "cpu, odd", "nvme, odd", zero=zero, config=config)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import zerolite
 from tests.distributed.test_growth import train as train_growing
+from tests.distributed.test_stage3_gathered import Lends
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, PARTITIONED, config
@@ -27,7 +29,7 @@ from tests.toolkit.training import KINDS, raises, run_steps, snapshot
 from zerolite.offload.placements import Transfer
 from zerolite.offload.swap_file import SwapFile
 from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING
-from zerolite.zero import GatheredParameters, ZeroParamStatus, register_external_parameter
+from zerolite.zero import GatheredParameters, ZeroParamStatus
 from zerolite.zero.layout import part_numel
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
@@ -66,33 +68,10 @@ def train_chain(engine: Any, steps: int) -> list[float]:
 # -------------------------------------------------------------------- numbers and collectives
 
 
-class External(nn.Module):
-    """A weight that another module uses in its forward, registered as external."""
-
-    class User(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(13))
-            self.outside = [weight]
-            register_external_parameter(self, weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.outside[0].t() + self.bias
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 13)
-        self.user = self.User(self.first.weight)
-        self.last = nn.Linear(26, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(torch.cat([self.first(x), self.user(x)], dim=1)))
-
-
 MODELS: dict[str, Any] = {
     "OddModel": models.OddModel,
     "Frozen": models.Frozen,
-    "External": External,
+    "Lends": partial(Lends, register="function"),
     "SharedCheckpointed": models.SharedCheckpointed,
     "PrimeMlp": models.PrimeMlp,
 }
@@ -196,7 +175,7 @@ def test_every_tier_gives_the_bits_and_collectives_of_the_device(tmp_path: Path)
     [
         ("OddModel", "kept"),
         ("Frozen", "tight"),
-        ("External", "moving"),
+        ("Lends", "moving"),
         ("SharedCheckpointed", "tight"),
         ("PrimeMlp", "one unit"),
         ("PrimeMlp", "defaults"),

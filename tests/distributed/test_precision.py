@@ -5,7 +5,6 @@ The table of dtypes in docs/precision.md is checked in test_precision_table.py.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.toolkit.configs import ADAMW, SGD, STATIC_SCALE, Optimizer, at
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import Tower
 from tests.toolkit.training import raises, run_steps, snapshot
-from zerolite.zero import GatheredParameters
 
 PATTERNS = ["*.norm", "gate", "positions", "blocks.?.adapter"]
 WIDTH, LENGTH, STEPS, CLIP = 7, 7, 5, 0.4
@@ -323,31 +321,6 @@ def test_parameters_that_are_trained_later(stage: int) -> None:
     assert all(zerolite.get_full_master(p).dtype is torch.float32 for p in model.parameters())
     assert set(model.outputs) == {torch.bfloat16}
     assert not torch.equal(before["head.1.bias"], after["head.1.bias"])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_engine_takes_its_casts_with_it(stage: int) -> None:
-    """A refused call leaves the model as it was; an engine over a copy has casts of its own."""
-    model = models.build(Headed)
-
-    def wrapped() -> list[str]:
-        return sorted(name for name, module in model.named_modules() if "forward" in vars(module))
-
-    words = ('fp32_modules: expected patterns of names of modules in the model, got "haed"', '"head"')
-    with raises(zerolite.ConfigError, *words):
-        zerolite.initialize(model, corner(stage, fp32_modules=["haed"]))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    engine = zerolite.initialize(model, corner(stage))
-    assert wrapped() == ["head", "head.0", "head.1"]
-    with GatheredParameters(model, check=False):
-        other = zerolite.initialize(copy.deepcopy(model), corner(stage, fp32_modules=["trunk"]))
-    dtypes = {name: p.dtype for name, p in snapshot(other).items()}
-    assert dtypes["trunk.weight"] is dtypes["trunk.bias"] is torch.float32
-    assert dtypes["head.0.weight"] is torch.bfloat16
-    assert other(models.float_batch(0, 0, 0)[0]).dtype is torch.float32
-    del engine
-    assert wrapped() == []
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from tests.toolkit.traffic import (
     stage3_engine,
     stage3_loss,
 )
-from tests.toolkit.training import engine_window, make_engine, raises, snapshot
+from tests.toolkit.training import engine_window, make_engine, snapshot
 from zerolite.comm import NullCommunicator, use_communicator
 
 
@@ -136,30 +136,6 @@ def test_rank_0s_values_become_everyones(stage: int, precision: str) -> None:
         dtypes = {name: buffer.dtype for name, buffer in engine.module.named_buffers()}
         assert dtypes == {"offset": torch.float32, "calls": torch.int64, "wide": torch.float64}
     assert not recorder.select("broadcast") and sum(call.nbytes for call in recorder.calls) < 1000
-
-
-@on_ranks(2)
-def test_different_models_are_refused_on_all_ranks() -> None:
-    with raises(RuntimeError, "different models"):
-        make_engine(config(1), "OddModel", {"width": 5 + dist.get_rank()})
-
-
-@on_ranks(2)
-def test_buffers_are_sent_before_each_training_forward_if_asked() -> None:
-    for broadcast in (True, False):
-        engine, rank = make_engine(config(1), "Buffered", broadcast_buffers=broadcast), dist.get_rank()
-        with torch.no_grad():
-            engine.module.offset.fill_(float(rank))
-            engine.module.calls.fill_(10 * rank)
-        with zerolite.comm.record() as recorder:
-            engine_window(engine, "Buffered", 0, 1)
-        engine.eval()
-        with zerolite.comm.record() as evaluation, torch.no_grad():
-            engine(models.float_batch(0, 0, 0)[0])
-        assert torch.equal(engine.module.offset, torch.full((3,), 0.0 if broadcast else float(rank)))
-        assert engine.module.calls == (2 if broadcast else 10 * rank + 2)  # one training and one evaluation forward
-        assert recorder.count(tag="buffers") == (3 if broadcast else 0), "one for each dtype"
-        assert not evaluation.calls
 
 
 @on_ranks(1)

@@ -66,13 +66,11 @@ NORMS: dict[str, Callable[[Any, Any], Any]] = {
     "the engine's": lambda module, own: nn.utils.clip_grad_norm_(own.parameters(), 0.3, error_if_nonfinite=True),
     "largest": lambda module, own: nn.utils.clip_grad_norm_(list(module.parameters()), 0.03, norm_type=float("inf")),
     "foreach": lambda module, own: nn.utils.clip_grad_norm_(module.parameters(), 0.3, foreach=True),
-    "one by one": lambda module, own: nn.utils.clip_grad_norm_(module.parameters(), 0.3, foreach=False),
     "sum": lambda module, own: nn.utils.clip_grad_norm_(module.parameters(), 0.3, norm_type=1.0) * 0,
     "one parameter": lambda module, own: nn.utils.clip_grad_norm_(next(module.parameters()), 0.3),
     "in two halves": lambda module, own: [
         nn.utils.clip_grad_norm_(half, 0.2) for half in (list(module.parameters())[:2], list(module.parameters())[2:])
     ],
-    "twice": lambda module, own: [nn.utils.clip_grad_norm_(module.parameters(), most) for most in (0.3, 0.125)],
     "by hand": lambda module, own: clip_by_hand([p.grad for p in module.parameters()]),
     "of each": lambda module, own: [p.grad.data.norm(2) for p in module.parameters()],
 }
@@ -157,24 +155,19 @@ def disabled_scaler(run: Run) -> None:
 
 READ: dict[str, Callable[[Any], Any]] = {
     "clone": lambda g: g.clone(),
-    "detach": lambda g: g.detach(),
     "data": lambda g: g.data,
-    "item": lambda g: g[0, 0].item(),
     "rows": lambda g: [row.clone() for row in g],
     "slice": lambda g: g[1:, ::2].clone(),
-    "tolist": lambda g: g.tolist(),
     "numpy": lambda g: torch.from_numpy(g.numpy().copy()),
     "arithmetic": lambda g: 2.0 * g + 1.0,
     "with others": lambda g: g * torch.ones(13, 7) - torch.ones(7),
     "broadcast": lambda g: g * torch.ones(2, 13, 7),
     "matrix": lambda g: g @ g.t(),
-    "comparison": lambda g: g == 0,
     "largest": lambda g: [g.max(), g.min(), g.abs().max(), g.amax(0)],
     "bool": lambda g: [bool((g != 0).any()), bool(g.isfinite().all()), bool(torch.isnan(g).any())],
     "reshape": lambda g: [g.view(-1).clone(), g.flatten()[3:5].clone(), g.t().contiguous()],
     "to": lambda g: [g.to(torch.float64), g.cpu(), g.half()],
     "out": lambda g: torch.mul(g, 1.0, out=torch.empty(13, 7)),
-    "copy_": lambda g: torch.empty(13, 7).copy_(g),
     "deepcopy": lambda g: copy.deepcopy(g),
     "pickle": lambda g: pickle.loads(pickle.dumps(g)),
     "where": lambda g: torch.where(g > 0, g, torch.zeros_like(g)),
@@ -258,14 +251,10 @@ def _from_others(run: Run) -> None:
 
 CHANGED: dict[str, Callable[[Run], None]] = {
     "mul_": _each(lambda g: g.mul_(2.0)),
-    "mul_ twice": _each(lambda g: g.mul_(0.5).mul_(0.3)),
     "mul_ by a tensor": _each(lambda g: g.mul_(torch.full(g.shape, 0.7))),
     "div_": _each(lambda g: g.div_(3.0).div_(2.0)),
     "add_": _each(lambda g: g.add_(torch.linspace(0, 1, g.numel()).reshape(g.shape), alpha=0.5)),
-    "add_ a number": _each(lambda g: g.add_(1.0)),
-    "zero_": _each(lambda g: g.zero_()),
     "clamp_": _each(lambda g: g.clamp_(-0.01, 0.01)),
-    "nan_to_num_": _each(lambda g: g.nan_to_num_(nan=0.0)),
     "sign_": _each(lambda g: g.sign_()),
     "mask": _each(lambda g: g.masked_fill_(g < 0, 0.0)),
     "noise": lambda run: _noise(run),

@@ -27,9 +27,10 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     ),
 }
 WHERE = ("own, before", "own", "engine's")
+SOMEWHERE = [("OneCycleLR", "own"), *((name, WHERE[number % 3]) for number, name in enumerate(SCHEDULERS))]
 
 
-@case("torch's schedulers", [(name, where) for name in SCHEDULERS for where in WHERE], close=KERNELS)
+@case("torch's schedulers", SOMEWHERE, close=KERNELS)
 def torch_schedulers(run: Run, variant: tuple[str, str]) -> None:
     name, where = variant
     made: list[Any] = []
