@@ -123,7 +123,6 @@ def test_an_implementation_of_torchs_that_the_user_names_runs(option: str) -> No
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("SGD nesterov", "fp32"),
         ("Adam L2", "fp32"),
         ("Lion", "fp32"),
         ("SGD dampening", "bf16"),

@@ -280,7 +280,7 @@ def test_a_loop_is_that_of_plain_pytorch(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(1, 3, timeout=240)
+@on_ranks(3, timeout=240)
 def test_other_numbers_of_ranks(tmp_path: Path) -> None:
     for name in LOOPS:
         compare(name, tmp_path)

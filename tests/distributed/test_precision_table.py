@@ -247,13 +247,13 @@ def _without_loss(engine: Any) -> str:
 @pytest.mark.parametrize("part", list(PARTS))
 def test_every_cell_of_the_table(part: str) -> None:
     cells: dict[tuple[str, str], set[str]] = {}
+    alone = dist.get_world_size() == 1
     for mode in MODES:
-        for stage in range(4):
+        for stage in (0, 3) if alone else range(4):
             for accumulation in (1, 2):
                 for row, cell in measure(table_config(stage, mode, part, accumulation), part).items():
                     cells.setdefault((row, mode), set()).add(cell)
     wanted = {(row, mode): {cell} for row, modes in PARTS[part].items() for mode, cell in modes.items()}
-    alone = dist.get_world_size() == 1
     assert cells == {key: c for key, c in wanted.items() if key[0] != BATCH_NORM and not (alone and "travel" in key[0])}
     assert all(list(row) == list(MODES) for row in PARTS[part].values())
 
@@ -269,7 +269,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.slow
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_batch_norm() -> None:
     """Running statistics are updated in fp32 by what the rank's batch is, in all modes."""
     for part, patterns in (("body", []), ("exact", ["norm"])):
@@ -289,7 +289,7 @@ def test_batch_norm() -> None:
 
 
 @pytest.mark.slow
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_batch_norm_trains_as_in_plain_pytorch() -> None:
     """Three steps of SGD in bf16, with the batch norm in fp32."""
     lr = 0.0625

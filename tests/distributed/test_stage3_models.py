@@ -357,7 +357,7 @@ class Mixture(Whole):
 def test_stage_3_gives_the_bits_of_stage_2(name: str) -> None:
     found = CASES.compare(name)
     assert all(result["units"] and all(result["gathers"]) for result in found.values())
-    assert len(found["one unit"]["units"]) == 1 < len(found["kept"]["units"])
+    assert len(found["one unit"]["units"]) == 1 < len(found["moving"]["units"])
     assert found["moving"]["gathers"][-1] > found["one unit"]["gathers"][-1]
 
 

@@ -19,7 +19,7 @@ from zerolite.zero import ZeroParamStatus
 WIDTH = 6
 HIDDEN = 11
 LENGTH = 5
-SETTINGS = ("moving", "kept", "tight", "one unit")
+SETTINGS = ("moving", "tight", "one unit")
 
 
 class Case(nn.Module):
