@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from tests.toolkit import models
 from tests.toolkit.configs import ADAMW, config, dynamic_fp16
-from tests.toolkit.monitoring import events_of, read_jsonl, run_watched
+from tests.toolkit.monitoring import events_of, run_watched
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import backward, make_engine, raises
+from tests.toolkit.training import make_engine, raises
 from zerolite.monitor.wall_clock import PhaseObserver
 
 HALVING = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
@@ -60,32 +60,6 @@ def test_every_step_is_written(tmp_path: Path, stage: int) -> None:
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == [*names, "accuracy.csv", "events.jsonl"]
     rows = (tmp_path / "job" / "Train_Samples_lr.csv").read_text().splitlines()
     assert rows == ["step,lr", *(f"{entry['step']},{entry['Train/Samples/lr']}" for entry in steps)]
-
-
-@on_ranks(2)
-def test_a_plain_loop_without_batch_sizes(tmp_path: Path) -> None:
-    """The engine sees no losses, and does not know how many samples there are."""
-    setting = monitored(tmp_path, 2, optimizer=ADAMW)
-    del setting["train_micro_batch_size_per_gpu"]
-    written = logged(setting, "plain", tmp_path)["written"]
-    assert [entry["step"] for entry in written] == [1, 2, 3, 4, 4]
-    names = [f"Train/Steps/{name}" for name in ("lr", "grad_norm", "loss_scale", "global_steps")]
-    assert list(written[0]) == ["step", *names]
-
-
-@on_ranks(1)
-def test_a_window_that_is_flushed_has_the_mean_of_what_it_contains(tmp_path: Path) -> None:
-    engine = make_engine(monitored(tmp_path, accumulation=3))
-    means = []
-    for step, count in enumerate((2, 3)):
-        losses = []
-        for micro in range(count):
-            losses.append(backward(engine, step, micro, "OddModel"))
-            engine.step(flush=micro == 1 and count == 2)
-        means.append(sum(losses) / count)
-    assert engine.global_steps == 2
-    written = [entry["Train/Samples/train_loss"] for entry in read_jsonl(str(tmp_path))]
-    assert written == pytest.approx(means, rel=1e-6)
 
 
 @on_ranks(2)

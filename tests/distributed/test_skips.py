@@ -112,14 +112,13 @@ def test_too_many_skips_in_a_row_raise_on_all_ranks(stage: int) -> None:
         assert word in error, error
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_the_step_on_which_the_loss_scale_grows_applies_exactly_the_unscaled_gradient() -> None:
     """Scales are powers of two and no value is near fp16's limits: a run whose scale grows equals one whose scale is 4
     for ever. Plain SGD moves by lr × gradient, and would show at once an update half or twice as large."""
     plain = ("SGD", {"lr": 0.5, "foreach": True})
     for stage, more, window, scales in (
         (0, {"clip": CLIP}, 2, [4, 4, 8, 8, 16, 16]),
-        (1, {"clip": CLIP}, 2, [4, 4, 8, 8, 16, 16]),
         (2, {"clip": CLIP}, 2, [4, 4, 8, 8, 16, 16]),
         (1, {"optimizer": plain}, 1, [4, 8, 16]),
     ):

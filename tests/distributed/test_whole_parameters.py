@@ -79,7 +79,6 @@ RUNS: dict[int, list[tuple[int, str, Any, dict[str, Any]]]] = {
     1: [(2, "OddModel", ADAFACTOR, {})],
     2: [
         (1, "OddModel", None, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
-        (1, "ConvNet", ADAFACTOR, {"accumulation": 2}),
         (2, "OddModel", ADAFACTOR, {"precision": "bf16"}),
         (2, "OddModel", None, {"zero": {"reduce_scatter": False}}),
         (2, "OddModel", ADAMW, {"zero": WHOLE, "precision": "bf16"}),
@@ -87,10 +86,9 @@ RUNS: dict[int, list[tuple[int, str, Any, dict[str, Any]]]] = {
     ],
     3: [
         (2, "OddModel", MUON, {}),
-        (2, "OddModel", None, {"zero": {"reduce_bucket_size": 10**6}}),
         (1, "EncoderDecoder", ADAFACTOR, {"accumulation": 2}),
     ],
-    4: [(2, "OddModel", None, {"precision": "fp16"}), (1, "OddModel", ADAFACTOR, {})],
+    4: [(2, "OddModel", None, {"precision": "fp16"})],
 }
 FAST = [(2, 0), (3, 0)]  # of RUNS: world, and number in it
 
@@ -196,9 +194,7 @@ def load(config: dict[str, Any], directory: str) -> dict[str, Any]:
         ((2, 1), (3, 2), MUON, (True, True)),
         ((2, 2), (1, 1), None, (True, True)),
         ((2, 2), (2, 3), ADAMW, (True, False)),
-        ((2, 3), (3, 1), ADAMW, (False, True)),
         ((1, 0), (2, 1), ADAFACTOR, (True, True)),
-        ((2, 1), (3, 0), ADAFACTOR, (True, True)),
     ],
 )
 def test_checkpoints_load_at_other_worlds_and_stages(

@@ -54,7 +54,7 @@ def train(
     micro-batch.
 
     precision: "fp32", "bf16", "fp16", or "autocast" (fp32 weights under torch.autocast to bf16). masters, for bf16
-    and fp16: "fp32"; "rounded" (kept in 16 bits, updated in fp32); "rounded states" (of the optimizer, too).
+    and fp16: "fp32", or "rounded" (kept in 16 bits, updated in fp32).
     compute: the model in 16 bits, where that is not ``model.to(dtype)``; modules called "inner" have no name.
     """
     torch.set_num_threads(1)  # as in the workers: 16-bit sums over a batch depend on how many threads share them
@@ -78,10 +78,7 @@ def train(
                     parameter.grad.mul_(clip / (norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         torch_optimizer.step()
         run.publish()
-        if masters == "rounded states":
-            for state in torch_optimizer.state.values():
-                for value in (value for name, value in state.items() if name != "step"):
-                    value.copy_(value.to(DTYPES[precision]))
+
     trajectory.parameters = {name: p.detach().float().clone() for name, p in _named(run.compute)}
     trajectory.masters = {name: p.detach().clone() for name, p in run.masters.items()}
     return trajectory
@@ -120,7 +117,7 @@ class _MixedPrecision:
         self, model: nn.Module, compute: nn.Module | None, dtype: torch.dtype, loss_scale: float, masters: str
     ) -> None:
         self.compute = compute or copy.deepcopy(model).to(dtype)
-        self.rounds = masters.startswith("rounded")
+        self.rounds = masters == "rounded"
         self.masters = dict(model.named_parameters())
         self.loss_scale = loss_scale
         if self.rounds:

@@ -254,7 +254,7 @@ def group_added(run: Run, how: str) -> None:
 
 @between("a module added after", words=["'second.1.weight'", "before zerolite.initialize"], error=ValueError)
 def module_added(run: Run) -> None:
-    torch.manual_seed(5)
+    torch.manual_seed(5 if run.plain else 5 + run.rank)  # rank 0's values are everyone's
     run.module.second = nn.Sequential(run.module.second, nn.Linear(3, 3))
     run.optimizer.add_param_group({"params": list(run.module.second[1].parameters()), "lr": 0.125})
 
