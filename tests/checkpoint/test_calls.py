@@ -84,7 +84,7 @@ def test_nothing_is_loaded_where_nothing_is(directory: str) -> None:
         ):
             assert engine.load_checkpoint(where, tag=tag, missing_ok=True) == (None, {})
             expect_words(raised(engine.load_checkpoint, where, tag=tag), where, *words)
-    os.makedirs(f"{directory}/something")
+    os.makedirs(f"{directory}/something", exist_ok=True)
     with pytest.raises(FileNotFoundError):
         engine.load_checkpoint(directory)
     assert_equal(before, facts(engine))
