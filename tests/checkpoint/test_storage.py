@@ -255,25 +255,6 @@ def test_an_error_of_the_thread_is_raised(tmp_path: Path, failing: int, monkeypa
     assert caught.value.filename == str(tmp_path / "a") and len(calls) == failing
 
 
-def test_values_that_are_not_as_planned_are_not_saved(tmp_path: Path) -> None:
-    shard = Shard("w", (4,), torch.float32, ((0,), (4,)), lambda: torch.zeros(5))
-    with pytest.raises(CheckpointError, match="w@0 is not as planned"):
-        write_checkpoint(tmp_path, "a", [shard], {}, commit(tmp_path))
-    assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(3, 4).t(), torch.zeros(2, dtype=torch.complex64).conj()])
-def test_bytes_of_what_is_not_in_memory_as_it_reads_are_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="expected a contiguous CPU tensor"):
-        as_bytes(tensor)
-
-
-@pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",)])
-def test_names_that_a_header_cannot_have_are_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="each tensor's name once"):
-        build_header([ToStore(name, torch.uint8, (1,)) for name in names])
-
-
 def test_an_error_of_the_source_of_bytes_is_raised(tmp_path: Path) -> None:
     def broken() -> Iterator[list[memoryview]]:
         yield [memoryview(bytes(100))]

@@ -214,31 +214,6 @@ def test_every_option_is_documented() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_planned(ask: Ask) -> None:
-    """Two linear layers of 16 x 64 elements and their biases, bf16 with fp32 masters: 2 bytes whole, 14 in 8 parts."""
-    status, out, err = ask("--input-spec", "bfloat16[B,16]", "--json", "-", "--nodes", "2", "--device-memory", "1MB")
-    plan = Plan.model_validate_json(out)
-    assert status == 0 and err == "a module that says something\n"
-    parameters = 2 * 16 * 64 + 64 + 16
-    assert (plan.parameters, plan.stage, plan.world_size, plan.micro_batch, plan.fits) == (parameters, 2, 8, 2, True)
-    assert plan.states["compute_parameters"] >= 2 * parameters
-    assert plan.states["optimizer_states"] >= 8 * parameters / 8
-    assert plan.step_peak.items["activations"] > 0 and plan.flops is not None and plan.flops > 0
-    status, out, _ = ask("--batch", "plan_models:make_batch", "--loss", "plan_models:loss", "--device-memory", "1KB")
-    assert status == 1 and "It does not fit" in out
-
-
-@pytest.mark.slow
-def test_settings_are_compared(ask: Ask) -> None:
-    status, out, _ = ask("--compare", "--device-memory", "1MB", "--json", "-")
-    comparison = Comparison.model_validate_json(out)
-    assert status == 0 and comparison.chosen is not None
-    assert [name for name, _ in comparison.rows if "," not in name] == [f"stage {stage}" for stage in range(4)]
-    status, out, _ = ask("--compare", "--device-memory", "1KB", "--nodes", "1")
-    assert status == 1 and "stage 3, optimizer and parameters on the host" in out and "  host  " in out
-
-
-@pytest.mark.slow
 def test_an_interrupt_while_the_model_is_made(tmp_path: Path) -> None:
     (tmp_path / "slow_models.py").write_text(
         "import time\nfrom pathlib import Path\ndef build():\n    Path('started').touch()\n    time.sleep(60)\n"
