@@ -28,7 +28,7 @@ print("status", status, *(name for name in ("torch", "numpy", "pydantic", "hjson
 
 @pytest.mark.parametrize(
     ("arguments", "imported"),
-    [("--help", ""), ("-h", ""), ("--version", ""), ("plan --help", " pydantic"), ("--nproc 1 train.py", " psutil")],
+    [("-h", ""), ("--version", ""), ("plan --help", " pydantic"), ("--nproc 1 train.py", " psutil")],
 )
 def test_the_command_imports_nothing_heavy(tmp_path: Path, arguments: str, imported: str) -> None:
     """Torch least of all: where a job is started only the agent, a process of its own, needs it."""

@@ -95,7 +95,7 @@ def _first(one: Problem, n: int) -> Problem:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_million_elements_of_every_rule(name: str, kernels: CpuKernels) -> None:
     one = problem(name, (LONG,), dtypes=MIXED)
     expected = one.run(reference)

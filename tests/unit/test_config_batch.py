@@ -27,7 +27,7 @@ def solutions(given: tuple[int | None, ...], world_size: int) -> list[tuple[int,
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 6])
 def test_small_numbers_exhaustively(world_size: int) -> None:
     outcomes = {"solved": 0, "raised": 0, "left to the loader": 0}
     for given in itertools.product(TRAINS, SMALL, SMALL):

@@ -252,7 +252,7 @@ def add_parameter(one, group, parameter):
 
 
 @pytest.mark.fast("*-0")
-@pytest.mark.parametrize("first", range(0, 200, 40))
+@pytest.mark.parametrize("first", range(0, 120, 40))
 @pytest.mark.parametrize("check", [check_plan, check_departure, check_outside])
 def test_random_orders_are_served_on_demand_and_by_plan_and_survive_departures_and_users(check, first):
     for seed in range(first, first + 40):
@@ -448,7 +448,7 @@ def check_steps(seed):
     one.step(first[: len(first) // 2] + second)
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.parametrize("first", range(0, 50, 25))
 @pytest.mark.parametrize("check", [check_reads, check_steps])
 def test_reads_from_disk_fit_the_gathers_and_the_limit_and_can_be_carried_out(check, first):
     for seed in range(first, first + 25):
