@@ -10,7 +10,7 @@ from ctypes import POINTER, c_int32, c_void_p
 import torch
 
 from zerolite.ops.call import UpdateCall
-from zerolite.ops.interface import Norm, Threads, Update, check_abi, norm_arguments, update_arguments
+from zerolite.ops.interface import Norm, Threads, Update, check_abi
 from zerolite.utils.c_functions import declare
 
 NORM_CHUNK = 16384
@@ -43,9 +43,7 @@ class CpuKernels:
         self._isa = isa
 
     def update(self, call: UpdateCall) -> None:
-        arguments = update_arguments(call)
-        arguments.isa, arguments.threads = self._isa, _threads()
-        _check(self._update(arguments), "update")
+        _check(self._update(Update(call, self._isa, _threads())), "update")
 
     def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
         """Add the sum of squares of each segment to its owner's sum, in double.
@@ -55,12 +53,9 @@ class CpuKernels:
             values: flat tensors of one dtype.
             table: int64 [segments, 4], rows (tensor, start, elements, owner).
         """
-        arguments = norm_arguments(sums, values, table)
-        arguments.isa, arguments.threads = self._isa, _threads()
+        arguments = Norm(sums, values, table, self._isa, _threads())
         chunks = (table[:, 2].clamp(0, max(value.numel() for value in values)) + (NORM_CHUNK - 1)) // NORM_CHUNK
-        arguments.partials = int(chunks.sum())
-        partial = torch.empty(arguments.partials, dtype=torch.float64)
-        arguments.partial = partial.data_ptr()
+        arguments.allocate_partials(int(chunks.sum()), sums.device)
         _check(self._norm(arguments), "norm")
 
 

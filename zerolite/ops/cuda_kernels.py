@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zerolite.ops.call import UpdateCall
-from zerolite.ops.interface import Norm, Update, check_abi, norm_arguments, update_arguments
+from zerolite.ops.interface import Norm, Update, check_abi
 from zerolite.utils.c_functions import declare
 
 
@@ -53,7 +53,7 @@ class CudaKernels:
         self._error_string = declare(library.zl_cuda_error_string, c_char_p, c_int32)
 
     def update(self, call: UpdateCall) -> None:
-        self._launch(self._update, update_arguments(call), call.params[0].device)
+        self._launch(self._update, Update(call), call.params[0].device)
 
     def squares(self, sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> None:
         """Add the sum of squares of each segment to its owner's sum, in double; arguments are those of the CPU kernels.
@@ -61,10 +61,8 @@ class CudaKernels:
         Equal segments have equal sums, bit for bit, wherever they are, and an owner's sums are added in the order of
         the table. The bits differ from the CPU's, which adds within a segment in another order.
         """
-        arguments = norm_arguments(sums, values, table)
-        arguments.partials = self._partials(ctypes.byref(arguments))
-        partial = torch.empty(arguments.partials, dtype=torch.float64, device=sums.device)
-        arguments.partial = partial.data_ptr()
+        arguments = Norm(sums, values, table)
+        arguments.allocate_partials(self._partials(ctypes.byref(arguments)), sums.device)
         self._launch(self._norm, arguments, sums.device)
 
     def _launch(self, entry: _Entry, arguments: Structure, device: torch.device) -> None:

@@ -20,6 +20,8 @@ class Threads(Structure):
 
 
 class Update(Structure):
+    """Arguments of an update. They keep their arrays of addresses alive; the caller keeps the tensors."""
+
     _fields_ = [
         ("rule", c_int32),
         ("param_dtype", c_int32),
@@ -42,8 +44,38 @@ class Update(Structure):
         ("threads", Threads),
     ]
 
+    def __init__(self, call: UpdateCall, isa: int = 0, threads: Threads | None = None) -> None:
+        """isa, threads: of the CPU kernels."""
+        states = [_addresses(tensors) for tensors in call.states]
+        params, grads, outs = _addresses(call.params), _addresses(call.grads), _addresses(call.outs)
+        numels = _numels(call.params)
+        super().__init__(
+            rule=call.rule,
+            param_dtype=DTYPES[call.params[0].dtype],
+            grad_dtype=DTYPES[call.grads[0].dtype],
+            state_dtype=DTYPES[call.states[0][0].dtype if call.states else torch.float32],
+            out_dtype=DTYPES[call.outs[0].dtype] if call.outs else 0,
+            isa=isa,
+            tensors=len(call.params),
+            segments=call.table.shape[0],
+            numels=ctypes.addressof(numels),
+            params=ctypes.addressof(params),
+            grads=ctypes.addressof(grads),
+            states=(c_void_p * 2)(*map(ctypes.addressof, states)),
+            outs=ctypes.addressof(outs) if call.outs else None,
+            table=call.table.data_ptr(),
+            rows=call.rows.data_ptr(),
+            row_count=call.rows.shape[0],
+            factor=None if call.factor is None else call.factor.data_ptr(),
+            skip=None if call.skip is None else call.skip.data_ptr(),
+            threads=threads or Threads(),
+        )
+        self._arrays = (*states, params, grads, outs, numels)
+
 
 class Norm(Structure):
+    """Arguments of a sum of squares. They keep their arrays of addresses alive; the caller keeps the tensors."""
+
     _fields_ = [
         ("dtype", c_int32),
         ("isa", c_int32),
@@ -59,6 +91,34 @@ class Norm(Structure):
         ("threads", Threads),
     ]
 
+    def __init__(
+        self,
+        sums: torch.Tensor,
+        values: Sequence[torch.Tensor],
+        table: torch.Tensor,
+        isa: int = 0,
+        threads: Threads | None = None,
+    ) -> None:
+        addresses, numels = _addresses(values), _numels(values)
+        super().__init__(
+            dtype=DTYPES[values[0].dtype],
+            isa=isa,
+            tensors=len(values),
+            segments=table.shape[0],
+            numels=ctypes.addressof(numels),
+            values=ctypes.addressof(addresses),
+            table=table.data_ptr(),
+            sums=sums.data_ptr(),
+            owners=sums.numel(),
+            threads=threads or Threads(),
+        )
+        self._arrays = (addresses, numels)
+
+    def allocate_partials(self, count: int, device: torch.device) -> None:
+        """Allocate the memory for the sums of the table's chunks, which the kernel adds in the end."""
+        self._partial = torch.empty(count, dtype=torch.float64, device=device)
+        self.partials, self.partial = count, self._partial.data_ptr()
+
 
 def check_abi(library: ctypes.CDLL, kind: str) -> None:
     """Raise RuntimeError if a library has another version of the interface."""
@@ -68,51 +128,6 @@ def check_abi(library: ctypes.CDLL, kind: str) -> None:
             f"the {kind} kernels have interface {version}, expected {ABI}; rebuild them: delete the cache "
             "directory that `zerolite report` names"
         )
-
-
-def update_arguments(call: UpdateCall) -> Update:
-    """Return the C structure of a call. It keeps its arrays of addresses; the call must keep the tensors."""
-    states = [_addresses(tensors) for tensors in call.states]
-    params, grads, outs = _addresses(call.params), _addresses(call.grads), _addresses(call.outs)
-    numels = _numels(call.params)
-    arguments = Update(
-        rule=call.rule,
-        param_dtype=DTYPES[call.params[0].dtype],
-        grad_dtype=DTYPES[call.grads[0].dtype],
-        state_dtype=DTYPES[call.states[0][0].dtype if call.states else torch.float32],
-        out_dtype=DTYPES[call.outs[0].dtype] if call.outs else 0,
-        tensors=len(call.params),
-        segments=call.table.shape[0],
-        numels=ctypes.addressof(numels),
-        params=ctypes.addressof(params),
-        grads=ctypes.addressof(grads),
-        states=(c_void_p * 2)(*map(ctypes.addressof, states)),
-        outs=ctypes.addressof(outs) if call.outs else None,
-        table=call.table.data_ptr(),
-        rows=call.rows.data_ptr(),
-        row_count=call.rows.shape[0],
-        factor=None if call.factor is None else call.factor.data_ptr(),
-        skip=None if call.skip is None else call.skip.data_ptr(),
-    )
-    arguments.kept = (*states, params, grads, outs, numels)
-    return arguments
-
-
-def norm_arguments(sums: torch.Tensor, values: Sequence[torch.Tensor], table: torch.Tensor) -> Norm:
-    """Return the C structure of a sum of squares. The caller sets ``partial``."""
-    addresses, numels = _addresses(values), _numels(values)
-    arguments = Norm(
-        dtype=DTYPES[values[0].dtype],
-        tensors=len(values),
-        segments=table.shape[0],
-        numels=ctypes.addressof(numels),
-        values=ctypes.addressof(addresses),
-        table=table.data_ptr(),
-        sums=sums.data_ptr(),
-        owners=sums.numel(),
-    )
-    arguments.kept = (addresses, numels)
-    return arguments
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_int64]:
