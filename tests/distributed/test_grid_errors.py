@@ -128,7 +128,7 @@ def test_iterators() -> None:
             raise _Deliberate("no file")
         yield from micro_batches(1, count - 1, rank)
 
-    short = f"expected every rank to have a whole step's micro-batches, got none any more on rank {end}"
+    short = f"expected micro-batches for a whole step on every rank, got none any more on rank {end}"
     says(micro_batches(0, count - int(last), rank), short)
     says(micro_batches(0, count - int(last), rank), short, call=engine.eval_batch)
     ended = "StopIteration: engine.train_batch: the iterator"
