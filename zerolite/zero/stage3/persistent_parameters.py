@@ -1,4 +1,4 @@
-"""Parameters that stay whole for a while: users write into them, and updates give them new values where they are."""
+"""Parameters that stay available over a step, such as persistent ones: writes of users and new values of updates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
 
 class _Row(NamedTuple):
-    """Shards that lie side by side in memory.
+    """Shards that are adjacent in memory, which one all-gather sends as one tensor.
 
     Attributes:
-        shard: all of them as one tensor.
-        parts: their lengths.
-        fulls: memory of their whole values; of a row with one shard the parameter's ``full`` itself.
+        shard: all of them as one flat tensor.
+        parts: the number of elements of each.
+        fulls: for each the full values [world size, elements]; in a row of one shard the parameter's flat ``full``.
     """
 
     shard: torch.Tensor
@@ -30,8 +30,11 @@ class _Row(NamedTuple):
 
 
 class AvailableParameters:
-    """Parameters of one context that are whole. A step's work on them is planned once for the memory that shards and
-    whole values have now, and again when a parameter has got other memory."""
+    """Available parameters of one context.
+
+    The work on them is planned once, for the memory that shards and full values have now. It is planned again when a
+    parameter has got another tensor for its full values.
+    """
 
     def __init__(self, context: CommContext, members: Sequence[PartitionedParameter]) -> None:
         self._context = context
@@ -39,14 +42,15 @@ class AvailableParameters:
         self._plan()
 
     def _plan(self) -> None:
+        """Collect the tensors of all members, and join adjacent shards to rows."""
         self._allocations = self._context.allocations
         self._parameters = [member.parameter for member in self._members]
         self._views = [member.view for member in self._members]
-        apart = [member for member in self._members if member.storage is not None]
-        self._parts = [member.local_part() for member in apart]
-        self._shards = [member.shard[: len(part)] for member, part in zip(apart, self._parts, strict=True)]
-        self._offloaded = [member for member in apart if member.placement.location != DEVICE]
-        on_device = [member for member in apart if member.placement.location == DEVICE]
+        sharded = [member for member in self._members if member.storage is not None]
+        self._parts = [member.local_part() for member in sharded]
+        self._shards = [member.shard[: len(part)] for member, part in zip(sharded, self._parts, strict=True)]
+        self._offloaded = [member for member in sharded if member.placement.location != DEVICE]
+        on_device = [member for member in sharded if member.placement.location == DEVICE]
         self._count, self._key = len(on_device), on_device[0].index + 1 if on_device else 0
         self._rows = [self._row(members) for members in _neighbours(on_device)]
 
@@ -59,13 +63,13 @@ class AvailableParameters:
         return _Row(shard, parts, [m.full.view(world, part) for m, part in zip(members, parts, strict=True)])
 
     def copy_writes_to_shards(self) -> None:
-        """Copy the user's writes into whole values, which are alike on all ranks, into the shards."""
+        """Copy the user's writes into full values, the same on all ranks, into the shards."""
         if self._allocations != self._context.allocations:
             self._plan()
         found, expected = addresses(self._parameters), addresses(self._views)
-        if found != expected:  # p.data = values has put other memory there
-            for member, at, own in zip(self._members, found, expected, strict=True):
-                if at != own:
+        if found != expected:  # a user has set p.data = values
+            for member, data, view in zip(self._members, found, expected, strict=True):
+                if data != view:
                     copy_assigned_data(member.name, member.parameter, member.view)
         reader = self._context.reader
         if self._shards and reader is None:
@@ -74,8 +78,8 @@ class AvailableParameters:
             reader.write_back(self._shards, self._parts)
 
     def refresh(self) -> None:
-        """Gather the values of an update into the memory that the parameters have, in one launch. Shards that lie side
-        by side travel as one tensor. Called on all ranks, in the same order."""
+        """Gather the values of an update into the memory that the parameters have, in one launch for those on the
+        device and one for offloaded ones. Called on all ranks, in the same order."""
         if self._allocations != self._context.allocations:
             self._plan()
         if self._offloaded:
@@ -90,7 +94,7 @@ class AvailableParameters:
                 self._gather_rows(self._context.comm)
 
     def _gather_rows(self, comm: Communicator) -> None:
-        """Gather each row as one tensor and copy it into the whole values of its members; a row of one directly."""
+        """Gather each row as one tensor and copy it into the full values of its members; a row of one directly."""
         gathered_rows = []
         for shard, _, fulls in self._rows:
             full = fulls[0]
@@ -104,18 +108,19 @@ class AvailableParameters:
 
 
 def refresh(members: Sequence[PartitionedParameter]) -> None:
-    """Gather new values into parameters that are available. Called on all ranks, in the same order."""
+    """Gather new values into available parameters. Called on all ranks, in the same order."""
     for context, of_context in by_context(members):
         AvailableParameters(context, of_context).refresh()
 
 
 def _neighbours(members: Sequence[PartitionedParameter]) -> list[list[PartitionedParameter]]:
-    """Return ``members`` in runs whose shards lie side by side. Runs are in the order of ``members``, which is the same
-    on all ranks; addresses are not."""
+    """Return ``members`` in runs whose shards are adjacent in memory.
+
+    Runs are in the order of ``members`` and not of addresses, because only the former is the same on all ranks.
+    """
     runs: list[list[PartitionedParameter]] = []
-    latest: dict[
-        tuple[int, torch.dtype], tuple[list[PartitionedParameter], int]
-    ] = {}  # by memory: its last run, and where that ends
+    # By storage and dtype: the last run there, and the element at which it ends.
+    latest: dict[tuple[int, torch.dtype], tuple[list[PartitionedParameter], int]] = {}
     for member in members:
         shard = member.shard
         memory, start = (shard.untyped_storage()._cdata, shard.dtype), int(shard.storage_offset())

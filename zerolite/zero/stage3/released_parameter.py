@@ -1,6 +1,6 @@
-"""Class of a partitioned parameter while it is released, and of one whose updated values are on their way.
+"""Classes of a released parameter (stage 3) and of a parameter whose updated values are in flight (stages 1 and 2).
 
-Both tell by function of torch if it needs values: ``p.shape`` and ``p.grad`` do not, ``p.norm()`` does.
+Both decide for each function of torch if it needs values: ``p.shape`` and ``p.grad`` do not, ``p.norm()`` does.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Tensor = torch.Tensor
 class ReleasedParameter(torch.nn.Parameter):
     """Class of a released parameter; the object stays the same.
 
-    It has dtype, device and layout, and tells the shape of the whole. Its memory is that of an empty tensor: torch
-    would read nothing and lose what is written, without an error. So an operation that needs values gathers them (see
-    gathered_operations.py), or is refused where that cannot be done.
+    It has the dtype, device, layout and full shape of the parameter, but the memory of an empty tensor. torch would
+    read nothing there and lose writes, without an error. So an operation that needs values gathers them (see
+    gathered_operations.py), or raises RuntimeError where that is impossible.
     """
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        return vars(self)["_zero_handle"].__reduce__()  # says what to do instead
+        return vars(self)["_zero_handle"].__reduce__()  # raises an error that says what to do instead
 
     def as_subclass(self, cls: type) -> Any:
-        """Refuse, as reading does: torch's method asks no ``__torch_function__``."""
+        """Raise RuntimeError through ``__torch_function__``, which torch's method does not call by itself."""
         return handle_torch_function(Tensor.as_subclass, (self,), self, cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the memory, as torch's method does, which asks no ``__torch_function__`` by itself."""
+        """Raise RuntimeError through ``__torch_function__``, which torch's method does not call by itself."""
         return handle_torch_function(Tensor.set_, (self,), self, *args, **kwargs)
 
     @classmethod
@@ -58,9 +58,9 @@ class ReleasedParameter(torch.nn.Parameter):
                 return function(*args, **kwargs)
             if function in _CASTS and "memory_format" not in kwargs:
                 result = function(*args, **kwargs)
-                if result is args[0] or isinstance(result, str):  # type() is a question
+                if result is args[0] or isinstance(result, str):  # a cast to its own dtype; p.type() returns a name
                     return result
-            if function == _SET_DATA and args[0] is args[1]:  # a cast of the module that has changed nothing
+            if function == _SET_DATA and args[0] is args[1]:  # p.data = p, by a cast of the module to its own dtype
                 return None
         released = find_tensors((args, kwargs), ReleasedParameter)
         if not released:
@@ -69,13 +69,13 @@ class ReleasedParameter(torch.nn.Parameter):
             raise no_values_error(
                 _name(released[0]), "and torch.nn.Parameter(p) would be a second parameter in its memory"
             )
-        from zerolite.zero.stage3.gathered_operations import run_gathered  # which works on parameters of this class
+        from zerolite.zero.stage3.gathered_operations import run_gathered  # here, because it imports this module
 
         return run_gathered(function, args, kwargs)
 
 
 def no_values_error(name: str, why: str) -> RuntimeError:
-    """The refusal of an operation that needs the values of a released parameter."""
+    """Return the error of an operation that needs the values of a released parameter."""
     return RuntimeError(
         f"parameter '{name}' is partitioned over ranks and its values are not here, {why}; read it inside "
         "zerolite.zero.GatheredParameters(parameters), change it inside GatheredParameters(parameters, "
@@ -85,13 +85,16 @@ def no_values_error(name: str, why: str) -> RuntimeError:
 
 
 class InFlightParameter(torch.nn.Parameter):
-    """Class of a whole parameter whose updated values are being gathered (stages 1 and 2). An operation that needs them
-    waits, and finds an ordinary parameter. Each parameter gatherer has a subclass that waits for its own parameters."""
+    """Class of a parameter whose updated values are being gathered (stages 1 and 2).
+
+    An operation that needs the values waits for them, and gives the parameter its ordinary class back. Each parameter
+    gatherer has a subclass whose ``wait_for`` waits for its own parameters.
+    """
 
     wait_for: Callable[[Sequence[torch.Tensor]], None]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an ordinary parameter: ``type(p)(values)`` makes one that is never gathered."""
+        """Return an ordinary parameter, because ``type(p)(values)`` makes one that no gatherer knows."""
         return torch.nn.Parameter(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -103,12 +106,12 @@ class InFlightParameter(torch.nn.Parameter):
         return self.__reduce_ex__(protocol)
 
     def as_subclass(self, cls: type) -> Any:
-        """Return the values in another class, once they are there: torch's method asks no ``__torch_function__``."""
+        """Return the values in another class after a wait: torch's method does not call ``__torch_function__``."""
         self.wait_for([self])
         return self.as_subclass(cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the memory, as torch's method does, which asks no ``__torch_function__`` by itself."""
+        """Replace the memory after a wait: torch's method does not call ``__torch_function__`` by itself."""
         return handle_torch_function(Tensor.set_, (self,), self, *args, **kwargs)
 
     @classmethod
@@ -140,22 +143,16 @@ _SET_GRAD = getattr(Tensor, "grad").__set__  # noqa: B009
 NUMEL_FUNCTIONS = frozenset([Tensor.numel, Tensor.nelement])
 SHAPE_FUNCTIONS = frozenset(
     [
-        *(
-            *_getters("shape", "ndim", "nbytes"),
-            *NUMEL_FUNCTIONS,
-            Tensor.size,
-            Tensor.dim,
-            Tensor.ndimension,
-            Tensor.stride,
-        ),
+        *(*_getters("shape", "ndim", "nbytes"), *NUMEL_FUNCTIONS),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride),
         *(Tensor.is_contiguous, Tensor.__len__, torch.numel, Tensor.is_same_size, Tensor.dim_order),
     ]
 )
-# They make a tensor in the shape of their first argument, here that of the whole parameter.
+# Functions that create a tensor in the shape of their first argument, here the full shape.
 LIKE_FUNCTIONS = frozenset(
     getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split()
 )
-# They tell nothing of the values; autograd and optimizers ask them of any parameter.
+# Functions that read no values; autograd and optimizers call them on any parameter.
 METADATA_FUNCTIONS = frozenset(
     [
         *_getters("shape", "dtype", "device", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad"),
@@ -185,7 +182,7 @@ METADATA_FUNCTIONS = frozenset(
         torch.autograd.backward,
     ]
 )
-# The same where other arguments, or what runs inside, may be parameters that have to be waited for.
+# The same without functions whose further arguments, or whose backward, may be parameters in flight.
 NEEDS_NO_VALUES = (METADATA_FUNCTIONS | NUMEL_FUNCTIONS) - {
     *(Tensor.new_full, Tensor.new_tensor, torch.autograd.grad, torch.autograd.backward)
 }
@@ -201,7 +198,7 @@ def _name(parameter: object) -> str:
 
 
 def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
-    """Set ``parameter.grad``, in the shape of the whole parameter, whether its values are here or not."""
+    """Set ``parameter.grad`` to a gradient of the full shape, for a released parameter too."""
     handle = vars(parameter).get("_zero_handle")
     if handle is None and type(parameter) is torch.nn.Parameter:
         parameter.grad = gradient
@@ -210,7 +207,8 @@ def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
         if gradient is None or handle is None or parameter.shape == handle.view.shape:
             parameter.grad = gradient
             return
-        empty, parameter.data = parameter.data, handle.view  # torch compares shapes
+        # torch compares the shapes of gradient and parameter, so show the full shape for a moment.
+        empty, parameter.data = parameter.data, handle.view
         try:
             parameter.grad = gradient
         finally:
@@ -218,8 +216,8 @@ def set_grad(parameter: Any, gradient: torch.Tensor | None) -> None:
 
 
 def set_released_class(parameter: torch.Tensor) -> None:
-    """Give ``parameter``, which is released, the class that gathers for operations. A parameter of a user's class with
-    a ``__torch_function__`` of its own keeps it."""
+    """Give a released parameter the class that gathers for operations. A parameter of a user's class keeps its class if
+    that has its own ``__torch_function__``."""
     own = type(parameter)
     if own is torch.nn.Parameter:
         parameter.__class__ = ReleasedParameter
@@ -239,9 +237,9 @@ def restore_class(parameter: torch.Tensor) -> None:
 
 @functools.cache
 def _released_subclass(own: type) -> type:
-    """The class of released parameters of a class of the user's."""
+    """Return the class of released parameters for ``own``, a class of the user."""
     return type(f"Released{own.__name__}", (ReleasedParameter, own), {})
 
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
-"""Context for the engine's own work: torch takes a released parameter for the tensor without elements that it is."""
+"""Context for the engine's own work, in which torch treats a released parameter as a tensor without elements."""
