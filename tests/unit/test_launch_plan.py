@@ -24,7 +24,7 @@ class Passes:
             self.ends += 1
             launched.append(list(self.plan.on_group_end(group)))
         if not self.plan.is_learned:
-            self.plan.learn(list(self.plan.arrivals))
+            self.plan.learn(list(self.plan.last_gradients))
         return launched
 
 

@@ -283,7 +283,7 @@ class GradReducer:
         # A rank without late gradients takes part all the same: it cannot know if another rank had some.
         found = [int(bucket.state is BucketState.LATE) for bucket in self._buckets]
         if self._plan is not None:
-            found += self._plan.arrivals
+            found += self._plan.last_gradients
         elif self.order.learning and (self._comm.rank == 0 or self._comm.peers_agree):
             found += self.order.completion()
         else:

@@ -1,16 +1,15 @@
-"""Launch points of stage 3's gradient reductions: ends of groups' backwards, equal on all ranks.
+"""Launch points of stage 3's gradient reductions: the ends of groups' backwards. Standard library only.
 
-Pure: standard library only.
+A rank must not launch a bucket as soon as *its own gradients* are there. Where ranks use different parameters, they
+would launch it between different gathers. Then rank 0 could wait for a reduction that rank 1 launches only after a
+gather, and rank 1 for that gather. So buckets are launched at the ends of groups' backwards, which come in the same
+order on all ranks.
 
-A bucket must not be launched as soon as *its own gradients* are there. Where ranks use different parameters, they would
-launch it between different gathers. Then rank 0 could wait for a reduction that rank 1 launches only after a gather,
-and rank 1 for that gather. So buckets are launched at the ends of groups' backwards, which all ranks see alike.
-
-- As long as nothing is known, that is the first end of each group that the bucket belongs to.
-- A gradient that comes later (of a module used several times) is reduced once more at the end of the backward. The
-  ranks agree on what is late with one small collective.
-- A backward that follows a plan of the schedule teaches which end is late enough. It is never before the last end of
-  the bucket's own groups, because another step may use more of their parameters. From then on nothing is late.
+- At first a bucket is launched when all of its groups have ended once.
+- A gradient that comes later (of a module that is used several times) is reduced again at the end of the backward. The
+  ranks agree on the late buckets with one small collective.
+- A backward that follows a plan of the fetch schedule teaches which end is late enough. This is never before the last
+  end of the bucket's own groups, because another step may use more of their parameters. From then on nothing is late.
 """
 
 from __future__ import annotations
@@ -24,9 +23,13 @@ class LaunchPlan:
     """Order in which buckets are reduced.
 
     Args:
-        groups: for each bucket the parameter groups that it belongs to.
-        progress: tells the number of the schedule's plan that the events follow, 0 if none, and whether they have
-            reached its end; the same on all ranks.
+        groups: for each bucket the parameter groups of its parameters.
+        progress: returns the serial number of the fetch plan in use, 0 if there is none, and True if its end is
+            reached; the same on all ranks.
+
+    Attributes:
+        last_gradients: for each bucket the number of group ends before its last gradient in this backward; -1 without
+            a gradient.
     """
 
     def __init__(
@@ -35,69 +38,73 @@ class LaunchPlan:
         progress: Callable[[], tuple[int, bool]],
     ) -> None:
         self._progress = progress
-        self._done = False  # whether the last end was the plan's last event
-        # The plan that the events of this backward follow; asked while they come, because it ends before the backward.
-        self._number = 0
+        self._plan_done = False  # the last group end was the plan's last event
+        # The fetch plan of this backward. It is read at each event, because the plan ends before the backward does.
+        self._plan_serial = 0
         self._groups = groups
-        self._buckets: dict[int, list[int]] = {}  # that wait for a group, where nothing is learned
+        self._buckets_of_group: dict[int, list[int]] = {}  # used where nothing is learned
         for bucket, of_bucket in enumerate(groups):
             for group in of_bucket:
-                self._buckets.setdefault(group, []).append(bucket)
-        self._all_missing = [len(of_bucket) for of_bucket in groups]
-        self._missing: list[int] = []  # groups that each bucket waits for in this backward
-        self._learned: dict[int, dict[End, list[int]]] = {}  # by plan number
+                self._buckets_of_group.setdefault(group, []).append(bucket)
+        self._group_counts = [len(of_bucket) for of_bucket in groups]
+        self._missing_groups: list[int] = []  # number of groups that each bucket waits for in this backward
+        self._learned: dict[int, dict[End, list[int]]] = {}  # by serial number of the fetch plan
         self._launches: dict[End, list[int]] | None = None  # None: nothing is learned
-        self._ends: list[End] = []  # of this backward
-        self._counts: dict[int, int] = {}
-        self.arrivals = [-1] * len(groups)  # ends before each bucket's last gradient in this backward; -1: no gradient
+        self._group_ends: list[End] = []  # of this backward
+        self._end_counts: dict[int, int] = {}
+        self.last_gradients = [-1] * len(groups)
 
     def begin_backward(self) -> None:
         """Begin a backward, before its first gradient."""
-        self._number, self._done = self._progress()[0], False
-        self._launches = self._learned.get(self._number)
-        self._missing = list(self._all_missing)
-        self._ends, self._counts = [], {}
-        self.arrivals = [-1] * len(self.arrivals)
+        self._plan_serial, self._plan_done = self._progress()[0], False
+        self._launches = self._learned.get(self._plan_serial)
+        self._missing_groups = list(self._group_counts)
+        self._group_ends, self._end_counts = [], {}
+        self.last_gradients = [-1] * len(self.last_gradients)
 
     @property
     def is_learned(self) -> bool:
         """True if this backward follows a plan whose launches are known, so that no gradient can be late."""
-        return self._launches is not None and self._launches is self._learned.get(self._number)
+        return self._launches is not None and self._launches is self._learned.get(self._plan_serial)
 
     def on_gradient(self, bucket: int) -> None:
-        """A gradient of ``bucket`` has come."""
-        self.arrivals[bucket] = len(self._ends)
+        """Note a gradient of ``bucket``."""
+        self.last_gradients[bucket] = len(self._group_ends)
 
     def on_group_end(self, group: int) -> Sequence[int]:
-        """A group's backward has ended: the buckets to launch now. Called on all ranks, in the same order."""
-        count = self._counts.get(group, 0) + 1
-        self._counts[group] = count
-        self._ends.append((group, count))
-        self._number, self._done = self._progress()
+        """Note the end of a group's backward. Return the buckets to launch now. Called on all ranks, in the same
+        order."""
+        count = self._end_counts.get(group, 0) + 1
+        self._end_counts[group] = count
+        self._group_ends.append((group, count))
+        self._plan_serial, self._plan_done = self._progress()
         if self._launches is not None:
             return self._launches.get((group, count), ())
-        return self._complete_with(group) if count == 1 else ()
+        return self._buckets_completed_by(group) if count == 1 else ()
 
-    def _complete_with(self, group: int) -> list[int]:
-        """Return the buckets that waited for this group alone."""
-        waiting = self._buckets.get(group, ())
+    def _buckets_completed_by(self, group: int) -> list[int]:
+        """Return the buckets that have waited only for this group."""
+        waiting = self._buckets_of_group.get(group, ())
         for bucket in waiting:
-            self._missing[bucket] -= 1
-        return [bucket for bucket in waiting if not self._missing[bucket]]
+            self._missing_groups[bucket] -= 1
+        return [bucket for bucket in waiting if not self._missing_groups[bucket]]
 
-    def learn(self, arrivals: Sequence[int]) -> None:
-        """Record the largest ``arrivals`` that any rank has seen in the backward that ends. One that stopped on its way
-        through a plan says nothing of it: the executions that are left may bring further gradients."""
-        if not self._number or not self._done:
-            return
+    def learn(self, last_gradients: Sequence[int]) -> None:
+        """Learn when to launch each bucket in backwards that follow the same fetch plan.
+
+        Args:
+            last_gradients: the maximum over ranks of :attr:`last_gradients` in the backward that ends.
+        """
+        if not self._plan_serial or not self._plan_done:
+            return  # further executions of the plan could bring later gradients
         launches: dict[End, list[int]] = {}
-        last_ends = {group: index for index, (group, _) in enumerate(self._ends)}
-        for bucket, arrival in enumerate(arrivals):
-            # Not before its groups, whatever has come: what is frozen now, or an expert that no rank has used, may get
-            # a gradient one day. A group that is not used may be, at the end of a backward that departs from the plan
-            # only there.
-            ends = [last_ends.get(group, len(self._ends)) for group in self._groups[bucket]]
-            last = max([arrival, *ends])
-            if 0 <= last < len(self._ends):
-                launches.setdefault(self._ends[last], []).append(bucket)
-        self._learned[self._number] = launches
+        last_ends = {group: index for index, (group, _) in enumerate(self._group_ends)}
+        for bucket, last_gradient in enumerate(last_gradients):
+            # Not before the last end of its groups, although its gradients came earlier: a frozen parameter, or an
+            # expert that no rank has used, may get a gradient in another step. A group that this plan does not use may
+            # be used at the end of a backward that departs from the plan there; then the bucket waits for the end.
+            ends = [last_ends.get(group, len(self._group_ends)) for group in self._groups[bucket]]
+            last = max([last_gradient, *ends])
+            if 0 <= last < len(self._group_ends):
+                launches.setdefault(self._group_ends[last], []).append(bucket)
+        self._learned[self._plan_serial] = launches

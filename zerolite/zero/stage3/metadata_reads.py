@@ -1,7 +1,7 @@
-"""Recognition of attribute reads that need no values of a parameter, from their source. Standard library only.
+"""Recognition of reads of a parameter that need its metadata alone, from their source. Standard library only.
 
-``if self.wo.weight.dtype != x.dtype`` reads a parameter and needs its metadata alone. At run time a use of the values
-could be seen too, but perhaps on some ranks only, and all ranks must gather the same. The source is the same on all.
+``if self.wo.weight.dtype != x.dtype`` reads a parameter and needs no values. At run time one could wait for a use of
+the values, but perhaps only some ranks use them, and all ranks must gather the same. The source is the same on all.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ METHODS = frozenset(
 )
 _FUNCTIONS = frozenset("hasattr id isinstance".split())
 
-_Position = tuple[int, int, int, int]  # first and last line, from 1; first and last column, in bytes
+# First and last line, from 1; first and last column, in bytes.
+_Position = tuple[int, int, int, int]
 
 
 def reads_metadata(frame: FrameType) -> bool:
-    """True if the attribute that ``frame`` is reading is used for its dtype, shape or the like alone, in the
-    same expression. False where that cannot be told: without the source, and in Python 3.10."""
+    """Return True if the expression uses nothing but the dtype, shape or other metadata of the attribute that ``frame``
+    is reading. Return False where that is unknown: without the source, and in Python 3.10."""
     return _reads_metadata(frame.f_code, frame.f_lasti)
 
 
@@ -37,7 +38,7 @@ def _reads_metadata(code: CodeType, instruction: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _metadata_reads(filename: str) -> frozenset[_Position]:
-    """Return the places of such reads in a file: ``a.b`` in ``a.b.dtype`` and in ``isinstance(a.b, c)``."""
+    """Return the positions of such reads in a file: ``a.b`` in ``a.b.dtype`` and in ``isinstance(a.b, c)``."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
@@ -51,7 +52,7 @@ def _metadata_reads(filename: str) -> frozenset[_Position]:
 
 
 def _read_in(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions of which ``node`` itself uses the metadata alone."""
+    """Return the operands of which ``node`` uses nothing but metadata."""
     if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
         return [node.value]
     if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
