@@ -1,6 +1,6 @@
-"""Plan of a stage 3 step: from its execution order to an answer for each event. Standard library only.
+"""Plan of a stage 3 step: computes an answer for each event of an execution order. Standard library only.
 
-The words are those of fetch_schedule.py.
+fetch_schedule.py defines group, execution and event.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ class FetchLimits:
     """Limits in elements.
 
     Attributes:
-        prefetch_numel: in flight ahead of their execution.
-        max_live_numel: live or in flight at a time.
-        max_reuse_distance: gathered between two executions of a parameter that is kept for the second.
-        read_numel: of this rank's shards, on their way from disk or in the host's memory for their gather.
+        prefetch_numel: most elements in flight ahead of their execution.
+        max_live_numel: most elements live or in flight at a time.
+        max_reuse_distance: a parameter stays gathered between two executions if at most so many are gathered between.
+        read_numel: most elements of this rank's shards that are read ahead from disk for their gather.
     """
 
     prefetch_numel: int
@@ -27,13 +27,13 @@ class FetchLimits:
 
 
 class Fetch(NamedTuple):
-    """The answer to an ENTER, parameter ids, to be carried out in this order."""
+    """Answer to an ENTER: parameter ids, and what to do with them in this order (`read` before `wait`)."""
 
-    release: tuple[int, ...]  # drop these first; one of them may still be in flight
+    release: tuple[int, ...]  # release these first; one of them may still be in flight
     launch: tuple[int, ...]  # gather these now, in one launch
-    prefetch: tuple[int, ...]  # then start these, in one launch: the sooner needed ones first
-    wait: tuple[int, ...]  # at last wait for these: launched now or in flight
-    read: tuple[int, ...] = ()  # before that, start to read these from disk, for gathers of later answers
+    prefetch: tuple[int, ...]  # then gather these ahead, in one launch, those that are needed sooner first
+    wait: tuple[int, ...]  # wait for these, which are launched now or in flight
+    read: tuple[int, ...] = ()  # start to read these from disk, for gathers of later answers
 
 
 _NONE: Mapping[int, int] = MappingProxyType({})
@@ -43,10 +43,15 @@ END = 1 << 62  # no group has this id, so it matches no event
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """An execution order with one answer per event. ENTER of group g is written g, LEAVE of it ~g.
+    """Execution order with one answer per event. ENTER of group g is written g, LEAVE of it ~g.
 
-    `events` is the order and an end mark; `fetches[i]` answers event i if it is an ENTER, `releases[i]` if it is a
-    LEAVE, and `final` is what the end of the step releases.
+    Attributes:
+        order: the events.
+        events: the events and an end mark.
+        fetches: the answer to each ENTER.
+        releases: the parameters that each LEAVE releases.
+        final: the parameters that the end of the step releases.
+        serial: serial number, from 1.
     """
 
     order: tuple[int, ...]
@@ -58,7 +63,7 @@ class FetchPlan:
 
 
 NO_PLAN = FetchPlan((), (END,), (), (), ())
-"""Followed where no plan is: no event agrees with it."""
+"""Plan in use where there is none: no event agrees with it."""
 
 
 class FetchState:
@@ -72,13 +77,13 @@ class FetchState:
         self.open: list[int] = []  # groups, outermost first
         self.needs = [0] * len(numels)  # open executions that need each parameter
         self.held: set[int] = set()
-        self.kept_until: dict[int, int] = {}  # of what no execution needs now: index of the ENTER that it is kept for
+        self.kept_until: dict[int, int] = {}  # for a parameter that no execution needs now: index of the next ENTER
 
     def size(self, parameters: Iterable[int]) -> int:
         return sum(self.numels[p] for p in parameters)
 
     def enter(self, group: int) -> Fetch:
-        """Begins an execution; the answer without prefetches."""
+        """Begin an execution. Return the answer without prefetches."""
         wait = tuple(p for p in self.groups[group] if p not in self.live)
         launch = tuple(p for p in wait if p not in self.in_flight)
         self.begin_execution(group)
@@ -93,7 +98,7 @@ class FetchState:
             self.needs[p] += 1
 
     def end_execution(self, group: int) -> tuple[int, ...]:
-        """Ends the latest open execution of `group`, if it has one; gives the parameters that none needs any more."""
+        """End the latest open execution of `group`, if it has one. Return its parameters that no execution needs."""
         if group not in self.open:
             return ()
         del self.open[len(self.open) - 1 - self.open[::-1].index(group)]
@@ -110,13 +115,13 @@ class FetchState:
         self.live.update(parameters)
 
     def add_live(self, parameter: int) -> None:
-        """The caller has gathered it, or has waited for it where it was in flight."""
+        """Note a parameter that the caller has gathered, or waited for if it was in flight."""
         if parameter not in self.live and parameter not in self.in_flight:
             self.mark_in_flight((parameter,))
         self.mark_live((parameter,))
 
     def release(self, parameters: Iterable[int]) -> tuple[int, ...]:
-        """Drops those that are there and not held, and gives them back."""
+        """Release those that are live or in flight and not held. Return them."""
         released = tuple(p for p in parameters if p not in self.held and (p in self.live or p in self.in_flight))
         self.live.difference_update(released)
         self.in_flight.difference_update(released)
@@ -124,7 +129,8 @@ class FetchState:
         return released
 
     def _make_room(self, size: int) -> tuple[int, ...]:
-        """Releases what no open execution needs, the farthest next use first, until `size` more elements fit."""
+        """Release parameters that no open execution needs, those with the farthest next use first, until `size` more
+        elements fit. Return them."""
         released: list[int] = []
         if self.total + size > self.max_live_numel:
             idle = [p for p in self.live | self.in_flight if not self.needs[p] and p not in self.held]
@@ -135,14 +141,14 @@ class FetchState:
         return tuple(released)
 
     def end_all(self) -> tuple[int, ...]:
-        """Ends all executions and releases everything that is not held."""
+        """End all executions. Release and return all parameters that are not held."""
         self.open.clear()
         self.needs = [0] * len(self.numels)
         return self.release(sorted(self.live | self.in_flight))
 
 
 class _Use(NamedTuple):
-    """One parameter of a group that is entered.
+    """Use of one parameter by an ENTER of its group.
 
     Attributes:
         last_leave: index of the LEAVE that ended the execution before; -1 if there is none. The index of this ENTER if
@@ -156,8 +162,12 @@ class _Use(NamedTuple):
 
 
 class _LookAhead:
-    """Facts that follow from an order alone: `uses[i]` for the parameters of ENTER i, and `next_use[leave,
-    parameter]` for those to keep."""
+    """Future uses of parameters in an order.
+
+    Attributes:
+        uses: for each ENTER the uses of its parameters.
+        next_use: (index of a LEAVE, parameter) -> index of the ENTER for which the parameter is kept gathered.
+    """
 
     def __init__(
         self, order: Sequence[int], groups: Sequence[Sequence[int]], numels: Sequence[int], max_reuse_distance: int
@@ -194,7 +204,7 @@ class _LookAhead:
 
 
 class _StepPlanner:
-    """Walks an order with a state and what follows from it."""
+    """Planner that goes through an order event by event with the state of the schedule."""
 
     def __init__(
         self,
@@ -225,9 +235,12 @@ class _StepPlanner:
         return tuple(released)
 
     def _prefetch(self, now: int, is_empty: bool) -> tuple[int, ...]:
-        """Starts the groups of the ENTERs after `now`, in order, up to the first that must wait, in one launch.
-        is_empty: the group that is entered has no parameters, so the first of the others is needed at once, and
-        does not count as ahead."""
+        """Return the parameters of the ENTERs after `now` to launch now, up to the first ENTER that must wait.
+
+        Args:
+            now: index of the ENTER that is answered.
+            is_empty: True if its group has no parameters. Then the next group is needed at once and is not ahead.
+        """
         state = self.state
         started: list[int] = []
         ahead = state.size(state.in_flight)
@@ -249,8 +262,8 @@ class _StepPlanner:
         return tuple(started)
 
     def _fits_read_buffers(self, parameters: Sequence[int], now: int) -> bool:
-        """True if the parameters among these that are on disk can have been read by now. Gathers in flight may have
-        half of the buffers: in the other half what comes after them is read."""
+        """Return True if the shards of these that are on disk can have been read before `now`. Gathers in flight may
+        use half of the buffers; later shards are read into the other half."""
         size = sum(self.on_disk.get(p, 0) for p in parameters)
         in_flight = sum(self.on_disk.get(p, 0) for p in self.state.in_flight) if size else 0
         return not size or (now > 0 and in_flight + size <= self.limits.read_numel // 2)
@@ -275,9 +288,15 @@ def plan_step(
     limits: FetchLimits,
     on_disk: Mapping[int, int] = _NONE,
 ) -> FetchPlan:
-    """Plans a step. `order` holds g for ENTER g and ~g for LEAVE g; `groups` lists each group's parameters without the
-    persistent ones, each once; `numels` is indexed by parameter id. `on_disk`: of the parameters whose shards have to
-    be read from disk for a gather, the elements of this rank's shard."""
+    """Plan a step.
+
+    Args:
+        order: its events, g for ENTER g and ~g for LEAVE g.
+        groups: parameter ids of each group, without persistent parameters, each once.
+        numels: elements of each parameter, by parameter id.
+        limits: limits of the plan.
+        on_disk: elements of this rank's shards that are on disk, by parameter id.
+    """
     planner = _StepPlanner(order, groups, numels, limits, on_disk)
     fetches, releases = [], []
     for index, event in enumerate(order):
@@ -295,8 +314,8 @@ def _plan_reads(
     limit: int,
     on_disk: Mapping[int, int],
 ) -> list[Fetch]:
-    """Adds to `fetches` when each gather's shards are read: in the order of the gathers, as early as at most `limit`
-    elements are in hand at a time. A shard is in hand from then until its gather has been waited for."""
+    """Return `fetches` with reads from disk. Shards are read in the order of their gathers, as early as the buffers of
+    `limit` elements allow. A shard needs its buffer until its gather has been waited for."""
     gathers = [
         (index, needed)
         for index, fetch in enumerate(fetches)

@@ -8,7 +8,7 @@ The first step of a kind ("train", "eval", ...) is served on demand and recorded
 same order, the order becomes a plan with one answer per event, computed in advance. Following a plan is then a
 comparison and a look-up. A step that departs from its plan continues on demand and is recorded anew.
 
-Sizes are in elements. Persistent parameters are always whole: they are not counted, and no answer contains them.
+Sizes are in elements. Persistent parameters are always gathered: they are not counted, and no answer contains them.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _HASHES = (1 << 20) - 3  # a prime below 2^20: hashes are exchanged as floating 
 
 
 class StepMode(Enum):
-    """How the events of a step are served. Between steps it tells of the last step."""
+    """Way in which the events of a step are answered. Between steps it is that of the last step."""
 
     ON_DEMAND = "on demand"
     RECORDED = "on demand, and the order may become a plan"
@@ -45,7 +45,8 @@ class FetchSchedule:
     Args:
         groups: parameter ids of each group, by group id; a parameter may belong to several groups.
         numels: elements of each parameter, by parameter id.
-        persistent: ids of the parameters that always stay whole.
+        persistent: ids of the persistent parameters.
+        limits: limits of the plans.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class FetchSchedule:
         state = self._state
         if self._kind is None or self._order or self._plan is not NO_PLAN:
             return
-        # Inside the user's gather context a forward may run on one rank alone, so its order is none for all ranks.
+        # Inside the user's gather context a forward may run on one rank alone, so its order cannot become a plan.
         if self.on_demand_only or self._paused or state.open or state.held:
             self._mode = StepMode.ON_DEMAND
         elif state.live or state.in_flight or self._kind not in self._plans:
@@ -194,8 +195,8 @@ class FetchSchedule:
         return state
 
     def hold(self, parameters: Sequence[int]) -> None:
-        """Keep parameters that are whole until :meth:`unhold`. The caller has gathered them or found them gathered, and
-        none is held yet. Departs from the plan."""
+        """Keep gathered parameters until :meth:`unhold`, and depart from the plan. The caller has gathered them or
+        found them gathered, and none of them is held yet."""
         if parameters:
             self._depart()
         for p in parameters:

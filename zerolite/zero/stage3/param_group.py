@@ -17,16 +17,18 @@ from zerolite.utils.module_hook import is_compiled
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
 
 LARGEST_SHARE = 4
-"""A block has at most one fourth of the model: two or three groups are whole at a time, and that must stay a part."""
+"""A block has at most a fourth of the model: two or three groups are gathered at a time, and must not be all of it."""
 
 
 class ParamGroup:
-    """Parameters of a module, or of a subtree, that are gathered as one. Graphs keep it, so it knows modules weakly.
+    """Parameters of a module, or of a subtree, that are gathered as one.
+
+    Autograd's graphs keep the group alive, so it references modules weakly.
 
     Attributes:
         index: number of the group in its model; 0 is the root's.
         name: qualified name of the module.
-        parameters: those that are released, each once.
+        parameters: its parameters without the persistent ones, each once.
         is_embedding: True if the module is an embedding and nothing else, whose backward needs no values of the weight.
         open_executions: executions under way that need the values. Counted in place: a method would cost host time.
         called_inside: the module of the subtree that is called directly; None if there is none.
@@ -51,7 +53,10 @@ class ParamGroup:
         parameters: Sequence[PartitionedParameter],
         inside: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """inside: modules of the subtree, which are gathered with ``module``."""
+        """
+        Args:
+            inside: modules of the subtree, which are gathered with ``module``.
+        """
         self.index = index
         self.name = name
         self.parameters = list(parameters)
@@ -87,7 +92,7 @@ class ParamGroup:
 
 
 def _is_embedding(module: torch.nn.Module, parameters: Sequence[PartitionedParameter]) -> bool:
-    """True for an embedding. Subclasses, methods put on the module and hooks may compute more with its weight."""
+    """Return True for an embedding. Subclasses, patched methods and hooks may compute more with its weight."""
     if type(module) is not torch.nn.Embedding or "forward" in vars(module):
         return False
     hooked = module._forward_hooks or module._forward_pre_hooks
@@ -109,8 +114,14 @@ LeafRule = Callable[[str, torch.nn.Module], bool]
 def leaf_rule(
     patterns: Sequence[str], classes: Sequence[str] = (), names: Sequence[str] = (), suffixes: Sequence[str] = ()
 ) -> LeafRule:
-    """Rule that tells from a module's name in the model and its class if it is gathered as one with all that is in
-    it."""
+    """Return a rule that tells from a module's qualified name and class if its whole subtree is one group.
+
+    Args:
+        patterns: shell patterns of names and classes.
+        classes: names of classes, with or without their module.
+        names: qualified names of modules.
+        suffixes: ends of qualified names.
+    """
 
     def is_leaf(name: str, module: torch.nn.Module) -> bool:
         cls = type(module)
@@ -127,22 +138,24 @@ def plan_param_groups(
 ) -> list[ParamGroup]:
     """Return the parameter groups of ``model``, the root first.
 
-    These are one group with all that is in them:
+    Each of these subtrees is one group with all modules in it:
 
-    - a subtree for which ``is_leaf`` says so, and a compiled one;
+    - a subtree that ``is_leaf`` chooses, and a compiled one;
     - a subtree with at most ``granularity`` elements that can be released;
-    - a repeated block: a child of a ModuleList or Sequential that has another one of its class. It must fit twice into
-      ``max_live`` elements (0: no blocks), because the next block is gathered while this one computes, and have at
-      most a fourth of the model. What is in a larger block is judged alike, as if it were a block. A module that holds
-      a list of repeated modules (experts) need fit only once: ranks may send their tokens to different ones, and must
-      gather the same all the same.
+    - a repeated block: a child of a ModuleList or Sequential that has another child of its class. It must fit twice
+      into ``max_live`` elements (0: no blocks), because the next block is gathered while this one computes, and have at
+      most a fourth of the model. The children of a larger block are treated as blocks. A module that holds a list of
+      repeated modules (experts) must fit only once: ranks may send their tokens to different experts, and still must
+      gather the same.
 
-    Subtrees of the first kind inside a block are groups of their own.
+    Subtrees of the first kind inside a block are separate groups.
     """
     return _GroupPlanner(model, is_leaf, granularity, max_live).groups
 
 
 class _GroupPlanner:
+    """Planner that walks through the modules of a model and collects its parameter groups."""
+
     def __init__(self, model: torch.nn.Module, is_leaf: LeafRule, granularity: int, max_live: int) -> None:
         self._is_leaf, self._granularity, self._max_live = is_leaf, granularity, max_live
         self._largest = _numel(model) // LARGEST_SHARE
@@ -182,7 +195,7 @@ class _GroupPlanner:
         return size <= min(self._largest, self._max_live if has_list else self._max_live // 2)
 
     def _add(self, name: str, module: torch.nn.Module, subtree: list[torch.nn.Module]) -> None:
-        """A group of the parameters of ``subtree``, whose root is ``module``; only the model's may have none."""
+        """Add a group of the parameters of ``subtree``, whose root is ``module``. Only the root group may be empty."""
         found: dict[int, PartitionedParameter] = {}
         for member in subtree:
             for parameter in (*member.parameters(recurse=False), *external_parameters(member)):
@@ -196,7 +209,7 @@ class _GroupPlanner:
 
 
 def _subtree(module: torch.nn.Module, without: set[int]) -> Iterator[torch.nn.Module]:
-    """``module`` and all modules in it, each once, but those in ``without`` (ids) and what is in them alone."""
+    """Return ``module`` and all modules in it, each once, without those that are reached only through ``without``."""
     found: dict[int, torch.nn.Module] = {}
 
     def walk(module: torch.nn.Module) -> None:
@@ -210,7 +223,7 @@ def _subtree(module: torch.nn.Module, without: set[int]) -> Iterator[torch.nn.Mo
 
 
 def _repeated(module: torch.nn.Module) -> set[type]:
-    """The classes of which a list has several children that own parameters."""
+    """Return the classes of which a list of modules has several children with parameters."""
     if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
         return set()
     counts = Counter(type(child) for child in module.children() if _numel(child))
@@ -218,27 +231,27 @@ def _repeated(module: torch.nn.Module) -> set[type]:
 
 
 def _numel(module: torch.nn.Module) -> int:
-    """Elements that can be released."""
+    """Return the number of elements that can be released."""
     return sum(unpartitioned_numel(parameter) for parameter in module.parameters() if is_released(parameter))
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """True if the module can be called, so that its hooks run: containers cannot."""
+    """Return True if the module can be called, so that its hooks run. Containers cannot be called."""
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
 def is_released(parameter: torch.nn.Parameter) -> bool:
-    """True if a parameter is partitioned and does not stay whole."""
+    """Return True if a parameter is partitioned and not persistent."""
     handle = handle_of(parameter)
     return handle is not None and not handle.persistent
 
 
 def owns_released(module: torch.nn.Module) -> bool:
-    """True if a module itself has a parameter that is released."""
+    """Return True if a module itself owns a parameter that is partitioned and not persistent."""
     return any(parameter is not None and is_released(parameter) for parameter in module._parameters.values())
 
 
 def external_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters registered by ``register_external_parameter``."""
+    """Return the parameters that ``register_external_parameter`` has registered with ``module``."""
     found: list[torch.nn.Parameter] = module.__dict__.get("_zero_external_parameters", [])
     return found
