@@ -157,7 +157,7 @@ def test_check_is_asked_for(ask: Ask, made: list[Any], monkeypatch: pytest.Monke
         (["--grids", "--compare", *GRIDS], "leave out --compare"),
         (["--grids", "--rank", "0", *GRIDS], "leave out --rank"),
         (["--speeds", "1,1GB,1GB"], "--speeds is for --grids"),
-        (["--speeds", "fast", "--grids", *GRIDS], "expected three amounts a second"),
+        (["--speeds", "fast", "--grids", *GRIDS], "expected three amounts per second"),
     ],
 )
 def test_mistakes_of_the_command_line(ask: Ask, made: list[Any], options: list[str], sentence: str) -> None:

@@ -95,7 +95,7 @@ def test_run_check_prints_both_and_says_by_its_status_whether_they_agree(
     assert "The plan is right: states and traffic are equal, the peak is within 2%." in capsys.readouterr().out
     agreed = measurement(made, step_peak=int(made.step_peak.bytes * 0.97))
     assert run_check(request, "cpu", made) == 1
-    assert "The plan is off: peak of a step." in capsys.readouterr().out
+    assert "The plan differs from the job: peak of a step." in capsys.readouterr().out
 
 
 def measurement(made: Plan, **changes: Any) -> Measurement:

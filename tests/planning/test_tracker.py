@@ -41,9 +41,9 @@ def test_a_storage_counts_once_for_as_long_as_it_lives(tracker: MemoryTracker) -
 
 def test_results_are_where_their_operands_are(tracker: MemoryTracker) -> None:
     masters, weights, scalar = tag_memory(torch.ones(100), MASTERS, HOST), torch.ones(100), torch.ones(())
-    tracker.item, tracker.place = ORIGINAL_MODEL, HOST
+    tracker.tag_new(ORIGINAL_MODEL, HOST)
     made = torch.ones(100)
-    tracker.item, tracker.place = OTHER, DEVICE
+    tracker.tag_new(OTHER)
     before = dict(tracker.nbytes)
 
     def grown(compute: Callable[[], object]) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def test_results_are_where_their_operands_are(tracker: MemoryTracker) -> None:
 
 
 def test_where_the_device_is_the_host_its_memory_is_the_hosts() -> None:
-    with MemoryTracker(apart=False) as tracker:
+    with MemoryTracker(separate_memory=False) as tracker:
         weights = torch.ones(100)
         masters = tag_memory(torch.ones(100), MASTERS, HOST)
         assert (tracker.nbytes[DEVICE], tracker.nbytes[HOST], tracker.host_peak) == (400, 400, 800)
@@ -88,7 +88,7 @@ def test_places_are_known_for_as_long_as_the_memory_lives() -> None:
 def test_the_course_keeps_the_fullest_moments(tracker: MemoryTracker) -> None:
     kept = torch.empty(25)
     tracker.record()
-    tracker.phase, tracker.item = "forward", ACTIVATIONS
+    tracker.tag_new(ACTIVATIONS, phase="forward")
     for _ in range(10):
         torch.empty(250)
     torch.empty(2500)
@@ -118,9 +118,9 @@ def test_the_module_at_work_is_known_in_forward_and_backward(tracker: MemoryTrac
     tracker.modules.name(model)
     tracker.record()
     with tracker.modules.followed():
-        tracker.phase = "forward"
+        tracker.tag_new(OTHER, phase="forward")
         loss = model(torch.empty(4, 8), again)
-        tracker.phase = "backward"
+        tracker.tag_new(OTHER, phase="backward")
         loss.backward()
     seen = [(phase, module) for _, _, phase, module in tracker._events or []]
     assert {module for phase, module in seen if phase == "forward"} == {"", "low", "high", "high.0", "high.1"}

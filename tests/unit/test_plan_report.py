@@ -63,11 +63,12 @@ def test_what_is_off_the_device_has_columns_and_a_verdict_of_its_own() -> None:
     assert rows["offload buffers"] == ["-", "-", "-", "2.50 GB", "-"]
     assert rows["all"][2:] == ["2.97 GB", "937.50 MB", "100.0 %"]
     text = told(offloaded(host_memory=100 * GB))
-    assert "the rank takes 3.00 GB at most, 8 ranks of a host 24.00 GB. That fits: 76.00 GB of its 100.00 GB" in text
-    assert "On disk it keeps 937.50 MB, 8 ranks of a host 7.50 GB." in text
-    assert "Whether that is there depends on the host: --host-memory 512GB. On disk" in told(offloaded())
-    assert "--nodes tells how many ranks share one. On disk" in told(offloaded(nodes=None, host_memory=GB))
-    assert "Of its host" not in told(make_plan(host_peak=3 * GB))
+    fits = "up to 3.00 GB of host memory, and the 8 ranks of a host 24.00 GB. That fits: 76.00 GB of 100.00 GB are free"
+    assert fits in text
+    assert "It keeps 937.50 MB on disk, and the 8 ranks of a host 7.50 GB." in text
+    assert "Add --host-memory, as in --host-memory 512GB, to see if it fits. It keeps" in told(offloaded())
+    assert "sets how many ranks share a host. It keeps" in told(offloaded(nodes=None, host_memory=GB))
+    assert "of host memory" not in told(make_plan(host_peak=3 * GB))
 
 
 def test_a_host_that_is_too_small() -> None:
@@ -81,7 +82,7 @@ def test_a_host_that_is_too_small() -> None:
     fewer, disk = advise(plan)
     assert fewer.startswith("6 of these ranks on a host") and '"nvme" as the device of offload_optimizer' in disk
     (making,) = advise(plan.model_copy(update={"host": make_items(master_weights=GB)}))
-    assert making.startswith("Only making the model needs that much host memory")
+    assert making.startswith("Only the construction of the model needs that much host memory")
 
 
 def test_traffic_with_and_without_nodes() -> None:
@@ -90,9 +91,9 @@ def test_traffic_with_and_without_nodes() -> None:
     assert rows["all_gather"] == ["parameters", "data 1", "15", "15.00 GB", "14.77 GB", "13.00 GB"]
     assert rows["all"] == ["46", "30.00 GB", format_size(plan.sent), "26.00 GB"]
     assert "A step launches 46 collectives: 30 reduce_scatter, 15 all_gather, 1 all_reduce." in told(plan)
-    assert "Every buffer begins on 16 bytes" in told(plan)
+    assert "Every buffer is aligned to 16 bytes" in told(plan)
     off = [entry.model_copy(update={"unaligned": 2}) for entry in plan.traffic]
-    assert "All but 6 buffers begin on 16 bytes" in told(make_plan(traffic=off))
+    assert "All but 6 buffers are aligned to 16 bytes" in told(make_plan(traffic=off))
     alone = [entry.model_copy(update={"inter_node": None}) for entry in plan.traffic]
     rows = rows_of(render(make_plan(nodes=None, traffic=alone), WIDE), "traffic of a step")
     assert rows["all_gather"] == ["parameters", "data 1", "15", "15.00 GB", "14.77 GB"]
@@ -112,7 +113,7 @@ def test_advice_follows_from_the_numbers() -> None:
     small = make_plan(device_memory=20 * GB)
     text = told(small)
     assert "the peak is 7.64 GB more than the 20.00 GB of the device" in text
-    assert "What takes the most is compute parameters, 15.00 GB." in text
+    assert "The largest item is compute parameters, 15.00 GB." in text
     advice = advise(small)
     saved = ["at most 14.77 GB", "at most 10.00 GB", "about 7.50 GB", "at most 1.64 GB", "at most 1.00 GB"]
     assert [bytes_saved in sentence for bytes_saved, sentence in zip(saved, advice, strict=True)] == [True] * 5
@@ -143,7 +144,8 @@ def test_advice_of_more_ranks_where_the_shards_are_what_is_large() -> None:
 def test_advice_where_only_the_start_is_too_large() -> None:
     peak = make_peak(make_items(compute_parameters=30 * GB), "initialize")
     (sentence,) = advise(make_plan(peak=peak, device_memory=28 * GB))
-    assert sentence.startswith("Only making the engine needs that much: a step needs 27.64 GB, which fits.")
+    start = "Only the construction of the engine needs that much. A step needs 27.64 GB, which fits."
+    assert sentence.startswith(start)
 
 
 # -------------------------------------------------------------------- side by side
@@ -173,7 +175,7 @@ def test_settings_side_by_side_with_host_and_disk() -> None:
     assert rows_of(render(beside(offloaded(host_memory=20 * GB)), WIDE), "setting")["stage 2"][7] == "no: host"
     known = told(beside(offloaded(host_memory=100 * GB)))
     assert "It keeps 1.41 GB of each rank's model states off the device." in known
-    unknown = "Whether a host has room for that depends on --nodes and --host-memory."
+    unknown = "Add --nodes and --host-memory to see if a host has room for them."
     assert unknown in told(beside(offloaded(nodes=None))) and unknown not in known
 
 

@@ -81,7 +81,7 @@ def test_what_fails_while_it_is_imported(package: str, tmp_path: Path, module: s
     ("name", "sentence"),
     [
         ("number", "expected a function that makes the model, and it is of type int"),
-        ("model", "this is a model, with all of its memory; name a function that makes it"),
+        ("model", "this is a model, which has memory; name a function that makes it"),
         ("sized", "expected a function without arguments, and it needs width; write one"),
     ],
 )

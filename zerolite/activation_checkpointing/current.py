@@ -50,7 +50,7 @@ def replace_configured(settings: ActivationCheckpointingConfig | None, group: Co
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Inside, calls outside of engines save inputs in memory of their own, whole and unnoticed: those of a dry run."""
     global _configured, _group
     before = _configured, _group

@@ -55,16 +55,21 @@ def make_plan(request: LaunchRequest) -> JobPlan:
     route = Route(
         request.launcher, [host.login for host in hosts], here, request.launcher_args, request.ssh_port, named
     )
-    min_nodes = len(hosts) if request.num_nodes is None else request.num_nodes[0]
+    fewest = min_nodes(request, hosts)
     return JobPlan(
         job_id=uuid.uuid4().hex,
         hosts=hosts,
         route=route,
         port=request.master_port or network.free_port(),
         addresses=first_addresses(request.master_addr, names[0], here == 0),
-        min_nodes=min_nodes,
-        may_lose=request.max_restarts > 0 and min_nodes < len(hosts),
+        min_nodes=fewest,
+        may_lose=request.max_restarts > 0 and fewest < len(hosts),
     )
+
+
+def min_nodes(request: LaunchRequest, hosts: Sequence[Host]) -> int:
+    """Return the smallest number of nodes with which the job runs: all, unless --num-nodes names a range."""
+    return len(hosts) if request.num_nodes is None else request.num_nodes[0]
 
 
 def check_reachable(hosts: Sequence[Host], launcher: str) -> None:
@@ -150,7 +155,7 @@ def make_node_job(request: LaunchRequest, hosts: Sequence[Host], rank: int, **fi
     return NodeJob.of(
         request,
         nproc=hosts[rank].slots,
-        min_nodes=len(hosts) if request.num_nodes is None else request.num_nodes[0],
+        min_nodes=min_nodes(request, hosts),
         max_nodes=len(hosts),
         node_rank=rank,
         devices=None if devices is None else list(devices),

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from zerolite.pipe.runner import PipelineRunner
 
 FORWARD, BACKWARD = "forward", "backward"
-Phase = Callable[[str], contextlib.AbstractContextManager[None]]
-
-
-def _no_phase(phase: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+Phase = Callable[[str], contextlib.AbstractContextManager[object]]
 
 
 class DryPipeline:
@@ -36,7 +32,7 @@ class DryPipeline:
 
     def __init__(self) -> None:
         self.boundaries: dict[int, BoundarySpec] = {}
-        self.phase: Phase = _no_phase
+        self.phase: Phase = contextlib.nullcontext
 
     def set_phase(self, phase: Phase) -> None:
         """Set the context around the computations of the next stage to run."""

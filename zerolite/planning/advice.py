@@ -9,15 +9,15 @@ from zerolite.planning.result import Plan, item_label, total
 from zerolite.utils.sizes import format_size
 
 _PARTITIONED = {1: ("master_weights", "optimizer_states"), 2: ("gradients",), 3: ("compute_parameters",)}
-"""Items that each stage partitions in addition to those of the stages below it."""
+"""Items that each stage partitions, beside those of the stages below it."""
 
 _OFFLOADED = ("master_weights", "optimizer_states", "gradients")
 
 _WORTH = 0.05
-"""Smallest part of the missing bytes that a remedy must save to be listed."""
+"""Smallest share of the missing bytes that a listed remedy saves."""
 
 _TIMES = (2, 4, 8, 16)
-"""Factors by which more ranks may be advised."""
+"""Factors of ranks that may be advised."""
 
 
 class Remedy(NamedTuple):
@@ -55,15 +55,15 @@ def _advise_host(plan: Plan) -> Iterator[str]:
         return
     if plan.device == "cuda" and plan.ranks_per_host * sum((plan.host or {}).values()) <= plan.host_memory:
         yield (
-            "Only making the model needs that much host memory: a model that is built in `with zerolite.zero.Init():` "
-            "is never whole in a process."
+            "Only the construction of the model needs that much host memory. If it is built in `with "
+            "zerolite.zero.Init():`, no process holds the full model."
         )
         return
     ranks = plan.host_memory // max(plan.host_peak, 1)
     if 1 <= ranks < plan.ranks_per_host:
-        yield f"{ranks} of these ranks on a host: its memory is enough for so many."
+        yield f"{ranks} of these ranks on a host: its memory is enough for that many."
     if plan.host is not None:
-        yield '"nvme" as the device of offload_optimizer and offload_param: a disk holds what rests.'
+        yield '"nvme" as the device of offload_optimizer and offload_param keeps the offloaded items on a disk.'
 
 
 def _advise_device(plan: Plan, stages: bool) -> list[str]:
@@ -72,8 +72,8 @@ def _advise_device(plan: Plan, stages: bool) -> list[str]:
     missing = -plan.spare
     if plan.peak.phase == "initialize" and plan.step_peak.bytes <= plan.device_memory:
         return [
-            f"Only making the engine needs that much: a step needs {format_size(plan.step_peak.bytes)}, which fits. "
-            "At stage 3, a model that is built in `with zerolite.zero.Init():` is never whole on a rank."
+            f"Only the construction of the engine needs that much. A step needs {format_size(plan.step_peak.bytes)}, "
+            "which fits. At stage 3, build the model in `with zerolite.zero.Init():`, so that no rank holds all of it."
         ]
     remedies = [
         *_more_ranks(plan, missing),
@@ -91,8 +91,8 @@ def _higher_stage(plan: Plan, missing: int) -> Iterator[Remedy]:
         held += [item for item in _PARTITIONED[stage] if plan.peak.items[item] > 0]
         saved = total(plan.peak.items, held) * (plan.world_size - 1) // plan.world_size
         if held and (saved >= missing or stage == 3):
-            gathers = ", and gathers what is at work" if stage == 3 else ""
-            action = f"Stage {stage} (zero_optimization.stage) spreads {_listed(held)} over {plan.world_size} ranks"
+            gathers = ", and gathers parameters before they are used" if stage == 3 else ""
+            action = f"Stage {stage} (zero_optimization.stage) partitions {_listed(held)} over {plan.world_size} ranks"
             yield Remedy(action + gathers, saved, bound=stage == 3)
             return
 
@@ -105,22 +105,22 @@ def _more_ranks(plan: Plan, missing: int) -> Iterator[Remedy]:
         saved = partitioned - partitioned // times
         if saved >= missing:
             more = f"{times * plan.world_size} ranks instead of {plan.world_size}"
-            yield Remedy(f"{more} spread {_listed(names)} further", saved, bound=False)
+            yield Remedy(f"{more} partition {_listed(names)} further", saved, bound=False)
             return
 
 
 def _other_remedies(plan: Plan, missing: int) -> Iterator[Remedy]:
     items, size = plan.peak.items, plan.micro_batch or 1
     activations = items["activations"]
-    checkpointing = "Activation checkpointing (torch.utils.checkpoint) keeps the inputs of layers and no more of them"
+    checkpointing = "Activation checkpointing (torch.utils.checkpoint) keeps only the inputs of layers"
     yield Remedy(checkpointing, activations)
-    if size > 1:  # the largest micro-batch that saves enough and leaves the global batch unchanged; otherwise 1
+    if size > 1:  # advise the largest micro-batch that saves enough and divides the global batch; otherwise 1
         possible = [part for part in range(1, size) if size * plan.accumulation % part == 0]
         enough = [part for part in possible if activations - activations * part // size >= missing]
         smaller = max(enough, default=1)
         action = (
             f"A micro-batch of {smaller} instead of {size} (train_micro_batch_size_per_gpu), "
-            f"{size * plan.accumulation // smaller} of them in a step, needs smaller activations"
+            f"{size * plan.accumulation // smaller} of them in a step, has smaller activations"
         )
         yield Remedy(action, activations - activations * smaller // size, bound=False)
     yield Remedy("Smaller buckets (zero_optimization.reduce_bucket_size)", items["communication_buckets"])

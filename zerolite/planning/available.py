@@ -16,8 +16,8 @@ _ROOT = Path("/sys/fs/cgroup")
 def available_memory(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on ``device``.
 
-    On CUDA these are the free memory and the unused part of torch's cache. On the host each local rank has an equal
-    share of the available memory.
+    On CUDA this is the free memory and the unused part of torch's cache. On the host it is an equal share of the
+    available memory for each local rank.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -26,8 +26,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def share_of_host(ranks: int) -> int:
-    """Return the bytes for each of ``ranks`` processes that share the memory left on the host and in this process's
-    control group."""
+    """Return an equal share for each of ``ranks`` processes of the bytes left on the host and in the control group."""
     left = psutil.virtual_memory().available
     limit = control_group_left()
     return (left if limit is None else min(left, limit)) // ranks
@@ -40,14 +39,16 @@ def local_ranks(environ: Mapping[str, str]) -> int | None:
 
 _VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 _VERSION_2 = "memory.max", "memory.current", "inactive_file"
-"""Per version of control groups: the files with the limit and the usage, and the entry of memory.stat for the page
-cache, which the kernel can drop."""
+"""For each version of control groups, the file with the limit, the file with the usage, and the entry of memory.stat
+for the page cache, which the kernel can drop."""
 _NO_LIMIT = 2**60  # version 1 has a larger number instead of "max"
 
 
 def control_group_left(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the bytes left in the strictest control group around this process; None if there is no limit. Page cache
-    that the kernel can drop counts as free."""
+    """Return the bytes left in the strictest control group of this process; None if there is no limit.
+
+    Page cache that the kernel can drop counts as free.
+    """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""`zerolite plan --check`: a real job on this machine, measured and compared with its plan.
+"""`zerolite plan --check`: measurement of a real job on this machine, and comparison with its plan.
 
-zerolite's own launcher starts the job; each of its processes runs this module as one rank.
+zerolite's launcher starts the job, and each of its processes runs this module as one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from zerolite.planning.errors import PlanError
 from zerolite.planning.measure import Measurement, measure
 from zerolite.planning.report import Screen
-from zerolite.planning.result import AT_REST, Plan, item_label
+from zerolite.planning.result import AT_REST, Plan, counted, item_label
 from zerolite.planning.sources import load_batch, load_function, load_model_fn
 from zerolite.utils.memory_tags import ACTIVATIONS, ITEMS, OTHER
 from zerolite.utils.resources import count_cuda_devices, find_nproc_problem
@@ -35,7 +35,7 @@ class Line(NamedTuple):
     """A planned and a measured number.
 
     Attributes:
-        planned: bytes, or calls.
+        planned: bytes, or number of calls, of the plan.
         measured: the same of the real job.
         tolerance: largest relative difference that counts as equal.
         calls: the unit is calls, not bytes.
@@ -67,7 +67,7 @@ def run_check(request: Mapping[str, str | None], device: str, plan: Plan) -> int
         plan: the plan of rank 0.
 
     Returns:
-        0 if model states and traffic are equal and the peak of a step is within :data:`TOLERANCE`, otherwise 1.
+        0 if model states and traffic are equal and the peak of a step is within :data:`TOLERANCE`; otherwise 1.
 
     Raises:
         PlanError: the job cannot run here.
@@ -85,7 +85,7 @@ def find_problem(world_size: int, device: str) -> str | None:
     """Return the reason why a job of this size cannot run on this machine, or None."""
     devices = count_cuda_devices(os.environ) if device == "cuda" else world_size
     if devices < world_size:
-        have = f"has {devices} CUDA device{'' if devices == 1 else 's'}" if devices else "has no CUDA device"
+        have = f"has {counted(devices, 'CUDA device')}" if devices else "has no CUDA device"
         return (
             f"the real job needs a device for each of its {world_size} ranks, and this machine {have}; plan and "
             "check with --device cpu, or with a smaller --world-size"
@@ -99,8 +99,8 @@ def find_problem(world_size: int, device: str) -> str | None:
 
 def run_job(request: Mapping[str, str | None], world_size: int, device: str) -> Measurement:
     """Start the processes, wait for them and return the measurement of rank 0. Raises PlanError if they fail."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # an engine uses CUDA if it sees a device
-    environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **hidden}  # silences torch's profiler
+    without_cuda = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}  # otherwise the engine would use a device
+    environment = {**os.environ, "KINETO_LOG_LEVEL": "99", **without_cuda}  # the level silences torch's profiler
     with tempfile.TemporaryDirectory(prefix="zerolite-check-") as name:
         directory = Path(name)
         (directory / _REQUEST).write_text(json.dumps(dict(request)), encoding="utf-8")
@@ -117,8 +117,8 @@ def run_job(request: Mapping[str, str | None], world_size: int, device: str) -> 
         if status != 0 or not result.exists():
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
             raise PlanError(
-                f"--check: the real job of {world_size} process{'' if world_size == 1 else 'es'} failed (exit status "
-                f"{status}). The last lines of its output:\n{tail}"
+                f"--check: the real job of {counted(world_size, 'process', 'es')} failed (exit status {status}). The "
+                f"last lines of its output:\n{tail}"
             )
         return Measurement.model_validate_json(result.read_text(encoding="utf-8"))
 
@@ -140,14 +140,14 @@ def measure_rank(directory: Path) -> None:
 
 
 def compare(plan: Plan, measured: Measurement, tolerance: float) -> Iterator[Line]:
-    """Yield every number that plan and measurement have. ``tolerance`` is for the peak; all others must be equal."""
+    """Yield every number that is planned and measured. ``tolerance`` is that of the peak; all others must be equal."""
     none = dict.fromkeys(ITEMS, 0)
-    known = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
+    measurable = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
     for suffix, planned, found, items in (
         ("", plan.states, measured.states, AT_REST),
-        (" at rest", plan.at_rest, measured.at_rest, known),
-        (" on the host", plan.host or none, measured.host, known),
-        (" on disk", plan.disk or none, measured.disk, known),
+        (" at rest", plan.at_rest, measured.at_rest, measurable),
+        (" on the host", plan.host or none, measured.host, measurable),
+        (" on disk", plan.disk or none, measured.disk, measurable),
     ):
         named = (Line(item_label(item) + suffix, planned[item], found[item]) for item in items)
         yield from (line for line in named if line.planned or line.measured)
@@ -165,10 +165,10 @@ def render(lines: list[Line], screen: Screen) -> list[str]:
     for line in lines:
         sizes = [str(n) if line.calls else format_size(n) for n in (line.planned, line.measured)]
         rows.append([line.name, *sizes, f"{line.difference:+.2%}" if line.planned != line.measured else "equal"])
-    bad = [line.name for line in lines if not line.agrees]
+    wrong = [line.name for line in lines if not line.agrees]
     tolerance = max(line.tolerance for line in lines)
     right = f"The plan is right: states and traffic are equal, the peak is within {tolerance:.0%}."
-    verdict = f"The plan is off: {', '.join(bad)}." if bad else right
+    verdict = f"The plan differs from the job: {', '.join(wrong)}." if wrong else right
     return [*screen.table(rows), "", *screen.paragraph(verdict)]
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 PROG = "zerolite plan"
 
 DESCRIPTION = """\
-Run the engine as one rank of a job of any size, on tensors that have no memory, and
-print what it needs: memory by item, where and when it is fullest, the traffic of a
-step, and whether it fits."""
+Plan a training job of any size on this machine. The command runs the engine as one rank
+of the job, on tensors without memory. It prints the memory of the rank by item, the peak
+and its place in the model, the traffic of a step, and if the job fits."""
 
 EPILOG = """\
 examples:
@@ -41,18 +41,21 @@ examples:
 
 --model and --batch name functions in modules that can be imported from the working directory.
 --input-spec lists the tensors of a batch as name:dtype[sizes], or as dtype[sizes] if forward
-takes them in order; B is the micro-batch size of the config.
+takes them in order. B is the micro-batch size of the config.
 
-The exit status is 0 if it fits, or if no memory was given; 1 if it does not fit (with --compare
-and --grids: if nothing does), or if --check found a difference; 2, after a sentence, if it
-cannot be planned; 130 after Ctrl-C; and 141 if what reads the output, such as head, has left."""
+exit status:
+  0    the job fits, or no memory was given
+  1    the job does not fit (with --compare and --grids: nothing fits), or --check found a difference
+  2    the job cannot be planned; a sentence says why
+  130  after Ctrl-C
+  141  the reader of the output, such as head, has ended"""
 
 AUTO = "auto"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print one sentence without the usage, and exit with status 2."""
+        """Print the message without the usage, and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -70,7 +73,7 @@ def _size(text: str) -> int | str:
     try:
         return AUTO if text == AUTO else parse_size(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or 'auto' for that of this machine's device") from None
+        raise argparse.ArgumentTypeError(f"{error}, or 'auto' for all of this machine's") from None
 
 
 def _speeds(text: str) -> tuple[float, float, float]:
@@ -81,7 +84,7 @@ def _speeds(text: str) -> tuple[float, float, float]:
             raise ValueError
     except (ValueError, IndexError):
         raise argparse.ArgumentTypeError(
-            f"expected three amounts a second with commas between them, as in 150e12,150GB,12.5GB, got {text!r}"
+            f"expected three amounts per second, as in 150e12,150GB,12.5GB, got {text!r}"
         ) from None
     return flops, within, between
 
@@ -91,7 +94,7 @@ def build_parser(prog: str) -> _Parser:
     parser = _Parser(prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
     _add_job(parser.add_argument_group("the job"))
     _add_step(
-        parser.add_argument_group("a step", "Without a batch no forward is run, and activations are not counted.")
+        parser.add_argument_group("a step", "Without a batch, no forward is run and activations are not counted.")
     )
     _add_actions(parser.add_argument_group("what to do"))
     return parser
@@ -99,20 +102,20 @@ def build_parser(prog: str) -> _Parser:
 
 def _add_job(group: argparse._ArgumentGroup) -> None:
     job = group.add_argument
-    what = "package.module:function that makes the model, or a Hugging Face config.json or its directory"
-    job("--model", required=True, metavar="MODEL", help=what)
+    model = "package.module:function that makes the model, or a Hugging Face config.json or its directory"
+    job("--model", required=True, metavar="MODEL", help=model)
     job("--config", required=True, metavar="CONFIG", help="the engine's config: a file, or JSON")
-    ranks = "how many ranks the job has; the config says the grid that they form (tensor_parallel, pipeline)"
+    ranks = "number of ranks; the config sets the grid that they form (tensor_parallel, pipeline)"
     job("--world-size", required=True, type=_count, metavar="N", help=ranks)
-    job("--nodes", type=_count, metavar="N", help="on how many nodes they are: tells the traffic between nodes")
-    whose = "whose needs to tell (default: 0, or with a pipeline the first one of the stage that needs the most)"
-    job("--rank", type=_rank, metavar="N", help=whose)
-    job("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks run on (default: cuda)")
-    device = "of each rank's device, as in 80GB or 80GiB, or auto for this machine's: tells whether the job fits"
+    job("--nodes", type=_count, metavar="N", help="number of nodes; needed for the traffic between nodes")
+    rank = "the rank to plan (default: 0, or with a pipeline the first rank of the stage that needs the most)"
+    job("--rank", type=_rank, metavar="N", help=rank)
+    job("--device", choices=("cuda", "cpu"), default="cuda", help="the kind of device of the ranks (default: cuda)")
+    device = "memory of each rank's device, as in 80GB or 80GiB, or auto for this machine's; needed to see if it fits"
     job("--device-memory", type=_size, metavar="SIZE", help=device)
     host = (
-        "of each host, which its ranks share (--nodes): tells whether what is offloaded fits (default, if something "
-        "is: auto, this machine's)"
+        "memory of each host, which its ranks share (--nodes); needed to see if offloaded states fit (default with "
+        "offload: auto, this machine's)"
     )
     job("--host-memory", type=_size, metavar="SIZE", help=host)
 
@@ -126,34 +129,34 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
     batch("--batch", metavar="FUNCTION", help=makes)
     batch("--input-spec", metavar="SPEC", help='the tensors of a batch, as in "input_ids:int64[B,1024]"')
     loss = (
-        "package.module:function from what forward returns to the loss (default: that itself, its .loss, or the mean "
-        "of its first floating tensor)"
+        "package.module:function of forward's output that returns the loss (default: the output itself, its .loss, or "
+        "the mean of its first floating tensor)"
     )
     group.add_argument("--loss", metavar="FUNCTION", help=loss)
 
 
 def _add_actions(group: argparse._ArgumentGroup) -> None:
     do = group.add_argument
-    compare = "plan stages 0 to 3, a few sizes and what can be offloaded, and mark the cheapest that fits"
+    compare = "plan stages 0 to 3 with a few sizes and kinds of offload, and mark the cheapest that fits"
     do("--compare", action="store_true", help=compare)
     grids = (
-        "plan grids of pipeline stages, data and tensor parallel ranks, and mark the one with the shortest step of "
-        "those that fit; needs --device-memory and a batch"
+        "plan grids of pipeline stages, data and tensor parallel ranks, and mark the fitting grid with the shortest "
+        "step; needs --device-memory and a batch"
     )
     do("--grids", action="store_true", help=grids)
     speeds = (
-        "what --grids assumes of a device: operations a second, and bytes a second to others of its node and to other "
-        "nodes (default: 150e12,150GB,12.5GB)"
+        "speeds of a device that --grids assumes: operations per second, and bytes per second to devices of its node "
+        "and to other nodes (default: 150e12,150GB,12.5GB)"
     )
     do("--speeds", type=_speeds, metavar="FLOPS,WITHIN,BETWEEN", help=speeds)
-    check = "also run a real job of that many ranks here, and print both side by side"
+    check = "also run a real job of that many ranks on this machine, and print both results side by side"
     do("--check", action="store_true", help=check)
-    do("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
+    do("--json", metavar="FILE", help="write the plan as JSON; - prints only the JSON")
     do("--png", metavar="FILE", help="draw the plan; needs matplotlib (pip install 'zerolite[plot]')")
 
 
 def parse_command_line(argv: Sequence[str] | None, prog: str = PROG) -> argparse.Namespace:
-    """Return the options. A mistake that can be found without the model prints a sentence and exits with status 2."""
+    """Return the options. A mistake that shows without the model prints a sentence and exits with status 2."""
     parser = build_parser(prog)
     options = parser.parse_args(argv)
     problem = find_problem(options)
@@ -191,8 +194,10 @@ def find_problem(options: argparse.Namespace) -> str | None:
 
 
 def find_memory(device: str) -> int:
-    """Return the bytes of this machine's first CUDA device, or of its memory for "cpu". Raises PlanError if there is no
-    CUDA device."""
+    """Return the bytes of this machine's first CUDA device, or of its memory for "cpu".
+
+    Raises PlanError if there is no CUDA device.
+    """
     if device == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     import torch
@@ -252,7 +257,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config)
     config.resolve(grid_of(config, options.world_size).data)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-    with contextlib.redirect_stdout(sys.stderr):  # so that output of the user's modules is not taken for the plan
+    with contextlib.redirect_stdout(sys.stderr):  # output of the user's modules is not part of the plan
         made = make(options, config)
     _write_files(made, options)
     _print(made.model_dump_json(indent=1) if options.json == "-" else render(made, Screen.of_terminal()))
@@ -291,7 +296,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         try:
             return _status(argv, prog)
         finally:
-            sys.stdout.flush()  # of --help too
+            sys.stdout.flush()  # also after --help
     except BrokenPipeError:  # the reader, such as head, has ended
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):  # Python flushes both at exit, and would print the same error again
@@ -308,7 +313,7 @@ def _status(argv: Sequence[str] | None, prog: str) -> int:
     except (PlanError, ConfigError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    except Exception:  # Python's own status would be 1, which means that the job does not fit
+    except Exception:  # Python's own status is 1, which here means that the job does not fit
         traceback.print_exc()
         return 2
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerolite.activation_checkpointing.current import apart
+from zerolite.activation_checkpointing.current import isolated
 from zerolite.comm import Recorder, Topology, dry_communicator, dry_topology, record, unrecorded, use_communicator
 from zerolite.config import ZeroliteConfig
 from zerolite.data.micro_batch import MicroBatch
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from zerolite.pipe.dry_stage import DryPipeline
 
 _one_at_a_time = threading.RLock()
-"""Held by the dry run in progress: the communicator and the memory listeners that it replaces belong to the process."""
+"""Lock of the dry run in progress, which replaces the communicator and the memory listeners of the process."""
 
 WARM_UP = 3
-"""Steps before the reported one. Stage 3 records the execution order in the first step and follows it from the third
-on. The other stages learn number and order of gradients in the first two."""
+"""Steps before the reported one. Stage 3 records the execution order in the first step and uses it from the third step
+on. The other stages record number and order of gradients in the first two."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,18 @@ class Job:
     """Inputs of a dry run.
 
     Attributes:
-        make_model: makes the model; called where no tensor has memory.
+        make_model: makes the model; called where tensors have no memory.
         config: resolved for ``grid.data`` ranks. Its tensor_parallel and pipeline blocks apply if the grid has several
             ranks in that dimension.
         grid: all ranks of the job.
         rank: the simulated rank, among all.
-        device: "cuda" or "cpu": the simulated kind of device and its communicator.
+        device: "cuda" or "cpu": the simulated kind of device and of its communicator.
         shared_memory: on the CPU, all ranks are on one host.
-        batch: makes one micro-batch. None runs no forward: every parameter is used once, in the order of registration.
+        batch: makes one micro-batch. With None no forward runs, and every parameter is used once, in the order of
+            registration.
         loss: function of the outputs, or of outputs and targets.
         make_arguments: makes the engine's arguments; called after ``make_model``.
-        divided: the model is this rank's part already.
+        divided: the model is already this rank's part.
     """
 
     make_model: Callable[[], torch.nn.Module]
@@ -117,9 +118,9 @@ class Outcome:
         model_name: class of the model.
         classes: class of each module, by qualified name.
         parameters: elements of the full parameters of this rank's pipeline stage.
-        trained_parameters: those that are trained.
-        tied_parameters: those that an earlier stage has too and counts.
-        rank_parameters: elements that this rank has.
+        trained_parameters: elements of its trained parameters.
+        tied_parameters: elements of its parameters that an earlier stage has too, and counts.
+        rank_parameters: elements on this rank.
         initialize: peak while the engine is made.
         warm_up: peak of the steps before the reported one.
         step: peak of the reported step.
@@ -127,13 +128,13 @@ class Outcome:
         at_rest: bytes of each item after that step.
         timeline: see :meth:`MemoryTracker.timeline`.
         recorder: collectives of that step.
-        host_waits: reads for which the host waits in the step that begins them.
+        host_waits: number of reads for which the host waits in the step that begins them.
         checkpoint: bytes that this rank writes.
-        original_model: host memory of the model before the engine has it.
-        host_peak: host memory, with the device's if that is the CPU.
+        original_model: host memory of the model before the engine takes it over.
+        host_peak: peak of host memory, with the device's if that is the CPU.
         mapped_from_peers: communicators' shared memory that other ranks of the host allocate and this one maps.
         recurrent: the model has recurrent layers, whose kernels on devices are fused over time.
-        flops: of that step; None without a batch.
+        flops: FLOPs of that step; None without a batch.
     """
 
     model_name: str
@@ -158,23 +159,8 @@ class Outcome:
     flops: Flops | None
 
 
-def run(job: Job, points: int = 1000) -> Outcome:
-    """Make the model and the engine and train ``job.warm_up`` + 1 steps. Without a pipeline; see :func:`run_stages`.
-
-    Args:
-        job: the inputs.
-        points: maximum length of the time line.
-
-    Raises:
-        PlanError: the model needs values, or the engine refuses the job.
-        ConfigError: for the config.
-    """
-    return _run(job, points, None)
-
-
 def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int, Outcome]:
-    """Return the outcome of :func:`run` for some stages of a pipeline, by number; without a pipeline the only one is
-    0."""
+    """Return the outcome of :func:`run` for some stages of a pipeline, by number; without a pipeline the stage is 0."""
     if job.grid.pipe == 1:
         return {stage: run(job, points) for stage in stages}
     from zerolite.pipe.dry_stage import DryPipeline  # only where there is a pipeline
@@ -183,23 +169,33 @@ def run_stages(job: Job, stages: Iterable[int], points: int = 1000) -> dict[int,
     dry_pipeline = DryPipeline()
     if job.batch is not None and (job.config.pipeline.chunks_per_rank > 1 or wanted != list(range(len(wanted)))):
         _learn_boundaries(job, dry_pipeline)
-    return {stage: _run(job.at_stage(stage), points, dry_pipeline) for stage in wanted}
+    return {stage: run(job.at_stage(stage), points, dry_pipeline) for stage in wanted}
 
 
-def _run(job: Job, points: int, dry_pipeline: DryPipeline | None) -> Outcome:
-    tracker = MemoryTracker(apart=job.device == "cuda")
+def run(job: Job, points: int = 1000, dry_pipeline: DryPipeline | None = None) -> Outcome:
+    """Make the model and the engine, and train ``job.warm_up`` + 1 steps.
+
+    Args:
+        job: the inputs.
+        points: maximum length of the time line.
+        dry_pipeline: state that the stages of a pipeline share; None without a pipeline.
+
+    Raises:
+        PlanError: the model needs values, or the engine refuses the job.
+        ConfigError: for the config.
+    """
+    tracker = MemoryTracker(separate_memory=job.device == "cuda")
     with _simulated_rank(job, dry_pipeline) as mode, tracker, tracker.modules.followed(), older_objects_frozen():
         with collector_off():  # the collector would free cycles at another moment in each run
-            return _Run(job, tracker, mode, dry_pipeline).outcome(points)
+            return _DryRun(job, tracker, mode, dry_pipeline).outcome(points)
 
 
-_freezing = False  # older_objects_frozen has called gc.freeze, not a caller
+_freezing = False  # an outer older_objects_frozen has called gc.freeze
 
 
 @contextlib.contextmanager
 def older_objects_frozen() -> Iterator[None]:
-    """Collect once, and exclude all objects so far from collections inside: torch's own take half a second each
-    time."""
+    """Context whose garbage collections skip all older objects: with torch's own each would take half a second."""
     global _freezing
     inner, frozen = _freezing, not _freezing and gc.get_freeze_count() > 0  # frozen by a caller
     gc.collect()
@@ -216,8 +212,10 @@ def older_objects_frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryFakeMode]:
-    """Context in which this process simulates ``job.rank``. Autograd is set as in a training loop, whatever the
-    caller's modes are; anomaly detection is off, as it reads values."""
+    """Context in which this process simulates ``job.rank``.
+
+    Autograd is on as in a training loop, whatever the caller's modes are. Anomaly detection is off: it reads values.
+    """
     with (
         _one_at_a_time,
         warnings.catch_warnings(),
@@ -225,7 +223,7 @@ def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryF
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),
         use_platform(DryPlatform()),
-        apart(),
+        isolated(),
         unrecorded(),
         contextlib.nullcontext() if dry_pipeline is None else dry_pipeline.running(),
         use_communicator(lambda rank, world: dry_communicator(job.communicator, job.rank, job.world_size)),
@@ -236,37 +234,37 @@ def _simulated_rank(job: Job, dry_pipeline: DryPipeline | None) -> Iterator[DryF
 
 
 def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
-    """Learn the tensors that each part of the pipeline passes to the next, by one forward of every part, in order."""
+    """Find the tensors that each part of the pipeline passes to the next, by one forward of every part, in order."""
     from zerolite.pipe.dry_stage import learn_boundaries
 
     with _simulated_rank(job, dry_pipeline) as mode:
         runners: list[Any] = []
         batches: Iterator[Any] = iter(())
         for stage in range(job.grid.pipe):
-            run = _Run(job.at_stage(stage), MemoryTracker(), mode, dry_pipeline)
-            engine = run.make_engine(run.make_model())
-            batches = micro_batches(engine, run.batch)
+            dry_run = _DryRun(job.at_stage(stage), MemoryTracker(), mode, dry_pipeline)
+            engine = dry_run.make_engine(dry_run.make_model())
+            batches = micro_batches(engine, dry_run.batch)
             assert isinstance(engine, PipelineEngine)
             runners.append(engine.runner)
         with as_plan_error("the model's forward"):
             learn_boundaries(runners, batches)
 
 
-class _Run:
+class _DryRun:
     """One dry run, inside :func:`_simulated_rank`.
 
     Args:
         job: its inputs.
         tracker: counts memory, if it is active.
-        mode: the active mode.
+        mode: the active FakeTensorMode.
         dry_pipeline: boundaries between pipeline stages; None without a pipeline.
     """
 
     def __init__(self, job: Job, tracker: MemoryTracker, mode: DryFakeMode, dry_pipeline: DryPipeline | None) -> None:
         self._job, self._tracker, self._mode = job, tracker, mode
-        dry = current_platform()
-        assert isinstance(dry, DryPlatform)
-        self._platform = dry
+        platform = current_platform()
+        assert isinstance(platform, DryPlatform)
+        self._platform = platform
         self._staged: Any = None
         if dry_pipeline is not None:
             dry_pipeline.set_phase(self._phase)
@@ -274,7 +272,7 @@ class _Run:
     def outcome(self, points: int) -> Outcome:
         tracker = self._tracker
         model = self.make_model()
-        made = tracker.items[HOST][ORIGINAL_MODEL]
+        original_model = tracker.items[HOST][ORIGINAL_MODEL]
         tracker.reset_host_peak()
         engine = self.make_engine(model)
         self._prepare_chunks(engine)
@@ -285,16 +283,16 @@ class _Run:
         warm_up = tracker.peak
         tracker.reset_peak()
         tracker.record()
-        self._platform.host_waits = 0
+        self._platform.reset_host_waits()
         with record() as recorder:
             self._step(engine)
         later = [] if self._staged is None else [tie for tie in self._staged.ties if tie.ranks[0] != self._job.stage]
         return Outcome(
             model_name=type(model).__name__,
             classes={name: type(module).__name__ for name, module in model.named_modules()},
-            parameters=sum(map(_whole_numel, model.parameters())),
-            trained_parameters=sum(map(_whole_numel, engine.parts.reducer.parameters)),
-            tied_parameters=sum(_whole_numel(tie.parameter) for tie in later),
+            parameters=sum(map(_unsharded_numel, model.parameters())),
+            trained_parameters=sum(map(_unsharded_numel, engine.parts.reducer.parameters)),
+            tied_parameters=sum(_unsharded_numel(tie.parameter) for tie in later),
             rank_parameters=sum(map(unpartitioned_numel, model.parameters())),
             initialize=initialize,
             warm_up=warm_up,
@@ -305,7 +303,7 @@ class _Run:
             recorder=recorder,
             host_waits=self._platform.host_waits,
             checkpoint=engine.checkpointer.nbytes(),
-            original_model=made,
+            original_model=original_model,
             host_peak=tracker.host_peak,
             mapped_from_peers=_mapped_from_peers(engine),
             recurrent=any(isinstance(module, torch.nn.RNNBase) for module in model.modules()),
@@ -314,13 +312,16 @@ class _Run:
 
     def make_model(self) -> torch.nn.Module:
         tracker = self._tracker
-        tracker.item, tracker.place = (ORIGINAL_MODEL, HOST) if self._job.device == "cuda" else (COMPUTE, DEVICE)
+        if self._job.device == "cuda":
+            tracker.tag_new(ORIGINAL_MODEL, HOST)
+        else:
+            tracker.tag_new(COMPUTE)
         with as_plan_error("the model's constructor"), self._mode.constructing():
             model = self._job.make_model()
         gc.collect()  # the constructor may leave tensors in cycles, such as torch.load's state dicts
         with as_refusal():
             check_model(model)
-        if not (getattr(model, "is_pipeline_module", False) and not model.built):  # built later, only this stage's part
+        if not getattr(model, "is_pipeline_module", False) or model.built:  # otherwise only this stage is built, later
             if not all(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
                 model = DrySkeleton(model).model  # the constructor returned a real model, which must not change
             move_meta_to_fake_cpu(model)
@@ -342,7 +343,7 @@ class _Run:
                     module._forward_hooks.clear()
                 walk_through_parameters(model)
                 staged = loss_fn = None  # without activations stages send nothing
-            tracker.item, tracker.place = OTHER, DEVICE
+            tracker.tag_new(OTHER)
             engine = build_engine(
                 model, job.config, job.make_arguments(), topology, device, job.device, staged, loss_fn
             )
@@ -353,8 +354,7 @@ class _Run:
         return engine
 
     def _prepare_chunks(self, engine: Engine) -> None:
-        """Prepare the pipeline's parts for the shapes of the micro-batches, uncounted: a real job does it without
-        memory."""
+        """Prepare the pipeline's parts for the shapes of the micro-batches. A real job does this without memory."""
         if not isinstance(engine, PipelineEngine):
             return
         with as_plan_error("the model's forward"), self._tracker.without_peaks():
@@ -367,7 +367,7 @@ class _Run:
         with as_plan_error("the pipeline") if isinstance(engine, PipelineEngine) else contextlib.nullcontext():
             train_one_step(engine, self.batch, self._job.loss, self._phase)
         self._tracker.modules.forget()
-        self._platform.step += 1
+        self._platform.end_step()
 
     def batch(self) -> Any:
         if self._job.batch is None:
@@ -376,26 +376,21 @@ class _Run:
 
     @contextlib.contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
-        tracker = self._tracker
-        tracker.phase, tracker.item = phase, OTHER if phase == STEP else ACTIVATIONS
-        self._mode.stepping = phase == STEP
+        self._tracker.tag_new(OTHER if phase == STEP else ACTIVATIONS, phase=phase)
         where = "the optimizer's step" if phase == STEP else f"the model's {phase}"
-        try:
-            with as_plan_error(where, tracker.modules.now):
-                yield
-        finally:
-            self._mode.stepping = False
+        with self._mode.phase(phase == STEP), as_plan_error(where, self._tracker.modules.now):
+            yield
 
 
 def _mapped_from_peers(engine: Engine) -> int:
-    """Return the bytes of the communicators' shared memory that other ranks allocate: equal shares of the whole."""
+    """Return the bytes of the communicators' shared memory that other ranks allocate. Each allocates an equal share."""
     comms = {id(comm): comm for comm in (engine.parts.comm, getattr(engine.coordinator, "comm", engine.parts.comm))}
     mapped = sum(tensor.untyped_storage().nbytes() for comm in comms.values() for tensor in comm.memory())
     ranks = engine.parts.comm.world_size
     return mapped * (ranks - 1) // ranks
 
 
-def _whole_numel(parameter: torch.nn.Parameter) -> int:
-    """Return the number of elements of the tensor before tensor parallelism has sharded it."""
-    cut = shard_spec_of(parameter)
-    return unpartitioned_numel(parameter) if cut is None else cut.full_numel
+def _unsharded_numel(parameter: torch.nn.Parameter) -> int:
+    """Return the number of elements of the tensor without tensor parallelism."""
+    spec = shard_spec_of(parameter)
+    return unpartitioned_numel(parameter) if spec is None else spec.full_numel

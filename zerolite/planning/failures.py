@@ -1,4 +1,4 @@
-"""Error messages of a dry run: model behaviour that it cannot follow, and as_refusal of the engine."""
+"""Error messages of a dry run: for models that it cannot run, and for jobs that the engine refuses."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def as_plan_error(where: str, module: Callable[[], str] | None = None) -> Iterat
     except DataDependentOutputException as error:
         raise PlanError(
             f"{_location(where, module, error)} reads the values of a tensor ({error.func}), and a plan runs without "
-            "values. Take the decision from shapes or from Python numbers instead (a condition such as `if "
-            "mask.any()`, `tensor.item()`, `int(tensor)`), or plan with a model whose branch is chosen by an argument"
+            "values. Replace it (a condition such as `if mask.any()`, `tensor.item()`, `int(tensor)`) by a decision "
+            "from shapes or Python numbers, or plan with a model whose branch is chosen by an argument"
         ) from error
     except DynamicOutputShapeException as error:
         raise PlanError(
             f"{_location(where, module, error)} makes a tensor whose shape depends on values ({error.func}), and a "
             "plan runs without values. Use shapes that are known beforehand (a capacity per expert instead of "
-            "`x[mask]` or `nonzero()`), or leave the batch out: model states and traffic need none"
+            "`x[mask]` or `nonzero()`), or leave the batch out: model states and traffic are planned without one"
         ) from error
     except Exception as error:
         if "cuda" in _first_line(error).lower():
             raise PlanError(
                 f"{_location(where, module, error)} asks for a CUDA device: {_first_line(error)}. A plan makes the "
-                "model on the CPU, without memory: leave devices to zerolite.initialize"
+                "model on the CPU, without memory. Name no device in the model: zerolite.initialize moves it"
             ) from error
         raise PlanError(
             f"{_location(where, module, error)} failed on tensors without memory, with {type(error).__name__}: "
@@ -67,7 +67,7 @@ def as_refusal() -> Iterator[None]:
 
 
 def _location(where: str, module: Callable[[], str] | None, error: BaseException) -> str:
-    """Describe the failing part, with the innermost line of the user's code."""
+    """Return the failing part for a message, with the innermost line of the user's code."""
     name = module() if module is not None else ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]
     line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""

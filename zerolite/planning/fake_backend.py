@@ -1,4 +1,4 @@
-"""Simulated backend of a dry run: tensors without memory, and a platform without files and other ranks."""
+"""Simulated backend of a dry run: tensors without memory, and a platform without files or other ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from zerolite.planning import shape_cache
 from zerolite.utils.accelerator import FakeMode, Platform, is_fake
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
-_MOST_NUMBERS = 4096
-_OF_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
-"""Operators that are not cached: torch's cache of their results would keep the storages, which torch.load makes."""
+_MAX_READABLE = 4096  # elements
+_USE_STORAGES = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+"""Operators that are not cached, because torch's cache would keep their storages, which torch.load makes."""
 
 _CPU = torch.device("cpu")
 
 
 class _Converter(FakeTensorConverter):
-    """Converter that remembers the results for real tensors only.
+    """Converter that caches the results for real tensors only.
 
-    It would keep weak references to meta tensors, and ``torch.utils.swap_tensors``, which ``module.half()`` and the
+    For meta tensors it would keep weak references, and ``torch.utils.swap_tensors``, which ``module.half()`` and the
     like use, refuses tensors with weak references.
     """
 
@@ -45,8 +45,7 @@ class DryFakeMode(FakeMode):
         self.fake_tensor_converter = _Converter()
         self._constructing = False
         self._attributes: dict[str, Any] = {}  # attributes of a FakeTensor, equal for all
-        # In the optimizer's step, values that it reads, mostly step counts, are 2: some divide by 1 minus a number.
-        self.stepping = False
+        self._stepping = False
 
     def __deepcopy__(self, memo: Any) -> DryFakeMode:
         return self  # so that a copied tensor belongs to the same mode
@@ -70,6 +69,18 @@ class DryFakeMode(FakeMode):
         finally:
             init._no_grad_trunc_normal_, self._constructing = draw, False
 
+    @contextlib.contextmanager
+    def phase(self, step: bool) -> Iterator[None]:
+        """Context of a phase. In the optimizer's step, values that it reads are 2.
+
+        They are mostly step counts, and some optimizers divide by 1 minus a power of a number below 1.
+        """
+        self._stepping = step
+        try:
+            yield
+        finally:
+            self._stepping = False
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return False: nothing is compiled in a dry run, and torch's guard against it costs time at each operator."""
@@ -82,8 +93,10 @@ class DryFakeMode(FakeMode):
         )
 
     def wrapped(self, tensor: torch.Tensor) -> FakeTensor:
-        """Return a meta tensor as a FakeTensor of this mode. FakeTensor's own constructor takes as long as the rest of
-        an operator, so its attributes are copied from the first one."""
+        """Return a meta tensor as a FakeTensor of this mode, with attributes copied from the first one.
+
+        FakeTensor's own constructor takes as long as the rest of an operator.
+        """
         if not self._attributes:
             self._attributes.update(vars(FakeTensor(self, tensor, _CPU)))
         made: Any = torch.Tensor._make_subclass(
@@ -95,17 +108,17 @@ class DryFakeMode(FakeMode):
         return wrapped
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.stepping and func is torch.ops.aten._local_scalar_dense.default:
+        if self._stepping and func is torch.ops.aten._local_scalar_dense.default:
             return 2.0 if args[0].is_floating_point() else 2
         device = torch.device((kwargs or {}).get("device") or "cpu")
         if device.type not in ("cpu", "meta"):  # torch built with CUDA would make the tensor and fail only in backward
             raise RuntimeError(f"{func} asks for the device {device}, and tensors of a plan are on the CPU")
-        cached, self.cache_enabled = self.cache_enabled, self.cache_enabled and func not in _OF_STORAGES
+        cached, self.cache_enabled = self.cache_enabled, self.cache_enabled and func not in _USE_STORAGES
         try:
             out: Any = super().dispatch(func, types, args, kwargs)
         finally:
             self.cache_enabled = cached
-        few = func in shape_cache.NUMBERS and out.device.type == "cpu" and out.numel() <= _MOST_NUMBERS
+        few = func in shape_cache.NUMBERS and out.device.type == "cpu" and out.numel() <= _MAX_READABLE
         if self._constructing and few:
             with unset_fake_temporarily():
                 out.constant = func(*args, **(kwargs or {}))
@@ -114,8 +127,10 @@ class DryFakeMode(FakeMode):
 
 
 def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
-    """Replace meta parameters and buffers of ``model`` by fake ones on the CPU. Tied ones stay tied. Called inside a
-    FakeTensorMode."""
+    """Replace meta parameters and buffers of ``model`` by fake ones on the CPU. Called inside a FakeTensorMode.
+
+    Tied parameters stay tied.
+    """
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -127,26 +142,38 @@ def move_meta_to_fake_cpu(model: torch.nn.Module) -> None:
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = made.setdefault(id(buffer), as_fake(buffer))
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:  # torch.tensor(0.5) keeps its value, with the dtype of that time, which may change
+    for tensor in tensors:  # the constant of torch.tensor(0.5) has its old dtype even after a conversion
         tensor.constant = None
 
 
 def as_fake(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` itself if it is fake and on the CPU, otherwise a fake one like it. Called inside a
-    FakeTensorMode."""
+    """Return a fake tensor like ``tensor`` on the CPU, or itself if it is one. Called inside a FakeTensorMode."""
     if is_fake(tensor) and tensor.device.type == "cpu":
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 class DryPlatform(Platform):
-    """Platform of a simulated rank: the CPU, no memory, no files, and zeros for values that are read."""
+    """Platform of a simulated rank: the CPU, no memory, no files, and zeros for values that are read.
+
+    Attributes:
+        host_waits: number of reads for which the host has waited in the step that began them.
+    """
 
     joins_jobs = False
 
     def __init__(self) -> None:
-        self.step = 0  # number of the current step
-        self.host_waits = 0  # reads completed in the step that began them: the host waits for the device
+        self.step = self.host_waits = 0
+
+    def end_step(self) -> None:
+        self.step += 1
+
+    def reset_host_waits(self) -> None:
+        self.host_waits = 0
+
+    def wait(self, step: int) -> None:
+        """Wait for a read that began in ``step``."""
+        self.host_waits += step == self.step
 
     def device(self, local_rank: int) -> torch.device:
         """Return the CPU."""
@@ -170,13 +197,13 @@ class DryPlatform(Platform):
 
 
 class DryEvent:
-    """Event of a read to the host, assumed complete once the step that began it has ended."""
+    """Event of a read to the host. The read is assumed to be complete when the step that began it has ended."""
 
     def __init__(self, platform: DryPlatform) -> None:
         self._platform, self._step = platform, platform.step
 
     def synchronize(self) -> None:
-        self._platform.host_waits += self._step == self._platform.step
+        self._platform.wait(self._step)
 
 
 class DryFile:

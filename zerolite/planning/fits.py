@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +18,6 @@ from zerolite.planning.host_room import (
     Room,
     Shortage,
     bytes_of_parameters,
-    counted,
     describe,
     find_room,
     find_shortage,
@@ -27,7 +27,7 @@ from zerolite.planning.host_room import (
 )
 from zerolite.planning.make import plan_of, silent, with_defaults
 from zerolite.planning.rank_grid import Grid
-from zerolite.planning.result import Plan, item_label
+from zerolite.planning.result import Plan, counted, item_label
 from zerolite.planning.settings import cheapest, with_zero
 from zerolite.planning.skeleton import DrySkeleton
 from zerolite.utils.memory_tags import ACTIVATIONS, BUCKETS, COMPUTE, MASTERS, STATES
@@ -36,13 +36,13 @@ from zerolite.utils.sizes import format_size
 logger = logging.getLogger("zerolite")
 
 FOR_STATES = 0.8
-"""Part of the free memory that model states may take with stage "auto"; the rest is for activations, which are unknown
-before the first batch."""
+"""Share of the free memory for model states with stage "auto". The rest is for activations, which are unknown before
+the first batch."""
 
 _BYTES = {"cuda": 32, "cpu": 64}
-"""Upper bound of bytes per parameter over all stages and precisions, by device type, with states of Adam's size: eight
-numbers in fp32 (parameter, original parameter, gradient, bucket, master, two moments, one copy). On the CPU regions of
-shared memory too."""
+"""Upper bound of bytes per parameter over all stages and precisions, by device type, with states of Adam's size. These
+are eight numbers in fp32: parameter, original parameter, gradient, bucket, master, two moments, one copy. On the CPU
+there are regions of shared memory too."""
 
 
 def choose_stage(
@@ -50,9 +50,9 @@ def choose_stage(
 ) -> tuple[ZeroliteConfig, Plan | None]:
     """Replace the stage "auto" by a number.
 
-    It is the stage that sends the least, then the lowest, among those that need at most :data:`FOR_STATES` of the free
-    memory; if there is none, the one that needs the least. The free memory is that of the rank with the least. Ranks
-    may have different parts of the model, so the highest stage that a rank chooses is used on all. Rank 0 logs the
+    Of the stages that need at most :data:`FOR_STATES` of the free memory it is the one that sends the least, then the
+    lowest. If there is none, it is the stage that needs the least. The free memory is that of the rank with the least.
+    Ranks may have different parts of the model, so all use the highest stage that a rank chooses. Rank 0 logs the
     reason. Called on all ranks.
 
     Args:
@@ -70,40 +70,54 @@ def choose_stage(
     world = topology.world
     stages = _possible_stages(config)
     least, most = largest([-_available(model, device), _upper_bound(model, device)], world, device, "memory")
-    free = -least
-    limit = int(free * FOR_STATES)
+    limit = int(-least * FOR_STATES)
     if most <= limit:
-        _log(world, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(free)}")
+        _log(world, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(-least)}")
         return with_zero(config, stage=stages[0]), None
-    plans: list[Plan] = []
-    refused: list[Exception] = []
-    # Stage 1 first: its states give lower bounds for stages 0 and 2, which mostly need no plan then.
-    for tried in (stage for stage in (1, 0, 2, 3) if stage in stages):
-        if _cannot_be_chosen(tried, plans, limit):
-            continue
-        try:
-            plans.append(_dry_run(model, with_zero(config, stage=tried), arguments, topology.data, device, limit))
-        except Exception as error:  # for example an optimizer that works at stage 0 only
-            refused.append(error)
-    refusal = None if plans else _refusal(refused[0])
+    plans, refusal = _plan_stages(stages, model, config, arguments, topology.data, device, limit)
     raise_together(world, device, "memory", refusal, "zerolite.initialize", PlanError)
-    cheapest_plan = cheapest(plans)
-    best = plans[cheapest_plan] if cheapest_plan is not None else min(plans, key=lambda made: made.peak.bytes)
+    chosen = cheapest(plans)
+    best = plans[chosen] if chosen is not None else min(plans, key=lambda made: made.peak.bytes)
     (stage,) = largest([best.stage], world, device, "memory")
     needs = ", ".join(f"stage {made.stage} {format_size(made.peak.bytes)}" for made in plans)
     below = f"{format_size(limit)}, 80 % of what is free, without activations ({needs})"
-    if cheapest_plan is None:
+    if chosen is None:
         _log(world, f"stage {stage}: none stays below {below}", logging.WARNING)
     else:
         _log(world, f"stage {stage}: the least traffic of those that stay below {below}")
     return with_zero(config, stage=stage), next((made for made in plans if made.stage == stage), None)
 
 
+def _plan_stages(
+    stages: Sequence[int],
+    model: torch.nn.Module,
+    config: ZeroliteConfig,
+    arguments: Arguments,
+    comm: Communicator,
+    device: torch.device,
+    limit: int,
+) -> tuple[list[Plan], Exception | None]:
+    """Plan ``stages``, without those that cannot be chosen. Return the plans, and an error if there are none.
+
+    Stage 1 comes first: its states are lower bounds for stages 0 and 2, which mostly need no plan then.
+    """
+    plans: list[Plan] = []
+    errors: list[Exception] = []
+    for stage in sorted(stages, key=(1, 0, 2, 3).index):
+        if _cannot_be_chosen(stage, plans, limit):
+            continue
+        try:
+            plans.append(_dry_run(model, with_zero(config, stage=stage), arguments, comm, device, limit))
+        except Exception as error:  # for example an optimizer that works at stage 0 only
+            errors.append(error)
+    return plans, None if plans else _refusal(errors[0])
+
+
 def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
     """True if a stage needs no plan.
 
-    Stages 2 and 3, if a lower one fits: it sends no more. Stage 2, if the states that it has like stage 1 are too
-    large. Stage 0, if the states that stage 1 shards are too large without sharding.
+    These are stages 2 and 3 if a lower one fits, which sends no more; stage 2 if the states that it shares with stage 1
+    are too large; and stage 0 if the states that stage 1 shards are too large without sharding.
     """
     if stage >= 2 and any(made.fits for made in plans):
         return True
@@ -114,8 +128,7 @@ def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
 
 
 def _possible_stages(config: ZeroliteConfig) -> list[int]:
-    """Return the stages that the other keys of ``config`` allow: offload does not work at all of them. Raises
-    ConfigError if there is none."""
+    """Return the stages that the other keys of ``config`` allow. Raises ConfigError if there is none."""
     possible, refused = [], []
     for stage in range(4):
         try:
@@ -133,12 +146,12 @@ def _refusal(error: Exception) -> Exception:
     """Return ``error`` of a dry run if its message is about the job; otherwise a PlanError that quotes it."""
     if isinstance(error, (ConfigError, ValueError, PlanError)):
         return error
-    made = PlanError(
+    refusal = PlanError(
         f'zero_optimization.stage "auto" plans the job on tensors without memory, which failed with '
         f"{type(error).__name__}: {error}; give a stage, 0 to 3"
     )
-    made.__cause__ = error
-    return made
+    refusal.__cause__ = error
+    return refusal
 
 
 def check_memory(
@@ -172,7 +185,11 @@ def check_memory(
         try:
             made = made or _dry_run(model, config, arguments, topology.data, device, free)
         except Exception as error:  # maybe on this rank alone; if the job is wrong, the engine raises a better error
-            logger.warning("memory_check: no plan can be made (%s: %s); it is tried", type(error).__name__, error)
+            logger.warning(
+                "memory_check: no plan can be made (%s: %s); the engine is made without the check",
+                type(error).__name__,
+                error,
+            )
         else:
             short = _shortage(made.model_copy(update={"device_memory": free}), room, device, topology)
     if not largest([int(short is not None)], world, device, "memory")[0]:
@@ -205,8 +222,10 @@ def _dry_run(
     device: torch.device,
     limit: int,
 ) -> Plan:
-    """Plan this rank without a batch. Its part of the model is planned like a full model on the ranks of ``comm``.
-    Nothing of the real job is changed."""
+    """Plan this rank without a batch, and change nothing of the real job.
+
+    The rank's part of the model is planned like a full model on the ranks of ``comm``.
+    """
     copies: list[DrySkeleton] = []
 
     def make_model() -> torch.nn.Module:
@@ -232,8 +251,10 @@ def _without_grid(config: ZeroliteConfig) -> ZeroliteConfig:
 
 
 def _own_share(made: Plan, mapped_from_peers: int) -> Plan:
-    """Subtract the shared memory that other ranks of the host allocate. Each rank is compared with an equal share of
-    the host's free memory, so each counts only its own part."""
+    """Subtract the shared memory that other ranks of the host allocate.
+
+    Each rank is compared with an equal share of the host's free memory, so each counts only its own part.
+    """
     peaks = []
     for peak in (made.peak, made.initialize_peak, made.step_peak):
         less = min(mapped_from_peers, peak.items[BUCKETS])
@@ -244,7 +265,7 @@ def _own_share(made: Plan, mapped_from_peers: int) -> Plan:
 
 
 def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Topology) -> Shortage | None:
-    """Return the shortage on the device, otherwise that on the host; None if there is neither."""
+    """Return the shortage on the device, otherwise the one on the host; None if there is none."""
     if made.fits:
         return None if room is None else find_shortage(made, room)
     grid, here = ("", "") if topology.trivial else (f" ({topology.grid})", " here")
@@ -253,22 +274,23 @@ def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Top
     piped = topology.pipe.world_size > 1
     higher = "" if piped else 'a higher zero_optimization.stage ("auto" chooses), '
     offload = "more stages" if piped else "zero_optimization.offload_optimizer"
+    job = describe(made, counted(topology.world.world_size, "rank") + grid, here)
     return Shortage(
-        f"{describe(made, counted(topology.world.world_size) + grid, here)} {format_size(made.peak.bytes)} on {device} "
+        f"{job} {format_size(made.peak.bytes)} on {device} "
         f"without activations, and {format_size(made.device_memory or 0)} are free: {itemised(named)}",
         f"Use more ranks, {higher}{offload}, or a device with more memory",
     )
 
 
 def _message(short: Shortage | None, comm: Communicator) -> str:
-    """Return one message for all ranks: the shortage of the first rank that has one, and all such ranks."""
+    """Return the same message on all ranks: the shortage of the first rank with one, and the list of such ranks."""
     shortages = [short] if comm.world_size == 1 else HostGroup(comm, "memory").gather(short)
     by_rank = {rank: of_rank for rank, of_rank in enumerate(shortages) if of_rank is not None}
     ranks = list(by_rank)
     reason, remedy = by_rank[ranks[0]]
     return (
         f"zerolite.initialize: {reason} (memory_check; on {name_ranks(ranks)} of {comm.world_size}). {remedy}; "
-        '`zerolite plan` shows what each stage needs. "memory_check": "warn" tries it all the same'
+        '`zerolite plan` shows what each stage needs. "memory_check": "warn" tries it nevertheless'
     )
 
 

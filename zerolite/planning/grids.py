@@ -17,7 +17,7 @@ from zerolite.planning.rank_grid import Grid, messages_between_nodes, ring_betwe
 from zerolite.planning.result import Comparison, Plan, Stage, Traffic
 from zerolite.planning.settings import Trials, with_blocks
 
-_ONCE = "stats", "loss", "shared_gradients", "initial_sync"
+_ONCE_A_STEP = "stats", "loss", "shared_gradients", "initial_sync"
 """Tags of collectives that run once a step, for any number of micro-batches."""
 
 
@@ -41,7 +41,7 @@ class Speeds(NamedTuple):
             flops: operations of the rank.
             bubble: share of the step in which the rank waits.
             sent: bytes that the rank sends.
-            across: those of them that go to other nodes.
+            across: bytes among them that go to other nodes.
         """
         return flops / self.flops / (1 - bubble) + (sent - across) / self.within + across / self.between
 
@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
     Attributes:
         number: number of blocks.
         block: share of the model's operations in the smallest block.
-        rest: share in the largest module outside of the blocks.
+        rest: share of the operations in the largest module outside of the blocks.
     """
 
     number: int = 0
@@ -85,19 +85,19 @@ class Blocks(NamedTuple):
     def largest_stage(self, pipe: int) -> float:
         """Return a lower bound of the share of operations in the largest of ``pipe`` stages.
 
-        Stages have whole blocks, and the first or the last stage has the largest other module too.
+        Stages have complete blocks, and the first or the last stage has the largest other module too.
         """
-        ends = range(1, self.number - pipe + 2) if pipe > 1 else ()  # blocks of that stage
+        ends = range(1, self.number - pipe + 2) if pipe > 1 else ()  # possible numbers of blocks of that stage
         others = {end: -(-(self.number - end) // (pipe - 1)) for end in ends}
         return min((max(n * self.block, end * self.block + self.rest) for end, n in others.items()), default=0.0)
 
 
 _MANY = 8
-"""Number of blocks from which :class:`Blocks` bounds how evenly stages can be divided."""
+"""Smallest number of blocks for which :class:`Blocks` bounds the largest stage."""
 
 
 def _blocks(outcomes: Iterable[Outcome]) -> Blocks:
-    """Find the longest ModuleList whose modules are of one class, and share out the operations that were counted."""
+    """Find the longest ModuleList whose modules are of one class, and the shares of its blocks in the operations."""
     flops: Counter[str] = Counter()
     classes: dict[str, str] = {}
     for outcome in outcomes:
@@ -116,7 +116,7 @@ def _blocks(outcomes: Iterable[Outcome]) -> Blocks:
 
 
 def _is_divided(config: ZeroliteConfig) -> bool:
-    """True if every stage gets one part of consecutive whole blocks."""
+    """True if every stage gets one part of consecutive complete blocks."""
     return config.pipeline.split == "auto" and config.pipeline.chunks_per_rank == 1
 
 
@@ -141,8 +141,7 @@ def compare_grids(
     - Every grid trains on as many samples in a step as ``config`` does at its own grid.
     - Tensor groups stay within a node.
     - ZeRO is the lowest of stages 1 to 3 that fits (1 with a pipeline, 0 with one data-parallel rank).
-    - Grids whose model states alone do not fit, or that cannot be faster than one that fits, are left out without a
-      dry run.
+    - No dry run is made of grids whose model states alone do not fit, or that cannot be faster than one that fits.
 
     Args:
         speeds: assumed speeds of each device; default: :class:`Speeds`.
@@ -180,10 +179,10 @@ class _Search:
         self._outcomes: dict[tuple[Grid, int], dict[int, Outcome]] = {}  # by grid and ZeRO stage, then pipeline stage
         if config.zero_optimization.stage == "auto":
             config = with_blocks(config, zero_optimization={"stage": 1})
-        made = job(config)  # the config's own grid: it shows the bytes of each parameter and the operations
-        self._base = self._planned(made, range(made.grid.pipe))
-        outcomes = self._outcomes[made.grid, made.config.zero_optimization.chosen_stage].values()
-        self._blocks = _blocks(outcomes) if made.grid.tensor == 1 else Blocks()  # sharded layers count differently
+        base = job(config)  # the plan on the config's own grid has the bytes per parameter and the operations
+        self._base = self._planned(base, range(base.grid.pipe))
+        outcomes = self._outcomes[base.grid, base.config.zero_optimization.chosen_stage].values()
+        self._blocks = _blocks(outcomes) if base.grid.tensor == 1 else Blocks()  # sharded layers count differently
 
     def result(self) -> Comparison:
         limit, rows = self._memory[0] or 0, self._trials.rows
@@ -198,10 +197,10 @@ class _Search:
             raise self._trials.refused[0][1]
         notes = []
         if too_large:
-            notes.append(f"Not planned, as their model states alone do not fit: {'; '.join(too_large)}.")
+            notes.append(f"Not planned, because their model states alone do not fit: {'; '.join(too_large)}.")
         if waiting:
             number = f"{len(waiting)} more {'is' if len(waiting) == 1 else 'are'} not planned"
-            notes.append(f"{number}: computing, waiting and sending gradients alone take longer there.")
+            notes.append(f"{number}, because computing, waiting and sending gradients alone take longer there.")
         return self._trials.comparison(0 if rows and rows[0][1].fits else None, notes, speeds=self._speeds)
 
     # ---------------------------------------------------------------- candidates
@@ -226,9 +225,9 @@ class _Search:
         resolved = config.model_copy(update=sizes).resolve(grid.data)
         bubble = bubble_of(resolved, grid.pipe) if grid.pipe > 1 else 0.0
         numel = base.parameters / (grid.pipe * grid.tensor)
-        whole, parted = self._bytes_of_states
-        share = {0: whole + parted, 3: (whole + parted) / grid.data}.get(stage, whole + parted / grid.data)
-        gradients = 2 * whole * numel * (grid.data - 1) / grid.data  # bytes of a reduce-scatter and an all-gather
+        weight, states = self._bytes_of_states
+        share = {0: weight + states, 3: (weight + states) / grid.data}.get(stage, weight + states / grid.data)
+        gradients = 2 * weight * numel * (grid.data - 1) / grid.data  # bytes of a reduce-scatter and an all-gather
         across = float(gradients * ring_between_nodes(grid, self._nodes, "data"))
         ranks: Sequence[Plan | Stage] = base.stages or [base]
         counts = [_flops(rank) for rank in ranks]  # the average over all ranks is the same for every grid
@@ -238,17 +237,17 @@ class _Search:
 
     @property
     def _bytes_of_states(self) -> tuple[float, float]:
-        """Bytes per parameter: of its compute weight, and of the states that stage 1 shards over the data ranks."""
+        """Bytes per parameter of the compute weight, and of the states that stage 1 shards over the data ranks."""
         base = self._base
         numel, data = max(base.rank_parameters, 1), base.data_parallel
-        whole = base.states["compute_parameters"] * (data if base.stage == 3 else 1) / numel
-        parted = base.states["master_weights"] + base.states["optimizer_states"]
-        return whole, parted * (data if base.stage else 1) / numel
+        weight = base.states["compute_parameters"] * (data if base.stage == 3 else 1) / numel
+        states = base.states["master_weights"] + base.states["optimizer_states"]
+        return weight, states * (data if base.stage else 1) / numel
 
     def _bound(self, one: Candidate) -> float:
-        """Return the lower bound in seconds, with the traffic that earlier plans have shown.
+        """Return the lower bound in seconds, with the traffic of earlier plans.
 
-        Tensor-parallel traffic of a rank is equal on all grids with as many tensor ranks: they run as many samples
+        A rank has the same tensor-parallel traffic on all grids with as many tensor ranks, because as many samples pass
         through as many layers. A pipeline's first stage sends activations to the second.
         """
         seconds = one.bound + self._tensor_seconds.get(one.grid.tensor, 0.0)
@@ -261,8 +260,7 @@ class _Search:
     # ---------------------------------------------------------------- search
 
     def _try_all(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Plan candidates by their bounds. Return those that were not planned, as they cannot be faster than the
-        best."""
+        """Plan candidates in the order of their bounds. Return the ones that cannot be faster than the best."""
         waiting, slower = list(candidates), []
         while waiting:
             one = min(waiting, key=lambda one: (self._bound(one), one.stage))
@@ -281,8 +279,10 @@ class _Search:
         return any(other == grid or (other.tensor == grid.tensor and other.pipe == 1) for other in self._refused_grids)
 
     def _confirm_best(self, candidates: Sequence[Candidate]) -> bool:
-        """Sort the rows, and plan all pipeline stages of the first row, until it stays the first. Return False if it
-        then does not fit: other candidates may be the fastest."""
+        """Sort the rows, and plan all pipeline stages of the first row, until it stays the first.
+
+        Return False if it does not fit then, so that another candidate may be the fastest.
+        """
         by_name, rows = {(str(one.grid), one.stage): one for one in candidates}, self._trials.rows
         while True:
             rows.sort(key=lambda row: (not row[1].fits, row[1].seconds or 0.0))
@@ -294,12 +294,12 @@ class _Search:
                 return False
 
     def _row(self, one: Candidate, sampled: bool) -> Plan:
-        """Plan a candidate, and learn its tensor-parallel and pipeline traffic for the bounds of others.
+        """Plan a candidate, and use its tensor-parallel and pipeline traffic for the bounds of others.
 
         Args:
             one: the candidate.
-            sampled: plan three pipeline stages only: the first, with the most micro-batches in flight, the last, with
-                the head, and one between them, as all others are like it.
+            sampled: plan only three pipeline stages: the first, with the most micro-batches in flight, the last, with
+                the head, and one of the others, which are alike.
         """
         pipe = one.grid.pipe
         made = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if sampled else range(pipe))
@@ -336,7 +336,7 @@ class _Search:
 def _shortened(job: Job) -> tuple[Job, Fraction]:
     """Return ``job`` with the fewest micro-batches that have the same peak, and the factor to the real number.
 
-    Beyond that number a schedule repeats itself, except GPipe's, which keeps the activations of all micro-batches.
+    With more micro-batches a schedule repeats itself, except GPipe, which keeps the activations of all of them.
     """
     steps, size = job.config.gradient_accumulation_steps or 1, job.config.train_micro_batch_size_per_gpu
     block, pipe = job.config.pipeline, job.grid.pipe
@@ -357,7 +357,7 @@ def _scaled(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
 
 def _is_once(row: Traffic, stage: int) -> bool:
     """True if the collectives run once a step. ``stage`` is that of ZeRO."""
-    if row.tag in _ONCE:
+    if row.tag in _ONCE_A_STEP:
         return True
     return row.dimension == "data" and (stage < 2 or (stage == 2 and row.op == "all_gather"))
 
@@ -374,7 +374,7 @@ def _flops(made: Plan | Stage) -> int:
 
 
 def _sums(traffic: Sequence[Traffic]) -> tuple[int, int]:
-    """Return the bytes that are sent, and those of them that leave the node."""
+    """Return the bytes that are sent, and the bytes among them that leave the node."""
     return sum(row.sent for row in traffic), sum(row.inter_node or 0 for row in traffic)
 
 

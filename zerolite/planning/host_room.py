@@ -12,25 +12,25 @@ import torch
 from zerolite.comm import Communicator, HostGroup
 from zerolite.config import ZeroliteConfig
 from zerolite.planning.available import local_ranks, share_of_host
-from zerolite.planning.result import Plan, item_label
+from zerolite.planning.result import Plan, counted, item_label
 from zerolite.utils.memory_tags import COMPUTE
 from zerolite.utils.sizes import format_size
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 _STATES, _STAGED = 24, 24
-"""Upper bounds of bytes per parameter: off the device, and staged through a buffer. In fp32 with states of Adam's size
-they are six numbers (master, two moments, gradient, parameter, one copy)."""
+"""Upper bounds of bytes per parameter: off the device, and staged through a buffer. They are six numbers in fp32 with
+states of Adam's size: master, two moments, gradient, parameter, one copy."""
 
 OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 
 
 class Room(NamedTuple):
-    """Memory and disks of the host that this rank may use, in bytes: equal shares of what is free.
+    """Host memory and disk space that this rank may use, in bytes: an equal share of what is free.
 
     Attributes:
         ranks: number of the job's ranks on this host.
         memory: host memory.
-        disks: disk at ``nvme_path``, by name of the block of the config; None if the folder does not exist.
+        disks: space at ``nvme_path``, by the name of the config's block; None if the folder does not exist.
     """
 
     ranks: int
@@ -42,8 +42,8 @@ class Shortage(NamedTuple):
     """Memory or disk that is too small.
 
     Attributes:
-        reason: clause with the bytes that are needed and those that are free.
-        remedy: clause with what to change.
+        reason: clause with the needed and the free bytes.
+        remedy: clause with the change to make.
     """
 
     reason: str
@@ -56,8 +56,10 @@ def offloads(config: ZeroliteConfig) -> bool:
 
 
 def find_room(model: torch.nn.Module, config: ZeroliteConfig, comm: Communicator) -> Room:
-    """Find the room for the engine. Called on all ranks. Host memory of ``model`` counts as free, because the engine
-    takes it over."""
+    """Find the host memory and disk space for the engine. Called on all ranks.
+
+    Host memory of ``model`` counts as free, because the engine takes it over.
+    """
     ranks = _ranks_here(comm)
     zero = config.zero_optimization
     blocks = ((OPTIMIZER, zero.offload_optimizer), (PARAMETERS, zero.offload_param))
@@ -70,8 +72,7 @@ def find_room(model: torch.nn.Module, config: ZeroliteConfig, comm: Communicator
 
 
 def bytes_of_parameters(model: torch.nn.Module, kind: str) -> int:
-    """Return the bytes of ``model``'s parameters on devices of type ``kind``. They become free when the parameters move
-    to buckets."""
+    """Return the bytes of ``model``'s parameters on devices of type ``kind``, which the engine's buckets replace."""
     own = {}
     for parameter in model.parameters():
         handle = handle_of(parameter)
@@ -91,15 +92,15 @@ def is_ample(room: Room, config: ZeroliteConfig, numel: int) -> bool:
 
 
 def find_shortage(plan: Plan, room: Room) -> Shortage | None:
-    """Return the shortage of host memory or disk for ``plan``'s rank, if there is one."""
-    who, each = describe(plan, counted(plan.world_size)), f"each of {counted(room.ranks)} of a host"
+    """Return the shortage of host memory or disk for ``plan``'s rank; None if there is none."""
+    job, each = describe(plan, counted(plan.world_size, "rank")), f"each of {counted(room.ranks, 'rank')} of a host"
     if plan.host_peak > room.memory:
-        items, rest = plan.host or {}, "what the device would hold, or the model before the engine has it"
+        items, rest = plan.host or {}, "device memory, or the model before the engine has it"
         named = {item_label(item): nbytes for item, nbytes in items.items()} | {
             rest: plan.host_peak - sum(items.values())
         }
         return Shortage(
-            f"{who} {format_size(plan.host_peak)} of host memory on {each}, and {format_size(room.memory)} are left "
+            f"{job} {format_size(plan.host_peak)} of host memory on {each}, and {format_size(room.memory)} are left "
             f"for each there: {itemised(named)}",
             'Use fewer ranks on a host or more hosts, a higher zero_optimization.stage, or "nvme" as the device of '
             "offload_optimizer and offload_param",
@@ -110,9 +111,9 @@ def find_shortage(plan: Plan, room: Room) -> Shortage | None:
         free = room.disks.get(name)
         if free is not None and needed > free:
             return Shortage(
-                f"{who} {format_size(needed)} at zero_optimization.{name}.nvme_path for {each}, and "
+                f"{job} {format_size(needed)} at zero_optimization.{name}.nvme_path for {each}, and "
                 f"{format_size(free)} are free for each there",
-                f"Make room on that disk, write a larger one as zero_optimization.{name}.nvme_path, or use more hosts",
+                f"Make room on that disk, set a larger one as zero_optimization.{name}.nvme_path, or use more hosts",
             )
     return None
 
@@ -120,10 +121,6 @@ def find_shortage(plan: Plan, room: Room) -> Shortage | None:
 def describe(plan: Plan, ranks: str, here: str = "") -> str:
     """Return the beginning of a sentence about a job's needs. ``here``: words after the number of parameters."""
     return f"training {plan.model} ({plan.parameters:,} parameters{here}) at ZeRO stage {plan.stage} on {ranks} needs"
-
-
-def counted(ranks: int) -> str:
-    return f"{ranks} rank{'' if ranks == 1 else 's'}"
 
 
 def itemised(named: dict[str, int]) -> str:
@@ -134,14 +131,13 @@ def itemised(named: dict[str, int]) -> str:
 
 def _ranks_here(comm: Communicator) -> int:
     """Return the number of the job's ranks on this host."""
-    launcher_says = local_ranks(os.environ)
-    if launcher_says is not None or comm.world_size == 1:
-        return launcher_says or 1
+    from_launcher = local_ranks(os.environ)
+    if from_launcher is not None or comm.world_size == 1:
+        return from_launcher or 1
     names = HostGroup(comm, "hosts").gather(socket.gethostname())
     return names.count(names[comm.rank])
 
 
 def _free(path: str) -> int | None:
-    """Return the free bytes of the disk at ``path``; None if the folder does not exist. The engine raises then, when it
-    makes its file there."""
+    """Return the free bytes of the disk at ``path``; None if the folder does not exist, for which the engine raises."""
     return shutil.disk_usage(path).free if os.path.exists(path) else None

@@ -75,17 +75,9 @@ def initialize(
     """
     check_model(model)
     given = load_config(config)
-    init_distributed()
-    device = default_device(local_rank())
-    make_current(device)  # also where the user has started torch.distributed
-    if device.type == "cpu":
-        keep_freed_memory()
+    device = _start_process()
     watchdog = start_watchdog(given.desync_timeout_s)
-    topology = _grid(given, create_communicator(device), device)
-    comm = topology.data
-    if comm.main:
-        for path, sentence in given.without_effect:
-            logger.warning("%s has no effect: %s", path, sentence)
+    topology = _make_topology(given, create_communicator(device), device)
     resolved = _resolved(given, topology)
     trained = None if model_parameters is None else [_listed_params(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers, collate_fn)
@@ -99,12 +91,22 @@ def initialize(
     uncaught.watch(model, engine.compute_dtype, topology.world.rank)
     if training_data is not None:
         engine.dataloader = engine.deepspeed_io(training_data, num_local_io_workers=num_local_io_workers)
-    if resolved.dump_state and comm.main:
-        _print_state(engine)
+    if resolved.dump_state and topology.data.main:
+        print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)
     return engine
 
 
-def _grid(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
+def _start_process() -> torch.device:
+    """Start torch.distributed if it is not running, and return this process's device."""
+    init_distributed()
+    device = default_device(local_rank())
+    make_current(device)  # also if the user has started torch.distributed
+    if device.type == "cpu":
+        keep_freed_memory()
+    return device
+
+
+def _make_topology(config: ZeroliteConfig, world: Communicator, device: torch.device) -> Topology:
     """Make the grid of the config. Raises on all ranks if their configs have different grids."""
     pipe, tensor = config.pipeline.stages, config.tensor_parallel.ranks
     facts = {f"config key {key}": {"": str(size)} for key, size in ((_PIPE, pipe), (_TENSOR, tensor))}
@@ -117,7 +119,13 @@ def _grid(config: ZeroliteConfig, world: Communicator, device: torch.device) -> 
 
 
 def _resolved(config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
-    """Resolve the batch sizes; an error says that the world size in it counts data-parallel ranks only."""
+    """Warn of keys without effect, and resolve the batch sizes.
+
+    With several dimensions an error says that its world size counts data-parallel ranks only.
+    """
+    if topology.data.main:
+        for path, sentence in config.without_effect:
+            logger.warning("%s has no effect: %s", path, sentence)
     try:
         return config.resolve(topology.data.world_size)
     except ConfigError as error:
@@ -131,11 +139,6 @@ _PIPE, _TENSOR = "pipeline.stages", "tensor_parallel.size"
 
 
 def _listed_params(entry: Any) -> Any:
-    """Return a param group with a list of parameters, as an iterator could be read only once; anything else as it
-    is."""
+    """Return a param group with a list of parameters, because an iterator can be read only once; others unchanged."""
     members = entry.get("params") if isinstance(entry, dict) else None
     return entry if members is None or isinstance(members, torch.Tensor) else {**entry, "params": list(members)}
-
-
-def _print_state(engine: Engine) -> None:
-    print(f"{engine!r}\n{json.dumps(engine.config.model_dump(mode='json'), indent=2, default=str)}", flush=True)

@@ -10,7 +10,7 @@ import torch
 
 from zerolite.config import ZeroliteConfig, load_config
 from zerolite.config.parallelism import TWO_CHUNKS
-from zerolite.planning.bubble import ASSUMED, bubble
+from zerolite.planning.bubble import ASSUMPTION, bubble
 from zerolite.planning.dry_run import Job, Outcome, run_stages
 from zerolite.planning.errors import PlanError
 from zerolite.planning.rank_grid import grid_of
@@ -27,7 +27,7 @@ _SILENT = (
     *("csv_monitor", "jsonl_monitor", "tensorboard", "wandb", "comms_logger", "flops_profiler", "steps_per_print"),
     *("wall_clock_breakdown", "memory_breakdown", "dump_state", "check_collectives"),
 )
-"""Keys of the config that print, write or measure, and change no number of a plan."""
+"""Keys of the config that print, write or measure, and change no numbers of a plan."""
 
 
 def plan(
@@ -49,18 +49,18 @@ def plan(
     process group is needed or started.
 
     Args:
-        model_fn: makes the model; called where no tensor has memory. The model may be plain, made in
+        model_fn: makes the model; called where tensors have no memory. The model may be an ordinary one, made in
             ``zerolite.zero.Init``, or on the meta device.
-        config: the engine's config. Its ``tensor_parallel`` and ``pipeline`` say which grid the ranks form.
+        config: the engine's config. Its ``tensor_parallel`` and ``pipeline`` set the grid of the ranks.
         world_size: number of all ranks.
         nodes: number of hosts, which the ranks fill evenly and in order, for the traffic between them.
         rank: the rank to plan; None: rank 0, or with a pipeline the first rank of the stage with the highest peak.
-        device: "cuda" or "cpu"; the plan has the communicators and code paths of that kind.
+        device: "cuda" or "cpu"; the plan uses the communicators and code paths of that kind.
         device_memory: memory of each rank's device, in bytes or as text such as "80GB".
         host_memory: memory of each host, which its ranks share, in the same forms.
         batch: ``batch()`` or ``batch(micro_batch_size)`` makes the arguments of one forward, a tuple, or a dict by
-            name; the tensors may be real. None: no forward is run, so activations and the traffic of tensor parallelism
-            and pipelines are not in the numbers.
+            name; the tensors may be real. With None no forward runs, so activations and the traffic of tensor
+            parallelism and pipelines are not in the numbers.
         loss: function of the model's output that returns a scalar; default: the output itself, its ``loss``, or the
             mean of its first floating tensor. It may be a function of outputs and targets. Then, and if a
             PipelineModule has a loss function, a batch is a pair (inputs, targets), as for ``engine.train_batch``.
@@ -91,7 +91,7 @@ def job_of(
     resolved = silent(config).resolve(grid.data)
     if resolved.zero_optimization.stage == "auto":
         raise PlanError(
-            'zero_optimization.stage is "auto": a plan is made for one stage, 0 to 3; name one, or --compare them'
+            'zero_optimization.stage is "auto": a plan is made for one stage, 0 to 3; set one, or --compare them'
         )
     return Job(
         make_model=model_fn,
@@ -123,8 +123,8 @@ def check_arguments(world_size: int, nodes: int | None, rank: int | None, device
         raise ValueError(f"plan: expected rank from 0 to {world_size - 1} (world_size - 1), got {rank}")
     if nodes is not None and (nodes < 1 or world_size % nodes):
         raise ValueError(
-            f"plan: expected nodes that divide world_size {world_size} evenly, got {nodes}; a job has the same number "
-            "of processes on every node"
+            f"plan: expected nodes that divide world_size {world_size} evenly, got {nodes}; every node has the same "
+            "number of processes"
         )
     if device not in ("cuda", "cpu"):
         raise ValueError(f"plan: expected device 'cuda' or 'cpu', got {device!r}")
@@ -145,7 +145,7 @@ def batch_maker(batch: Callable[..., Any] | None, size: int | None) -> Callable[
         return batch
     if size is None:
         raise PlanError(
-            "the batch is made for a micro-batch size, and the config has none: set train_micro_batch_size_per_gpu"
+            "the batch function takes the micro-batch size, and the config has none: set train_micro_batch_size_per_gpu"
         )
     return lambda: batch(size)
 
@@ -155,7 +155,7 @@ def plan_of(
 ) -> Plan:
     """Make the plan of ``job`` from its ``outcome``. Other arguments as for :func:`plan`, in bytes."""
     config = job.config
-    # The ranks have parts in turn (0, 1, ..., 0, 1, ...), so the last rank sends to the first.
+    # The parts are on ranks 0, 1, ..., 0, 1, ..., so the last rank sends to the first.
     looped = config.pipeline.chunks_per_rank > 1 and config.pipeline.schedule not in TWO_CHUNKS
     peaks = [_peak(moment, outcome) for moment in (outcome.initialize, outcome.warm_up, outcome.step)]
     on_device = outcome.largest[DEVICE]
@@ -215,23 +215,23 @@ def plan_of_stages(
         nodes, device_memory, host_memory: as for :func:`plan`, in bytes.
         at_rank: the plan is that of ``job.rank``, not of the stage with the highest peak.
     """
-    made = {
+    plans = {
         stage: plan_of(job.at_stage(stage), outcome, nodes, device_memory, host_memory)
         for stage, outcome in outcomes.items()
     }
     if job.grid.pipe == 1:
-        return made[0]
-    shown = made[job.stage] if at_rank else max(made.values(), key=lambda one: one.peak.bytes)
+        return plans[0]
+    chosen = plans[job.stage] if at_rank else max(plans.values(), key=lambda stage_plan: stage_plan.peak.bytes)
     owned = [outcome.parameters - outcome.tied_parameters for outcome in outcomes.values()]
     trained = [outcome.trained_parameters - outcome.tied_parameters for outcome in outcomes.values()]
     update = {
         "parameters": sum(owned),
         "trained_parameters": sum(trained),
         "bubble": bubble_of(job.config, job.grid.pipe),
-        "stages": [_stage(one) for one in made.values()],
-        "notes": [*shown.notes, ASSUMED],
+        "stages": [_stage(stage_plan) for stage_plan in plans.values()],
+        "notes": [*chosen.notes, ASSUMPTION],
     }
-    return shown.model_copy(update=update)
+    return chosen.model_copy(update=update)
 
 
 def bubble_of(config: ZeroliteConfig, stages: int) -> float:
@@ -297,22 +297,22 @@ def _notes(job: Job, outcome: Outcome) -> Iterator[str]:
         yield "No batch was given: activations are not in the numbers."
     elif outcome.recurrent:
         yield (
-            "Recurrent layers were run step by step; their fused kernels keep something else for backward, which may "
-            "be half as much again."
+            "Recurrent layers were run step by step. Their fused kernels keep other tensors for backward, which may "
+            "take half as much memory again."
         )
     if outcome.flops is not None and outcome.flops.unknown:
         yield (
-            f"The FLOPs leave out {', '.join(sorted(outcome.flops.unknown))}, of which no formula is known. "
-            "torch.utils.flop_counter.register_flop_formula takes one."
+            f"The FLOPs leave out {', '.join(sorted(outcome.flops.unknown))}, which have no known formula. "
+            "Add one with torch.utils.flop_counter.register_flop_formula."
         )
     if job.device == "cuda":
         yield (
-            "What the driver's context, NCCL's own buffers, cuBLAS' workspaces and fragmentation take is not in the "
-            "numbers: 1 to 2 GB on most devices."
+            "The numbers do not contain the driver's context, NCCL's buffers, cuBLAS workspaces and fragmentation, "
+            "which take 1 to 2 GB on most devices."
         )
-        yield "Tensors of the plan are on the CPU, so attention and the like allocate what their CPU kernels do."
+        yield "The plan's tensors are on the CPU, so attention and similar operators allocate as their CPU kernels do."
         if outcome.original_model:
             yield (
-                f"Before the engine has it, the model takes {format_size(outcome.original_model)} of host memory in "
-                "every process; zerolite.zero.Init partitions it while it is made."
+                f"Every process first makes the full model, which takes {format_size(outcome.original_model)} of host "
+                "memory. zerolite.zero.Init partitions it while it is made."
             )

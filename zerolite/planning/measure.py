@@ -32,8 +32,10 @@ _MOST_STEPS = 50
 
 
 class Measurement(BaseModel):
-    """Measurements of one rank of a real job: the fields of :class:`~zerolite.planning.result.Plan` that can be
-    measured, in bytes, in the step after a plan's warm-up."""
+    """Measurements of one rank of a real job, in bytes, in the step after a plan's warm-up.
+
+    They are the fields of :class:`~zerolite.planning.result.Plan` that can be measured.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,10 +43,10 @@ class Measurement(BaseModel):
     world_size: int
     device: str = Field(description="cuda or cpu")
     states: Items = Field(description="model states and buffers, each item at its largest within the step")
-    host: Items = Field(description="what rests on the host or passes through it, each item at its largest")
+    host: Items = Field(description="items and staging buffers on the host, each at its largest")
     disk: Items = Field(description="the same of the disk")
-    at_rest: Items = Field(description='held after the step; "other" is what is counted beyond the items')
-    step_peak: int = Field(description="the most at once; on the CPU without what operators take inside themselves")
+    at_rest: Items = Field(description='items after the step; "other" is all other counted memory')
+    step_peak: int = Field(description="peak of the step; on the CPU without memory inside of operators")
     traffic: list[Traffic]
 
 
@@ -56,11 +58,11 @@ def measure(
 ) -> Measurement:
     """Make the model and its engine in this process and train a few steps, as a plan does on tensors without memory.
 
-    Memory that the process has before does not count. Called on all ranks, with equal arguments.
+    Memory that is allocated before does not count. Called on all ranks, with equal arguments.
 
     Args:
         make_model: makes the model.
-        config: as for ``zerolite.initialize``; its monitors and the like stay off.
+        config: as for ``zerolite.initialize``; monitors and profilers stay off.
         batch: as for ``zerolite.plan``; None: every parameter is used once, by itself. A pipeline needs a batch.
         loss: as for ``zerolite.plan``.
     """
@@ -82,7 +84,7 @@ def measure(
         with collector_off(), record() as recorder, largest.listening():
             train_one_step(engine, micro_batch, loss, largest.on_phase)
         rest, peak = meter.end_step()
-        largest.ask()
+        largest.update()
         held = engine.memory_report().items
     grid = Grid(**{name: getattr(engine.topology, name).world_size for name in DIMENSIONS})
     items = largest.items
@@ -100,7 +102,7 @@ def measure(
 
 
 def _warm_up(engine: Engine, micro_batch: MakeBatch, loss: Callable[..., torch.Tensor] | None) -> None:
-    """Train the steps of a plan's warm-up, and more until no step is skipped: the loss scale is small enough then."""
+    """Train the steps of a plan's warm-up, and more until the loss scale is small enough that no step is skipped."""
     for step in range(_MOST_STEPS):
         skipped = engine.skipped_steps
         train_one_step(engine, micro_batch, loss)
@@ -112,7 +114,7 @@ def _warm_up(engine: Engine, micro_batch: MakeBatch, loss: Callable[..., torch.T
 class _LargestItems:
     """Largest bytes of each item in each place that the engine reports.
 
-    It is asked at every tagged allocation, and before every update, when all gradients have been reduced.
+    It reads the report at every tagged allocation, and before every update, when all gradients have been reduced.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -129,20 +131,20 @@ class _LargestItems:
 
     def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
         there = HOST if place == DEVICE and storage.device.type != self._engine.device.type else place
-        self.ask({storage._cdata: Holding(item, storage.nbytes(), there)})  # no part of the engine reports it yet
+        self.update({storage._cdata: Holding(item, storage.nbytes(), there)})  # the engine does not report it yet
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        self.ask()
+        self.update()
 
     @contextlib.contextmanager
     def on_phase(self, phase: str) -> Iterator[None]:
         engine = self._engine
         if phase == STEP and (isinstance(engine, PipelineEngine) or engine.is_gradient_accumulation_boundary()):
             engine.reduce_gradients()
-            self.ask()
+            self.update()
         yield
 
-    def ask(self, allocated: dict[int, Holding] | None = None) -> None:
+    def update(self, allocated: dict[int, Holding] | None = None) -> None:
         now = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
         for item, nbytes, place in (holdings(self._engine.memory_parts) | (allocated or {})).values():
             now[place][item] += nbytes
@@ -151,13 +153,16 @@ class _LargestItems:
 
 
 class _MemoryMeter:
-    """Bytes allocated since it was made: by CUDA's caching allocator, or of tensors that operators make on the CPU,
-    whose allocator keeps no account."""
+    """Counter of the bytes that are allocated after its construction.
+
+    On CUDA they are those of the caching allocator. The CPU's allocator has no statistics, so there the tensors that
+    operators make are counted.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_cuda = device, device.type == "cuda"
         self._before = torch.cuda.memory_allocated(device) if self._on_cuda else 0
-        self._tracker = MemoryTracker(apart=False)
+        self._tracker = MemoryTracker(separate_memory=False)
 
     def counting(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._on_cuda else self._tracker

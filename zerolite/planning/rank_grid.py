@@ -10,7 +10,7 @@ from zerolite.config import ConfigError, ZeroliteConfig
 
 
 class Grid(NamedTuple):
-    """Sizes of a grid of pipe × data × tensor ranks, tensor innermost, as of :class:`zerolite.comm.Topology`."""
+    """Sizes of a grid of pipe × data × tensor ranks, tensor innermost, as in :class:`zerolite.comm.Topology`."""
 
     pipe: int = 1
     data: int = 1
@@ -21,7 +21,7 @@ class Grid(NamedTuple):
         return self.pipe * self.data * self.tensor
 
     def rank(self, pipe: int, data: int, tensor: int) -> int:
-        """Return the number among all ranks of the rank at these coordinates."""
+        """Return the global rank at these coordinates."""
         return (pipe * self.data + data) * self.tensor + tensor
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
@@ -55,28 +55,28 @@ def grid_of(config: ZeroliteConfig, world_size: int) -> Grid:
 
 
 def ring_between_nodes(grid: Grid, nodes: int, dimension: str) -> Fraction:
-    """Return the share of ring traffic that leaves a node. Ranks form rings in rank order and fill one node after the
-    other."""
-    here = grid.world_size // nodes  # ranks of a node
+    """Return the share of ring traffic that leaves a node. Rings are in rank order, and ranks fill node after node."""
+    per_node = grid.world_size // nodes
     links = [(one, other) for group in grid.groups(dimension) for one, other in _ring(group)]
-    return Fraction(sum(one // here != other // here for one, other in links), max(len(links), 1))
+    return Fraction(sum(one // per_node != other // per_node for one, other in links), max(len(links), 1))
 
 
 def messages_between_nodes(grid: Grid, nodes: int, stage: int, looped: bool = False) -> Fraction:
-    """Return the share of a pipeline stage's messages that leaves the node, if it sends equal parts to the stages
-    before and after it.
+    """Return the share of a pipeline stage's messages that leaves the node.
+
+    The stage sends as much to the stage before it as to the stage after it.
 
     Args:
-        grid: all ranks, which fill one node after the other.
+        grid: all ranks, which fill node after node.
         nodes: number of nodes.
         stage: the pipeline stage.
-        looped: the last stage sends to the first one too.
+        looped: the last stage also sends to the first one.
     """
-    here = grid.world_size // nodes
+    per_node = grid.world_size // nodes
     beside = [stage - 1, stage + 1]
     stages = [s % grid.pipe for s in beside] if looped else [s for s in beside if 0 <= s < grid.pipe]
     ranks = [(d, t) for d in range(grid.data) for t in range(grid.tensor)]
-    across = sum(grid.rank(stage, *at) // here != grid.rank(s, *at) // here for s in stages for at in ranks)
+    across = sum(grid.rank(stage, *at) // per_node != grid.rank(s, *at) // per_node for s in stages for at in ranks)
     return Fraction(across, max(len(stages) * len(ranks), 1))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zerolite.planning.advice import advise
-from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, item_label, total
+from zerolite.planning.result import AT_REST, Comparison, Peak, Plan, Stage, Traffic, counted, item_label, total
 from zerolite.utils.memory_tags import ITEMS, MODEL_STATES
 from zerolite.utils.sizes import format_size
 
@@ -19,7 +19,7 @@ _NARROWEST, _WIDEST, _UNKNOWN = 40, 120, 100
 _CHART_ROWS, _LEAST_BAR, _WIDEST_BAR = 10, 8, 40
 _LOWER, _UPPER = "█▒"
 _GIGA = 10**9
-_MARKS = f"{_LOWER} model states and buffers, {_UPPER} everything else"
+_LEGEND = f"{_LOWER} model states and buffers, {_UPPER} everything else"
 _LEFT = ("memory", "stage", "in", "traffic of a step", "for", "over", "setting", "grid", "", "check")
 """Headings of columns that are aligned to the left."""
 
@@ -46,8 +46,8 @@ class Screen(NamedTuple):
 
         Args:
             rows: cells; the first row has the headings.
-            optional: headings of columns that are left out, in this order, while the lines are too long. If they still
-                are, the first column is truncated.
+            optional: headings of columns to leave out, in this order, while the lines are too long. If that is not
+                enough, the first column is truncated.
         """
         columns = list(zip(*rows, strict=True))
         while True:
@@ -66,7 +66,7 @@ class Screen(NamedTuple):
         return [line.rstrip() for line in lines]
 
     def beside(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
-        """Return the lines of a table with a bar after each but the first, if there is room.
+        """Return the lines of a table with a bar after each line but the first, if there is room.
 
         Args:
             lines: the lines.
@@ -87,9 +87,9 @@ class Screen(NamedTuple):
         return [lines[0], *(f"{line:<{column}}{bar}".rstrip() for line, bar in pairs)]
 
 
-def render(shown: Plan | Comparison, screen: Screen) -> str:
+def render(result: Plan | Comparison, screen: Screen) -> str:
     """Return the full report of a plan or a comparison, in lines of at most ``screen.width`` columns."""
-    sections = _one_plan(shown, screen) if isinstance(shown, Plan) else _several_plans(shown, screen)
+    sections = _one_plan(result, screen) if isinstance(result, Plan) else _several_plans(result, screen)
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
@@ -124,7 +124,7 @@ def _one_plan(plan: Plan, screen: Screen) -> Iterator[list[str]]:
 def _batch(plan: Plan) -> str:
     size = "" if plan.micro_batch is None else f" of {plan.micro_batch}"
     batch = f": {plan.batch}" if plan.batch else "; no batch was given, so there are no activations"
-    return f"{_counted(plan.accumulation, 'micro-batch', 'es')}{size} in a step{batch}"
+    return f"{counted(plan.accumulation, 'micro-batch', 'es')}{size} in a step{batch}"
 
 
 def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
@@ -135,7 +135,7 @@ def _stages(plan: Plan, screen: Screen) -> Iterator[list[str]]:
         cells, here = _needs(stage), " <- shown below" if stage.rank == plan.rank else ""
         rows.append([f"{stage.stage} (rank {stage.rank})", *(cells[head] for head in heads), stage.peak.phase + here])
     yield screen.table(_with_nodes(plan, rows), ("at rest", "states", "parameters"))
-    schedule = f"Schedule: {plan.schedule}, {_counted(plan.accumulation, 'micro-batch', 'es')}."
+    schedule = f"Schedule: {plan.schedule}, {counted(plan.accumulation, 'micro-batch', 'es')}."
     yield screen.paragraph(f"{schedule} Ranks wait {100 * (plan.bubble or 0):.1f} % of a step (the bubble).")
 
 
@@ -163,7 +163,7 @@ def _peaks(plan: Plan) -> Iterator[str]:
     if plan.peak != step:
         yield f"{'A later step' if first else 'A step'} takes {format_size(step.bytes)} at most, {_where(step)}."
     if not start:
-        yield f"Making the engine takes {format_size(plan.initialize_peak.bytes)} at most."
+        yield f"While the engine is made, the peak is {format_size(plan.initialize_peak.bytes)}."
 
 
 def _where(peak: Peak) -> str:
@@ -173,43 +173,44 @@ def _where(peak: Peak) -> str:
 
 def _device_verdict(plan: Plan) -> str:
     if plan.device_memory is None or plan.spare is None:
-        return "Whether it fits depends on the memory of the device: --device-memory 80GB."
+        return "Add --device-memory, as in --device-memory 80GB, to see if it fits."
     if plan.spare >= 0:
         return f"It fits: {format_size(plan.spare)} of {format_size(plan.device_memory)} are free at the peak."
     most = max(plan.peak.items, key=lambda item: plan.peak.items[item])
     return (
         f"It does not fit: the peak is {format_size(-plan.spare)} more than the {format_size(plan.device_memory)} of "
-        f"the device. What takes the most is {item_label(most)}, {format_size(plan.peak.items[most])}."
+        f"the device. The largest item is {item_label(most)}, {format_size(plan.peak.items[most])}."
     )
 
 
 def _host_verdict(plan: Plan) -> str:
-    """Describe what the rank, and all ranks of its host, take of the host's memory and disk. Empty if nothing is
-    offloaded and no host memory was given."""
+    """Describe the host memory and disk space that the rank, and all ranks of its host, use.
+
+    Empty if nothing is offloaded and no host memory was given.
+    """
     if plan.host is None and plan.disk is None and plan.host_memory is None:
         return ""
-    text = f"Of its host's memory the rank takes {format_size(plan.host_peak)} at most"
     ranks = plan.ranks_per_host
-    of_all = "" if ranks is None else f", {_counted(ranks, 'rank')} of a host "
+
+    def of_host(nbytes: int) -> str:
+        return "" if ranks is None else f", and the {counted(ranks, 'rank')} of a host {format_size(ranks * nbytes)}"
+
+    text = f"The rank uses up to {format_size(plan.host_peak)} of host memory{of_host(plan.host_peak)}."
     if ranks is None:
-        text += "; --nodes tells how many ranks share one."
+        text += " Add --nodes, which sets how many ranks share a host."
+    elif plan.host_memory is None or plan.host_spare is None:
+        text += " Add --host-memory, as in --host-memory 512GB, to see if it fits."
+    elif plan.host_spare >= 0:
+        text += f" That fits: {format_size(plan.host_spare)} of {format_size(plan.host_memory)} are free."
     else:
-        text += f"{of_all}{format_size(ranks * plan.host_peak)}."
-        if plan.host_memory is None or plan.host_spare is None:
-            text += " Whether that is there depends on the host: --host-memory 512GB."
-        elif plan.host_spare >= 0:
-            text += f" That fits: {format_size(plan.host_spare)} of its {format_size(plan.host_memory)} are left."
-        else:
-            more, memory = format_size(-plan.host_spare), format_size(plan.host_memory)
-            text += f" That does not fit: it is {more} more than the host's {memory}."
-    if plan.disk is not None:
-        nbytes = sum(plan.disk.values())
-        text += f" On disk it keeps {format_size(nbytes)}{of_all and of_all + format_size((ranks or 1) * nbytes)}."
-    return text
+        more, memory = format_size(-plan.host_spare), format_size(plan.host_memory)
+        text += f" That does not fit: it is {more} more than the host's {memory}."
+    nbytes = sum((plan.disk or {}).values())
+    return text if plan.disk is None else f"{text} It keeps {format_size(nbytes)} on disk{of_host(nbytes)}."
 
 
 def _timeline(plan: Plan, screen: Screen) -> list[str]:
-    """Draw the memory in a step. Each column stands for several moments and shows the fullest of them."""
+    """Draw the memory during a step. Each column stands for several moments and shows the one with the most memory."""
     if not plan.timeline:
         return []
     highest = max(point.bytes for point in plan.timeline)
@@ -219,7 +220,7 @@ def _timeline(plan: Plan, screen: Screen) -> list[str]:
     starts = [(column * count // width, (column + 1) * count // width) for column in range(width)]
     among = [plan.timeline[first : max(end, first + 1)] for first, end in starts]
     columns = [max(points, key=lambda point: point.bytes) for points in among]
-    lines = screen.paragraph(f"memory in the course of a step: {_MARKS}")
+    lines = screen.paragraph(f"memory during a step: {_LEGEND}")
     for row, label in zip(reversed(range(_CHART_ROWS)), labels, strict=True):
         middle = (row + 0.5) / _CHART_ROWS * highest
         cells = (_LOWER if p.at_rest >= middle else _UPPER if p.bytes >= middle else " " for p in columns)
@@ -229,7 +230,7 @@ def _timeline(plan: Plan, screen: Screen) -> list[str]:
 
 
 def _traffic(plan: Plan, screen: Screen) -> list[str]:
-    """Return the table of collectives, their number, and whether NCCL can use its fast path for all."""
+    """Return the table of collectives, and a paragraph with their number and the alignment of their buffers."""
     if not plan.traffic:
         return screen.paragraph("traffic of a step: none")
     rows = [["traffic of a step", "for", "over", "count", "bytes", "sent per rank", "between nodes"]]
@@ -242,13 +243,13 @@ def _traffic(plan: Plan, screen: Screen) -> list[str]:
     rows.append(["all", "", "", *_sums(plan.traffic)])
     kinds = ", ".join(f"{count:,} {op}" for op, count in plan.collectives.items())
     unaligned = sum(entry.unaligned for entry in plan.traffic)
-    buffers = "Every buffer begins" if not unaligned else f"All but {unaligned:,} buffers begin"
+    buffers = "Every buffer is" if not unaligned else f"All but {unaligned:,} buffers are"
     text = (
-        f"A step launches {_counted(sum(plan.collectives.values()), 'collective')}: {kinds or 'none'}. Tensors that "
-        f"travel in one group are one launch. {buffers} on 16 bytes, as NCCL's fast path asks."
+        f"A step launches {counted(sum(plan.collectives.values()), 'collective')}: {kinds or 'none'}. Tensors in one "
+        f"group count as one launch. {buffers} aligned to 16 bytes, which NCCL's fast path needs."
     )
     if plan.host_waits:
-        text += f" The host waits for the device {_counted(plan.host_waits, 'time')} in a step."
+        text += f" The host waits for the device {counted(plan.host_waits, 'time')} in a step."
     return [*screen.table(_with_nodes(plan, rows), ("bytes", "over", "for", "count")), *screen.paragraph(text)]
 
 
@@ -262,10 +263,10 @@ def _flops(plan: Plan) -> str:
     if plan.flops is None:
         return ""
     flops, again = (format_size(count)[:-1] + "FLOP" for count in (plan.flops, plan.recomputed_flops))
-    more = f", and what activation checkpointing recomputes {again} more" if plan.recomputed_flops else ""
+    more = f", and activation checkpointing recomputes {again} more" if plan.recomputed_flops else ""
     return (
-        f"Forward and backward of a step take {flops} on each rank{more}. Counted are matrix products (experts: of the "
-        "tokens routed to them), convolutions and attention (masked positions too), not elementwise work."
+        f"Forward and backward of a step take {flops} on each rank{more}. This counts matrix products (of experts: for "
+        "the tokens routed to them), convolutions and attention (masked positions too), but no elementwise operations."
     )
 
 
@@ -278,13 +279,13 @@ _OPTIONAL = ("collectives", "micro-batches", "states", "at rest", "sent", "host"
 
 
 def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]]:
-    """Yield one line with a bar for each plan, the best one that fits, and what was left out."""
+    """Yield a line and a bar for each plan, then the best plan that fits and the settings that were left out."""
     if not comparison.rows:
         yield screen.paragraph("No grid is left to plan.")
         yield screen.listed(comparison.left_out)
         return
     plan = comparison.rows[0][1]
-    ranks = f"{_counted(plan.world_size, 'rank')}{_on_nodes(plan)}"
+    ranks = f"{counted(plan.world_size, 'rank')}{_on_nodes(plan)}"
     grid = [plan.grid] if plan.grid and not comparison.speeds else []
     samples = (plan.micro_batch or 0) * plan.accumulation * plan.data_parallel
     batch = f"{samples:,} samples in a step, micro-batches of {plan.micro_batch}: {plan.batch}"
@@ -295,7 +296,7 @@ def _several_plans(comparison: Comparison, screen: Screen) -> Iterator[list[str]
     ]
     yield from _side_by_side(comparison, screen)
     smallest = min((plan for _, plan in comparison.rows), key=lambda plan: plan.peak.bytes)
-    # Advice only if no setting fits. It names no stage: all are in the table.
+    # Advice only if no setting fits. It names no stage, because all are in the table.
     chosen = comparison.chosen is not None or comparison.speeds
     yield [*screen.paragraph(_choice(comparison)), *screen.listed([] if chosen else advise(smallest, stages=False))]
     notes = [*comparison.left_out, *(note for _, plan in comparison.rows for note in plan.notes)]
@@ -315,7 +316,7 @@ def _side_by_side(comparison: Comparison, screen: Screen) -> Iterator[list[str]]
     end = "" if plans[0].device_memory is None else "; the device's memory ends at |"
     names = [line[: screen.width // 2] for line in ("", *(name for name, _ in comparison.rows))]
     bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
-    yield [*screen.paragraph(f"at the peak: {_MARKS}{end}"), *screen.beside(names, bars, plans[0].device_memory)[1:]]
+    yield [*screen.paragraph(f"at the peak: {_LEGEND}{end}"), *screen.beside(names, bars, plans[0].device_memory)[1:]]
 
 
 def _cells(plan: Plan) -> dict[str, str]:
@@ -349,7 +350,7 @@ def _needs(rank: Plan | Stage) -> dict[str, str]:
 def _choice(comparison: Comparison) -> str:
     memory = comparison.rows[0][1].device_memory
     if memory is None:
-        return "Which of them fit depends on the memory of the device: --device-memory 80GB."
+        return "Add --device-memory, as in --device-memory 80GB, to see which of them fit."
     if comparison.chosen is None:
         smallest, _ = min(comparison.rows, key=lambda row: row[1].peak.bytes)
         host = max((row.host_memory for _, row in comparison.rows if row.host_memory is not None), default=None)
@@ -365,7 +366,7 @@ def _choice(comparison: Comparison) -> str:
     if plan.offloaded:
         text += f" It keeps {format_size(plan.offloaded)} of each rank's model states off the device."
         if plan.host_spare is None:
-            text += " Whether a host has room for that depends on --nodes and --host-memory."
+            text += " Add --nodes and --host-memory to see if a host has room for them."
     return text
 
 
@@ -380,34 +381,34 @@ def _fastest(name: str, plan: Plan, memory: int, speeds: tuple[float, float, flo
     written = ", ".join(f'"{key}": {json.dumps(value)}' for key, value in blocks.items())
     return (
         f"The fastest that fits in {format_size(memory)} is {name}, ZeRO stage {plan.stage}: computing, waiting in the "
-        f"bubble and sending take the least there, {_time(plan.seconds or 0.0)} a step, if each device computes "
-        f"{flops / 1e12:,.0f} TFLOP and sends {format_size(int(within))} within its node and "
-        f"{format_size(int(between))} to others in a second, and nothing overlaps. In the config: {written}."
+        f"bubble and sending take {_time(plan.seconds or 0.0)} a step. This assumes that a device computes "
+        f"{flops / 1e12:,.0f} TFLOP/s, sends {format_size(int(within))}/s within its node and "
+        f"{format_size(int(between))}/s to other nodes, and that nothing overlaps. In the config: {written}."
     )
 
 
 # -------------------------------------------------------------------- a picture
 
 
-def draw(shown: Plan | Comparison, path: Path) -> None:
-    """Draw bars of the items, and the memory in the course of a step, to a PNG file at ``path``.
+def draw(result: Plan | Comparison, path: Path) -> None:
+    """Draw bars of the items, and the memory during a step, to a PNG file at ``path``.
 
-    Of a comparison the step is that of the chosen setting, or of the smallest. Raises OSError if the file cannot be
-    written.
+    For a comparison, the step is that of the chosen setting, or else of the smallest one. Raises OSError if the file
+    cannot be written.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    if isinstance(shown, Plan):
-        plan, title = shown, ""
+    if isinstance(result, Plan):
+        plan, title = result, ""
         bars = {"at rest": plan.at_rest, "making\nthe engine": plan.initialize_peak.items}
         bars |= {"peak of\na step": plan.step_peak.items, "on the\nhost": plan.host or {}, "on disk": plan.disk or {}}
         bars = {name: items for name, items in bars.items() if items}
     else:
-        smallest = min(range(len(shown.rows)), key=lambda row: shown.rows[row][1].peak.bytes)
-        title, plan = shown.rows[smallest if shown.chosen is None else shown.chosen]
-        bars = {name.replace(", ", ",\n"): entry.peak.items for name, entry in shown.rows}
-    colours = [colormaps["tab20"](place) for place in range(len(ITEMS))]
+        smallest = min(range(len(result.rows)), key=lambda row: result.rows[row][1].peak.bytes)
+        title, plan = result.rows[smallest if result.chosen is None else result.chosen]
+        bars = {name.replace(", ", ",\n"): entry.peak.items for name, entry in result.rows}
+    colours = [colormaps["tab20"](index) for index in range(len(ITEMS))]
     figure = Figure(figsize=(10 + 1.2 * len(bars), 5), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.2 + 1.2 * len(bars), 7))
     under = [0.0] * len(bars)
@@ -420,8 +421,8 @@ def draw(shown: Plan | Comparison, path: Path) -> None:
     left.bar_label(drawn, [format_size(sum(items.values())) for items in bars.values()])
     left.tick_params(axis="x", labelsize=7)
     left.set(title="the peak of each setting" if title else "memory", ylabel="GB per rank")
-    right.set(title=f"memory in the course of a step{', ' * bool(title)}{title}", ylabel="GB per rank", xticks=[])
-    right.set_xlabel("allocations and releases, in their order")
+    right.set(title=f"memory during a step{', ' * bool(title)}{title}", ylabel="GB per rank", xticks=[])
+    right.set_xlabel("allocations and releases, in order")
     if plan.timeline:
         layers = [[point.items[item] / _GIGA for point in plan.timeline] for item in ITEMS]
         right.stackplot(range(len(plan.timeline)), layers, colors=colours, step="post")
@@ -434,18 +435,13 @@ def draw(shown: Plan | Comparison, path: Path) -> None:
         left.axhline(plan.device_memory / _GIGA, color="black", linestyle="--", label="memory of the device")
         right.axhline(plan.device_memory / _GIGA, color="black", linestyle="--")
     figure.legend(loc="outside right center", frameon=False)
-    ranks = _counted(plan.world_size, "rank")
+    ranks = counted(plan.world_size, "rank")
     figure.suptitle(f"{plan.model}: {plan.parameters:,} parameters, {ranks}, {plan.precision}, rank {plan.rank}")
     figure.savefig(path, format="png")
 
 
-def _counted(count: int, noun: str, plural: str = "s") -> str:
-    """Format a count with its noun, as in "1 rank", "64 ranks"."""
-    return f"{count:,} {noun}{'' if count == 1 else plural}"
-
-
 def _on_nodes(plan: Plan) -> str:
-    return "" if plan.nodes is None else f" on {_counted(plan.nodes, 'node')}"
+    return "" if plan.nodes is None else f" on {counted(plan.nodes, 'node')}"
 
 
 def _with_nodes(plan: Plan, rows: list[list[str]]) -> list[list[str]]:

@@ -20,12 +20,12 @@ class _Frozen(BaseModel):
 
 
 class Peak(_Frozen):
-    """The moment at which a rank's memory is fullest."""
+    """The moment at which a rank uses the most memory."""
 
     bytes: int
     items: Items
     phase: str = Field(description="initialize, forward, backward or step")
-    module: str = Field(description='qualified name of the innermost module at work; "" is the model itself')
+    module: str = Field(description='qualified name of the innermost running module; "" is the model itself')
     module_class: str
     op: str = Field(description="the operator that allocated, as in aten.mm; empty if none did")
 
@@ -56,16 +56,16 @@ class Traffic(_Frozen):
         sent: bytes that this rank sends if the collectives run as rings, the bandwidth-optimal algorithm: (N - 1) / N
             of ``nbytes`` for a gather or a reduce-scatter, twice that for an all-reduce, all of it for a broadcast and
             a message between pipeline stages.
-        inter_node: the part of ``sent`` that leaves the node, on average over the ranks of a node (of a stage, for
-            messages between stages).
-        unaligned: buffers (full tensors, ranks' parts, shards) that do not begin on 16 bytes, for which NCCL takes a
-            slow path.
+        inter_node: the part of ``sent`` that leaves the node: the average over the ranks of a node, for messages
+            between stages over the ranks of a stage.
+        unaligned: number of buffers (full tensors, ranks' parts, shards) that are not aligned to 16 bytes, for which
+            NCCL takes a slow path.
     """
 
     op: str = Field(description="all_reduce, reduce_scatter, all_gather or broadcast; send or receive between stages")
-    tag: str = Field(description="what it is for: gradients, parameters, stats, ...")
+    tag: str = Field(description="its purpose: gradients, parameters, stats, ...")
     dimension: str = Field(default="data", description="of the grid: data, tensor, pipe, model (tensor × pipe), world")
-    ranks: int = Field(default=1, description="that take part")
+    ranks: int = Field(default=1, description="ranks that take part")
     count: int
     nbytes: int
     sent: int
@@ -98,8 +98,8 @@ class Stage(_Frozen):
 class Plan(_Frozen):
     """Memory and traffic of one rank of a job, found by running the engine on tensors without memory. Sizes in bytes.
 
-    The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline ``stages`` has one rank
-    of each stage, and everything else is that of the rank with the highest peak, unless another one was asked for.
+    The ranks form a grid of pipeline_stages × data_parallel × tensor_parallel. With a pipeline, ``stages`` has one rank
+    of each stage. All other fields belong to the rank with the highest peak, or to the rank that was asked for.
 
     Attributes:
         parameters: elements of the full model.
@@ -108,14 +108,14 @@ class Plan(_Frozen):
         states: model states and buffers on the device, each item at its largest within a step. Figure 1 of the ZeRO
             paper counts the same.
         at_rest: items on the device between two steps.
-        peak: the device's fullest moment over all phases.
-        initialize_peak: the same while the engine is made.
-        step_peak: the same in a step after the warm-up.
+        peak: the moment of the most device memory over all phases.
+        initialize_peak: that moment while the engine is made.
+        step_peak: that moment in a step after the warm-up.
         timeline: memory of the device in that step, at most 1000 points.
         host, disk: offloaded items and staging buffers there, each item at its largest within a step; None if there are
             none.
-        host_peak: the most host memory that the rank takes at once: offloaded items, or the model before the engine has
-            it; with device "cpu" the device's memory too.
+        host_peak: the most host memory that the rank uses at once: offloaded items, or the model before the engine
+            takes it over; with device "cpu" also the device's memory.
         checkpoint: bytes that this rank writes.
         flops: operations of one rank's forward and backward in one step (matrix products, convolutions, attention);
             None without a batch.
@@ -130,11 +130,11 @@ class Plan(_Frozen):
     world_size: int
     nodes: int | None
     rank: int
-    device: str = Field(description="cuda or cpu: whose communicator was imitated")
+    device: str = Field(description="cuda or cpu: the kind of the simulated communicator")
     precision: str = Field(description="fp32, bf16, fp16, or autocast with its dtype")
     micro_batch: int | None
     accumulation: int
-    batch: str | None = Field(description="what one micro-batch is, None if none was given")
+    batch: str | None = Field(description="shapes and dtypes of one micro-batch; None if none was given")
     parameters: int
     trained_parameters: int
     rank_parameters: int
@@ -162,7 +162,7 @@ class Plan(_Frozen):
     device_memory: int | None
     host_memory: int | None
     seconds: float | None = Field(default=None, description="None where grids are not compared")
-    notes: list[str] = Field(description="sentences: what was assumed, and what is not in the numbers")
+    notes: list[str] = Field(description="sentences with assumptions, and with memory that is not in the numbers")
 
     @property
     def model_states(self) -> int:
@@ -176,7 +176,7 @@ class Plan(_Frozen):
 
     @property
     def spare(self) -> int | None:
-        """Bytes of device memory left at the peak, negative if the job does not fit; None if it was not given."""
+        """Bytes of device memory left at the peak, negative if the job does not fit; None if no memory was given."""
         return None if self.device_memory is None else self.device_memory - self.peak.bytes
 
     @property
@@ -187,15 +187,17 @@ class Plan(_Frozen):
 
     @property
     def host_spare(self) -> int | None:
-        """Bytes of a host's memory left when all its ranks are at their peak, negative if they do not fit; None if its
-        memory or the number of nodes was not given."""
+        """Bytes of a host's memory left when all its ranks are at their peak, negative if they do not fit.
+
+        None if the host's memory or the number of nodes was not given.
+        """
         if self.host_memory is None or self.ranks_per_host is None:
             return None
         return self.host_memory - self.ranks_per_host * self.host_peak
 
     @property
     def fits(self) -> bool | None:
-        """True if the device and the host are large enough; None if the given memory does not tell."""
+        """True if the device and the host are large enough; None if no memory was given."""
         if self.host_spare is not None and self.host_spare < 0:
             return False
         return None if self.spare is None else self.spare >= 0
@@ -207,8 +209,10 @@ class Plan(_Frozen):
 
     @property
     def collectives(self) -> dict[str, int]:
-        """Launches of one step by kind, such as ``{"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}``, without
-        messages between pipeline stages."""
+        """Launches of one step by kind, without messages between pipeline stages.
+
+        For example ``{"all_gather": 64, "reduce_scatter": 34, "all_reduce": 1}``.
+        """
         counts: dict[str, int] = {}
         for entry in self.traffic:
             if entry.op not in ("send", "receive"):
@@ -222,7 +226,7 @@ class Plan(_Frozen):
 
     @property
     def grid(self) -> str:
-        """Dimensions of more than one rank, as in "pipe 2 × data 4"; empty if every rank has the full model."""
+        """Dimensions with more than one rank, as in "pipe 2 × data 4"; empty if every rank has the full model."""
         sizes = (("pipe", self.pipeline_stages), ("data", self.data_parallel), ("tensor", self.tensor_parallel))
         parts = self.pipeline_stages * self.tensor_parallel > 1
         return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) if parts else ""
@@ -231,6 +235,11 @@ class Plan(_Frozen):
 def total(items: Items, names: Iterable[str]) -> int:
     """Return the sum of some items."""
     return sum(items[name] for name in names)
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Format a count with its noun, as in "1 rank", "64 ranks"."""
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def item_label(item: str) -> str:

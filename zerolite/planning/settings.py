@@ -22,14 +22,16 @@ _LARGE, _SMALL = 500_000_000, 50_000_000
 
 _PLACES = {"cpu": "on the host", "nvme": "on disk"}
 
-_SAME = 1.001
-"""Amounts within this factor count as equal: they differ by padding."""
+_EQUAL = 1.001
+"""Amounts within this factor count as equal, because they differ by padding."""
 
 _SIZED = (BUCKETS, GATHERED, OTHER)
 """Items whose size depends on the sizes that are tried."""
 
-_UNSIZED = "Other sizes of buckets and of the prefetch are not planned for stages that no size makes small enough."
-_UNPLANNED = "Settings that offload are not planned, because others fit. With offload_optimizer in the config they are."
+_NO_OTHER_SIZES = "Other sizes of buckets and prefetch are not planned for stages that no size makes small enough."
+_NO_OFFLOAD = (
+    "Settings with offload are not planned, because others fit. To plan them, add offload_optimizer to the config."
+)
 
 
 class Setting(NamedTuple):
@@ -37,7 +39,7 @@ class Setting(NamedTuple):
 
     Attributes:
         keys: values for ``zero_optimization`` that replace the config's own.
-        resized: sizes of buckets or prefetch are among them.
+        resized: the keys contain sizes of buckets or prefetch.
     """
 
     name: str
@@ -54,8 +56,10 @@ class Trials:
         self.refused: list[tuple[str, Exception]] = []
 
     def attempt(self, row: str, setting: str, make: Callable[..., Plan], *args: Any, **given: Any) -> bool:
-        """Add the plan that ``make(*args, **given)`` returns, under the name ``row``. Return False if the engine
-        refuses it; then the error is kept under the name ``setting``."""
+        """Add the plan that ``make(*args, **given)`` returns as ``row``.
+
+        If the engine refuses the job, record the error as that of ``setting`` and return False.
+        """
         try:
             self.rows.append((row, make(*args, **given)))
         except (RefusedError, ConfigError) as error:  # for example an optimizer that works at stage 0 only
@@ -69,7 +73,7 @@ class Trials:
 
 
 def _left_out(refused: Iterable[tuple[str, Exception]]) -> Iterator[str]:
-    """Yield one sentence for each reason, with all (name, error) of ``refused`` that have it."""
+    """Yield one sentence for each reason of the (name, error) in ``refused``, with the names that have it."""
     names: dict[str, list[str]] = {}
     for name, error in refused:
         errors = error.errors if isinstance(error, ConfigError) else [("", str(error))]
@@ -91,14 +95,12 @@ def compare(
     """Plan stages 0 to 3 with a few bucket sizes and kinds of offload, and choose the cheapest that fits.
 
     If a setting without offload fits, settings with offload are planned only if ``config`` offloads. Settings that the
-    engine refuses are left out.
+    engine refuses are left out. Other arguments and errors are those of :func:`~zerolite.planning.make.plan`; an error
+    is raised only if no setting can be planned.
 
     Args:
-        offload_host_memory: ``host_memory`` of settings that offload, if that is not among the ``options``.
-        options: those of :func:`~zerolite.planning.make.plan`.
-
-    Other arguments and errors are those of :func:`~zerolite.planning.make.plan`; its errors are raised only if no
-    setting can be planned.
+        offload_host_memory: ``host_memory`` of settings that offload, if the ``options`` have none.
+        options: further arguments of :func:`~zerolite.planning.make.plan`.
     """
     loaded, trials = load_config(config), Trials()
     notes: list[str] = []
@@ -109,14 +111,14 @@ def compare(
     refused: set[int] = set()
     for setting in plain_settings(loaded):
         if setting.resized and any(made.stage == setting.stage and _too_large(made) for _, made in trials.rows):
-            notes.append(_UNSIZED)
+            notes.append(_NO_OTHER_SIZES)
         elif setting.stage not in refused and not trials.attempt(setting.name, setting.name, planned, setting):
             refused.add(setting.stage)
     stages = {made.stage for _, made in trials.rows}
-    all_of_them = offloads(loaded) or cheapest([made for _, made in trials.rows]) is None
+    with_offload = offloads(loaded) or cheapest([made for _, made in trials.rows]) is None
     for setting in offload_settings(loaded, options.get("device", "cuda")):
-        if setting.stage in stages and not all_of_them:
-            notes.append(_UNPLANNED)
+        if setting.stage in stages and not with_offload:
+            notes.append(_NO_OFFLOAD)
         elif setting.stage in stages:
             host_memory = options.get("host_memory") or offload_host_memory
             trials.attempt(setting.name, setting.name, planned, setting, host_memory=host_memory)
@@ -129,16 +131,16 @@ def compare(
 def cheapest(plans: list[Plan]) -> int | None:
     """Return the index of the cheapest plan that fits, or None.
 
-    The order of criteria: no offload, fewest bytes sent, fewest bytes off the device, nothing on disk, lowest stage,
-    lowest peak. Bytes that differ by less than a thousandth count as equal.
+    The criteria are, in this order: no offload, fewest bytes sent, fewest bytes off the device, nothing on disk, lowest
+    stage, lowest peak. Bytes that differ by less than a thousandth count as equal.
     """
     fitting = [index for index, entry in enumerate(plans) if entry.fits]
     if not fitting:
         return None
     fitting = [index for index in fitting if not plans[index].offloaded] or fitting
     for amount in (lambda made: made.sent, lambda made: made.offloaded):
-        enough = _SAME * min(amount(plans[index]) for index in fitting)
-        fitting = [index for index in fitting if amount(plans[index]) <= enough]
+        limit = _EQUAL * min(amount(plans[index]) for index in fitting)
+        fitting = [index for index in fitting if amount(plans[index]) <= limit]
     return min(fitting, key=lambda index: (bool(plans[index].disk), plans[index].stage, plans[index].peak.bytes))
 
 
@@ -156,8 +158,10 @@ def with_zero(config: ZeroliteConfig, **keys: Any) -> ZeroliteConfig:
 
 
 def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteConfig:
-    """Return ``config`` with other values in some of its blocks. Raises ConfigError if they contradict each other, or
-    if the stage ignores one of them."""
+    """Return ``config`` with other values in some of its blocks.
+
+    Raises ConfigError if they contradict each other, or if the stage ignores one of them.
+    """
     # model_copy does not validate, so the checks across keys run here.
     changed = config.model_copy(
         update={name: getattr(config, name).model_copy(update=keys) for name, keys in blocks.items()}
@@ -171,8 +175,8 @@ def with_blocks(config: ZeroliteConfig, **blocks: dict[str, Any]) -> ZeroliteCon
 def plain_settings(config: ZeroliteConfig) -> list[Setting]:
     """Return settings without offload: stages 0 to 3, each followed by a few sizes.
 
-    If ``config`` offloads, only placements are compared, with its own sizes. If it leaves the size of buckets to
-    zerolite, small buckets are left out: the default is about as large.
+    If ``config`` offloads, only placements are compared, with its own sizes. If it sets no size of buckets, small
+    buckets are left out, because the default is about as large.
     """
     zero = config.zero_optimization
     on_device = _devices(config, "none", "none")
@@ -193,7 +197,7 @@ def plain_settings(config: ZeroliteConfig) -> list[Setting]:
 
 
 def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
-    """Return settings with offload for each stage, those with the fewest bytes first.
+    """Return settings with offload for each stage, the one with the fewest offloaded bytes first.
 
     The host is tried unless ``device`` is "cpu", whose memory is the host's. The disk is tried if ``config`` names a
     folder. The offload of ``config`` itself is tried too.
@@ -213,7 +217,7 @@ def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
 
 
 def _disk(config: ZeroliteConfig) -> str | None:
-    """Return the folder that ``config`` names for offload, even if it does not use it."""
+    """Return the folder that ``config`` names for offload, even if it does not offload to disk."""
     zero = config.zero_optimization
     return zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
 
@@ -232,8 +236,8 @@ def _devices(config: ZeroliteConfig, optimizer: str, parameters: str) -> dict[st
 def _name(config: ZeroliteConfig, optimizer: str, parameters: str) -> str:
     """Name the devices, as in "optimizer and parameters on the host"."""
     ratio = config.zero_optimization.offload_optimizer.ratio if optimizer == "cpu" else 1.0
-    whose = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"
+    states = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"
     if optimizer == parameters:
-        return f"{whose} and parameters {_PLACES[optimizer]}"
-    held = ((whose, optimizer), ("parameters", parameters))
-    return ", ".join(f"{what} {_PLACES[where]}" for what, where in held if where != "none")
+        return f"{states} and parameters {_PLACES[optimizer]}"
+    offloaded = ((states, optimizer), ("parameters", parameters))
+    return ", ".join(f"{what} {_PLACES[where]}" for what, where in offloaded if where != "none")

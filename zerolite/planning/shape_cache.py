@@ -25,7 +25,7 @@ _LIMIT = 100_000  # entries; comparing settings of a large model takes a thousan
 
 
 class _Returns(NamedTuple):
-    """Result of an operator: the argument at this position and of this name, or new tensors if the name is empty."""
+    """Result of an operator: the argument with this position and name, or new tensors if the name is empty."""
 
     position: int = 0
     name: str = ""
@@ -39,8 +39,7 @@ class _Tensor(NamedTuple):
 
 _MISSING = object()
 _cache: dict[tuple[Any, ...], Any] = {}
-"""Results by operator and arguments: a _Tensor, a list for an operator with several results, or None for no new
-tensor."""
+"""Results by operator and arguments: a _Tensor, a list for several results, or None if there is no new tensor."""
 
 
 def _operators(names: str) -> set[Any]:
@@ -54,7 +53,7 @@ _VIEWS = _operators(
 )
 _LIFT = torch.ops.aten.lift_fresh.default  # the last operator of torch.tensor
 NUMBERS = _operators("linspace arange arange.start arange.start_step")
-"""Operators whose results may have values, as those of :data:`_LIFT`. They are not cached."""
+"""Operators whose results may have values, as the result of :data:`_LIFT` has. They are not cached."""
 
 
 def cached_call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
@@ -79,10 +78,9 @@ def cached_call(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any],
 
 
 def _view(mode: DryFakeMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call the kernel of a view for the meta device, whose result shares the storage. This is several times as fast as
-    FakeTensorMode.
+    """Call the meta kernel of a view, whose result shares the storage. It is several times as fast as FakeTensorMode.
 
-    It does the same as torch's ``in_kernel_invocation_manager``, whose generator takes as long as the kernel.
+    This does the same as torch's ``in_kernel_invocation_manager``, whose generator takes as long as the kernel.
     """
     before = mode.in_kernel_invocation
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
@@ -117,8 +115,10 @@ def _returns(func: Any) -> _Returns | None:
 
 
 def _describe(mode: DryFakeMode, values: Iterable[Any], key: list[Any]) -> bool:
-    """Append to ``key`` everything in ``values`` that shapes of results depend on. Return False if there are other
-    values."""
+    """Append to ``key`` all properties of ``values`` on which shapes of results depend.
+
+    Return False if a value has a type for which they are not known.
+    """
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -148,22 +148,27 @@ def _is_plain(tensor: Any, mode: DryFakeMode) -> bool:
 def _call_and_cache(
     mode: DryFakeMode, returns: _Returns, args: Any, kwargs: dict[str, Any], run: Callable[[], Any], key: Any
 ) -> Any:
-    """Return ``run()``, and cache it if the result is as the operator's schema says."""
+    """Return ``run()``, and cache the result if it agrees with the operator's schema."""
     given = find_tensors((args, kwargs))
     before = [(tensor.shape, tensor.stride()) for tensor in given]  # to notice resize_, which changes its operand
     out = run()
     made = () if returns.name else out if isinstance(out, tuple) else (out,)
     taken = {tensor.untyped_storage()._cdata for tensor in given}
     if len(_cache) < _LIMIT and before == [(tensor.shape, tensor.stride()) for tensor in given]:
-        if all(entry is None or _is_whole(entry, mode, taken) for entry in made):
+        if all(entry is None or _owns_storage(entry, mode, taken) for entry in made):
             specs = [None if entry is None else _Tensor(entry.shape, entry.stride(), entry.dtype) for entry in made]
             _cache[key] = specs if isinstance(out, tuple) else specs[0] if specs else None
     return out
 
 
-def _is_whole(tensor: Any, mode: DryFakeMode, taken: set[int]) -> bool:
-    """True if ``tensor`` has a storage of its own, of exactly its size. Its storage is added to ``taken``, those of
-    other tensors."""
+def _owns_storage(tensor: Any, mode: DryFakeMode, taken: set[int]) -> bool:
+    """True if ``tensor`` has its own storage of exactly its size.
+
+    Args:
+        tensor: a result.
+        mode: the active mode.
+        taken: storages of other tensors; the storage of ``tensor`` is added.
+    """
     if type(tensor) is not FakeTensor or not _is_plain(tensor, mode):
         return False
     storage, ends = tensor.untyped_storage(), zip(tensor.shape, tensor.stride(), strict=True)

@@ -27,7 +27,7 @@ class DrySkeleton(Skeleton):
         device = default_device(0)  # that of the DryPlatform: the CPU
         self._context = CommContext(create_communicator(device), device)
         super().__init__(model)
-        # Tensors computed from parameters (by weight_norm, for one) are the original's, and the engine would hook them.
+        # Tensors computed from parameters, as by weight_norm, are the original's, and the engine would hook them.
         for module in self.model.modules():
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -37,15 +37,15 @@ class DrySkeleton(Skeleton):
         """Return the copy of a parameter or buffer."""
         handle = handle_of(tensor)
         if handle is None:
-            made = super().make(tensor, name)
+            copied = super().make(tensor, name)
         else:
             values = torch.empty_strided(handle.shape, handle.strides, dtype=tensor.dtype, device=self.device)
-            made = torch.nn.Parameter(values, tensor.requires_grad)
+            copied = torch.nn.Parameter(values, tensor.requires_grad)
             del values
-            partition(made, name, self._context)
+            partition(copied, name, self._context)
         if hasattr(tensor, "use_muon"):
-            vars(made)["use_muon"] = tensor.use_muon
-        return made
+            vars(copied)["use_muon"] = tensor.use_muon
+        return copied
 
     def arguments(self, model: torch.nn.Module, given: Arguments) -> Arguments:
         """Return ``given`` with the copy's parameters in place of those of ``model``."""
@@ -60,8 +60,10 @@ class DrySkeleton(Skeleton):
 
 
 def _copy_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a copy of ``optimizer`` with other groups, without states and hooks. It shares no container that ``step``
-    may change."""
+    """Return a copy of ``optimizer`` with other groups, without states and hooks.
+
+    It shares no container that ``step`` may change.
+    """
     # Made by object.__new__, because the constructor and copy.copy may run the user's code.
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
     containers = (dict, list, set, collections.deque)
@@ -72,7 +74,5 @@ def _copy_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any
     for name, value in own.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             value.clear()
-    vars(copied).update(own)
-    copied.param_groups = groups
-    copied.state = collections.defaultdict(dict)
+    vars(copied).update(own, param_groups=groups, state=collections.defaultdict(dict))
     return copied

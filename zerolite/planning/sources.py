@@ -1,4 +1,4 @@
-"""Loading of models, batches and losses by the names given on the command line."""
+"""Loading of models, batches and losses by the names on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 """The arguments of one forward, by name or in order."""
 
 MICRO_BATCH = "B"
-"""Stands for the config's micro-batch size in the shape of an input."""
+"""Placeholder of the config's micro-batch size in the shape of an input."""
 
 _INPUT = re.compile(r"(?:(?P<name>[^\s:\[\],]+):)?(?P<dtype>[^\s:\[\],]+)\[(?P<shape>[^\[\]]*)\]")
 _FLOATING = ("float32", "float16", "bfloat16", "float64", "complex64")
@@ -54,7 +54,7 @@ def load_model_fn(spec: str) -> Callable[[], torch.nn.Module]:
         return _load_hugging_face(Path(spec))
     found = import_object(spec, "--model")
     if isinstance(found, torch.nn.Module):
-        raise PlanError(f"--model {spec}: this is a model, with all of its memory; name a function that makes it")
+        raise PlanError(f"--model {spec}: this is a model, which has memory; name a function that makes it")
     if not callable(found):
         raise PlanError(
             f"--model {spec}: expected a function that makes the model, and it is of type {type(found).__name__}"
@@ -85,15 +85,15 @@ def import_object(spec: str, option: str) -> Any:
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        says = getattr(error, "msg", error)  # the message of a SyntaxError without file and line
-        failure = f"{type(error).__name__}: {says}{_location(error)}"
+        message = getattr(error, "msg", error)  # the message of a SyntaxError without file and line
+        failure = f"{type(error).__name__}: {message}{_location(error)}"
         raise PlanError(f"{option}: importing {module!r} failed with {failure}") from error
-    place = f"module {module!r}"
+    owner = f"module {module!r}"
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [known for known in dir(found) if not known.startswith("_")], n=1)
-            raise PlanError(f"{option} {spec}: {place} has no {part!r}{f'; did you mean {near[0]!r}?' if near else ''}")
-        found, place = getattr(found, part), repr(part)
+            near = difflib.get_close_matches(part, [public for public in dir(found) if not public.startswith("_")], n=1)
+            raise PlanError(f"{option} {spec}: {owner} has no {part!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+        found, owner = getattr(found, part), repr(part)
     return found
 
 
@@ -101,12 +101,12 @@ def _location(error: BaseException) -> str:
     """Return file and line of the failing code; empty if the import system itself failed."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"
-    place = ""
+    location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__"))
         if name != __name__ and name.partition(".")[0] != "importlib":
-            place = f" ({frame.f_code.co_filename}, line {line})"
-    return place
+            location = f" ({frame.f_code.co_filename}, line {line})"
+    return location
 
 
 # -------------------------------------------------------------------- Hugging Face
@@ -146,8 +146,14 @@ def _load_hugging_face(path: Path) -> Callable[[], torch.nn.Module]:
 
 
 def load_batch(spec: str) -> Callable[..., Any]:
-    """Return a function that makes a batch, from its name "package.module:make_batch" or from an input spec (see
-    :func:`parse_input_spec`). Raises PlanError."""
+    """Return the function that makes a batch.
+
+    Args:
+        spec: name of the function, as in "package.module:make_batch", or an input spec: see :func:`parse_input_spec`.
+
+    Raises:
+        PlanError: there is no such function, or the spec is wrong.
+    """
     return parse_input_spec(spec) if "[" in spec else load_function(spec, "--batch")
 
 
@@ -203,7 +209,7 @@ def parse_input_spec(text: str) -> Callable[..., Batch]:
     return lambda: make()
 
 
-def _expected(text: str, what: str, got: str, known: Iterable[str] = ()) -> PlanError:
-    near = difflib.get_close_matches(got, known, n=1)
+def _expected(text: str, what: str, got: str, accepted: Iterable[str] = ()) -> PlanError:
+    near = difflib.get_close_matches(got, accepted, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return PlanError(f"--input-spec {text!r}: expected {what}, got {got!r}{meant}")

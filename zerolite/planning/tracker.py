@@ -1,4 +1,4 @@
-"""Memory tracker: bytes by item and over time, and operations, of the operators that run."""
+"""Tracker of the operators that run: memory by item and over time, and FLOPs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES,
 from zerolite.utils.nested import find_tensors
 
 ORIGINAL_MODEL = "original_model"
-"""Item of host memory beside those of an engine: the model before the engine takes it over."""
+"""Item of host memory that is not the engine's: the model before the engine takes it over."""
 
 
 class TracePoint(NamedTuple):
@@ -62,20 +62,19 @@ _NOWHERE = TracePoint("", "", "")
 _DEVICE_OF = torch.ops.prim.device.default
 
 
-class ModulesAtWork:
+class RunningModules:
     """Innermost module that computes now, in forward and in backward, by qualified name.
 
     In backward it is the module whose forward has made the current autograd node. Autograd numbers nodes in the order
-    in which they are made, so it is found from the numbers at which modules began and ended. No hooks on tensors are
-    needed.
+    in which they are made, so the numbers at which modules began and ended identify it. No hooks on tensors are needed.
     """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._owners: dict[int, str] = {}  # module by parameter
         self._stack: list[str] = []
-        self._starts: list[int] = []  # number of the next node whenever the current module changed, ascending
-        self._changed: list[str] = []  # the current module from then on
+        self._starts: list[int] = []  # number of the next node at each change of the current module, ascending
+        self._changed: list[str] = []  # the current module after each change
 
     def name(self, model: torch.nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -117,8 +116,8 @@ class ModulesAtWork:
         leaf = getattr(node, "variable", None)  # the parameter, of a node that accumulates its gradient
         if leaf is not None:
             return self._owners.get(id(leaf), "")
-        place = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._changed[place] if 0 <= place else ""
+        change = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._changed[change] if change >= 0 else ""
 
     def _note(self) -> None:
         self._starts.append(_get_sequence_nr())
@@ -138,28 +137,28 @@ class MemoryTracker(TorchDispatchMode):
     """Tracker of every storage that operators make, until it is freed. Memory inside an operator is not seen.
 
     Attributes:
-        item: item of new storages, unless a part of the engine tags them (memory_tags.py). The caller sets it.
-        place: their place (device, host, disk), likewise.
-        phase: current phase, likewise.
+        item: item of new storages, unless a component of the engine tags them (memory_tags.py).
+        place: place of new storages: device, host or disk.
+        phase: the current phase.
         items: bytes now, by place and item.
         nbytes: sums of ``items`` by place.
     """
 
-    def __init__(self, apart: bool = True) -> None:
+    def __init__(self, separate_memory: bool = True) -> None:
         """
         Args:
-            apart: the device has memory of its own. Then results of operators are where their operands are, and host
-                memory does not include the device's.
+            separate_memory: the device's memory is not the host's. Then results of operators are where their operands
+                are, and host memory does not include the device's.
         """
         super().__init__()
         self.item, self.place = OTHER, DEVICE
         self.phase = "initialize"
-        self.modules = ModulesAtWork()
+        self.modules = RunningModules()
         self.items = {place: dict.fromkeys((*ITEMS, ORIGINAL_MODEL), 0) for place in PLACES}
         self.nbytes = dict.fromkeys(PLACES, 0)
-        self._apart = apart
+        self._separate_memory = separate_memory
         self._storages: dict[int, _TrackedStorage] = {}
-        # The storage made last is reported only at the next change: its tag comes after the operator that makes it.
+        # The latest storage is reported only at the next change, because its tag comes after the operator has made it.
         self._unreported: tuple[int, TracePoint] | None = None
         self._peak = PeakMoment(0, self._on_device(), _NOWHERE)
         self._largest = self._items_by_place()
@@ -172,6 +171,10 @@ class MemoryTracker(TorchDispatchMode):
         self._flops_of: Counter[str] = Counter()
 
     # ---------------------------------------------------------------- running
+
+    def tag_new(self, item: str, place: str = DEVICE, phase: str | None = None) -> None:
+        """Count new storages as ``item`` in ``place`` from now on, and begin a phase if one is given."""
+        self.item, self.place, self.phase = item, place, phase or self.phase
 
     def __enter__(self) -> MemoryTracker:
         listeners.append(self)
@@ -189,7 +192,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and is_fake(args[0]) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # a short way, as torch asks for the device with every operator
+            return args[0].fake_device  # a shortcut: torch asks for the device with every operator
         given = kwargs or {}
         self._op, mode = func, fake_mode()
         if type(mode) is DryFakeMode:  # ask the cache here, before torch dispatches again to reach that mode
@@ -197,26 +200,25 @@ class MemoryTracker(TorchDispatchMode):
         else:
             out = func(*args, **given)
         if self._flops is not None and self.phase != STEP:
-            # An operator inside a backward node that records gradients is a forward that checkpointing runs again.
+            # An operator inside a backward node with gradients enabled is a forward that checkpointing runs again.
             again = torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
             flops = self._operators.of_call(func, args, given, out)
             if flops:
                 self._flops[again] += flops
                 self._flops_of[self.modules.now()] += flops
         before = self.place
-        if self._apart and self.nbytes[HOST] + self.nbytes[DISK] and given.get("device") is None:
+        if self._separate_memory and self.nbytes[HOST] + self.nbytes[DISK] and given.get("device") is None:
             self.place = self._place_of_result(args)
         if is_fake(out):
-            self._see(out)
+            self._count(out)
         else:
             for tensor in find_tensors(out):
-                self._see(tensor)
+                self._count(tensor)
         self._op, self.place = "", before
         return out
 
     def _place_of_result(self, args: Any) -> str:
-        """Return the host if an operand is offloaded and none but 0-dim tensors is on the device; otherwise
-        ``place``."""
+        """Return the host if an operand is offloaded and only 0-dim tensors are on the device; otherwise ``place``."""
         tracked = [
             self._storages.get(operand.untyped_storage()._cdata)
             for operand in find_tensors(args)
@@ -227,7 +229,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak(self) -> PeakMoment:
-        """Fullest moment of the device since the beginning or :meth:`reset_peak`."""
+        """Moment of the most device memory since the beginning or :meth:`reset_peak`."""
         self._report_last()
         return self._peak
 
@@ -256,7 +258,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def without_peaks(self) -> Iterator[None]:
-        """Context whose allocations change no peak, as a real job does not make them."""
+        """Context whose allocations change no peak, because a real job does not make them."""
         self._report_last()
         before = self._peak, {place: dict(items) for place, items in self._largest.items()}, self._host_peak
         yield
@@ -276,8 +278,10 @@ class MemoryTracker(TorchDispatchMode):
         return Flops(model, recomputed, frozenset(self._operators.unknown), dict(self._flops_of))
 
     def timeline(self, points: int) -> list[tuple[dict[str, int], str, str]]:
-        """Return the memory of the device since :meth:`record`, as (bytes by item, phase, module) of at most ``points``
-        moments. Each is the fullest of an equal number of changes."""
+        """Return the memory of the device since :meth:`record` at some moments, as (bytes by item, phase, module).
+
+        There are at most ``points`` moments. Each is the one with the most memory among an equal number of changes.
+        """
         self._report_last()
         events, self._events = self._events or [], None
         width = max(1, -(-len(events) // points))
@@ -313,7 +317,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._report(item, place, tracked.nbytes, self._point())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count ``storage``, which is new or may have another length."""
+        """Count ``storage``, which is new or may have changed its length."""
         tracked = self._storages.get(storage._cdata)
         if tracked is None:
             self._add(storage, self.item, self.place)
@@ -329,9 +333,9 @@ class MemoryTracker(TorchDispatchMode):
         for inner in (inner for tensor in tensors for inner in _tensors_with_memory(tensor)):
             self.tag_memory(inner.untyped_storage(), item, DEVICE)
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- counting
 
-    def _see(self, tensor: Any) -> None:
+    def _count(self, tensor: Any) -> None:
         if is_fake(tensor):
             if tensor.layout is torch.strided and tensor.fake_device.type != "meta":
                 self.resized(tensor.untyped_storage())
@@ -340,10 +344,10 @@ class MemoryTracker(TorchDispatchMode):
                 self.resized(inner.untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        """Count a new storage. It is reported at the next change, because the engine may tag it until then."""
+        """Count a new storage. It is reported at the next change, because the engine may tag it before."""
         self._report_last()
-        # torch keeps one Python object per storage as long as its memory, so the callback of a weak reference is the
-        # release. It also removes the key, as the address may be used again.
+        # torch keeps one Python object for a storage as long as its memory exists, so the callback of a weak reference
+        # is the release. It also removes the key, because the address may be used again.
         key, nbytes = storage._cdata, storage.nbytes()
         self._storages[key] = _TrackedStorage(weakref.ref(storage, lambda _: self._released(key)), nbytes, item, place)
         self._change(item, place, nbytes)
@@ -380,13 +384,13 @@ class MemoryTracker(TorchDispatchMode):
             self._events.append((item, nbytes, where.phase, where.module))
 
     def _point(self) -> TracePoint:
-        # The module is looked up only if it is used: asking autograd takes longer than everything else here.
+        # Look up the module only if it is used: asking autograd takes longer than everything else here.
         if self._events is None and self.nbytes[DEVICE] <= self._peak.nbytes:
             return _NOWHERE
         return TracePoint(self.phase, self.modules.now(), str(self._op))
 
     def _in_host_memory(self) -> int:
-        return self.nbytes[HOST] + (0 if self._apart else self.nbytes[DEVICE])
+        return self.nbytes[HOST] + (0 if self._separate_memory else self.nbytes[DEVICE])
 
     def _on_device(self) -> dict[str, int]:
         return {item: self.items[DEVICE][item] for item in ITEMS}

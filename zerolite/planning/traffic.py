@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from zerolite.comm import CollectiveCall
 
 MESSAGES = ("send", "receive")
-ON_HOST = "control"  # tag of the few numbers that processes exchange on the host, beside all collectives
+ON_HOST = "control"  # tag of the small exchanges between processes on the host, which are no collectives
 
 
 def summarize(
     calls: Iterable[CollectiveCall], grid: Grid, nodes: int | None = None, stage: int = 0, looped: bool = False
 ) -> list[Traffic]:
-    """Return one row for each operation, tag and dimension; those that send the most bytes come first.
+    """Return one row for each operation, tag and dimension, the one that sends the most bytes first.
 
-    Collectives are taken as rings in rank order, and ranks fill one node after the other: the share of the bytes that
-    leaves a node is that of the ring's links. NCCL may choose trees for small tensors, which send as much. Exchanges on
-    the host are left out.
+    Collectives are assumed to be rings in rank order, and ranks fill node after node. So the share of the bytes that
+    leaves a node is the share of the ring's links that does. NCCL may choose trees for small tensors, which send as
+    much. Exchanges on the host are left out.
 
     Args:
         calls: the calls of one rank.
         grid: all ranks.
         nodes: number of nodes; None: traffic between nodes is unknown.
         stage: pipeline stage of the rank.
-        looped: the last pipeline stage sends to the first one too.
+        looped: the last pipeline stage also sends to the first one.
     """
     kinds: dict[tuple[str, str, str, int], list[CollectiveCall]] = {}
     for call in calls:

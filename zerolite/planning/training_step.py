@@ -19,17 +19,13 @@ from zerolite.utils.nested import find_tensors
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 MakeBatch = Callable[[], Any]
-"""Function that makes one micro-batch: a tuple of the model's arguments, a dict by name, or the only argument."""
+"""Function that makes one micro-batch: a tuple of the model's arguments, a dict by name, or a single argument."""
 
 Loss = Callable[[Any], torch.Tensor]
 """Function of the model's output that returns a scalar."""
 
-Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+Phase = Callable[[str], contextlib.AbstractContextManager[object]]
 """Function that returns the context for a phase: :data:`FORWARD`, :data:`BACKWARD` or :data:`STEP`."""
-
-
-def _no_phase(phase: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 class LossOfOutputs:
@@ -50,8 +46,8 @@ def pipeline_loss_fn(
     Args:
         model: the model; a PipelineModule may have a loss function.
         stages: number of pipeline stages.
-        loss: function of the outputs, or of outputs and targets. With the latter, or the PipelineModule's, batches are
-            pairs (inputs, targets).
+        loss: function of the outputs, or of outputs and targets. With targets, or with the PipelineModule's loss
+            function, batches are pairs (inputs, targets).
     """
     if loss is not None and len(required_parameters(loss)) == 2:
         return loss
@@ -70,7 +66,9 @@ def required_parameters(function: Callable[..., Any]) -> list[str]:
     return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in optional]
 
 
-def train_one_step(engine: Engine, batch: MakeBatch, loss: Loss | None = None, phase: Phase = _no_phase) -> None:
+def train_one_step(
+    engine: Engine, batch: MakeBatch, loss: Loss | None = None, phase: Phase = contextlib.nullcontext
+) -> None:
     """Train all micro-batches of one accumulation, each made anew, and update. Called on all ranks.
 
     An engine without an optimizer runs a forward only.
@@ -79,7 +77,7 @@ def train_one_step(engine: Engine, batch: MakeBatch, loss: Loss | None = None, p
         engine: the engine.
         batch: makes a micro-batch.
         loss: for an engine without a loss function.
-        phase: context of each phase. With a pipeline it is entered at the beginning and for the update only.
+        phase: context of each phase. With a pipeline it is entered at the beginning of the step and for the update.
     """
     if isinstance(engine, EvaluationEngine):
         _evaluate(engine, batch, phase)
@@ -108,7 +106,7 @@ def _evaluate(engine: Engine, batch: MakeBatch, phase: Phase) -> None:
 
 def _train_pipeline(engine: PipelineEngine, batch: MakeBatch, phase: Phase) -> None:
     with phase(FORWARD):
-        pass  # tells ``phase`` that the step begins; forwards and backwards follow in the schedule's order
+        pass  # marks the beginning of the step; forwards and backwards follow in the schedule's order
     runner: Any = engine.runner
     runner.accumulate(micro_batches(engine, batch))
     with phase(STEP):
@@ -135,8 +133,7 @@ def _forward(engine: Engine, batch: Any) -> Any:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return the loss of an ``output``: its attribute or key ``loss``; otherwise its first floating tensor, or the mean
-    of that if it has several elements."""
+    """Return the loss of an ``output``: its attribute or key ``loss``, or the mean of its first floating tensor."""
     named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named
@@ -150,8 +147,8 @@ def default_loss(output: Any) -> torch.Tensor:
 def walk_through_parameters(model: torch.nn.Module) -> None:
     """Replace the forwards of ``model``'s modules by a walk over all parameters, in the order of registration.
 
-    Each module calls its children, then adds the sum of each of its own parameters to the scalar that passes through.
-    So hooks run, parameters are gathered and gradients arrive one by one, as in a real step, but without activations.
+    Each module calls its children, then adds the sum of each of its own parameters to the scalar that it was given. So
+    hooks run, parameters are gathered and gradients arrive one by one, as in a real step, but without activations.
     """
     for module in model.modules():
         module.forward = functools.partial(_walk, module)
@@ -161,7 +158,7 @@ def _walk(module: torch.nn.Module, value: torch.Tensor) -> torch.Tensor:
     for child in module.children():
         value = child(value)
     for parameter in module.parameters(recurse=False):
-        # The product gives the parameter a gradient tensor of its own. Without it the gradient of a 0-dim parameter
-        # would be the scalar that passes through the whole backward, and live on after its bucket has copied it.
+        # The product gives the parameter its own gradient tensor. Without it the gradient of a 0-dim parameter would
+        # be the scalar that passes through the whole backward, and stay alive after its bucket has copied it.
         value = value + (1 * parameter.sum()).to(value.dtype)
     return value
