@@ -20,7 +20,6 @@ from tests.distributed.test_offload import RUNS, engine_loop, offload
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from zerolite.offload.transfers import Transfer, _ChainedTransfer
 from zerolite.ops.async_io import AsyncIO, IOTask
 
 
@@ -179,19 +178,3 @@ def test_a_full_disk_shows_at_the_start(pools: Pools, tmp_path: Path) -> None:
         assert phase in ("initialize", "") and failed in (bool(phase), None)
         if error:
             assert "expected room for" in error and "the swap file of rank 0 in swap" in error
-
-
-def test_an_error_of_the_second_step_of_a_copy_is_raised_wherever_it_is_waited_for() -> None:
-    def fails() -> Transfer:
-        raise OSError("no memory for the request")
-
-    class Copy:
-        def finish(self) -> None:
-            return
-
-        wait = advance = finish
-
-    copy = _ChainedTransfer(Copy(), fails)
-    for call in (copy.advance, copy.wait, copy.finish):
-        with pytest.raises(OSError, match="no memory"):
-            call()

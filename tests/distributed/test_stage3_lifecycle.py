@@ -1,4 +1,4 @@
-"""Stage 3 against stage 2, to the bit: other shapes of a step, and what must leave training as it was."""
+"""Stage 3 against stage 2, to the bit: other shapes of a step, what must leave training as it was, and state dicts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zerolite
 from tests.toolkit.compare import assert_same
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import left_gathered
-from tests.toolkit.stage3_net import WIDTH, batch, loss_of, make_engine, one_loss, train
+from tests.toolkit.stage3_net import WIDTH, batch, build, loss_of, make_engine, one_loss, train
 from tests.toolkit.training import raises
 from zerolite.zero import ZeroParamStatus
 
@@ -240,3 +241,50 @@ def test_what_a_user_has_made_whole_follows_updates() -> None:
         engine.step()
         assert (weight.ds_status is ZeroParamStatus.AVAILABLE) is (step == 1), step
         assert torch.equal(weight.detach(), zerolite.get_full_master(weight)), step
+
+
+# ---------------------------------------------------------------- state dicts
+
+
+@on_ranks(1, 2)
+def test_plain_state_dicts_are_whole() -> None:
+    """So are those of parts, and loading one reaches shards and masters."""
+    engine = make_engine(3)
+    train(engine, steps=1)
+    whole = engine.full_state_dict()
+    for state in (engine.module.state_dict(), engine.state_dict()):
+        assert_same({name: state[name] for name in whole}, whole)
+        assert state.keys() == whole.keys()
+    part = engine.module.blocks[1].up.state_dict(prefix="blocks.1.up.")
+    assert len(part) == 2 and all(torch.equal(value, whole[name]) for name, value in part.items())
+    wanted = dict(build(seed=11).state_dict())
+    engine.module.load_state_dict(wanted)
+    assert not left_gathered(engine)
+    assert_same(engine.full_state_dict(), wanted)
+    head = {name: whole[f"head.{name}"] for name in ("weight", "bias")}
+    engine.module.head.load_state_dict(head)
+    assert_same(dict(engine.module.head.state_dict()), head)
+    train(engine, steps=2)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_load_errors_on_all_ranks(stage: int) -> None:
+    """Only rank 0's state counts; nothing is changed."""
+    engine = make_engine(stage)
+    state, first = engine.full_state_dict(), dist.get_rank() == 0
+    wrong = {**state, "head.bias": torch.zeros(4)}
+    short = {name: value for name, value in state.items() if not name.startswith("first")}
+    with raises(RuntimeError, "head.bias (expected (3,))"):
+        engine.load_full_state_dict(wrong if first else state)
+    with raises(RuntimeError, "missing first.weight, first.bias"):
+        engine.load_full_state_dict(short if first else None)
+    with raises(RuntimeError, "unexpected"):
+        engine.load_full_state_dict({**state, "spare.weight": torch.zeros(1)})
+    with raises(RuntimeError, "head.bias"):
+        engine.load_full_state_dict(wrong, strict=False)
+    engine.load_full_state_dict({**short, "spare": state["gain"]}, strict=False)
+    engine.load_full_state_dict(state if first else wrong)
+    assert_same(engine.full_state_dict(), state)
+    assert not left_gathered(engine)
