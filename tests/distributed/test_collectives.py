@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zerolite
+from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.pool import Pool, Pools
 from tests.toolkit.ranks import on_ranks
+from tests.toolkit.training import engine_window, make_engine
 from tests.toolkit.transports import CPU, F32, UNITS, pair, transport
 from zerolite.comm import (
     Communicator,
@@ -264,3 +269,30 @@ def test_ranks_that_launch_different_collectives_all_raise(pools: Pools, what: s
 def test_destroy_ends_the_second_group_too() -> None:
     with Pool(1, init_group=False) as pool:
         assert pool.run(lifetime) == [[(77.0, True, 0), (88.0, True, 0)]]
+
+
+def native_threads() -> list[str]:
+    """The names of this process's threads as the kernel sees them, also those that Python does not know."""
+    return sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task"))
+
+
+def threads_after_destroy(directory: str) -> None:
+    """For workers without a process group: zerolite starts one, trains, ends it."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    before = native_threads()
+    zerolite.init_distributed("gloo", f"file://{directory}/store", rank, world_size)
+    zerolite.init_distributed()
+    assert len(native_threads()) > len(before), "the test sees no thread of the process group"
+    engine = make_engine(config(optimizer=ADAMW), "Mlp")
+    assert engine.world_size == 2
+    engine_window(engine, "Mlp", 0, 1)
+    del engine
+    zerolite.destroy()
+    zerolite.destroy()
+    assert not dist.is_initialized() and native_threads() == before
+    assert {thread.name for thread in threading.enumerate()} == {"MainThread", "parent-watch"}
+
+
+def test_destroy_leaves_no_thread(tmp_path: Path) -> None:
+    with Pool(2, init_group=False) as pool:
+        pool.run(threads_after_destroy, {"directory": str(tmp_path)})

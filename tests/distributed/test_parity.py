@@ -1,4 +1,4 @@
-"""Every stage against plain PyTorch on the joint batch, 10 steps; and stages against each other, bit by bit."""
+"""Every stage and option against plain PyTorch on the joint batch; and stages against each other, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from tests.toolkit import models, reference
-from tests.toolkit.compare import CLIP, EPSILON, FP32_RELATIVE, FP32_SGD, HALF_RELATIVE, assert_same_bits, mean_losses
+from tests.toolkit.compare import (
+    CLIP,
+    EPSILON,
+    FP32_RELATIVE,
+    FP32_SGD,
+    HALF_RELATIVE,
+    assert_same_bits,
+    assert_same_on_ranks,
+    mean_losses,
+)
 from tests.toolkit.configs import ADAMW, PARTITIONED, SGD, STATIC_SCALE, at, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import KINDS, train, train_many
+from tests.toolkit.training import KINDS, make_engine, snapshot, train, train_engine, train_many
 
 STEPS = 10
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
@@ -174,3 +183,45 @@ def test_other_models_match_plain_pytorch_at_stage_3(pools: Pools, name: str) ->
     assert mean_losses(results, 1) == pytest.approx(wanted.losses, rel=FP32_RELATIVE)
     assert results[0]["norms"] == pytest.approx(wanted.norms, rel=FP32_RELATIVE)
     torch.testing.assert_close(results[0]["parameters"], wanted.parameters, rtol=0, atol=FP32_SGD)
+
+
+# -------------------------------------------------------------------- options
+
+# By name: precision of the reference, accumulation, relative tolerance of weights and norms, config. Exact options are
+# held to fp32's 1e-6. What travels or accumulates in 16 bits loses half a unit (2^-9 in bf16, 2^-12 in fp16) per
+# rounding, a few roundings per step; lr × gradient is of order 0.1, so weights move by less than EPSILON × 0.5 over
+# four steps.
+OPTIONS: dict[str, tuple[str, int, float, dict[str, Any]]] = {
+    "reduce_scatter": ("fp32", 1, 1e-6, {"zero": {"reduce_scatter": False}}),
+    "contiguous_gradients": ("fp32", 3, 1e-6, {"zero": {"contiguous_gradients": False}}),
+    "allgather_bucket_size": ("fp32", 1, 1e-6, {"zero": {"allgather_bucket_size": 40}}),
+    "large buckets": ("fp32", 3, 1e-6, {"zero": {"allgather_bucket_size": 10**9, "reduce_bucket_size": 10**9}}),
+    "prescale_gradients, accumulation": ("fp32", 3, 1e-6, {"prescale_gradients": True}),
+    "gradient_predivide_factor": ("fp32", 1, 1e-6, {"gradient_predivide_factor": 1.5}),
+    "communication_data_type fp32": ("bf16", 1, EPSILON["bf16"], {"communication_data_type": "fp32"}),
+    "communication_data_type bf16": ("fp32", 1, EPSILON["bf16"], {"communication_data_type": "bf16"}),
+    "communication_data_type fp16": ("fp32", 3, EPSILON["fp16"], {"communication_data_type": "fp16"}),
+    "grad_accum_dtype fp32": ("bf16", 3, EPSILON["bf16"], {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "grad_accum_dtype bf16": ("bf16", 3, 2 * EPSILON["bf16"], {"data_types": {"grad_accum_dtype": "bf16"}}),
+    "torch_autocast": ("autocast", 1, EPSILON["bf16"], {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+}
+
+
+@pytest.mark.fast("grad_accum_dtype bf16-3")
+@on_ranks(3)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_gives_the_right_numbers(name: str) -> None:
+    precision, accumulation, tolerance, more = OPTIONS[name]
+    low = "bf16" if precision == "bf16" else "fp32"
+    batches = [
+        [[models.token_batch(step, micro, rank) for rank in range(3)] for micro in range(accumulation)]
+        for step in range(4)
+    ]
+    wanted = reference.train(models.build(models.OddModel), models.token_loss, batches, precision, SGD)
+    for stage in (0, 1, 2):
+        engine = make_engine(config(stage, low, accumulation, 0.0, SGD, **more))
+        norms = train_engine(engine, "OddModel", 4)["norms"]
+        assert_same_on_ranks(snapshot(engine))
+        assert norms == pytest.approx(wanted.norms, rel=tolerance), f"stage {stage}"
+        found = {parameter: value.float() for parameter, value in snapshot(engine).items()}
+        torch.testing.assert_close(found, wanted.parameters, rtol=tolerance, atol=tolerance / 2)

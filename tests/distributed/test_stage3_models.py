@@ -239,6 +239,28 @@ class LateExpert(Case):
         return self.blocks(x)
 
 
+@CASES.variants(**{use: use for use in ("inside", "twice", "tied")})
+class UnitBlocks(Case):
+    """Blocks that are one unit each: what is inside them is called, they are called twice, or have a module in common.
+    Which modules are blocks is tested in tests/unit/test_param_group.py."""
+
+    zero = {"leaf_modules": ["Block"]}
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use, self.blocks = use, nn.ModuleList(Block() for _ in range(4))
+        if use == "tied":
+            self.blocks[3].up = self.blocks[1].up
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.use == "inside":
+                x = x + block.gain * block.down(torch.relu(block.up(block.norm(x))))
+            else:
+                x = block(block(x)) if self.use == "twice" else block(x)
+        return x
+
+
 @CASES.variants(itself=0, view=1, inside=2)
 class ReturnedParameter(Case):
     """A module whose forward returns its parameter, a view of it, or a tuple with both."""
