@@ -5,7 +5,6 @@ They are compared with plain PyTorch in test_drop_in.py.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from torch import nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
-from tests.toolkit.configs import ADAMW, Optimizer, at, config
+from tests.toolkit.configs import ADAMW, Optimizer, at
 from tests.toolkit.faults import Warnings
-from tests.toolkit.pipes import TiedGpt, batches_of, plain_loss, token_batch
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, raised, run_steps, snapshot
 
@@ -84,32 +82,6 @@ def test_what_cannot_be_is_said(stage: str) -> None:
     ):
         said = raised(lambda p=parameter: engine.optimizer.add_param_group({"params": [p]}))
         assert words in said
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-@on_ranks(2)
-def test_a_frozen_weight_that_two_stages_of_a_pipeline_share_is_unfrozen(zero: int) -> None:
-    """Its stages begin their backwards one after the other, and must not meet for it then."""
-    torch.manual_seed(7)
-    model = TiedGpt()
-    model.embed.weight.requires_grad_(False)
-    whole = copy.deepcopy(model)
-    made = config(zero, "fp32", 4, 0.0, ("SGD", {"lr": 0.1})) | {"pipeline": {"stages": 2}}
-    engine = zerolite.initialize(model, made)
-    for step in range(3):
-        if step == 1:
-            for parameter in (*engine.module.parameters(), *whole.parameters()):
-                parameter.requires_grad_(True)
-        (batches,) = batches_of(token_batch, step)
-        loss = engine.train_batch(iter(batches)).item()
-        assert loss == pytest.approx(plain_loss(whole, [batches], None, backward=True), rel=1e-6)
-        with torch.no_grad():
-            for parameter in whole.parameters():
-                parameter.sub_(0.1 * parameter.grad if parameter.grad is not None else 0.0)
-                parameter.grad = None
-    wanted = dict(whole.named_parameters())
-    for name, parameter in engine.module.named_parameters():
-        torch.testing.assert_close(parameter, wanted[name], rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(2)

@@ -81,14 +81,6 @@ def test_the_example(vocabulary: int) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(1)
-def test_one_rank_is_the_model_itself() -> None:
-    result = gpt()
-    assert result["loss"] == 0 and not any(result["gradients"].values()) and not result["cut"]
-    assert not result["forward"] and not result["backward"]
-
-
-@pytest.mark.slow
 @on_ranks(2, 4)
 def test_the_sequence_in_parts() -> None:
     """Each all-reduce is two halves. Besides, the hidden states are cut once and made whole once."""
