@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerolite
+from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.ranks import on_ranks
@@ -336,32 +337,19 @@ def test_checked_training_is_the_same(stage: int, joined: bool) -> None:
         assert found[0] == found[1]
 
 
-class Branches(nn.Module):
-    """Two layers of equal size, of which one runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 5)
-        self.left = nn.Linear(5, 5)
-        self.right = nn.Linear(5, 5)
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return (self.left if left else self.right)(torch.tanh(self.stem(x)))
-
-
 def mismatch(what: str, group: Any) -> str:
     """The error where the last rank does something else."""
     odd, tensor = is_last(), torch.ones(8 + (what == "length" and is_last()))
     made = config(3 if what == "branch" else 1, optimizer=("SGD", {"lr": 0.1}), check_collectives=True)
     made["zero_optimization"] |= {**MOVING, "stage3_module_granularity_threshold": 0}
     with use_communicator(lambda rank, world: GlooCommunicator(ProcessGroupTransport(group))):
-        engine = zerolite.initialize(Branches(), made)
+        engine = zerolite.initialize(models.build(models.TwoBranches), made)
     comm = engine.parts.comm
 
     def differ() -> None:
         if what == "branch":
             for _ in range(2):
-                engine.backward(engine(torch.ones(2, 4), left=not odd).sum())
+                engine.backward(engine(torch.ones(2, 7), "right" if odd else "left").sum())
                 engine.step()
         elif what == "dtype":
             comm.all_reduce_max(tensor.double() if odd else tensor, "mine")

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import zerolite.compat.deepspeed as deepspeed
 from tests.checkpoint.deepspeed_fakes import example
+from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.ranks import on_ranks
 from zerolite.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -308,43 +309,18 @@ def test_a_pipeline_trains_as_its_layers_in_one_process(stage: int) -> None:
         plain.zero_grad()
 
 
-class Experts(nn.Module):
-    """Two layers, of which a rank uses the one with its number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        return self.layers[number](x)
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.experts = nn.Linear(WIDTH, WIDTH), Experts()
-
-    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        return self.experts(self.first(x), number).pow(2).mean()
-
-
 @on_ranks(2)
 def test_marked_modules_are_gathered_where_ranks_use_different_parts() -> None:
-    model, plain, rank = Mixture(), Mixture(), dist.get_rank()
-    assert deepspeed.utils.set_z3_leaf_modules(model, [Experts]) == [model.experts]
+    model, plain = models.build(models.MixtureOfExperts), models.build(models.MixtureOfExperts)
+    assert deepspeed.utils.set_z3_leaf_modules(model, [models.MoeBlock]) == list(model.blocks)
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "train_micro_batch_size_per_gpu": 5,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for step in range(2):
-        batches = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
-        engine.backward(engine(batches[rank], rank))
-        engine.step()
-        torch.stack([plain(x, number) for number, x in enumerate(batches)]).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    engine.backward(models.square_loss(engine, models.expert_batch(0, 0, dist.get_rank())))
+    engine.step()
+    torch.stack([models.square_loss(plain, models.expert_batch(0, 0, rank)) for rank in range(2)]).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
     torch.testing.assert_close(engine.zerolite.full_state_dict(), dict(plain.state_dict()), rtol=0, atol=1e-6)
