@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,7 +150,7 @@ def configured(*args: Any, **kwargs: Any) -> Iterator[None]:
 @pytest.mark.parametrize("stage", ["3 moving", "0"])
 @on_ranks(2, 3)
 def test_inputs_are_cut_over_a_group(stage: str) -> None:
-    """All ranks have the same batches."""
+    """All ranks have the same batches; inputs that differ between ranks are found."""
     made, world, cut = settings(stage, "fp32"), dist.get_world_size(), {"partition_activations": True}
     with configured(Mpu()) if world == 3 else configured(group=dist.group.WORLD):
         by_torch = train(made, "torch", {}, alike=True)
@@ -159,6 +158,10 @@ def test_inputs_are_cut_over_a_group(stage: str) -> None:
             train(made, "none", {"modules": ["blocks.*"], **cut}, alike=True),
             train(made, "zerolite", {**cut, **HOST_BLOCK}, alike=True),
         ]
+        if world == 2:
+            unequal = "inputs of the checkpoint of Block to be equal on all ranks.*on its rank 1 than on its rank 0"
+            with pytest.raises(RuntimeError, match=f"(?s){unequal}"):
+                train(made, "zerolite", cut)
     for run in others:
         assert run["losses"] == by_torch["losses"]
         assert_same_bits(run["parameters"], by_torch["parameters"], "torch's and inputs that are cut")
@@ -168,34 +171,4 @@ def test_inputs_are_cut_over_a_group(stage: str) -> None:
     part = -(-NBYTES // world // 16) * 16
     slot = -(-(part + -(-part // 512) * 512) // 4096) * 4096
     assert others[1]["places"][ACTIVATIONS, HOST] <= 4 * (slot + 4096)
-
-
-def gradients_of_three_blocks(call: Any, seed: int) -> list[Tensor]:
-    block = models.build(Block)
-    x = torch.randn(ROWS + 1, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    torch.manual_seed(1)
-    hidden = x * 1.0
-    for _ in range(3):
-        hidden = call(block, hidden * 1.0, torch.ones(ROWS + 1, WIDTH))
-    hidden.sum().backward()
-    return [x.grad, block.up.weight.grad]  # type: ignore[list-item]
-
-
-@pytest.mark.fast("2-*")
-@pytest.mark.parametrize("host", [False, True])
-@on_ranks(2, 3)
-def test_a_rank_keeps_its_part(host: bool) -> None:
-    """Without an engine; and inputs that differ between ranks are found."""
-    wanted = gradients_of_three_blocks(functools.partial(torch_checkpoint, use_reentrant=False), 0)
-    with configured(partition_activations=True, checkpoint_in_cpu=host, group=dist.group.WORLD):
-        with tagged() as places:
-            found = gradients_of_three_blocks(zerolite.checkpointing.checkpoint, 0)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-        if dist.get_world_size() == 2:
-            unequal = "inputs of the checkpoint of Block to be equal on all ranks.*on its rank 1 than on its rank 0"
-            with pytest.raises(RuntimeError, match=f"(?s){unequal}"):
-                gradients_of_three_blocks(zerolite.checkpointing.checkpoint, dist.get_rank())
-    part = (ROWS + 1) * WIDTH * 4 / dist.get_world_size()
-    kept = places.nbytes[ACTIVATIONS, HOST if host else DEVICE]
-    assert 6 * part <= kept <= 6 * (part + 16 + 512) + 3 * 4096  # of x and the mask, three times
-    assert (ACTIVATIONS, DEVICE if host else HOST) not in places.nbytes
+    assert 12 * part <= others[0]["places"][ACTIVATIONS, DEVICE] <= 12 * (part + 16 + 512)  # of three steps

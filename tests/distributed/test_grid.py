@@ -4,7 +4,6 @@ PyTorch in one process on the joint batch: loss, gradient norm and parameters of
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,22 +11,18 @@ import torch
 from torch import Tensor
 
 from tests.toolkit import models, reference
-from tests.toolkit.configs import SGD, STATIC_SCALE, Optimizer, at, config
+from tests.toolkit.configs import SGD, STATIC_SCALE, Optimizer, at
 from tests.toolkit.grids import (
-    LAYERS,
-    WIDTH,
     Gpt,
     Grid,
     assert_ranks_agree,
     make_engine,
     micro_batches,
     on_grid,
-    own_batches,
     train,
     worst,
 )
 from tests.toolkit.pool import Pools
-from zerolite.comm import record
 from zerolite.pipe.schedules import available_schedules
 
 STEPS, CLIP = 6, 0.4
@@ -152,44 +147,3 @@ def test_a_grid_matches_plain_pytorch_untied_unclipped_and_with_adam(pools: Pool
 def test_every_schedule_matches_plain_pytorch(pools: Pools, grid: Grid, schedule: str) -> None:
     chosen = {"schedule": schedule, "partition_method": "uniform"}
     check(pools, grid, 1, "fp32", (grid[2] > 1, CLIP, 4), grid[2] > 1, **chosen)
-
-
-# ---------------------------------------------------------------- what travels
-
-TOKENS, HIDDENS = 2 * 8, 2 * 8 * WIDTH  # of a micro-batch; elements of its hidden states
-WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-def calls_of_a_step(config: dict[str, Any], tied: bool = False) -> Counter[Any]:
-    """Count the collectives and messages of the third step by op, tag, dimension, elements and bytes."""
-    engine = make_engine(config, tied=tied)
-    train(engine, 2)
-    with record() as recorder:
-        engine.train_batch(own_batches(engine, 2))
-    return Counter((call.op, call.tag, call.dimension, call.numel, call.nbytes) for call in recorder.calls)
-
-
-def assert_travels(found: Counter[Any], wanted: Counter[Any], once: set[tuple[str, str]]) -> None:
-    """Exactly ``wanted``, and what a step adds, once each: (op, tag)."""
-    rest = found - wanted
-    assert not wanted - found, f"missing: {wanted - found}"
-    per_step = Counter((op, tag) for (op, tag, _, _, _) in rest.elements() if tag != "control")
-    assert dict(per_step) == dict.fromkeys(once, 1), rest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sequence", "precision"), [(False, "fp32"), (True, "bf16")])
-def test_what_a_layer_sends_in_tensor_parallelism(pools: Pools, sequence: bool, precision: str) -> None:
-    """A layer has two all-reduces in forward and two in backward; with sequence parallelism a reduce-scatter and an
-    all-gather in place of each. Beside the layers: the embedding's sum and the head's (then: where the sequence is cut
-    and put together), and the cross entropy's, of a maximum and of two sums for each token, in fp32."""
-    layers = 4 * LAYERS * 2
-    halves = [("reduce_scatter", layers), ("all_gather", layers + 4)]
-    hidden = [*halves, ("all_reduce", 4)] if sequence else [("all_reduce", layers + 4)]
-    wanted = Counter({(op, "tensor", "tensor", HIDDENS, HIDDENS * WIDTHS[precision]): number for op, number in hidden})
-    wanted["all_reduce", "tensor", "tensor", TOKENS, 4 * TOKENS] = 2
-    wanted["all_reduce", "tensor", "tensor", 2 * TOKENS, 4 * 2 * TOKENS] = 2
-    once = {("all_reduce", "stats")} | ({("all_reduce", "shared_gradients")} if sequence else set())
-    made = on_grid(config(0, precision, 2, CLIP), (1, 1, 2), sequence)
-    for found in run(pools, (1, 1, 2), calls_of_a_step, config=made):
-        assert_travels(found, wanted, once)
