@@ -78,7 +78,7 @@ def test_resident_and_peak_bytes(stage: int, shared_memory: bool) -> None:
 @on_ranks(2, 4, timeout=300)
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_resident_and_peak_bytes_of_stage_3(shared_memory: bool) -> None:
-    world, depth, width = dist.get_world_size(), 24, 256
+    world, depth, width = dist.get_world_size(), 24, 384
     layer, numel = width**2, depth * width**2  # a bucket of gradients is a layer
     live = 4 * layer
     zero = {

@@ -165,7 +165,7 @@ def test_every_rank_ends_with_the_same_diagnosis(pools: Pools, tmp_path: Path, h
 @pytest.mark.slow
 def test_a_rank_that_has_exited_is_not_waited_for(pools: Pools, tmp_path: Path) -> None:
     """Long before the timeout."""
-    case = {"how": "exited", "stage": 2, "timeout_s": 20.0}
+    case = {"how": "exited", "stage": 2, "timeout_s": 10.0}
     said, messages = run_until_ended(pools, 2, tmp_path, case)
     assert f"rank 0 died: exit code {EXIT_STATUS}" in said
     assert "of which rank 1 exited with status 0, so the job is ended" in messages[0]
