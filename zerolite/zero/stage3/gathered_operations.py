@@ -143,10 +143,10 @@ class GatheredAlias(torch.Tensor):
         with as_plain_tensors():
             return self.detach().__reduce_ex__(protocol)
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> torch.Tensor:
         return run_gathered(_T.detach, (self,), {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return an ordinary tensor with memory of its own."""
         copied = memo[id(self)] = run_gathered(_T.clone, (self,), {}).detach()
         return copied.requires_grad_(self.requires_grad)
@@ -319,7 +319,7 @@ def _version(tensor: torch.Tensor, in_place: set[int]) -> float:
     return math.nan if id(tensor) in in_place or tensor.is_inference() else tensor._version
 
 
-def _save_sources(by_storage: Mapping[int, _GatheredCopy]) -> Any:
+def _save_sources(by_storage: Mapping[int, _GatheredCopy]) -> torch.autograd.graph.saved_tensors_hooks:
     """Context in which autograd saves parts of a copy as :class:`_SavedView`, without their memory."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedView:
@@ -331,14 +331,14 @@ def _save_sources(by_storage: Mapping[int, _GatheredCopy]) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
 
-def _unpack(saved: Any) -> torch.Tensor:
+def _unpack(saved: torch.Tensor | _SavedView) -> torch.Tensor:
     return saved.unpack() if isinstance(saved, _SavedView) else saved
 
 
 _SHOWS_SHAPE = "zerolite shows the shape"
 
 
-def _prepare_accumulation(handle: PartitionedParameter) -> Any:
+def _prepare_accumulation(handle: PartitionedParameter) -> torch.autograd.graph.Node | None:
     """Prepare a parameter for a gradient that comes when it is released again.
 
     An AccumulateGrad node remembers the shape of its parameter at creation, and one created with the shape [0] would

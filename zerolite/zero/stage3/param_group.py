@@ -172,13 +172,13 @@ class _GroupPlanner:
         if size and (small or self._is_asked_for(name, module)):
             self._add(name, module, list(module.modules()))
         elif size and in_block and _has_forward(module) and self._fits(module, size):
-            apart = {
+            separate = {
                 f"{name}.{inside}": child
                 for inside, child in module.named_modules()
                 if inside and self._is_asked_for(f"{name}.{inside}", child)
             }
-            self._add(name, module, list(_subtree(module, {id(child) for child in apart.values()})))
-            for child_name, child in apart.items():
+            self._add(name, module, list(_subtree(module, {id(child) for child in separate.values()})))
+            for child_name, child in separate.items():
                 self._walk(child_name, child, in_block=False)
         else:
             self._add(name, module, [module])
