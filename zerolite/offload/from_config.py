@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -76,11 +76,11 @@ def warn_of_few_threads(placements: Placements, environ: Mapping[str, str]) -> N
 
 def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) -> Placements:
     zero = config.zero_optimization
-    disk = _Disk(config.aio, rank)
+    open_file = _file_opener(config.aio, rank)
     return Placements(
         device,
-        optimizer=_placement(zero.offload_optimizer, device, disk, "offload_optimizer"),
-        parameters=_placement(zero.offload_param, device, disk, "offload_param"),
+        optimizer=_placement(zero.offload_optimizer, device, open_file, "offload_optimizer"),
+        parameters=_placement(zero.offload_param, device, open_file, "offload_param"),
         separate_memory=kind != "cpu",
         ratio=zero.offload_optimizer.ratio,
         sub_group_numel=zero.sub_group_size,
@@ -89,29 +89,26 @@ def _make(config: ZeroliteConfig, device: torch.device, kind: str, rank: int) ->
     )
 
 
-class _Disk:
-    """Swap files of one rank. They share one reader and writer, because ``aio`` bounds the requests of the rank."""
+def _file_opener(aio: AioConfig, rank: int) -> Callable[[str, str], SwapFile]:
+    """Return a function (directory, config key) that makes a swap file of this rank. Its files share one reader and
+    writer, because ``aio`` bounds the requests of a rank."""
 
-    def __init__(self, aio: AioConfig, rank: int) -> None:
-        self._aio = aio
-        self._rank = rank
-        self._io: AsyncIO | None = None
+    @functools.cache
+    def async_io() -> AsyncIO:
+        return AsyncIO(aio.block_size, aio.queue_depth, aio.threads, aio.single_submit, aio.overlap_events)
 
-    def file(self, directory: str, key: str) -> SwapFile:
+    def open_file(directory: str, key: str) -> SwapFile:
         _warn_of_memory_disk(directory, key)
-        if self._io is None:
-            self._io = AsyncIO(
-                block_size=self._aio.block_size,
-                queue_depth=self._aio.queue_depth,
-                thread_count=self._aio.threads,
-                single_submit=self._aio.single_submit,
-                overlap_events=self._aio.overlap_events,
-            )
-        return SwapFile(Path(directory), self._io, self._rank, key, checksums=self._aio.checksums)
+        return SwapFile(directory, async_io(), rank, key, checksums=aio.checksums)
+
+    return open_file
 
 
 def _placement(
-    block: OffloadOptimizerConfig | OffloadParamConfig, device: torch.device, disk: _Disk, name: str
+    block: OffloadOptimizerConfig | OffloadParamConfig,
+    device: torch.device,
+    open_file: Callable[[str, str], SwapFile],
+    name: str,
 ) -> Placement:
     pin = block.pin_memory and device.type == "cuda"
     if not block.enabled:
@@ -119,7 +116,7 @@ def _placement(
     if block.device == "cpu":
         return HostPlacement(pin)
     directory, key = os.path.expanduser(str(block.nvme_path)), f"zero_optimization.{name}.nvme_path"
-    return DiskPlacement(current_platform().file(lambda: disk.file(directory, key)), pin)
+    return DiskPlacement(current_platform().file(lambda: open_file(directory, key)), pin)
 
 
 @functools.cache
