@@ -54,7 +54,7 @@ class _GatheredCopy:
             values, and unlinks this copy from it.
     """
 
-    __slots__ = ("version", "full", "handle", "replacements_before")
+    __slots__ = ("full", "handle", "replacements_before", "version")
 
     def __init__(self, handle: PartitionedParameter, full: torch.Tensor) -> None:
         self.handle, self.full, self.version, self.replacements_before = (
@@ -155,7 +155,7 @@ class GatheredAlias(torch.Tensor):
 class _SavedView:
     """View of gathered values that autograd saves: the backward gathers them again."""
 
-    __slots__ = ("version", "handle", "shape", "start", "strides")
+    __slots__ = ("handle", "shape", "start", "strides", "version")
 
     def __init__(self, gathered: _GatheredCopy, tensor: torch.Tensor) -> None:
         self.handle, self.version = gathered.handle, gathered.handle.version

@@ -72,10 +72,10 @@ class PartitionedParameter:
         "__weakref__",
         "context",
         "empty",
-        "may_have_aliases",
         "full",
         "holds",
         "index",
+        "may_have_aliases",
         "name",
         "nbytes",
         "numel",
@@ -173,7 +173,7 @@ class PartitionedParameter:
         self.nbytes = self.full.numel() * self.full.element_size()
         self.view = self.full.as_strided(self.shape, self.strides)
         if self.storage is not None:
-            resize(self.storage, 0)
+            resize(self.storage, 0)  # only now: as_strided checks that the storage is large enough
 
     def move_shard(self, target: torch.Tensor, placement: Placement) -> None:
         """Copy the shard into ``target`` of ``placement``, in the dtype of ``target``, which becomes the shard."""
