@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerolite.planning.tracker import ORIGINAL_MODEL, MemoryTracker
 from zerolite.utils import memory_tags
-from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, DISK, HOST, MASTERS, OTHER, STATES, place_of, tag_memory
+from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, DISK, HOST, MASTERS, OTHER, STATES, location_of, tag_memory
 
 
 @pytest.fixture(params=["fake", "real"])
@@ -24,7 +24,7 @@ def tracker(request: pytest.FixtureRequest):
 
 
 def test_a_storage_counts_once_for_as_long_as_it_lives(tracker: MemoryTracker) -> None:
-    """With its length after it was resized, for the item and at the place that it was tagged with last."""
+    """With its length after it was resized, for the item and at the location that it was tagged with last."""
     tensor = torch.empty(1000)
     views = [tensor.view(10, 100), tensor[10:], tensor.detach(), nn.Parameter(tensor)]
     assert tracker.items[DEVICE][OTHER] == tracker.nbytes[DEVICE] == 4000
@@ -32,7 +32,7 @@ def test_a_storage_counts_once_for_as_long_as_it_lives(tracker: MemoryTracker) -
     tag_memory(tensor.view(10, 100), MASTERS)
     assert tracker.items[DEVICE][MASTERS] == tracker.nbytes[DEVICE] == 8000
     tag_memory(tensor, STATES, HOST)
-    assert (tracker.items[HOST][STATES], tracker.nbytes[DEVICE], place_of(views[1])) == (8000, 0, HOST)
+    assert (tracker.items[HOST][STATES], tracker.nbytes[DEVICE], location_of(views[1])) == (8000, 0, HOST)
     del tensor
     assert tracker.nbytes[HOST] == 8000
     views.clear()
@@ -80,9 +80,9 @@ def test_places_are_known_for_as_long_as_the_memory_lives() -> None:
     key = tensor.untyped_storage()._cdata
     part = tensor[1:]
     del tensor
-    assert place_of(part) == DISK
+    assert location_of(part) == DISK
     del part
-    assert key not in memory_tags._elsewhere
+    assert key not in memory_tags._offloaded
 
 
 def test_the_course_keeps_the_fullest_moments(tracker: MemoryTracker) -> None:

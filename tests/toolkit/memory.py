@@ -52,21 +52,21 @@ def two_memories() -> Iterator[None]:
 
 
 class Tagged:
-    """Storages that the engine names while this listens. ``nbytes``: all that were named, by item and place."""
+    """Storages that the engine names while this listens. ``nbytes``: all that were named, by item and location."""
 
     def __init__(self) -> None:
         self.nbytes: Counter[tuple[str, str]] = Counter()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], tuple[str, str]]] = {}
 
-    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        self.nbytes[item, place] += storage.nbytes()
-        self._known[storage._cdata] = (weakref.ref(storage), (item, place))
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
+        self.nbytes[item, location] += storage.nbytes()
+        self._known[storage._cdata] = (weakref.ref(storage), (item, location))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Ignore a resize: sizes are read when they are asked for."""
 
     def alive(self, *items: str) -> dict[tuple[str, str], int]:
-        """The bytes that ``items`` have now, by item and place."""
+        """The bytes that ``items`` have now, by item and location."""
         found: Counter[tuple[str, str]] = Counter()
         for known, key in self._known.values():
             storage = known()

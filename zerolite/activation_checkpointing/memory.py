@@ -27,7 +27,7 @@ class MemorySource(Protocol):
     """Give out memory. Copies to and from it run in the order in which they are launched, so what has gone back may be
     given out at once."""
 
-    place: str
+    location: str
 
     def take(self, nbytes: int) -> BorrowedMemory: ...
 
@@ -39,7 +39,7 @@ class MemorySource(Protocol):
 class DeviceMemory:
     """Memory from torch's allocator."""
 
-    place = DEVICE
+    location = DEVICE
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,7 +54,7 @@ class DeviceMemory:
 class HostBuffers:
     """Page-aligned buffers on the host that are used again: to register one costs far more than to fill it."""
 
-    place = HOST
+    location = HOST
 
     def __init__(self, pin: bool, quiet: Callable[[], None]) -> None:
         """

@@ -94,7 +94,7 @@ class InputSaver:
             and value.device == self._device
             and value.layout is torch.strided
             and value.numel() * value.element_size() >= SMALLEST
-            and (self._source.place == HOST or self._sharding() is not None)
+            and (self._source.location == HOST or self._sharding() is not None)
             and not (value.is_inference() or value.is_conj() or value.is_neg())
             and value.storage_offset() * value.element_size() % _ALLOCATORS == 0
             and dense_strides(value) == value.stride()
@@ -141,7 +141,7 @@ class InputSaver:
                 entry.checksum = checksum(flat)
                 part, _ = shards.part(part)
             pairs.append((part, entry.offloaded[: part.numel()]))
-        if self._source.place == HOST:
+        if self._source.location == HOST:
             return self._copies.launch(pairs)
         for part, offloaded in pairs:
             offloaded.copy_(part)
@@ -169,7 +169,7 @@ class InputSaver:
             ahead = self._fetch(entries)
         ahead.copy.wait()
         following = list(dict.fromkeys(entry for entry in before if entry.resident is None))
-        if following and self._source.place == HOST:
+        if following and self._source.location == HOST:
             self._ahead = self._fetch(following)
         wholes = self._gather(entries, ahead.arrived, what)
         found = {entry: entry.from_bytes(wholes[entry]) for entry in entries}
@@ -180,7 +180,7 @@ class InputSaver:
         pairs: list[Pair] = []
         for entry in entries:
             assert entry.offloaded is not None
-            if self._source.place == HOST:
+            if self._source.location == HOST:
                 arrived[entry] = torch.empty(entry.offloaded.numel(), dtype=torch.uint8, device=self._device)
                 pairs.append((entry.offloaded, arrived[entry]))
             else:

@@ -27,14 +27,14 @@ from zerolite.utils.memory_tags import (
     GATHERED,
     HOST,
     ITEMS,
+    LOCATIONS,
     MASTERS,
     MODEL_STATES,
     OTHER,
     PERSISTENT,
-    PLACES,
     STAGING,
     STATES,
-    place_of,
+    location_of,
 )
 from zerolite.utils.sizes import format_size
 from zerolite.zero.buffer import ParameterBuffer
@@ -101,8 +101,8 @@ class MemoryReport:
     def __str__(self) -> str:
         rows = [(item.replace("_", " "), nbytes) for item, nbytes in self.items.items() if nbytes]
         rows.append(("all of these", self.total))
-        for place, held in (("host", self.host), ("disk", self.disk)):
-            rows += [(f"{item.replace('_', ' ')} ({place})", nbytes) for item, nbytes in held.items() if nbytes]
+        for location, held in (("host", self.host), ("disk", self.disk)):
+            rows += [(f"{item.replace('_', ' ')} ({location})", nbytes) for item, nbytes in held.items() if nbytes]
         named = {
             "other": self.other,
             "allocated": self.allocated,
@@ -143,18 +143,18 @@ class MemoryParts:
 
 
 class Holding(NamedTuple):
-    """One storage; ``place`` is one of :data:`zerolite.utils.memory_tags.PLACES`."""
+    """One storage; ``location`` is one of :data:`zerolite.utils.memory_tags.LOCATIONS`."""
 
     item: str
     nbytes: int
-    place: str
+    location: str
 
 
 def memory_report(parts: MemoryParts) -> MemoryReport:
     """Report the memory of ``parts`` on this rank. Nothing is sent, and the host does not wait for the device."""
-    items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in PLACES]
-    for item, nbytes, place in holdings(parts).values():
-        held[PLACES.index(place)][item] += nbytes
+    items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in LOCATIONS]
+    for item, nbytes, location in holdings(parts).values():
+        held[LOCATIONS.index(location)][item] += nbytes
     allocator = _allocator(parts.device)
     allocated = allocator["allocated"]
     resident = psutil.Process().memory_info().rss
@@ -185,8 +185,8 @@ def holdings(parts: MemoryParts) -> dict[int, Holding]:
 
 def _place(tensor: torch.Tensor, device: torch.device) -> str:
     """Return the placement of the memory of ``tensor``, for an engine on ``device``."""
-    place = place_of(tensor)
-    return HOST if place == DEVICE and tensor.device.type != device.type else place
+    location = location_of(tensor)
+    return HOST if location == DEVICE and tensor.device.type != device.type else location
 
 
 def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:

@@ -56,7 +56,7 @@ class Placement:
     """Placement on the device.
 
     Attributes:
-        location: one of :data:`zerolite.utils.memory_tags.PLACES`.
+        location: one of :data:`zerolite.utils.memory_tags.LOCATIONS`.
         device: device of its tensors; the CPU for host and disk.
         pin: its memory on the host, or its staging buffers, are pinned for asynchronous copies.
     """

@@ -124,7 +124,7 @@ class Outcome:
         initialize: peak while the engine is made.
         warm_up: peak of the steps before the reported one.
         step: peak of the reported step.
-        largest: largest bytes of each item within that step, by place and item.
+        largest: largest bytes of each item within that step, by location and item.
         at_rest: bytes of each item after that step.
         timeline: see :meth:`MemoryTracker.timeline`.
         recorder: collectives of that step.

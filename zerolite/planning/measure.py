@@ -25,7 +25,7 @@ from zerolite.planning.tracker import MemoryTracker
 from zerolite.planning.traffic import summarize
 from zerolite.planning.training_step import STEP, MakeBatch, pipeline_loss_fn, train_one_step, walk_through_parameters
 from zerolite.utils.accelerator import collector_off, default_device
-from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
+from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, LOCATIONS, OTHER, listeners
 from zerolite.utils.nested import map_tensors
 
 _MOST_STEPS = 50
@@ -112,14 +112,14 @@ def _warm_up(engine: Engine, micro_batch: MakeBatch, loss: Callable[..., torch.T
 
 
 class _LargestItems:
-    """Largest bytes of each item in each place that the engine reports.
+    """Largest bytes of each item at each location that the engine reports.
 
     It reads the report at every tagged allocation, and before every update, when all gradients have been reduced.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.items = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
+        self.items = {location: dict.fromkeys(ITEMS, 0) for location in LOCATIONS}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -129,8 +129,8 @@ class _LargestItems:
         finally:
             listeners.remove(self)
 
-    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        there = HOST if place == DEVICE and storage.device.type != self._engine.device.type else place
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
+        there = HOST if location == DEVICE and storage.device.type != self._engine.device.type else location
         self.update({storage._cdata: Holding(item, storage.nbytes(), there)})  # the engine does not report it yet
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -145,11 +145,11 @@ class _LargestItems:
         yield
 
     def update(self, allocated: dict[int, Holding] | None = None) -> None:
-        now = {place: dict.fromkeys(ITEMS, 0) for place in PLACES}
-        for item, nbytes, place in (holdings(self._engine.memory_parts) | (allocated or {})).values():
-            now[place][item] += nbytes
-        for place, items in self.items.items():
-            items.update({item: max(nbytes, now[place][item]) for item, nbytes in items.items()})
+        now = {location: dict.fromkeys(ITEMS, 0) for location in LOCATIONS}
+        for item, nbytes, location in (holdings(self._engine.memory_parts) | (allocated or {})).values():
+            now[location][item] += nbytes
+        for location, items in self.items.items():
+            items.update({item: max(nbytes, now[location][item]) for item, nbytes in items.items()})
 
 
 class _MemoryMeter:

@@ -19,7 +19,7 @@ from zerolite.planning import shape_cache
 from zerolite.planning.fake_backend import DryFakeMode
 from zerolite.planning.training_step import STEP
 from zerolite.utils.accelerator import fake_mode, is_fake
-from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, OTHER, PLACES, listeners
+from zerolite.utils.memory_tags import DEVICE, DISK, HOST, ITEMS, LOCATIONS, OTHER, listeners
 from zerolite.utils.nested import find_tensors
 
 ORIGINAL_MODEL = "original_model"
@@ -130,7 +130,7 @@ class _TrackedStorage(NamedTuple):
     ref: weakref.ref[torch.UntypedStorage]
     nbytes: int
     item: str
-    place: str
+    location: str
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -138,10 +138,10 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         item: item of new storages, unless a component of the engine tags them (memory_tags.py).
-        place: place of new storages: device, host or disk.
+        location: location of new storages: device, host or disk.
         phase: the current phase.
-        items: bytes now, by place and item.
-        nbytes: sums of ``items`` by place.
+        items: bytes now, by location and item.
+        nbytes: sums of ``items`` by location.
     """
 
     def __init__(self, separate_memory: bool = True) -> None:
@@ -151,11 +151,11 @@ class MemoryTracker(TorchDispatchMode):
                 are, and host memory does not include the device's.
         """
         super().__init__()
-        self.item, self.place = OTHER, DEVICE
+        self.item, self.location = OTHER, DEVICE
         self.phase = "initialize"
         self.modules = RunningModules()
-        self.items = {place: dict.fromkeys((*ITEMS, ORIGINAL_MODEL), 0) for place in PLACES}
-        self.nbytes = dict.fromkeys(PLACES, 0)
+        self.items = {location: dict.fromkeys((*ITEMS, ORIGINAL_MODEL), 0) for location in LOCATIONS}
+        self.nbytes = dict.fromkeys(LOCATIONS, 0)
         self._separate_memory = separate_memory
         self._storages: dict[int, _TrackedStorage] = {}
         # The latest storage is reported only at the next change, because its tag comes after the operator has made it.
@@ -172,9 +172,9 @@ class MemoryTracker(TorchDispatchMode):
 
     # ---------------------------------------------------------------- running
 
-    def tag_new(self, item: str, place: str = DEVICE, phase: str | None = None) -> None:
-        """Count new storages as ``item`` in ``place`` from now on, and begin a phase if one is given."""
-        self.item, self.place, self.phase = item, place, phase or self.phase
+    def tag_new(self, item: str, location: str = DEVICE, phase: str | None = None) -> None:
+        """Count new storages as ``item`` at ``location`` from now on, and begin a phase if one is given."""
+        self.item, self.location, self.phase = item, location, phase or self.phase
 
     def __enter__(self) -> MemoryTracker:
         listeners.append(self)
@@ -206,26 +206,26 @@ class MemoryTracker(TorchDispatchMode):
             if flops:
                 self._flops[again] += flops
                 self._flops_of[self.modules.now()] += flops
-        before = self.place
+        before = self.location
         if self._separate_memory and self.nbytes[HOST] + self.nbytes[DISK] and given.get("device") is None:
-            self.place = self._place_of_result(args)
+            self.location = self._location_of_result(args)
         if is_fake(out):
             self._count(out)
         else:
             for tensor in find_tensors(out):
                 self._count(tensor)
-        self._op, self.place = "", before
+        self._op, self.location = "", before
         return out
 
-    def _place_of_result(self, args: Any) -> str:
-        """Return the host if an operand is offloaded and only 0-dim tensors are on the device; otherwise ``place``."""
+    def _location_of_result(self, args: Any) -> str:
+        """Return the host if an operand is offloaded and only 0-dim tensors are on the device; else ``location``."""
         tracked = [
             self._storages.get(operand.untyped_storage()._cdata)
             for operand in find_tensors(args)
             if operand.layout is torch.strided and operand.dim() > 0
         ]
-        places = {entry.place for entry in tracked if entry is not None and entry.item != ORIGINAL_MODEL}
-        return HOST if places and DEVICE not in places else self.place
+        locations = {entry.location for entry in tracked if entry is not None and entry.item != ORIGINAL_MODEL}
+        return HOST if locations and DEVICE not in locations else self.location
 
     @property
     def peak(self) -> PeakMoment:
@@ -235,7 +235,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def largest(self) -> dict[str, dict[str, int]]:
-        """Largest bytes of each item since the beginning or :meth:`reset_peak`, by place."""
+        """Largest bytes of each item since the beginning or :meth:`reset_peak`, by location."""
         self._report_last()
         return self._largest
 
@@ -260,7 +260,7 @@ class MemoryTracker(TorchDispatchMode):
     def without_peaks(self) -> Iterator[None]:
         """Context whose allocations change no peak, because a real job does not make them."""
         self._report_last()
-        before = self._peak, {place: dict(items) for place, items in self._largest.items()}, self._host_peak
+        before = self._peak, {location: dict(items) for location, items in self._largest.items()}, self._host_peak
         yield
         self._report_last()
         self._peak, self._largest, self._host_peak = before
@@ -299,34 +299,34 @@ class MemoryTracker(TorchDispatchMode):
 
     # ---------------------------------------------------------------- listener of memory_tags
 
-    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        """Count ``storage`` as ``item`` in ``place``."""
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
+        """Count ``storage`` as ``item`` at ``location``."""
         key = storage._cdata
         tracked = self._storages.get(key)
         if tracked is None:
-            self._add(storage, item, place)
-        elif (tracked.item, tracked.place) != (item, place):
+            self._add(storage, item, location)
+        elif (tracked.item, tracked.location) != (item, location):
             fresh = self._unreported is not None and self._unreported[0] == key
             if not fresh:
                 self._report_last()
-            self._storages[key] = tracked._replace(item=item, place=place)
-            self._change(tracked.item, tracked.place, -tracked.nbytes)
-            self._change(item, place, tracked.nbytes)
+            self._storages[key] = tracked._replace(item=item, location=location)
+            self._change(tracked.item, tracked.location, -tracked.nbytes)
+            self._change(item, location, tracked.nbytes)
             if not fresh:
-                self._report(tracked.item, tracked.place, -tracked.nbytes, self._point())
-                self._report(item, place, tracked.nbytes, self._point())
+                self._report(tracked.item, tracked.location, -tracked.nbytes, self._point())
+                self._report(item, location, tracked.nbytes, self._point())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage``, which is new or may have changed its length."""
         tracked = self._storages.get(storage._cdata)
         if tracked is None:
-            self._add(storage, self.item, self.place)
+            self._add(storage, self.item, self.location)
         elif tracked.nbytes != storage.nbytes():
             self._report_last()
             more = storage.nbytes() - tracked.nbytes
             self._storages[storage._cdata] = tracked._replace(nbytes=storage.nbytes())
-            self._change(tracked.item, tracked.place, more)
-            self._report(tracked.item, tracked.place, more, self._point())
+            self._change(tracked.item, tracked.location, more)
+            self._report(tracked.item, tracked.location, more, self._point())
 
     def claim(self, tensors: Iterable[torch.Tensor], item: str) -> None:
         """Count ``tensors`` as ``item`` on the device."""
@@ -343,40 +343,42 @@ class MemoryTracker(TorchDispatchMode):
             for inner in _tensors_with_memory(tensor):
                 self.resized(inner.untyped_storage())
 
-    def _add(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
+    def _add(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
         """Count a new storage. It is reported at the next change, because the engine may tag it before."""
         self._report_last()
         # torch keeps one Python object for a storage as long as its memory exists, so the callback of a weak reference
         # is the release. It also removes the key, because the address may be used again.
         key, nbytes = storage._cdata, storage.nbytes()
-        self._storages[key] = _TrackedStorage(weakref.ref(storage, lambda _: self._released(key)), nbytes, item, place)
-        self._change(item, place, nbytes)
+        self._storages[key] = _TrackedStorage(
+            weakref.ref(storage, lambda _: self._released(key)), nbytes, item, location
+        )
+        self._change(item, location, nbytes)
         self._unreported = key, self._point()
 
     def _report_last(self) -> None:
         fresh, self._unreported = self._unreported, None
         if fresh is not None:
-            _, nbytes, item, place = self._storages[fresh[0]]
-            self._report(item, place, nbytes, fresh[1])
+            _, nbytes, item, location = self._storages[fresh[0]]
+            self._report(item, location, nbytes, fresh[1])
 
     def _released(self, key: int) -> None:
         self._report_last()
         tracked = self._storages.pop(key)
-        self._change(tracked.item, tracked.place, -tracked.nbytes)
-        self._report(tracked.item, tracked.place, -tracked.nbytes, self._point())
+        self._change(tracked.item, tracked.location, -tracked.nbytes)
+        self._report(tracked.item, tracked.location, -tracked.nbytes, self._point())
 
-    def _change(self, item: str, place: str, nbytes: int) -> None:
-        self.items[place][item] += nbytes
-        self.nbytes[place] += nbytes
+    def _change(self, item: str, location: str, nbytes: int) -> None:
+        self.items[location][item] += nbytes
+        self.nbytes[location] += nbytes
 
-    def _report(self, item: str, place: str, nbytes: int, where: TracePoint) -> None:
+    def _report(self, item: str, location: str, nbytes: int, where: TracePoint) -> None:
         """Update peaks and time line after a change of ``nbytes``."""
-        largest, now = self._largest[place], self.items[place][item]
+        largest, now = self._largest[location], self.items[location][item]
         if now > largest[item]:
             largest[item] = now
         if nbytes > 0:  # a release is never a peak
             self._host_peak = max(self._host_peak, self._in_host_memory())
-        if place != DEVICE or not nbytes:
+        if location != DEVICE or not nbytes:
             return
         if self.nbytes[DEVICE] > self._peak.nbytes:
             self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), where)
@@ -396,7 +398,7 @@ class MemoryTracker(TorchDispatchMode):
         return {item: self.items[DEVICE][item] for item in ITEMS}
 
     def _items_by_place(self) -> dict[str, dict[str, int]]:
-        return {place: dict(items) for place, items in self.items.items()}
+        return {location: dict(items) for location, items in self.items.items()}
 
 
 def _tensors_with_memory(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -44,13 +44,13 @@ MODEL_STATES = (COMPUTE, PERSISTENT, GRADIENTS, MASTERS, STATES)
 """Items that the stages of ZeRO partition (Rajbhandari et al., 2020, section 3)."""
 
 
-DEVICE, HOST, DISK = PLACES = ("device", "host", "disk")
+DEVICE, HOST, DISK = LOCATIONS = ("device", "host", "disk")
 """Placements of memory: on the device that computes, on the host, or in a file."""
 
 
 class Listener(Protocol):
-    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        """Note that ``storage`` is memory of ``item`` from now on, in ``place``."""
+    def tag_memory(self, storage: torch.UntypedStorage, item: str, location: str) -> None:
+        """Note that ``storage`` is memory of ``item`` from now on, at ``location``."""
         ...
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -60,20 +60,20 @@ class Listener(Protocol):
 
 listeners: list[Listener] = []
 
-_elsewhere: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
+_offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 """Placement of storages that are not on the device, by ``_cdata``, which is unique as long as they live."""
 
 
-def tag_memory(tensor: torch.Tensor, item: str, place: str = DEVICE) -> torch.Tensor:
-    """Note that the memory of ``tensor`` belongs to ``item`` (one of :data:`ITEMS`), in ``place`` (one of
-    :data:`PLACES`).
+def tag_memory(tensor: torch.Tensor, item: str, location: str = DEVICE) -> torch.Tensor:
+    """Note that the memory of ``tensor`` belongs to ``item`` (one of :data:`ITEMS`), at ``location`` (one of
+    :data:`LOCATIONS`).
 
     Returns the tensor. If the CPU computes, its tensors are on the device.
     """
-    if place != DEVICE or _elsewhere:
-        _note(tensor.untyped_storage(), place)
+    if location != DEVICE or _offloaded:
+        _note(tensor.untyped_storage(), location)
     for listener in listeners:
-        listener.tag_memory(tensor.untyped_storage(), item, place)
+        listener.tag_memory(tensor.untyped_storage(), item, location)
     return tensor
 
 
@@ -84,15 +84,15 @@ def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
         listener.resized(storage)
 
 
-def place_of(tensor: torch.Tensor) -> str:
+def location_of(tensor: torch.Tensor) -> str:
     """Return the placement of ``tensor`` that :func:`tag_memory` was last given; the device if none was given."""
-    known = _elsewhere.get(tensor.untyped_storage()._cdata)
+    known = _offloaded.get(tensor.untyped_storage()._cdata)
     return DEVICE if known is None else known[1]
 
 
-def _note(storage: torch.UntypedStorage, place: str) -> None:
+def _note(storage: torch.UntypedStorage, location: str) -> None:
     key = storage._cdata
-    if place == DEVICE:
-        _elsewhere.pop(key, None)
+    if location == DEVICE:
+        _offloaded.pop(key, None)
     else:
-        _elsewhere[key] = (weakref.ref(storage, lambda _: _elsewhere.pop(key, None)), place)
+        _offloaded[key] = (weakref.ref(storage, lambda _: _offloaded.pop(key, None)), location)
