@@ -179,14 +179,3 @@ thread.join()
     for status, said in run(tmp_path, script):
         assert status == EXIT_STATUS
         assert "rank 0" in said and "in engine.step(), at" in said and "in train; waits for no rank" in said
-
-
-def test_two_engines_in_another_order(tmp_path: Path) -> None:
-    script = """
-engines = [make(3.0), make(3.0)]
-for i in range(3):
-    for engine in engines if rank == 0 or i < 2 else engines[::-1]:
-        step(engine)
-"""
-    for _, said in run(tmp_path, script):
-        assert "several engines in different orders" in said, said

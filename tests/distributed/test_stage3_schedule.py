@@ -18,7 +18,7 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.traffic import gathered, stage3_engine, stage3_loss
+from tests.toolkit.traffic import Tower, gathered, stage3_engine, stage3_loss
 from tests.toolkit.training import snapshot
 
 Event = tuple[str, Any]
@@ -124,49 +124,6 @@ def ways(config: dict[str, Any], model: str, steps: Sequence[Sequence[str]], eva
         "parameters": values,
         "on demand only": schedule is not None and schedule.on_demand_only,
     }
-
-
-class Towering(nn.Module):
-    """A chain whose ``spare`` layer, registered last, gets a gradient only when asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6 if not i else 8 + i, 9 + i) for i in range(5))
-        self.spare = nn.Linear(6, 13)
-
-    def forward(self, x: Tensor, spare: bool) -> Tensor:
-        hidden = x
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        return hidden + self.spare(x) if spare else hidden
-
-
-def launch_order(config: dict[str, Any], spare_on: Sequence[int] = ()) -> dict[str, Any]:
-    """Train a model with an unused layer; ``spare_on``: the ranks that use it from step 2 on. Of every step: the
-    buckets in the order of their reductions, and how many of them were launched before the last gradient came."""
-    engine = zerolite.initialize(models.build(Towering), config)
-    orders, early = [], []
-    for step in range(5):
-        use = step >= 2 and engine.rank in spare_on
-        with zerolite.comm.record() as recorder:
-            seen: list[int] = []
-            first = engine.module.layers[0].weight
-            handle = first.register_hook(
-                lambda gradient, recorder=recorder, seen=seen: seen.append(recorder.count(tag="gradients"))
-            )
-            generator = torch.Generator().manual_seed(10 * step + engine.rank)
-            x = torch.randn(4, 6, generator=generator)
-            engine.backward(engine(x, use).square().mean())
-            handle.remove()
-            engine.step()
-        orders.append([call.key - 1 for call in recorder.select(tag="gradients")])
-        early.append(max(seen))
-    result = {"orders": orders, "early": early, "buckets": {}}
-    for bucket in engine._reducer.layout.buckets:
-        result["buckets"][bucket.index] = bucket.slots[0].name
-    result["parameters"] = snapshot(engine)
-    assert_same_on_ranks(result["parameters"])
-    return result
 
 
 SHORT = {
@@ -287,21 +244,18 @@ def test_ranks_that_differ_are_told_where_they_stand(after: int) -> None:
 
 @on_ranks(2)
 def test_unused_parameters_hold_back_no_reduction() -> None:
-    apart = {**SHORT, "reduce_bucket_size": 1}  # a bucket for each layer
-    result = launch_order(config(3, zero=apart))
-    assert len(result["orders"][0]) == 6
-    unused = next(bucket for bucket, name in result["buckets"].items() if name.startswith("spare"))
-    for order, early in zip(result["orders"], result["early"], strict=True):
-        assert order[-1] == unused and sorted(order) == sorted(result["buckets"])
-        assert early == 4  # all but the unused layer's and that of the first, whose gradient is just coming
-
-
-@on_ranks(2)
-def test_the_order_of_reductions_is_everyones() -> None:
-    # All parameters stay whole, so that a rank may use a layer that another does not.
-    zero = {**SHORT, "stage3_param_persistence_threshold": 1000}
-    for ranks in ([0], [0, 1]):
-        result = launch_order(config(3, optimizer=ADAMW, zero=zero), ranks)
-        plain = launch_order(config(2, optimizer=ADAMW), ranks)
-        assert_same_on_ranks({"orders": result["orders"]})
-        assert_same_bits(result["parameters"], plain["parameters"], "stage 3")
+    model = models.build(Tower)
+    model.spare = nn.Linear(6, 13)
+    engine = zerolite.initialize(model, config(3, zero={**SHORT, "reduce_bucket_size": 1}))  # a bucket for each layer
+    buckets = {bucket.slots[0].name.split(".")[0]: bucket.index for bucket in engine._reducer.layout.buckets}
+    for step in range(4):
+        early: list[int] = []
+        with zerolite.comm.record() as recorder:
+            first = engine.module.layers[0].weight
+            handle = first.register_hook(lambda _, e=early, r=recorder: e.append(r.count(tag="gradients")))
+            engine.backward(stage3_loss(engine, "Tower", step))
+            handle.remove()
+            engine.step()
+        order = [call.key - 1 for call in recorder.select(tag="gradients")]
+        assert order[-1] == buckets["spare"] and len(set(order)) == len(order) == 5
+        assert max(early) == 3  # all but the unused layer's and that of the first, whose gradient is just coming
