@@ -131,8 +131,7 @@ def three_steps(stage: str, precision: str, way: Way) -> tuple[list[float], dict
 
 @pytest.mark.fast("2-0-fp32", "2-1-bf16", "2-2-bf16")
 @pytest.mark.parametrize(
-    ("stage", "precision"),
-    [("0", "fp32"), ("1", "bf16"), ("2", "bf16"), ("2", "fp32"), ("3 defaults", "fp32")],
+    ("stage", "precision"), [("0", "fp32"), ("1", "bf16"), ("2", "bf16"), ("2", "fp32"), ("3 defaults", "fp32")]
 )
 @on_ranks(2)
 def test_every_way_to_write_a_step_gives_the_same_update(stage: str, precision: str) -> None:

@@ -20,13 +20,7 @@ from tests.toolkit.compare import assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
-from zerolite.comm import (
-    CollectiveCheck,
-    HostGroup,
-    create_communicator,
-    read_objects_without_numpy,
-    use_communicator,
-)
+from zerolite.comm import CollectiveCheck, HostGroup, create_communicator, read_objects_without_numpy, use_communicator
 from zerolite.comm.flight_recorder import WAIT
 from zerolite.comm.gloo import GlooCommunicator
 from zerolite.comm.transport import ProcessGroupTransport

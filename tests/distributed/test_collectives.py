@@ -21,13 +21,7 @@ from tests.toolkit.pool import Pool, Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import engine_window, make_engine
 from tests.toolkit.transports import CPU, F32, UNITS, pair, transport
-from zerolite.comm import (
-    Communicator,
-    create_communicator,
-    process_group,
-    record,
-    second_communicator,
-)
+from zerolite.comm import Communicator, create_communicator, process_group, record, second_communicator
 from zerolite.comm.shared_memory import SharedMemoryCommunicator
 
 

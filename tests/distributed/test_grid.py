@@ -12,16 +12,7 @@ from torch import Tensor
 
 from tests.toolkit import models, reference
 from tests.toolkit.configs import SGD, STATIC_SCALE, Optimizer, at
-from tests.toolkit.grids import (
-    Gpt,
-    Grid,
-    assert_ranks_agree,
-    make_engine,
-    micro_batches,
-    on_grid,
-    train,
-    worst,
-)
+from tests.toolkit.grids import Gpt, Grid, assert_ranks_agree, make_engine, micro_batches, on_grid, train, worst
 from tests.toolkit.pool import Pools
 from zerolite.pipe.schedules import available_schedules
 

@@ -36,10 +36,7 @@ from zerolite.ops import library
 
 
 def save_and_load(
-    first: dict[str, Any],
-    second: dict[str, Any],
-    model: str = "Late",
-    branches: Branches | None = LATE,
+    first: dict[str, Any], second: dict[str, Any], model: str = "Late", branches: Branches | None = LATE
 ) -> dict[str, dict[str, Any]]:
     """Three steps with config ``first``, a save, three more; and the same three by another engine with config
     ``second`` that loads what was saved, the module's values first."""

@@ -121,13 +121,7 @@ def test_an_implementation_of_torchs_that_the_user_names_runs(option: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [
-        ("Adam L2", "fp32"),
-        ("Lion", "fp32"),
-        ("SGD dampening", "bf16"),
-        ("Adagrad", "bf16"),
-        ("AdamW", "fp16"),
-    ],
+    [("Adam L2", "fp32"), ("Lion", "fp32"), ("SGD dampening", "bf16"), ("Adagrad", "bf16"), ("AdamW", "fp16")],
 )
 @on_ranks(2, 3)
 def test_stages_give_the_same_bits(name: str, precision: str) -> None:

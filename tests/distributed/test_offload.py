@@ -21,17 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import zerolite
-from tests.checkpoint.recipes import (
-    BF16,
-    FUSED,
-    MIXTURE,
-    RECIPES,
-    Recipe,
-    float_batch,
-    instance,
-    share,
-    token_batch,
-)
+from tests.checkpoint.recipes import BF16, FUSED, MIXTURE, RECIPES, Recipe, float_batch, instance, share, token_batch
 from tests.checkpoint.runs import differences, facts, make_engine, own_seeds
 from tests.toolkit import models
 from tests.toolkit.configs import SGD

@@ -54,13 +54,7 @@ def clipped(config: dict[str, Any], how: str, foreach: bool | None = None) -> tu
 @on_ranks(2, 3)
 @pytest.mark.parametrize(
     ("stage", "precision", "offload", "micros"),
-    [
-        (0, "fp32", "", 1),
-        (1, "bf16", "cpu", 1),
-        (2, "fp16", "", 2),
-        (3, "fp32", "nvme", 1),
-        (3, "bf16", "", 2),
-    ],
+    [(0, "fp32", "", 1), (1, "bf16", "cpu", 1), (2, "fp16", "", 2), (3, "fp32", "nvme", 1), (3, "bf16", "", 2)],
 )
 def test_clipping_by_torch_has_the_bits_and_the_collectives_of_the_config(
     tmp_path: Path, stage: int, precision: str, offload: str, micros: int
@@ -242,10 +236,7 @@ def test_parts_of_layers_have_no_gradient_in_p_grad() -> None:
         engine.backward(models.token_loss(engine, models.token_batch(0, 0, 0)))
 
     train()
-    for use in (
-        lambda: nn.utils.clip_grad_norm_(engine.parameters(), 1.0),
-        lambda: next(engine.parameters()).grad + 1,
-    ):
+    for use in (lambda: nn.utils.clip_grad_norm_(engine.parameters(), 1.0), lambda: next(engine.parameters()).grad + 1):
         with raises(RuntimeError, "tensor_parallel", "engine.clip_gradients(max_norm)"):
             use()
     assert engine.clip_gradients(1.0) > 0

@@ -157,12 +157,7 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
         *({"kind": "pairs", "schedule": name, "partition_method": "uniform"} for name in ("zero_bubble", "zbv")),
         *({"kind": kind, "lengths": (4, 6)} for kind in ("Checkpointed", "Opened", "Normed", "Caching", "example")),
         {"kind": "Checkpointed", "schedule": "zbv", "lengths": (4, 6)},
-        {
-            "kind": "TiedGpt",
-            "schedule": "zero_bubble",
-            "split": ["blocks.1", "blocks.2", "head"],
-            "lengths": (4, 6),
-        },
+        {"kind": "TiedGpt", "schedule": "zero_bubble", "split": ["blocks.1", "blocks.2", "head"], "lengths": (4, 6)},
         {"kind": "llama", "mine": True, "schedule": "zero_bubble", "lengths": (4, 6)},
     ],
     3: [{"kind": "tied", "stages": 3, "micro_batches": 5}],

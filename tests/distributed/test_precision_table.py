@@ -35,9 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "loss_scale": STATIC_SCALE}},
     "bf16 low": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "fp16 low": {"fp16": {"enabled": True, "loss_scale": STATIC_SCALE, "fp16_master_weights_and_grads": True}},
-    "bf16 lowest": {
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-    },
+    "bf16 lowest": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
     "autocast bf16": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
     "autocast fp16": {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"loss_scale": STATIC_SCALE}},
 }

@@ -112,10 +112,7 @@ def _swapping(side: Side) -> None:
     side.train(4)
 
 
-PROGRAMS: dict[str, Callable[[Side], None]] = {
-    "swapping": _swapping,
-    "aliases": _aliases,
-}
+PROGRAMS: dict[str, Callable[[Side], None]] = {"swapping": _swapping, "aliases": _aliases}
 
 
 def _whole(side: Side) -> list[Tensor]:

@@ -57,8 +57,7 @@ def test_what_may_be_gathered() -> None:
 @pytest.mark.fast("moving-fp32-2", "None-fp32-1")
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize(
-    ("settings", "precision"),
-    [("moving", "fp32"), ("defaults", "fp32"), (None, "fp32"), ("kept", "bf16")],
+    ("settings", "precision"), [("moving", "fp32"), ("defaults", "fp32"), (None, "fp32"), ("kept", "bf16")]
 )
 def test_changes_of_the_modifier_reach_all(settings: str | None, precision: str) -> None:
     """Every rank's change reaches all, in every way of making it; what others write is dropped."""

@@ -314,9 +314,7 @@ class _Library(Case):
         return loss_of(engine.train()(batch(step)))
 
 
-@CASES.variants(
-    lstm=lambda: nn.LSTM(WIDTH, 7, 2, batch_first=True, bidirectional=True, dropout=0.2),
-)
+@CASES.variants(lstm=lambda: nn.LSTM(WIDTH, 7, 2, batch_first=True, bidirectional=True, dropout=0.2))
 class Recurrent(_Library):
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__()

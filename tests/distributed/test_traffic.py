@@ -16,12 +16,7 @@ from tests.toolkit.compare import assert_same_bits
 from tests.toolkit.configs import ADAMW, config
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.traffic import (
-    gathered,
-    plain_calls,
-    stage3_engine,
-    stage3_loss,
-)
+from tests.toolkit.traffic import gathered, plain_calls, stage3_engine, stage3_loss
 from tests.toolkit.training import engine_window, make_engine, snapshot
 from zerolite.comm import NullCommunicator, use_communicator
 

@@ -84,10 +84,7 @@ RUNS: dict[int, list[tuple[int, str, Any, dict[str, Any]]]] = {
         (2, "OddModel", ADAMW, {"zero": WHOLE, "precision": "bf16"}),
         (1, "ConvNet", MUON, {"precision": "bf16", "accumulation": 2}),
     ],
-    3: [
-        (2, "OddModel", MUON, {}),
-        (1, "EncoderDecoder", ADAFACTOR, {"accumulation": 2}),
-    ],
+    3: [(2, "OddModel", MUON, {}), (1, "EncoderDecoder", ADAFACTOR, {"accumulation": 2})],
     4: [(2, "OddModel", None, {"precision": "fp16"})],
 }
 FAST = [(2, 0), (3, 0)]  # of RUNS: world, and number in it
