@@ -19,7 +19,7 @@ from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import config
 from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, run_steps, snapshot
+from tests.toolkit.training import make_engine, snapshot
 from zerolite.comm import record
 
 STEPS = 3
@@ -164,41 +164,6 @@ def _break_down(engine: Any) -> None:
     engine.zero_grad()
 
 
-class Sleeping(nn.Module):
-    """Model whose layers ``shared``, in two reentrantly checkpointed segments, are frozen at first, and ``first``
-    always."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 13).requires_grad_(False)
-        self.shared = nn.Linear(13, 13).requires_grad_(False)
-        self.last = nn.Linear(13, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).requires_grad_()
-        for _ in range(2):
-            hidden = checkpoint(lambda h: torch.tanh(self.shared(h)), hidden, use_reentrant=True)
-        return self.last(hidden)
-
-
-def unfrozen(config: dict[str, Any] | None) -> dict[str, Tensor]:
-    """``shared`` is trained from the second step on; without a config in plain PyTorch."""
-    module = models.build(Sleeping)
-    engine = zerolite.initialize(module, config) if config is not None else None
-    torch_optimizer = torch.optim.SGD(module.parameters(), **OPTIMIZER)
-    for step in range(STEPS):
-        module.shared.requires_grad_(step > 0)
-        if engine is not None:
-            run_steps(engine, 1, step)
-            continue
-        torch_optimizer.zero_grad()
-        for rank in range(dist.get_world_size()):
-            loss = models.square_loss(module, models.float_batch(step, 0, rank))
-            (loss / dist.get_world_size()).backward()
-        torch_optimizer.step()
-    return {n: p.detach().clone() for n, p in module.named_parameters()}
-
-
 def backward_bytes(config: dict[str, Any], depth: int, width: int, steps: int) -> list[float]:
     """The most bytes per parameter that a backward takes, beyond what is there when it begins; for each step. Between
     ranks go messages: shared memory is there from the first backward on."""
@@ -268,12 +233,6 @@ def test_stages_agree(precision: str) -> None:
         assert_same_bits(apart[0], apart[stage], f"stages 0 and {stage}")
         # two means, rounded one by one, instead of one
         assert_close(late[stage], late[0], f"stage {stage}", {"fp16": 2e-3, "bf16": 1e-2}[precision])
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@on_ranks(2)
-def test_a_weight_that_is_unfrozen_may_have_several_contributions(stage: int) -> None:
-    assert_close(unfrozen(settings(stage)), unfrozen(None), f"stage {stage}")
 
 
 @pytest.mark.slow

@@ -222,24 +222,6 @@ def test_loops_without_a_pipeline(kind: str, stage: int, sequence: bool) -> None
 
 @pytest.mark.parametrize(("grid", "stage"), [(TENSOR, 3), (PIPE, 1)])
 @on_ranks(2)
-def test_evaluation(grid: Grid, stage: int) -> None:
-    engine = make_engine(settings(grid, stage), dropout=0.2)
-    with torch.no_grad():
-        whole = models.build(Gpt, dropout=0.2).eval()
-        wanted = pytest.approx(sum(whole(*batch).item() for batch in own_batches(engine, 5)) / 4, rel=FP32)
-    assert engine.eval_batch(own_batches(engine, 5)).item() == wanted
-    with torch.inference_mode():
-        assert engine.eval_batch(own_batches(engine, 5)).item() == wanted
-    assert all(m.training for m in engine.module.modules())
-    loss, logits = engine.eval_batch(own_batches(engine, 5), return_logits=True)
-    assert loss.item() == wanted
-    first_stage = grid == PIPE and engine.rank == 0
-    assert logits is None if first_stage else [tuple(x.shape) for x in logits] == [()] * 4
-    assert engine.train_batch(own_batches(engine, 0)).isfinite()
-
-
-@pytest.mark.parametrize(("grid", "stage"), [(TENSOR, 3), (PIPE, 1)])
-@on_ranks(2)
 def test_states_on_the_host(grid: Grid, stage: int) -> None:
     engine = make_engine(settings(grid, stage))
     first = train(engine, 2)

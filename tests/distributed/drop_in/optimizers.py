@@ -276,18 +276,23 @@ def freezing(run: Run, when: str) -> None:
         run.train(1, start=step)
 
 
-@case("unfreezing a parameter,", ["config", "instance"], close=KERNELS)
+def checkpointed_sleeper() -> nn.Module:
+    """A weight that is used twice, whose gradient comes in two parts when it is unfrozen."""
+    model = models.SharedCheckpointed()
+    model.shared.requires_grad_(False)
+    return model
+
+
+@case("unfreezing a parameter,", ["config", "instance", "checkpointed"], close=KERNELS)
 def unfreezing(run: Run, how: str) -> None:
-    every = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)  # noqa: E731
-    trained = lambda model: torch.optim.AdamW(list(model.parameters()), lr=0.01)  # noqa: E731
-    if how == "instance":
-        run.start(models.Frozen, own=every)
-    elif run.plain:
-        run.start(models.Frozen, own=trained)
+    build = checkpointed_sleeper if how == "checkpointed" else models.Frozen
+    if how == "instance" or run.plain:
+        run.start(build, own=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01))
     else:
-        run.start(models.Frozen, optimizer=("AdamW", {"lr": 0.01}))
+        run.start(build, optimizer=("AdamW", {"lr": 0.01}))
+    sleepers = [parameter for parameter in run.module.parameters() if not parameter.requires_grad]
     for step in range(4):
-        for parameter in run.module.sleepers():
+        for parameter in sleepers:
             parameter.requires_grad_(step >= 2)
             if step == 1:  # while it is frozen
                 parameter.data.mul_(0.75)
