@@ -8,7 +8,6 @@ import functools
 import itertools
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.checkpoint.recipes import BF16, RECIPES, Recipe, scheduler
 from tests.checkpoint.runs import differences, facts, make_engine, of_all, on_rank_0, train
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_on_ranks
+from tests.toolkit.disks import small_disk
 from tests.toolkit.pool import Pool, Pools, WorkerDied
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
@@ -130,25 +130,18 @@ def test_disk_of_one_rank_fails_at_every_point(ram: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mounting a small disk is not allowed here: {done.stderr.strip()}")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "2m") as directory:
+        yield directory
 
 
 @pytest.mark.fast("2-sync")
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 @on_ranks(2)
-def test_a_full_disk_is_named_and_harms_nothing(small_disk: Path, background: bool) -> None:
+def test_a_full_disk_is_named_and_harms_nothing(disk: Path, background: bool) -> None:
     """A disk that has no room is named, what was there stays whole, and there is room again once one is removed."""
     recipe = replace(RECIPE, model=functools.partial(models.OddModel, width=32, hidden=500))
-    directory = small_disk / "saved"
+    directory = disk / "saved"
     engine = engine_after(1, 2, recipe)
     good, said, now = 0, "", held(engine)
 

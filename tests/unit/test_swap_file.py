@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.toolkit.disks import small_disk
 from zerolite.offload.swap_file import SwapFile
 from zerolite.ops.async_io import AsyncIO, UnexpectedEnd
 from zerolite.utils.pinned_memory import host_memory
@@ -36,20 +36,6 @@ def file(io: AsyncIO, tmp_path: Path) -> Iterator[SwapFile]:
     file = SwapFile(tmp_path, io, 3, KEY)
     yield file
     file.close()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    result = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True, text=True, check=False
-    )
-    if result.returncode:
-        pytest.skip(f"mounting a file system is not allowed here: {result.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def staging(nbytes: int) -> torch.Tensor:
@@ -182,12 +168,18 @@ def in_fork(work: Callable[[], None]) -> int:
     return pid
 
 
-def test_nothing_is_left_by_a_process_that_is_killed(small_disk: Path) -> None:
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "1m") as directory:
+        yield directory
+
+
+def test_nothing_is_left_by_a_process_that_is_killed(disk: Path) -> None:
     def free() -> int:
-        return os.statvfs(small_disk).f_bfree * os.statvfs(small_disk).f_frsize
+        return os.statvfs(disk).f_bfree * os.statvfs(disk).f_frsize
 
     def work() -> None:
-        file = SwapFile(small_disk, AsyncIO(block_size=BLOCK), 0, KEY)
+        file = SwapFile(disk, AsyncIO(block_size=BLOCK), 0, KEY)
         offloaded = file.zeros(500_000).fill_(1)
         kept.extend((file, offloaded, file.write(offloaded, staging(500_000))))
 
@@ -195,7 +187,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(small_disk: Path) -> None:
     before = free()
     pid = in_fork(work)
     assert free() <= before - 500_000
-    assert not list(small_disk.iterdir())
+    assert not list(disk.iterdir())
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     deadline = time.monotonic() + 20  # the kernel ends what was under way after the process
