@@ -210,7 +210,7 @@ def test_a_killed_builder_blocks_nobody(place: Place) -> None:
 @needs_compiler
 def test_those_who_waited_for_a_failure_fail_with_it(place: Place) -> None:
     (place.csrc / "cpu" / "dispatch.cpp").write_text("#error not like this\n")
-    (place.here / "hang").write_text("2")
+    (place.here / "hang").write_text("1")
     processes = [place.start() for _ in range(4)]
     errors = [finish(process)["error"] for process in processes]
     assert all("not like this" in error for error in errors)
