@@ -70,15 +70,16 @@ class GradStats:
 
 
 class Extra(Protocol):
-    """Numbers of other checks that travel with the statistics. They are added over all ranks, those with other parts of
-    the model included."""
+    """Numbers of other checks in the all-reduce of the statistics. It adds them over all ranks, those with other parts
+    of the model included."""
 
     @property
     def size(self) -> int:
-        """How many numbers there are; the same on all ranks."""
+        """Length of the numbers, the same on all ranks."""
 
     def write(self, values: torch.Tensor) -> Any:
-        """Put this rank's numbers into ``values``, [size] float64 zeros; return what tells later what they are of."""
+        """Write this rank's numbers into ``values``, [size] float64 zeros. The result comes back with their sums, in
+        ``GradStats.extra``, and says what they belong to."""
 
 
 class StatsLayout(NamedTuple):
