@@ -10,13 +10,21 @@ from array import array
 Bytes = ctypes.Array[ctypes.c_ubyte]
 
 BLOCK = 4096
-"""Bytes. Whole blocks are written and read, so every block that is read was written by one write."""
+"""Bytes. Direct I/O needs multiples: for addresses, for positions in a file and for lengths."""
 
 _UNKNOWN = -1
 
 
+def whole_blocks(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
 class Checksums:
-    """Checksums of one file: a CRC-32 for each block, in eight bytes of memory. For one thread at a time."""
+    """Checksums of one file: a CRC-32 for each block, in eight bytes of memory. For one thread at a time.
+
+    Whole blocks are written and read, so every block that is read was written by one write.
+    """
 
     def __init__(self) -> None:
         self._sums = array("q")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerolite.offload.checksums import Checksums, compare
+from zerolite.offload.checksums import BLOCK, Checksums, compare, whole_blocks
 from zerolite.offload.placements import Transfer
 from zerolite.utils.c_functions import declare
 from zerolite.utils.finalizers import finalize_before_exit
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zerolite")
 
-ALIGNMENT = 4096
-"""Bytes. Direct I/O needs multiples: for addresses, for positions in the file and for lengths."""
-_MAP_ALIGNMENT = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
+_MAP_ALIGNMENT = max(BLOCK, mmap.ALLOCATIONGRANULARITY)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2)
 
 
@@ -189,17 +187,17 @@ class SwapFile:
         nbytes = offloaded.numel() * offloaded.element_size()
         if memory.numel() * memory.element_size() != nbytes:
             raise ValueError(f"expected {nbytes} bytes, got {memory.numel() * memory.element_size()}")
-        if memory.data_ptr() % ALIGNMENT:
-            raise ValueError(f"expected memory that begins at a multiple of {ALIGNMENT} bytes, got {memory.data_ptr()}")
+        if memory.data_ptr() % BLOCK:
+            raise ValueError(f"expected memory that begins at a multiple of {BLOCK} bytes, got {memory.data_ptr()}")
         with self._lock:
             self._check_open()
             if nbytes == 0:
                 return SwapTransfer(None, offloaded)
             offset, is_end = self._offset_of(offloaded, nbytes)
-            if write and not is_end and nbytes % ALIGNMENT:
-                raise ValueError(f"expected a view that ends with a block of {ALIGNMENT} bytes, got {nbytes} bytes")
+            if write and not is_end and nbytes % BLOCK:
+                raise ValueError(f"expected a view that ends with a block of {BLOCK} bytes, got {nbytes} bytes")
             check: Callable[[], None] | None = None
-            padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+            padded = whole_blocks(nbytes)
             if self._sums is not None and not write:
                 sums = self._sums.expected(offset, padded)
                 check = functools.partial(_compare, sums, offset, memory, padded, self.name)
@@ -218,9 +216,9 @@ class SwapFile:
         except KeyError:
             raise ValueError(f"expected a tensor of {self.name}, got one of other memory") from None
         start = offloaded.storage_offset() * offloaded.element_size()
-        if start % ALIGNMENT or not offloaded.is_contiguous():
+        if start % BLOCK or not offloaded.is_contiguous():
             raise ValueError(
-                f"expected a contiguous view that begins at a multiple of {ALIGNMENT} bytes, got one at byte {start}"
+                f"expected a contiguous view that begins at a multiple of {BLOCK} bytes, got one at byte {start}"
             )
         return offset + int(start), start + nbytes == length
 
@@ -243,16 +241,16 @@ class SwapFile:
         fd = None
         try:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-            memory = host_memory(ALIGNMENT, pin=False)
-            block = memoryview(_bytes_of(memory, ALIGNMENT))
+            memory = host_memory(BLOCK, pin=False)
+            block = memoryview(_bytes_of(memory, BLOCK))
             # Some file systems open it and fail with the first access.
-            if os.pwritev(fd, [block], 0) != ALIGNMENT or os.preadv(fd, [block], 0) != ALIGNMENT:
+            if os.pwritev(fd, [block], 0) != BLOCK or os.preadv(fd, [block], 0) != BLOCK:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         except OSError as error:
             if fd is not None:
                 os.close(fd)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._allocation_error(ALIGNMENT, error) from error
+                raise self._allocation_error(BLOCK, error) from error
             _warn_once(
                 f"The file system of {self.directory} ({self._key}) does not allow direct I/O ({error.strerror}): what "
                 "is offloaded goes through the page cache, which is slower and takes memory of the host."

@@ -13,19 +13,14 @@ from collections.abc import Callable
 
 import torch
 
+from zerolite.offload.checksums import BLOCK, whole_blocks
 from zerolite.offload.placements import DiskPlacement, Placement, Placements, Transfer
 from zerolite.utils.accelerator import current_platform
 from zerolite.utils.memory_tags import HOST, STAGING, tag_memory
 
-_BLOCK = 4096  # bytes; direct I/O ends at a multiple
 # A free buffer is used for a shorter tensor if it is at most so many times longer, or has at most so many bytes.
 _MAX_RATIO = 4
 _MAX_SMALL = 1 << 20
-
-
-def whole_blocks(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to whole blocks of a disk."""
-    return -(-nbytes // _BLOCK) * _BLOCK
 
 
 DONE = Transfer()
@@ -229,4 +224,4 @@ class Transfers:
         block, and its last block ends within the buffer."""
         start = tensor.storage_offset() * tensor.element_size()
         end = start + whole_blocks(tensor.numel() * tensor.element_size())
-        return self.pool.has(tensor) and not start % _BLOCK and end <= tensor.untyped_storage().nbytes()
+        return self.pool.has(tensor) and not start % BLOCK and end <= tensor.untyped_storage().nbytes()

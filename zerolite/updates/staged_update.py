@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+from zerolite.offload.checksums import whole_blocks
 from zerolite.offload.placements import SPAN_ALIGNMENT, Placement
-from zerolite.offload.transfers import StagedTransfer, Transfers, whole_blocks
+from zerolite.offload.transfers import StagedTransfer, Transfers
 from zerolite.utils.memory_tags import STAGING, tag_memory
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.checks import Update
