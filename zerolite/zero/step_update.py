@@ -140,12 +140,8 @@ class StepUpdate:
         # host skips a step, no all-gather is launched; if the device does, all of them are.
         if self._may_skip_on_device and self._method.can_skip_on_device and self._all_on_device:
             self._run_unread(vector, user_factor, max_norm, gather)
-        else:
-            self._run_read(vector, user_factor, max_norm, gather)
-
-    def _run_read(self, vector: StatsVector, user_factor: Factor, max_norm: float, gather: bool) -> None:
-        """Update, or skip on the host, which reads the statistics. They are equal on all ranks, so all ranks launch the
-        all-gathers, or none does."""
+            return
+        # The statistics that the host reads are equal on all ranks, so all ranks launch the all-gathers, or none does.
         outcome = vector.get()
         self._outcomes.raise_errors(outcome)
         divisor = self._scale.local_divisor() * mean_weight(outcome)
