@@ -40,7 +40,7 @@ class ShardedGradient(GradientPlaceholder):
         part: None for the gradient itself. For a result, this rank's part of it, so that ``p.grad.isfinite().all()``
             gathers nothing.
         origin: for ``p.grad.detach()``, the tensor in ``p.grad``. This reference shows that the user still holds it.
-        arrived: gradient that autograd has added, if a backward has found this tensor in ``p.grad``. That happens if
+        added: gradient that autograd has added, if a backward has found this tensor in ``p.grad``. That happens if
             the engine did not learn of the backward before.
     """
 
@@ -54,7 +54,7 @@ class ShardedGradient(GradientPlaceholder):
         gradient: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             ShardedGradient, spec.shape, spec.strides, dtype=like.dtype, device=like.device
         )
-        gradient.spec, gradient.part, gradient.arrived, gradient.origin = spec, part, None, origin
+        gradient.spec, gradient.part, gradient.added, gradient.origin = spec, part, None, origin
         return gradient
 
     @property
@@ -250,11 +250,11 @@ def _accumulate(function: OpOverload, held: object, gradient: torch.Tensor, **ig
     """Run autograd's addition of a fresh gradient to the tensor in ``p.grad``."""
     if not isinstance(held, ShardedGradient) or held.part is not None:
         return NotImplemented
-    arrived = held.collect()
-    total = gradient if arrived is None else arrived + gradient
+    added = held.pop_added()
+    total = gradient if added is None else added + gradient
     if function is aten.add.Tensor:
         return total  # takes the place of ``held`` in ``p.grad``
-    held.set_arrived(total)
+    held.set_added(total)
     return held
 
 

@@ -126,7 +126,7 @@ class Placements:
     buffer_count: int = 4
     max_in_host: int = 0
     on_drop_reads: list[Callable[[], None]] = field(default_factory=list)
-    _on_device: set[int] = field(default_factory=set)  # buckets whose optimizer states stay on the device
+    _device_buckets: set[int] = field(default_factory=set)  # buckets whose optimizer states stay on the device
     _buckets: int = 0  # number of buckets that `set_buckets` has seen
 
     @classmethod
@@ -151,11 +151,11 @@ class Placements:
         if self._buckets or self.optimizer.location == DEVICE:
             return
         self._buckets = len(numels)
-        self._on_device = set(_last_ones(numels, 1.0 - self.ratio))
+        self._device_buckets = set(_last_ones(numels, 1.0 - self.ratio))
 
     def of_optimizer(self, bucket: int) -> Placement:
         """Return the placement of a bucket's masters, states and gradients."""
-        return self.on_device if bucket in self._on_device else self.optimizer
+        return self.on_device if bucket in self._device_buckets else self.optimizer
 
     def place_parameters(self, numel: int, persistent: bool = False) -> Placement:
         """Return the placement of new shards. Called once for each shard: if ``parameters`` is the disk, the first

@@ -1,1 +1,1 @@
-"""Updates that a step is passed: by torch's optimizers, and by sub-groups of what is offloaded."""
+"""Updates that are passed to the step: by torch's optimizers, and by sub-groups of offloaded tensors."""

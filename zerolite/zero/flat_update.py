@@ -161,7 +161,7 @@ class FlatUpdate:
     # ---------------------------------------------------------------- states
 
     def state_of(self, shard: OptimParamShard) -> State:
-        step = self._steps_of(shard)
+        step = self._steps - self._steps_missed[shard.index]
         if self._states is None or step == 0:
             return {}
         state: State = {"step": torch.full((), float(step), device="cpu")} if self._rule.counts_steps else {}
@@ -232,9 +232,6 @@ class FlatUpdate:
 
     def _all_shards(self) -> Iterable[OptimParamShard]:
         return (shard for members in self._shards for shard in members)
-
-    def _steps_of(self, shard: OptimParamShard) -> int:
-        return self._steps - self._steps_missed[shard.index]
 
     def _count(self, used: frozenset[int] | None, maybe_unused: frozenset[int], groups: Groups) -> None:
         """Count one more step. Parameters that do not take part, or whose group has no states, have missed it."""

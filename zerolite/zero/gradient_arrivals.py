@@ -251,7 +251,7 @@ class GradientArrivals:
             gradient: content of ``parameter.grad``.
         """
         if isinstance(gradient, GradientPlaceholder):  # autograd has added to it
-            gradient = gradient.collect()
+            gradient = gradient.pop_added()
         elif self._backward.open:
             parameter.grad = None
         else:

@@ -53,6 +53,7 @@ class ShardedOptimizer(Optimizer):
     Attributes:
         inner: the inner optimizer.
         method: method that updates the shards and owns their states.
+        shards_by_bucket: shards of each bucket.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._buffer = buffer
         self._update_dtype = update_dtype
-        self._shards = optim_shards(groups, buffer, update_dtype)
+        self.shards_by_bucket = optim_shards(groups, buffer, update_dtype)
         self._pipeline: StepPipeline | None = None  # of the engine
         if isinstance(make_inner, Optimizer):
             self.inner = make_inner
@@ -105,16 +106,16 @@ class ShardedOptimizer(Optimizer):
         dtypes = [self._update_dtype(dtype) for dtype in masters]
         rule = choose_rule(self.inner, masters)
         if rule is None:
-            return make_update(self.inner, self._buffer, self._shards, dtypes)
+            return make_update(self.inner, self._buffer, self.shards_by_bucket, dtypes)
         for shard in self.shards():
             self.inner.state.pop(shard.tensor, None)  # Adagrad's constructor makes states
-        return FlatUpdate(rule, self.inner, self._buffer, self._shards, dtypes)
+        return FlatUpdate(rule, self.inner, self._buffer, self.shards_by_bucket, dtypes)
 
     def extend(self) -> None:
         """Add the shards of the buffer's new buckets, whose parameters are in the param groups. Called on all ranks."""
-        first = len(self._shards)
+        first = len(self.shards_by_bucket)
         shards = optim_shards(self.inner.param_groups, self._buffer, self._update_dtype, first)
-        self._shards += shards
+        self.shards_by_bucket += shards
         self.method.extend(shards, [self._update_dtype(master.dtype) for master in self._buffer.master[first:]])
         self._index_shards()
 
@@ -285,14 +286,9 @@ class ShardedOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- shards
 
-    @property
-    def shards_by_bucket(self) -> Sequence[Sequence[OptimParamShard]]:
-        """Shards of each bucket that this rank updates."""
-        return self._shards
-
     def shards(self) -> Iterator[OptimParamShard]:
         """Yield the shards that this rank updates."""
-        for shards in self._shards:
+        for shards in self.shards_by_bucket:
             yield from shards
 
     def _take_over_states(self) -> None:

@@ -77,20 +77,20 @@ class GradientPlaceholder(torch.Tensor):
     Attributes:
         spec: shape of the gradient, and this rank's part of it.
         part: this rank's part of the result of an elementwise operation; None for the gradient itself.
-        arrived: gradient that autograd has added to the placeholder, in a backward that began without notice.
+        added: gradient that autograd has added to the placeholder, in a backward of which the engine was not notified.
     """
 
     spec: GradientSpec
     part: torch.Tensor | None
-    arrived: torch.Tensor | None
+    added: torch.Tensor | None
 
-    def set_arrived(self, gradient: torch.Tensor) -> None:
-        self.arrived = gradient
+    def set_added(self, gradient: torch.Tensor) -> None:
+        self.added = gradient
 
-    def collect(self) -> torch.Tensor | None:
-        """Return ``arrived`` and set it to None."""
-        arrived, self.arrived = self.arrived, None
-        return arrived
+    def pop_added(self) -> torch.Tensor | None:
+        """Return ``added`` and set it to None."""
+        added, self.added = self.added, None
+        return added
 
     def open(self) -> torch.Tensor:
         """Return this rank's part, which may be written to until :meth:`close`."""
