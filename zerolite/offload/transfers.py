@@ -220,8 +220,8 @@ class Transfers:
         return contextlib.nullcontext() if self._to_device is None else torch.cuda.stream(self._to_device)
 
     def _fits_direct_io(self, tensor: torch.Tensor) -> bool:
-        """Return True if direct I/O can read and write the tensor: it lies in a buffer of the pool, begins with a
-        block, and its last block ends within the buffer."""
+        """Return True if direct I/O can read and write the tensor. It must lie in a buffer of the pool, begin with a
+        block, and have its last block within the buffer."""
         start = tensor.storage_offset() * tensor.element_size()
         end = start + whole_blocks(tensor.numel() * tensor.element_size())
         return self.pool.has(tensor) and not start % BLOCK and end <= tensor.untyped_storage().nbytes()

@@ -202,7 +202,7 @@ class ParameterBuffer:
         return full[low:high]
 
     def keeps_shape(self, slot: Slot) -> bool:
-        """True if shards of the parameter have its shape: all of it is updated here, and they are not flat."""
+        """Return True if the shard has the parameter's shape and is not flat: this rank updates all of it."""
         return slot.whole or not self.shard
 
     def view_of(self, fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:

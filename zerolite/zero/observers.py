@@ -18,34 +18,35 @@ class StepObserver:
     """
 
     def before_forward(self) -> None:
-        """Stage 3 only: a forward that may have a backward begins; nothing has been gathered for it yet."""
+        """Called at stage 3 before a forward that may have a backward, when nothing has been gathered for it yet."""
 
     def before_backward(self) -> None:
-        """A backward begins; none of its gradients has come yet."""
+        """Called before a backward, and before its collectives are announced to ranks without data."""
 
     def on_backward_begin(self) -> None:
-        """The backward has begun: gradients from here on belong to it."""
+        """Called when the backward has begun, before its first gradient."""
 
     def on_backward_end(self) -> None:
-        """The backward has ended or raised, and its reductions have been launched."""
+        """Called when the backward has ended or raised, and its reductions have been launched."""
 
     def on_phase_begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Called when a phase begins."""
 
     def on_phase_end(self, phase: str) -> None:
-        """A phase has ended or raised."""
+        """Called when a phase has ended or raised."""
 
     def on_step_end(self, step: int) -> None:
-        """The update has been launched or skipped, or has raised. step: number of steps, including this one."""
+        """Called when the update has been launched or skipped, or has raised. step: number of steps, this one
+        included."""
 
     def on_parameters_updated(self) -> None:
-        """All buckets are updated, and their all-gathers are launched."""
+        """Called when all buckets are updated and their all-gathers are launched."""
 
     def on_updated(self) -> None:
-        """A step is known not to have been skipped. The learning rate schedule is such an observer."""
+        """Called when it is known that a step was not skipped. The learning rate schedule is such an observer."""
 
     def on_settled(self, step: int, norm: float) -> None:
-        """The outcome of a step is known.
+        """Called when the outcome of a step is known.
 
         Args:
             step: number of the step.
@@ -53,7 +54,7 @@ class StepObserver:
         """
 
     def on_gradients_dropped(self) -> None:
-        """All gradients since the last step are about to be dropped."""
+        """Called before all gradients since the last step are dropped."""
 
 
 class Observers:

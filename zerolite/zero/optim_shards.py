@@ -77,9 +77,9 @@ class UpdateMethod(Protocol):
     Attributes:
         one_launch: one call updates all buckets in one launch, so the caller makes as few calls as it can.
         syncs_masters: ``update`` first copies values that the user has written into ``out`` to the masters, so it gets
-            ``out`` for every bucket. Otherwise the caller does it for buckets that are updated in place, and only
-            before their first update: after it the compute parameters differ from the rounded masters, as if the user
-            had written them.
+            ``out`` for every bucket. Otherwise the caller does it for buckets that are updated in place, before their
+            first update. After that update the compute parameters differ from the rounded masters, as if the user had
+            written them.
         splits_buckets: a span may be a part of a bucket.
         can_skip_on_device: ``update`` takes ``found_inf``.
         state_names: names of the states with one value per element; None if they are known only from states that

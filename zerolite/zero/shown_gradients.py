@@ -222,13 +222,13 @@ class ShownGradients:
     def retire(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Hide all gradients after a step has used them.
 
-        A placeholder that the user still refers to must not show the gradients of a later step: it is marked as used,
+        A placeholder that the user still refers to must not show the gradients of a later step. It is marked as used,
         and a new one is made when it is needed.
 
         Returns:
             True if there are such placeholders, so that :meth:`placeholders_of` must be called again.
         """
-        shown: list[Any] = self._shown
+        shown = self._shown
         self._hide(parameters)
         self.factors.clear()
         # The user refers to a placeholder if its reference count is above that of the engine alone. This usually finds
