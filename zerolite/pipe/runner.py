@@ -76,7 +76,7 @@ class PipelineRunner:
             step = self._begin("train_batch", batches, training=True)
             self._run_stages("train_batch", step)
         # The backward of each part has counted as a micro-step.
-        counters.micro_steps = before + self._components.micro_batches
+        counters.set_micro_steps(before + self._components.micro_batches)
         loss = self._mean_over_world(step)
         self._components.on_loss(loss)
         return loss

@@ -52,6 +52,10 @@ class StepCounters:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         return self.last_norm
 
+    def set_micro_steps(self, count: int) -> None:
+        """Set the count, if backwards of parts of the model have been counted as micro-steps."""
+        self.micro_steps = count
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
