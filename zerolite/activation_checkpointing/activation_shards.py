@@ -9,53 +9,54 @@ import torch
 from zerolite.comm import Communicator
 from zerolite.utils.accelerator import host_values
 
-_ALIGNMENT = 16  # bytes; of a part
+_ALIGNMENT = 16  # bytes: sizes of parts are multiples of it
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ActivationShards:
-    """The parts of a group. comm: of the ranks on which activations are replicated."""
+    """Sharding of tensors over the ranks on which activations are replicated, ``comm``."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._unread: list[_Flags] = []
 
-    def part(self, flat: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """This rank's part of ``flat``, uint8 [nbytes], a view, which is shorter or empty at the end; and the length of
-        a part."""
+    def part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of ``flat``, uint8 [nbytes], as a view. The last parts may be shorter or empty."""
         nbytes = self.part_nbytes(flat.numel())
         start = min(self._comm.rank * nbytes, flat.numel())
-        return flat[start : start + nbytes], nbytes
+        return flat[start : start + nbytes]
 
     def part_nbytes(self, nbytes: int) -> int:
-        """Bytes of each rank's part of so many."""
+        """Return the bytes of each rank's part of a tensor of ``nbytes``."""
         return -(-nbytes // (self._comm.world_size * _ALIGNMENT)) * _ALIGNMENT
 
     def gather(self, parts: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
-        """The whole of each, uint8 [world_size * part].
+        """Return the full tensors, each uint8 [world_size * part]. Called on all ranks of the group, in the same order.
 
         Args:
-            checksums: of each, as :func:`checksum` gives them.
-            what: for messages.
+            parts: this rank's part of each tensor.
+            checksums: the :func:`checksum` of each full tensor on this rank.
+            what: the checkpoint, for messages.
 
-        Raises RuntimeError if they were not equal on all ranks: at once on the CPU; on CUDA, where nothing waits for
-        the device, by a later call. Called on all ranks of the group, in the same order.
+        Raises:
+            RuntimeError: the tensors were not equal on all ranks. On CUDA a later call raises it, because the host does
+                not wait for the device.
         """
         self.check()
         world = self._comm.world_size
         own = torch.stack(list(checksums)).view(torch.uint8)
-        wholes = [part.new_empty(world * part.numel()) for part in parts]
+        full = [part.new_empty(world * part.numel()) for part in parts]
         all_sums = own.new_empty(world * own.numel())
         sizes = hash(tuple(part.numel() for part in parts)) & 0x7FFFFFFF
-        self._comm.gather_shards([*wholes, all_sums], [*parts, own], "activations", sizes).wait()
+        self._comm.gather_shards([*full, all_sums], [*parts, own], "activations", sizes).wait()
         rows = all_sums.view(torch.int64).view(world, -1)
         self._unread.append(_Flags((rows != rows[0]).any(1), what))
         self.check()
-        return wholes
+        return full
 
     def check(self) -> None:
-        """Raise RuntimeError for unequal inputs that are known of by now."""
-        while self._unread and self._unread[0].known():
+        """Raise RuntimeError for unequal inputs whose flags have arrived on the host."""
+        while self._unread and self._unread[0].arrived():
             flags = self._unread.pop(0)
             different = flags.ranks()
             if different:
@@ -64,7 +65,7 @@ class ActivationShards:
 
 
 class _Flags:
-    """Flags of the ranks that differ from the first, on their way to the host: bool [world_size]."""
+    """Copy to the host of a flag for each rank, True if it differs from the first: bool [world_size]."""
 
     def __init__(self, different: torch.Tensor, what: str) -> None:
         self.what = what
@@ -76,7 +77,7 @@ class _Flags:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(different.device))
 
-    def known(self) -> bool:
+    def arrived(self) -> bool:
         return self._event is None or self._event.query()
 
     def ranks(self) -> list[int]:
@@ -84,7 +85,7 @@ class _Flags:
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:
-    """The sum of the bits of ``flat``, of any dtype, as integers: int64 []."""
+    """Return the sum of the bits of ``flat``, of any dtype, taken as integers: int64 []."""
     return flat.view(_AS_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
 
 
@@ -93,6 +94,6 @@ def _unequal(what: str, different: Sequence[int]) -> str:
     return (
         f"activation_checkpointing.partition_activations: expected the inputs of {what} to be equal on all ranks of "
         f"the group that zerolite.checkpointing.configure was given, got others on its rank {ranks} than on its rank "
-        "0, so gradients would be wrong; give it the group in which activations are replicated (the tensor-parallel "
+        "0, so gradients would be wrong. Pass the group in which activations are replicated (the tensor-parallel "
         "one), or set partition_activations to false"
     )

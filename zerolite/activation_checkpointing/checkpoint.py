@@ -1,4 +1,4 @@
-"""Activation checkpointing on top of torch's, with saved inputs that may be offloaded."""
+"""Activation checkpointing on top of torch's, whose saved inputs may be offloaded or sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "e
 
 
 class _Nesting(threading.local):
-    """Depth of checkpoints in this thread: inner checkpoints are kept by the outer one."""
+    """Depth of checkpoints in this thread. The outermost checkpoint saves the inputs of the inner ones."""
 
     depth = 0
 
@@ -32,7 +32,7 @@ _nesting = _Nesting()
 
 
 class Checkpointing:
-    """One way of checkpointing, with its memory."""
+    """Checkpoints with some settings, and the memory of their saved inputs."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Checkpointing:
     ) -> None:
         """
         Args:
-            device: the one that computes.
-            group: gives the ranks over which inputs are sharded, None where there are none.
+            device: the device that computes.
+            group: returns the ranks over which inputs are sharded; None if they are not sharded.
         """
         self.settings = settings
-        self.used = False  # whether a checkpoint was called
+        self.used = False  # a checkpoint has been called
         self._device = device
         self._latest: weakref.ref[_Call] | None = None
         keeps = settings.cpu_checkpointing or settings.partition_activations
@@ -62,13 +62,14 @@ class Checkpointing:
         return InputSaver(self._device, source, sharding, copies)
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)``, computed again in backward; see :func:`zerolite.checkpointing.checkpoint`."""
+        """Return ``function(*args, **kwargs)``, which is recomputed in backward: see the user's function
+        :func:`zerolite.checkpointing.checkpoint`."""
         self.used = True
         kwargs = dict(kwargs)
         if kwargs.pop("use_reentrant", None):
             raise ValueError(
-                "zerolite.checkpointing.checkpoint: expected use_reentrant to be False, which is how it works, got "
-                "True; leave it out (the numbers are the same)"
+                "zerolite.checkpointing.checkpoint: expected use_reentrant=False, the only supported value, got True; "
+                "leave it out (the numbers are the same)"
             )
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if not torch.is_grad_enabled():
@@ -82,32 +83,33 @@ class Checkpointing:
             call.end_forward()
 
     def save(self, call: _Call, leaves: list[Any]) -> tuple[dict[int, SavedInput], Copy | None]:
-        """Save ``leaves``, and return the saved inputs by position."""
+        """Save the inputs among ``leaves``. Return them by position, and the copy to wait for."""
         if self._saver is None:
             return {}, None
         chosen = [index for index, leaf in enumerate(leaves) if self._saver.takes(leaf)]
         if not chosen:
             return {}, None
-        call.before, self._latest = self._latest, weakref.ref(call)
+        call.follow(self._latest)
+        self._latest = weakref.ref(call)
         saved, copy = self._saver.save([leaves[index] for index in chosen])
         return dict(zip(chosen, saved, strict=True)), copy
 
     def restore(self, call: _Call) -> dict[int, torch.Tensor]:
-        """Return the inputs that :meth:`save` has saved, on the device, in backward."""
+        """Return the inputs of ``call`` on the device, by position. Called in backward."""
         if self._saver is None or not call.saved:
             return {}
-        before = None if call.before is None else call.before()
-        following = [] if before is None else list(before.saved.values())
-        tensors = self._saver.restore(list(call.saved.values()), following, call.name)
+        previous = None if call.before is None else call.before()
+        needed_next = [] if previous is None else list(previous.saved.values())
+        tensors = self._saver.restore(list(call.saved.values()), needed_next, call.name)
         return dict(zip(call.saved, tensors, strict=True))
 
     def memory(self) -> list[torch.Tensor]:
-        """Buffers for inputs that are not in use now."""
+        """Return the buffers for inputs that are not in use."""
         return [] if self._saver is None else self._saver.memory()
 
 
 class _Sharding:
-    """The way that inputs are sharded now: over the ranks of ``group()``."""
+    """Function that returns the current sharding of inputs: over the ranks of ``group()``."""
 
     def __init__(self, group: Callable[[], Communicator | None]) -> None:
         self._group = group
@@ -123,14 +125,16 @@ class _Sharding:
 
 
 class _Call:
-    """One call of a function that is checkpointed, which torch calls for the first time and again in backward. What it
-    keeps lives as long as the graph does that needs it."""
+    """One call of a checkpointed function. torch calls it in forward and again in backward.
+
+    The saved inputs live as long as the graph that needs them.
+    """
 
     def __init__(
         self, owner: Checkpointing, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         self.name = _name(function)
-        self.before: weakref.ref[_Call] | None = None  # the one before it in forward, whose backward comes after
+        self.before: weakref.ref[_Call] | None = None  # the previous call in forward, which comes next in backward
         self._owner = owner
         self._function = function
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until forward has ended
@@ -142,19 +146,22 @@ class _Call:
         elsewhere = {*self.saved, *self._others}
         self._constants = [None if i in elsewhere else leaf for i, leaf in enumerate(leaves)]
         devices = {leaves[index].device: leaves[index] for index in self.saved}
-        # What torch keeps, with its checks; and something of every device, whose random state it keeps.
+        # torch saves these tensors with its checks. It also saves the random state of the devices of the empty ones.
         self.passed = [leaves[i] for i in self._others] + [tensor.new_empty(0) for tensor in devices.values()]
 
+    def follow(self, previous: weakref.ref[_Call] | None) -> None:
+        self.before = previous
+
     def __call__(self, *passed: torch.Tensor) -> object:
-        args, kwargs = self._again(passed) if self._first is None else self._first
+        args, kwargs = self._restored(passed) if self._first is None else self._first
         _nesting.depth += 1
         try:
             return self._function(*args, **kwargs)
         finally:
             _nesting.depth -= 1
 
-    def _again(self, passed: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], dict[str, object]]:
-        """The arguments once more, in containers of their own."""
+    def _restored(self, passed: tuple[torch.Tensor, ...]) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return the arguments again, in new containers."""
         leaves = list(self._constants)
         for index, tensor in self._owner.restore(self).items():
             leaves[index] = tensor.detach().requires_grad_(self._requires[index])
@@ -164,9 +171,9 @@ class _Call:
         return args, kwargs
 
     def end_forward(self) -> None:
-        """Let go of the inputs."""
+        """Release the inputs."""
         for entry in self.saved.values():
-            entry.unchanged()  # looks while they are there
+            entry.unchanged()  # a later check would not find the tensor any more
         if self._copy is not None:
             self._copy.wait()
         self._first = self._copy = None
@@ -174,7 +181,7 @@ class _Call:
 
 
 def _is_leaf(value: object) -> bool:
-    """True for all but the containers of Python itself: others may not survive being taken apart."""
+    """True for all but Python's own containers: other classes may not survive being flattened and rebuilt."""
     return type(value) not in (list, tuple, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 

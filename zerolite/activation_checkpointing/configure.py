@@ -2,8 +2,8 @@
 
     zerolite.checkpointing.checkpoint(block, x, mask)       # instead of block(x, mask)
 
-keeps only the inputs of ``block`` and recomputes everything else in backward. The block ``activation_checkpointing`` of
-an engine's config, or :func:`configure`, says where the inputs are kept until then.
+saves only the inputs of ``block`` and recomputes everything else in backward. The block ``activation_checkpointing`` of
+an engine's config, or :func:`configure`, sets where the inputs are saved.
 """
 
 from __future__ import annotations
@@ -18,26 +18,22 @@ from zerolite.utils.accelerator import default_device
 
 __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
-_KEYS = {
-    "partition_activations": "partition_activations",
-    "checkpoint_in_cpu": "cpu_checkpointing",
-}
-
 
 def checkpoint(function: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, of which backward keeps the inputs alone and computes the rest again.
+    """Return ``function(*args, **kwargs)``, of which only the inputs are saved and the rest is recomputed in backward.
 
-    Equal to ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)`` in its numbers, in
-    random states and autocast, and in what may be passed: keywords, nested lists, tuples and dicts, values that are no
-    tensors; torch's own keywords (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``,
-    ``early_stop``) go to it. Where no gradients are recorded it is a plain call.
+    It is equal to ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)`` in its numbers,
+    in random states and autocast, and in the accepted arguments: keywords, nested lists, tuples and dicts, and other
+    values. torch's own keywords (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``,
+    ``early_stop``) are passed to it. Without gradients it is an ordinary call.
 
-    Where the config, or :func:`configure`, says so, floating and other tensors among the inputs rest on the host or in
-    parts over a group of ranks. An input that several checkpoints share, a mask for one, stays where it is, and so do
-    parameters, tensors of less than 4096 bytes, and those with gaps in memory.
+    With the config's settings, or those of :func:`configure`, tensors among the inputs are saved on the host or sharded
+    over a group of ranks. These stay on the device: an input that several checkpoints share, such as a mask;
+    parameters; tensors of less than 4096 bytes; and tensors with gaps in memory.
 
-    Raises ValueError for ``use_reentrant=True``; in backward, RuntimeError if an input was written into meanwhile, or
-    if inputs that were to be sharded over ranks were not equal on them.
+    Raises:
+        ValueError: for ``use_reentrant=True``.
+        RuntimeError: in backward, if an input was written in place, or if inputs to shard were not equal on all ranks.
     """
     return current().checkpoint(function, args, kwargs)
 
@@ -54,35 +50,32 @@ def configure(
     *,
     group: object = None,
 ) -> None:
-    """Say where :func:`checkpoint` keeps inputs, for calls outside of engines whose config says it; and, for all, over
-    which ranks inputs are sharded.
+    """Set where :func:`checkpoint` saves inputs.
+
+    The settings apply outside of engines whose config has its own. The group applies everywhere. With a group, called
+    on all ranks, in the same order as other collectives.
 
     Args:
         mpu_: DeepSpeed's and Megatron's object with ``get_model_parallel_group()`` or
             ``get_tensor_model_parallel_group()``.
-        group: that process group itself, in which activations are equal on all ranks.
-        deepspeed_config: a config (path, dict or object), whose block ``activation_checkpointing`` counts.
-        partition_activations: instead of what the block says; see its key in the configuration.
-        checkpoint_in_cpu: the same.
-        contiguous_checkpointing: DeepSpeed's, without effect: memory is kept and used again anyway.
+        group: the process group itself, in which activations are equal on all ranks.
+        deepspeed_config: a config (path, dict or object), whose block ``activation_checkpointing`` is used.
+        partition_activations: replaces the block's value; see its key in the configuration.
+        checkpoint_in_cpu: replaces the block's value of ``cpu_checkpointing``.
+        contiguous_checkpointing: DeepSpeed's, without effect: memory is always kept and reused.
         num_checkpoints: DeepSpeed's, without effect for the same reason.
-        synchronize: DeepSpeed's, without effect: torch.profiler shows where time goes.
+        synchronize: DeepSpeed's, without effect: use torch.profiler.
         profile: DeepSpeed's, without effect for the same reason.
 
     Raises:
         ValueError: for an ``mpu_`` without groups.
         ConfigError: for the config.
-
-    Called on all ranks if there is a group, in the same order as other collectives.
     """
     settings = ActivationCheckpointingConfig()
     if deepspeed_config is not None:
         settings = load_config(deepspeed_config).activation_checkpointing
-    given = {
-        "partition_activations": partition_activations,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-    }
-    settings = settings.model_copy(update={_KEYS[name]: value for name, value in given.items() if value is not None})
+    given = {"partition_activations": partition_activations, "cpu_checkpointing": checkpoint_in_cpu}
+    settings = settings.model_copy(update={key: value for key, value in given.items() if value is not None})
     replace_configured(settings, _communicator(mpu_, group))
 
 
@@ -92,7 +85,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Forget what :func:`configure` has said, and let go of its memory."""
+    """Undo :func:`configure`, and free the memory of its checkpoints."""
     replace_configured(None, None)
 
 

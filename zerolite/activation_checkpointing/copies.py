@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Source and target, of one length and dtype."""
+"""Source and target, of equal length and dtype."""
 
 
 class Copy:
-    """Copies under way; both ends stay alive until :meth:`wait`, which letting go of this does too."""
+    """Copies in flight. Sources and targets stay alive until :meth:`wait`, which also runs when this is freed."""
 
     def __init__(self, pairs: Sequence[Pair], event: torch.cuda.Event | None, device: torch.device) -> None:
         self._pairs = list(pairs)
@@ -19,8 +19,10 @@ class Copy:
         self._device = device
 
     def wait(self) -> None:
-        """The current stream waits: what it does from here on comes after them, with the targets and with memory that
-        the sources leave. May be called again."""
+        """Let the current stream wait for the copies. May be called again.
+
+        So it can read the targets, and reuse the memory of the sources.
+        """
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
             self._event = None
@@ -31,20 +33,25 @@ class Copy:
 
 
 class Copies:
-    """One stream for both directions: forward only sends, backward only brings, and what is launched later overwrites
-    nothing that an earlier copy still reads. Without CUDA a copy is done at once."""
+    """Stream of the copies in both directions. Without CUDA a copy is complete at once.
+
+    One stream is enough: forward only copies to the host, and backward only from it. So a later copy never overwrites
+    memory that an earlier one still reads.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, pairs: Sequence[Pair]) -> Copy:
-        """Begin these copies."""
+        """Start the copies."""
         if self._stream is None:
             for source, target in pairs:
                 target.copy_(source)
             return Copy((), None, self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what makes the sources, or used the targets
+        self._stream.wait_stream(
+            torch.cuda.current_stream(self._device)
+        )  # it has made the sources and used the targets
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
@@ -53,6 +60,6 @@ class Copies:
         return Copy(pairs, event, self._device)
 
     def finish(self) -> None:
-        """The host waits until no copy is under way."""
+        """Let the host wait until no copy is in flight."""
         if self._stream is not None:
             self._stream.synchronize()

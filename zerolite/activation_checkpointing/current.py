@@ -15,7 +15,7 @@ from zerolite.utils.accelerator import default_device
 
 
 class _Running(threading.local):
-    """Checkpointing of the models whose forwards are under way in this thread, the innermost last."""
+    """Checkpointing of the models whose forwards are running in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Checkpointing] = []
@@ -27,7 +27,7 @@ _group: Communicator | None = None
 
 
 def current() -> Checkpointing:
-    """Return the settings for a call from here."""
+    """Return the settings of a checkpoint that is called now."""
     if running.stack:
         return running.stack[-1]
     if _configured is not None:
@@ -36,13 +36,17 @@ def current() -> Checkpointing:
 
 
 def configured() -> Checkpointing | None:
-    """Return the settings that the user has asked for beside engines' configs."""
+    """Return the settings of ``zerolite.checkpointing.configure``; None without."""
     return _configured
 
 
 def replace_configured(settings: ActivationCheckpointingConfig | None, group: Communicator | None) -> None:
-    """Another way from now on, for calls outside of engines that have one; None: torch's. group: for those of engines
-    too."""
+    """Replace the settings for calls outside of engines that have their own.
+
+    Args:
+        settings: the settings; None for torch's checkpoint.
+        group: the ranks over which inputs are sharded, also inside of engines.
+    """
     global _configured, _group
     _group = group
     device = default_device(local_rank())
@@ -51,7 +55,7 @@ def replace_configured(settings: ActivationCheckpointingConfig | None, group: Co
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Inside, calls outside of engines save inputs in memory of their own, whole and unnoticed: those of a dry run."""
+    """Context of a dry run: calls outside of engines save unsharded inputs in separate memory."""
     global _configured, _group
     before = _configured, _group
     replace_configured(None if _configured is None else _configured.settings, None)
@@ -66,6 +70,5 @@ def sharding_group() -> Communicator | None:
     return _group
 
 
-_PLAIN = Checkpointing(
-    ActivationCheckpointingConfig(), torch.device("cpu"), sharding_group
-)  # saves nothing, so that the device does not matter
+# It saves nothing, so the device does not matter.
+_PLAIN = Checkpointing(ActivationCheckpointingConfig(), torch.device("cpu"), sharding_group)

@@ -11,11 +11,11 @@ from zerolite.utils.accelerator import current_platform
 from zerolite.utils.finalizers import finalize_before_exit
 from zerolite.utils.memory_tags import ACTIVATIONS, DEVICE, HOST, tag_memory
 
-_BLOCK = 4096  # bytes: lengths on the host are multiples, so that nearly equal ones are the same
+_BLOCK = 4096  # bytes: lengths on the host are multiples of it, so that nearly equal inputs can share a buffer
 
 
 class BorrowedMemory:
-    """Memory in use, uint8 [nbytes]; it goes back to where it was taken from when this object is freed."""
+    """Memory in use, uint8 [nbytes], which returns to its source when this object is freed."""
 
     __slots__ = ("__weakref__", "memory")
 
@@ -24,15 +24,17 @@ class BorrowedMemory:
 
 
 class MemorySource(Protocol):
-    """Give out memory. Copies to and from it run in the order in which they are launched, so what has gone back may be
-    given out at once."""
+    """Source of memory for saved inputs.
+
+    Copies to and from it run in the order of their launch, so returned memory may be reused at once.
+    """
 
     location: str
 
     def take(self, nbytes: int) -> BorrowedMemory: ...
 
     def memory(self) -> list[torch.Tensor]:
-        """Return the memory that has been allocated and is not used now."""
+        """Return the memory that is allocated and not in use."""
         ...
 
 
@@ -52,20 +54,20 @@ class DeviceMemory:
 
 
 class HostBuffers:
-    """Page-aligned buffers on the host that are used again: to register one costs far more than to fill it."""
+    """Page-aligned buffers on the host. They are reused, because registering one takes far longer than filling it."""
 
     location = HOST
 
-    def __init__(self, pin: bool, quiet: Callable[[], None]) -> None:
+    def __init__(self, pin: bool, finish_copies: Callable[[], None]) -> None:
         """
         Args:
-            pin: registered with CUDA.
-            quiet: waits until no copy is under way, before memory is freed.
+            pin: register the memory with CUDA.
+            finish_copies: waits until no copy is in flight; called before memory is freed.
         """
         self._pin = pin
-        self._quiet = quiet
+        self._finish_copies = finish_copies
         self._free: list[torch.Tensor] = []
-        finalize_before_exit(self, quiet)
+        finalize_before_exit(self, finish_copies)
 
     def take(self, nbytes: int) -> BorrowedMemory:
         length = -(-nbytes // _BLOCK) * _BLOCK
@@ -73,14 +75,14 @@ class HostBuffers:
         if fitting:
             memory = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
         else:
-            if self._free:  # too small, and no more buffers are needed than there have been
-                self._quiet()
+            if self._free:  # free one that is too small: the number of buffers need not grow
+                self._finish_copies()
                 self._free.pop()
             with torch.inference_mode(False):
                 memory = tag_memory(current_platform().host_memory(length, self._pin), ACTIVATIONS, HOST)
-        region = BorrowedMemory(memory)
-        finalize_before_exit(region, self._free.append, memory)
-        return region
+        borrowed = BorrowedMemory(memory)
+        finalize_before_exit(borrowed, self._free.append, memory)
+        return borrowed
 
     def memory(self) -> list[torch.Tensor]:
         return list(self._free)

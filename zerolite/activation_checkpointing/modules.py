@@ -1,4 +1,4 @@
-"""Checkpointing by the engine: its config's settings inside its model, and modules that are checkpointed by name."""
+"""Checkpointing by the engine: the config's settings inside its model, and modules that the config names."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ KEY = "activation_checkpointing.modules"
 
 @dataclass
 class Attached:
-    """Handles and hooks that are installed. handles: with ``remove()``."""
+    """Installed hooks and checkpointed modules.
 
-    checkpointing: Checkpointing | None  # None: what the user has configured
+    Attributes:
+        checkpointing: the config's settings; None if it has none.
+        handles: objects with ``remove()``.
+    """
+
+    checkpointing: Checkpointing | None
     handles: list[Any] = field(default_factory=list)
 
     def check_used(self) -> None:
-        """After the first step: say so if no checkpoint was called for which the settings are."""
+        """Warn if the config has settings and no checkpoint was called. Called after the first step."""
         if self.checkpointing is not None and not self.checkpointing.used:
             logger.warning(
                 "activation_checkpointing: the first step has called no checkpoint, so the block has no effect; name "
@@ -41,7 +46,7 @@ class Attached:
             )
 
     def memory(self) -> list[torch.Tensor]:
-        """Buffers for inputs that are not in use now."""
+        """Return the buffers for inputs that are not in use."""
         return [] if self.checkpointing is None else self.checkpointing.memory()
 
 
@@ -51,15 +56,19 @@ def attach(
     device: torch.device,
     group: Communicator | None = None,
 ) -> Attached:
-    """Let calls of ``zerolite.checkpointing.checkpoint`` inside ``model``'s forward do as ``settings`` say, and
-    checkpoint the modules that they name.
+    """Use ``settings`` for checkpoints inside ``model``'s forward, and checkpoint the modules that they name.
+
+    Called before other hooks are registered. So these run as if the model itself called the checkpoint: in forward, and
+    again inside backward.
 
     Args:
-        device: the one that computes.
-        group: of the ranks on which activations are equal, where ``zerolite.checkpointing.configure`` names none.
+        model: the model.
+        settings: the block of the config.
+        device: the device that computes.
+        group: the ranks on which activations are equal, if ``zerolite.checkpointing.configure`` names none.
 
-    Before other hooks are put on the modules, which then see what they see where the model itself calls the checkpoint:
-    a forward, and once more inside backward. Raises ConfigError for patterns that match no module, and for TorchScript.
+    Raises:
+        ConfigError: a pattern matches no module, or a TorchScript module.
     """
     chosen = list(_chosen(model, settings.modules))
     differs = settings.model_copy(update={"modules": ()}) != type(settings)()
@@ -74,14 +83,14 @@ def attach(
 
 
 class _Enter(WeakHook[Checkpointing]):
-    """Hook before the model's forward."""
+    """Hook before the model's forward, which begins to use its settings."""
 
     def __call__(self, module: torch.nn.Module, args: object) -> None:
         running.stack.append(self.owner() or current())
 
 
 class _Leave(ModuleHook):
-    """Hook after the model's forward."""
+    """Hook after the model's forward, which ends the use of its settings."""
 
     def __call__(self, module: torch.nn.Module, args: object, outputs: object) -> None:
         if running.stack:
@@ -89,8 +98,10 @@ class _Leave(ModuleHook):
 
 
 class CheckpointedCall:
-    """Stands in a module's own attributes for what ``module(...)`` calls, hooks included: inside the checkpoint they
-    run again in backward. Copies of the module are as it was."""
+    """Attribute of a module that replaces the function behind ``module(...)`` by a checkpoint of it.
+
+    The module's hooks run inside the checkpoint, so again in backward. Copies of the module are not checkpointed.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         compiled = module._compiled_call_impl is not None
@@ -106,14 +117,14 @@ class CheckpointedCall:
         if self._replaced is not None:
             return self._replaced
         module = self._module()
-        assert module is not None  # it is what is being called, or copied
+        assert module is not None  # the caller calls or copies it
         return functools.partial(type(module)._call_impl, module)
 
     def __reduce__(self) -> Any:
         return self._inner().__reduce__()  # torch leaves compiled calls out of copies
 
     def remove(self) -> None:
-        """Give the module its call back."""
+        """Restore the module's own call."""
         module = self._module()
         if module is not None and vars(module).get(self._name) is self:
             del module.__dict__[self._name]
@@ -121,11 +132,11 @@ class CheckpointedCall:
                 module.__dict__[self._name] = self._replaced
 
 
-# -------------------------------------------------------------------- which they are
+# -------------------------------------------------------------------- choice of modules
 
 
 def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[torch.nn.Module]:
-    """The modules that match, each once, without those inside of others."""
+    """Yield the outermost modules that match, each once."""
     if not patterns:
         return
     modules = [(name, module) for name, module in _named(model) if _is_called(module)]
@@ -143,7 +154,7 @@ def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[torch.n
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules under all their names, outer ones first; what torch.compile wraps has the name of the wrapper."""
+    """Yield the modules under all their names, outer ones first. A compiled module has the name of its wrapper."""
     for name, module in model.named_modules(remove_duplicate=False):
         parts = [part for part in name.split(".") if part != "_orig_mod"]
         if name and not name.endswith("_orig_mod"):
@@ -163,19 +174,19 @@ def _matches(name: str, module: torch.nn.Module, pattern: str) -> bool:
 
 def _matches_none(pattern: str, modules: Sequence[tuple[str, torch.nn.Module]]) -> str:
     sentence = f'expected patterns of names or classes of modules that are called, got "{pattern}", which matches none'
-    known = list(dict.fromkeys(text for name, module in modules for text in (name, type(module).__name__)))
-    if not known:
+    names = list(dict.fromkeys(text for name, module in modules for text in (name, type(module).__name__)))
+    if not names:
         return f"{sentence}: the model has no modules in it; leave the key out"
 
-    def likeness(text: str) -> tuple[float, float]:
+    def similarity(text: str) -> tuple[float, float]:
         last, wanted = text.rpartition(".")[2], pattern.rpartition(".")[2]
         return difflib.SequenceMatcher(None, text, pattern).ratio(), difflib.SequenceMatcher(None, last, wanted).ratio()
 
-    return f'{sentence}; the nearest name is "{max(known, key=likeness)}" (model.named_modules() lists all)'
+    return f'{sentence}; the nearest name is "{max(names, key=similarity)}" (model.named_modules() lists all)'
 
 
 def _is_script(name: str) -> str:
     return (
         f"expected modules that are written in Python, got '{name}', which is TorchScript, whose call cannot be "
-        "replaced; leave it out, or use the module that it was made from"
+        "replaced; leave it out, or use the module that it was compiled from"
     )

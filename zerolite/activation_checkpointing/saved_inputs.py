@@ -17,46 +17,57 @@ from zerolite.utils.memory_tags import HOST
 from zerolite.zero.buffer import dense_strides
 
 SMALLEST = 4096
-"""Bytes: smaller inputs stay as they are."""
-_ALIGNMENT = 512  # bytes; where inputs begin in a region
-_ALLOCATORS = 64  # bytes: tensors that begin at multiples get the same arithmetic wherever they are
+"""Bytes: smaller inputs are not saved here."""
+_ALIGNMENT = 512  # bytes: inputs begin at multiples of it in borrowed memory
+_ALLOCATORS = 64  # bytes: operators compute the same bits for tensors that begin at multiples of it
 
 
 class SavedInput:
-    """An input that a checkpoint needs again.
+    """An input that a checkpoint needs again in backward.
 
-    It is saved in memory of :mod:`memory`, whole or as this rank's part. One that several checkpoints share stays where
-    it is, because it is there only once anyway.
+    It is saved in borrowed memory, completely or as this rank's part. An input that several checkpoints share stays on
+    the device, because it exists only once anyway.
+
+    Attributes:
+        resident: the tensor itself, if it stays on the device.
+        offloaded: the saved bytes, uint8.
+        checksum: sum of the bits of the full tensor, if it is sharded.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.nbytes = tensor.numel() * tensor.element_size()
         self.resident: torch.Tensor | None = None
-        self.offloaded: torch.Tensor | None = None  # uint8
-        self.checksum: torch.Tensor | None = None  # of one that is sharded
-        self.region: BorrowedMemory | None = None
+        self.offloaded: torch.Tensor | None = None
+        self.checksum: torch.Tensor | None = None
+        self._memory: BorrowedMemory | None = None
         self._version = tensor._version
         self._source: weakref.ref[torch.Tensor] = weakref.ref(tensor)
         self._changed = False
 
-    def stay(self, tensor: torch.Tensor) -> None:
-        """Keep ``tensor`` itself from now on."""
-        self.resident, self.region, self.offloaded = tensor, None, None
+    def keep_resident(self, tensor: torch.Tensor) -> None:
+        """Keep ``tensor`` itself instead of saved bytes."""
+        self.resident, self._memory, self.offloaded = tensor, None, None
+
+    def save(self, memory: BorrowedMemory, start: int, length: int, checksum: torch.Tensor | None) -> torch.Tensor:
+        """Reserve ``length`` bytes of ``memory`` from ``start`` on, and return them."""
+        self._memory, self.checksum = memory, checksum
+        self.offloaded = memory.memory.narrow(0, start, length)
+        return self.offloaded
 
     def unchanged(self) -> bool:
-        """True if the tensor has not been written into, as far as it is there."""
+        """True if the tensor has not been written in place as long as it has existed."""
         source = self._source()
         self._changed = self._changed or (source is not None and source._version != self._version)
         return not self._changed
 
-    def from_bytes(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tensor over ``whole``, uint8 [at least nbytes]."""
-        return whole[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
+    def from_bytes(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that shares the memory of ``full``, uint8 [at least nbytes]."""
+        return full[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
 
-class _Ahead:
-    """Inputs of one checkpoint on their way to the device, before it needs them."""
+class _Prefetch:
+    """Copy of the inputs of one checkpoint to the device, before it needs them."""
 
     def __init__(self, saved: Sequence[SavedInput], arrived: dict[SavedInput, torch.Tensor], copy: Copy) -> None:
         self.saved = list(saved)
@@ -65,7 +76,7 @@ class _Ahead:
 
 
 class InputSaver:
-    """Save checkpoints' inputs in forward, where ``source`` is or sharded, and restore them in backward."""
+    """Saver of checkpoints' inputs in forward, in memory of ``source``, which restores them in backward."""
 
     def __init__(
         self,
@@ -74,19 +85,28 @@ class InputSaver:
         sharding: Callable[[], ActivationShards | None],
         copies: Copies,
     ) -> None:
-        """sharding: asked at each checkpoint; None: inputs are saved whole."""
+        """
+        Args:
+            device: the device that computes.
+            source: memory for saved inputs.
+            sharding: called at each checkpoint, returns the sharding of inputs; None: inputs are not sharded.
+            copies: stream of the copies.
+        """
         self._device = device
         self._source = source
         self._sharding = sharding
         self._copies = copies
-        self._known = WeakTensorKeyDictionary()  # inputs that are there -> weak references to their saved inputs
-        self._ahead: _Ahead | None = None
+        self._by_tensor = WeakTensorKeyDictionary()  # weak references to saved inputs, by the tensor
+        self._prefetch: _Prefetch | None = None
 
     # ---------------------------------------------------------------- forward
 
     def takes(self, value: Any) -> bool:
-        """True if ``value`` is saved here. Not: parameters and other leaves, which are there all the time; what is
-        elsewhere, small, or not dense."""
+        """True if ``value`` is saved here.
+
+        These are not: parameters and other leaves, which always exist; tensors on other devices; small ones; and ones
+        that are not dense.
+        """
         return (
             type(value) in (torch.Tensor, FakeTensor)
             and not isinstance(value, torch.nn.Parameter)
@@ -102,9 +122,8 @@ class InputSaver:
 
     @torch.no_grad()
     def save(self, tensors: Sequence[torch.Tensor]) -> tuple[list[SavedInput], Copy]:
-        """Save the tensors. Returns the saved input of each, in order, and the copy that must be waited for before they
-        may be changed or freed."""
-        self._forget_ahead()
+        """Save the tensors. Return their saved inputs, and the copy to wait for before they are changed or freed."""
+        self._drop_prefetch()
         shards = self._sharding()
         saved: list[SavedInput] = []
         new: list[tuple[SavedInput, torch.Tensor]] = []
@@ -112,16 +131,16 @@ class InputSaver:
             entry = self._look_up(tensor)
             if entry is None:
                 entry = SavedInput(tensor)
-                self._known[tensor] = weakref.ref(entry)
+                self._by_tensor[tensor] = weakref.ref(entry)
                 new.append((entry, tensor))
             elif all(entry is not other for other, _ in new):
-                entry.stay(tensor)
+                entry.keep_resident(tensor)
             saved.append(entry)
         return saved, self._store(new, shards)
 
     def _look_up(self, tensor: torch.Tensor) -> SavedInput | None:
-        known = self._known.get(tensor)
-        entry: SavedInput | None = None if known is None else known()
+        reference = self._by_tensor.get(tensor)
+        entry: SavedInput | None = None if reference is None else reference()
         return entry if entry is not None and entry.unchanged() else None
 
     def _store(self, new: Sequence[tuple[SavedInput, torch.Tensor]], shards: ActivationShards | None) -> Copy:
@@ -131,16 +150,13 @@ class InputSaver:
             starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
         if not new:
             return Copy((), None, self._device)
-        region = self._source.take(starts[-1])
+        memory = self._source.take(starts[-1])
         pairs: list[Pair] = []
         for (entry, tensor), start, length in zip(new, starts, lengths, strict=False):
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-            entry.region, entry.offloaded = region, region.memory.narrow(0, start, length)
-            part = flat.view(torch.uint8)
-            if shards is not None:
-                entry.checksum = checksum(flat)
-                part, _ = shards.part(part)
-            pairs.append((part, entry.offloaded[: part.numel()]))
+            offloaded = entry.save(memory, start, length, None if shards is None else checksum(flat))
+            part = flat.view(torch.uint8) if shards is None else shards.part(flat.view(torch.uint8))
+            pairs.append((part, offloaded[: part.numel()]))
         if self._source.location == HOST:
             return self._copies.launch(pairs)
         for part, offloaded in pairs:
@@ -150,32 +166,34 @@ class InputSaver:
     # ---------------------------------------------------------------- backward
 
     @torch.no_grad()
-    def restore(self, saved: Sequence[SavedInput], before: Sequence[SavedInput], what: str) -> list[torch.Tensor]:
+    def restore(self, saved: Sequence[SavedInput], needed_next: Sequence[SavedInput], what: str) -> list[torch.Tensor]:
         """Return the tensors of ``saved`` on the device, without gradients.
 
         Args:
-            before: what is needed next, whose way begins now.
+            saved: the inputs of a checkpoint.
+            needed_next: inputs of the next checkpoint in backward, whose copy begins now.
             what: the checkpoint, for messages.
 
-        Raises RuntimeError if one has been written into, and as :meth:`ActivationShards.gather` does.
+        Raises:
+            RuntimeError: an input has been written in place, or :meth:`ActivationShards.gather` raises it.
         """
         if not all(entry.unchanged() for entry in saved):
             raise RuntimeError(_written_into(what))
         entries = list(dict.fromkeys(entry for entry in saved if entry.resident is None))
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.saved != entries:
-            if ahead is not None:
-                ahead.copy.wait()
-            ahead = self._fetch(entries)
-        ahead.copy.wait()
-        following = list(dict.fromkeys(entry for entry in before if entry.resident is None))
+        fetched, self._prefetch = self._prefetch, None
+        if fetched is None or fetched.saved != entries:
+            if fetched is not None:
+                fetched.copy.wait()
+            fetched = self._fetch(entries)
+        fetched.copy.wait()
+        following = list(dict.fromkeys(entry for entry in needed_next if entry.resident is None))
         if following and self._source.location == HOST:
-            self._ahead = self._fetch(following)
-        wholes = self._gather(entries, ahead.arrived, what)
-        found = {entry: entry.from_bytes(wholes[entry]) for entry in entries}
-        return [entry.resident if entry.resident is not None else found[entry] for entry in saved]
+            self._prefetch = self._fetch(following)
+        full = self._gather(entries, fetched.arrived, what)
+        tensors = {entry: entry.from_bytes(full[entry]) for entry in entries}
+        return [entry.resident if entry.resident is not None else tensors[entry] for entry in saved]
 
-    def _fetch(self, entries: Sequence[SavedInput]) -> _Ahead:
+    def _fetch(self, entries: Sequence[SavedInput]) -> _Prefetch:
         arrived: dict[SavedInput, torch.Tensor] = {}
         pairs: list[Pair] = []
         for entry in entries:
@@ -186,32 +204,31 @@ class InputSaver:
             else:
                 arrived[entry] = entry.offloaded
         copy = self._copies.launch(pairs) if pairs else Copy((), None, self._device)
-        return _Ahead(entries, arrived, copy)
+        return _Prefetch(entries, arrived, copy)
 
     def _gather(
         self, entries: Sequence[SavedInput], arrived: dict[SavedInput, torch.Tensor], what: str
     ) -> dict[SavedInput, torch.Tensor]:
-        parted = [entry for entry in entries if entry.checksum is not None]
+        sums = {entry: entry.checksum for entry in entries if entry.checksum is not None}
         shards = self._sharding()
-        if not parted or shards is None:
+        if not sums or shards is None:
             return arrived
-        sums = [entry.checksum for entry in parted if entry.checksum is not None]
-        wholes = shards.gather([arrived[entry] for entry in parted], sums, what)
-        return {**arrived, **dict(zip(parted, wholes, strict=True))}
+        full = shards.gather([arrived[entry] for entry in sums], list(sums.values()), what)
+        return {**arrived, **dict(zip(sums, full, strict=True))}
 
-    def _forget_ahead(self) -> None:
-        """A new forward: what has been fetched was not needed."""
-        if self._ahead is not None:
-            self._ahead.copy.wait()
-            self._ahead = None
+    def _drop_prefetch(self) -> None:
+        """Drop a prefetch that was not needed: a new forward has begun."""
+        if self._prefetch is not None:
+            self._prefetch.copy.wait()
+            self._prefetch = None
 
     def memory(self) -> list[torch.Tensor]:
-        """Buffers that are not in use now."""
+        """Return the buffers that are not in use."""
         return self._source.memory()
 
 
 def _written_into(what: str) -> str:
     return (
         f"one of the variables needed for gradient computation has been modified by an inplace operation: an input of "
-        f"{what} was written into after the call, so it cannot be computed again; change a copy of it instead"
+        f"{what} was written in place after the call, so it cannot be recomputed; change a copy of it instead"
     )

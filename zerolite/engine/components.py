@@ -61,6 +61,11 @@ class ModuleCall:
     def __init__(self, module: torch.nn.Module) -> None:
         self.call_module: Callable[..., Any] = module
 
+    def replace(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Call ``function`` from now on, and return the function that was called before."""
+        before, self.call_module = self.call_module, function
+        return before
+
 
 @dataclass(frozen=True)
 class Components:

@@ -1,6 +1,6 @@
 """``comms_logger``: duration and bandwidth of each collective.
 
-If a collective overlaps with computation, its own bandwidth cannot be measured. So the logger waits for each one where
+The bandwidth of a collective that overlaps with computation cannot be measured. So the logger waits for each one where
 it is launched. Training computes the same numbers, but runs slower.
 """
 
@@ -202,9 +202,9 @@ class CommsLogger:
             rows.append(
                 (kind.op, tag, *sizes, f"{times.mean_ms:.3f}", f"{times.algbw:.3f}", f"{times.busbw:.3f}", kind.caller)
             )
-        shown = rows if self._config.debug else [row[:-1] for row in rows]
+        columns = rows if self._config.debug else [row[:-1] for row in rows]
         heading = f"step {step}: collectives of {self._ranks} ranks since the last table, each waited for at its launch"
-        return "\n".join([heading, *(f"  {line}" for line in table(shown, left=2))])
+        return "\n".join([heading, *(f"  {line}" for line in table(columns, left=2))])
 
 
 class _OfRanks:
@@ -226,18 +226,18 @@ def _line(kind: Kind, times: Times) -> str:
 
 
 def _caller() -> str:
-    """Return the line of zerolite that called the collective, and the user's line that led there.
+    """Return the line of zerolite that called the collective, and the user's line that led to it.
 
-    On CUDA there is no user's line for collectives inside backward: autograd runs them on a thread of its own.
+    On CUDA collectives inside backward have no user's line, because autograd runs them on a separate thread.
     """
     frame: FrameType | None = sys._getframe(1)
     inner = outer = ""
     while frame is not None and not outer:
         module = str(frame.f_globals.get("__name__", ""))
-        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         if not inner and not module.startswith(_BELOW):
-            inner = place
+            inner = line
         if inner and not module.startswith(_ABOVE):
-            outer = place
+            outer = line
         frame = frame.f_back
     return f"{inner} for {outer}" if outer not in ("", inner) else inner

@@ -2,7 +2,7 @@
 
 A dispatch mode counts the operators. It is active while the model's forward runs, and while autograd runs a node of the
 graph that this forward has built. It is off everywhere else, so the user's training loop never runs under it, not even
-after an exception. If a node raises, autograd restores the stack of modes, so no cleanup is needed here.
+after an exception. If a node raises, autograd restores the stack of modes, so no cleanup is necessary here.
 
 A node belongs to the innermost module whose forward has made it. Such a node can be reached from the module's outputs,
 and its sequence number is not below that of the first node after the module began.
@@ -32,11 +32,11 @@ _next_sequence_number = torch._C._autograd._get_sequence_nr
 _no_graph_task = -1
 
 
-class HasModule(Protocol):
-    """The part of an engine that counting needs."""
+class CallHolder(Protocol):
+    """Holder of the function that runs the module when the engine is called."""
 
-    call_module: Callable[..., Any]
-    """Function that runs the module when the engine is called."""
+    def replace(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Call ``function`` from now on, and return the function that was called before."""
 
 
 class ModuleFlops(NamedTuple):
@@ -68,7 +68,7 @@ class ModuleFlops(NamedTuple):
         return self.name.count(".") + 1 if self.name else 0
 
 
-class _Place(NamedTuple):
+class _Owner(NamedTuple):
     """Owner of the operators that run now: the forward of a module, or a node of autograd.
 
     Attributes:
@@ -85,12 +85,20 @@ class _Place(NamedTuple):
 
 
 class _Thread(threading.local):
-    """State of one thread: autograd runs the nodes of a CUDA device on a thread of its own."""
+    """State of one thread: autograd runs the nodes of a CUDA device on a separate thread."""
 
     def __init__(self) -> None:
-        self.places: list[_Place] = []
+        self.owners: list[_Owner] = []
         self.modes: list[_Counting | None] = []  # one per running node; None if an outer mode counts already
         self.first_order = _no_graph_task  # the latest backward that is known to run without create_graph
+
+    def enter_node(self, module: str, mode: _Counting | None) -> None:
+        task = _current_graph_task()
+        # Nodes run with gradients enabled only if backward was called with create_graph=True.
+        if not torch.is_grad_enabled():
+            self.first_order = task
+        self.owners.append(_Owner(module, task, False))
+        self.modes.append(mode)
 
 
 class FlopCount:
@@ -100,8 +108,9 @@ class FlopCount:
     the model's forward are not, such as a loss that is computed from its outputs.
     """
 
-    def __init__(self, engine: HasModule, module: torch.nn.Module) -> None:
-        self._engine, self._module = weakref.ref(engine), module
+    def __init__(self, call: CallHolder, module: torch.nn.Module) -> None:
+        self._call, self._module = weakref.ref(call), module
+        self._uncounted: Callable[..., Any] = module  # the function that the holder called before
         self._flops: Counter[tuple[str, str]] = Counter()  # by (module, FORWARD ...), without submodules
         self.operators = OperatorFlops()
         self._thread = _Thread()
@@ -109,12 +118,12 @@ class FlopCount:
         self._open = False
 
     def start(self) -> None:
-        """Install hooks on the modules, and replace the engine's ``call_module`` by one that counts."""
-        engine = self._engine()
-        if self._open or engine is None:
+        """Install hooks on the modules, and replace the engine's call of the module by one that counts."""
+        call = self._call()
+        if self._open or call is None:
             return
         self._open = True
-        self._call, engine.call_module = engine.call_module, self._counted_call
+        self._uncounted = call.replace(self._counted_call)
         compiled = _compiled(self._module)
         for name, module in self._module.named_modules():
             if module is self._module or module in compiled:
@@ -126,9 +135,9 @@ class FlopCount:
         """Stop counting and remove the hooks. May be called twice."""
         if self._open:
             self._open = False
-            engine = self._engine()
-            if engine is not None:
-                engine.call_module = self._call
+            call = self._call()
+            if call is not None:
+                call.replace(self._uncounted)
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
@@ -154,36 +163,35 @@ class FlopCount:
 
     def _counted_call(self, *args: Any, **kwargs: Any) -> object:
         if not self._module.training or self._counting():
-            return self._call(*args, **kwargs)
+            return self._uncounted(*args, **kwargs)
         thread = self._thread
-        thread.places.clear()  # an earlier call that raised may have left entries
+        thread.owners.clear()  # an earlier call that raised may have left entries
         thread.modes.clear()
         mode = _Counting(self)
         with mode:
             self.enter_module("")
-            outputs = self._call(*args, **kwargs)
+            outputs = self._uncounted(*args, **kwargs)
             self.leave_module(self._module, outputs)
         self._add(mode)
         return outputs
 
     def enter_module(self, name: str) -> None:
         if self._counting():
-            place = _Place(name, _current_graph_task(), True, _next_sequence_number())
-            self._thread.places.append(place)
+            self._thread.owners.append(_Owner(name, _current_graph_task(), True, _next_sequence_number()))
 
     def leave_module(self, module: torch.nn.Module, outputs: object) -> None:
         """End the forward of a module; ``outputs`` is None if it raised."""
-        places = self._thread.places
-        if not (self._counting() and places and places[-1].is_forward):
+        owners = self._thread.owners
+        if not (self._counting() and owners and owners[-1].is_forward):
             return
-        place = places.pop()
+        owner = owners.pop()
         if torch.is_grad_enabled():
             # A module may store a tensor as an attribute, such as an auxiliary loss, and not return it.
-            kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-            self._watch_nodes(place, [*find_in_objects(outputs), *kept])
+            attributes = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+            self._watch_nodes(owner, [*find_in_objects(outputs), *attributes])
 
-    def _watch_nodes(self, place: _Place, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the backward of the nodes that ``place`` has made, except nodes that a submodule owns already."""
+    def _watch_nodes(self, owner: _Owner, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the backward of the nodes that ``owner`` has made, except nodes that a submodule owns already."""
         todo = [tensor.grad_fn for tensor in tensors]
         seen: set[int] = set()
         while todo:
@@ -192,13 +200,13 @@ class FlopCount:
                 continue
             number = node._sequence_nr()
             # Sequence numbers only grow: a node with a smaller one existed before this forward, and so did its inputs.
-            if number < place.first or number in seen:
+            if number < owner.first or number in seen:
                 continue
             seen.add(number)
             todo += [following for following, _ in node.next_functions]
             if _MARK not in node.metadata:
                 node.metadata[_MARK] = True
-                node.register_prehook(_hook(self.enter_node, place.module))
+                node.register_prehook(_hook(self.enter_node, owner.module))
                 node.register_hook(_hook(self.leave_node))
 
     # ---------------------------------------------------------------- backward
@@ -206,21 +214,16 @@ class FlopCount:
     def enter_node(self, module: str) -> None:
         if not self._open:
             return
-        thread, task = self._thread, _current_graph_task()
-        # Nodes run with gradients enabled only if backward was called with create_graph=True.
-        if not torch.is_grad_enabled():
-            thread.first_order = task
-        thread.places.append(_Place(module, task, False))
         mode = None if self._counting() else _Counting(self)
-        thread.modes.append(mode)
+        self._thread.enter_node(module, mode)
         if mode is not None:
             mode.__enter__()
 
     def leave_node(self) -> None:
         thread = self._thread
-        if not (self._open and thread.modes and thread.places):
+        if not (self._open and thread.modes and thread.owners):
             return
-        thread.places.pop()
+        thread.owners.pop()
         mode = thread.modes.pop()
         if mode is not None:
             mode.__exit__(None, None, None)
@@ -228,24 +231,24 @@ class FlopCount:
 
     # ---------------------------------------------------------------- counting
 
-    def here(self) -> tuple[str, str]:
+    def current_owner(self) -> tuple[str, str]:
         """Return the owner of an operator that runs now: (module, FORWARD, BACKWARD or RECOMPUTED)."""
         thread, task = self._thread, _current_graph_task()
-        place = thread.places[-1] if thread.places else _Place("", _no_graph_task, True)
+        owner = thread.owners[-1] if thread.owners else _Owner("", _no_graph_task, True)
         if task == _no_graph_task:
-            return place.module, FORWARD
+            return owner.module, FORWARD
         # Inside backward, an operator belongs to a recomputed forward if a module's forward runs, or if gradients are
         # enabled although this backward was started without create_graph: checkpointing enables them to recompute.
-        inside = place.is_forward and place.task != _no_graph_task
+        inside = owner.is_forward and owner.task != _no_graph_task
         again = inside or (torch.is_grad_enabled() and thread.first_order == task)
-        return place.module, RECOMPUTED if again else BACKWARD
+        return owner.module, RECOMPUTED if again else BACKWARD
 
     def _counting(self) -> bool:
         """True if the operators that run now are counted.
 
-        The stack of modes is asked, and not a field of this object: autograd passes only that stack on to its threads.
+        The stack of modes says it, not a field of this object, because autograd passes only that stack to its threads.
         """
-        modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
+        modes = (torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack()))
         return any(isinstance(mode, _Counting) and mode.count is self for mode in modes)
 
     def _add(self, mode: _Counting) -> None:
@@ -254,9 +257,9 @@ class FlopCount:
 
 
 @contextlib.contextmanager
-def count_flops(engine: HasModule, module: torch.nn.Module) -> Iterator[FlopCount]:
-    """Count the FLOPs of ``engine``, whose module is ``module``, inside the context. Fake tensors work as well."""
-    count = FlopCount(engine, module)
+def count_flops(call: CallHolder, module: torch.nn.Module) -> Iterator[FlopCount]:
+    """Count the FLOPs of ``call``, which runs ``module``, inside the context. Fake tensors work as well."""
+    count = FlopCount(call, module)
     count.start()
     try:
         yield count
@@ -267,8 +270,8 @@ def count_flops(engine: HasModule, module: torch.nn.Module) -> Iterator[FlopCoun
 class _Counting(TorchDispatchMode):
     """Dispatch mode that counts operators and runs them unchanged.
 
-    torch's FlopCounterMode is no option: it tries to decompose every operator, hooks all modules of the process, and
-    raises at higher-order operators that it does not know.
+    torch's FlopCounterMode cannot be used: it tries to decompose every operator, hooks all modules of the process, and
+    raises for unknown higher-order operators.
     """
 
     supports_higher_order_operators = True
@@ -290,7 +293,7 @@ class _Counting(TorchDispatchMode):
         out = func(*args, **kwargs)
         flops = self.count.operators.of_call(func, args, kwargs, out)
         if flops:
-            self.flops[self.count.here()] += flops
+            self.flops[self.count.current_owner()] += flops
         return out
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from zerolite.config.profiling import FlopsProfilerConfig
-from zerolite.monitor.flop_count import FlopCount, HasModule, ModuleFlops
+from zerolite.monitor.flop_count import CallHolder, FlopCount, ModuleFlops
 from zerolite.utils.device_timers import DeviceTimers, TimingEvent
 from zerolite.utils.units import table, with_unit
 
@@ -28,9 +28,9 @@ class FlopsProfiler:
 
     Args:
         config: the block ``flops_profiler``.
-        engine: the engine whose calls are counted.
-        module: its module.
-        device: its device.
+        call: holder of the engine's call of the module, which is counted.
+        module: the engine's module.
+        device: the engine's device.
         every: a line of speed is printed after each step whose number is a multiple of it.
         say: prints text.
         write: writes values to the monitors.
@@ -39,7 +39,7 @@ class FlopsProfiler:
     def __init__(
         self,
         config: FlopsProfilerConfig,
-        engine: HasModule,
+        call: CallHolder,
         module: torch.nn.Module,
         device: torch.device,
         every: int,
@@ -47,10 +47,10 @@ class FlopsProfiler:
         write: Write,
     ) -> None:
         self._config, self._every, self._say, self._write = config, every, say, write
-        self._count = FlopCount(engine, module)
+        self._count = FlopCount(call, module)
         self._timers = DeviceTimers(device)
         self._steps = 0  # since the engine was made
-        self._at = 0  # number of the step that ended last
+        self._last_step = 0  # number of the step that ended last
         self._model = 0.0  # FLOPs of a step
         self._hardware = 0.0
         self._since: tuple[int, TimingEvent] | None = None  # step after which the timing began, and its event
@@ -59,9 +59,9 @@ class FlopsProfiler:
 
     def end_step(self, step: int) -> None:
         """Note the end of step number ``step``. A second call with the same number does nothing."""
-        if step == self._at:
+        if step == self._last_step:
             return
-        self._at = step
+        self._last_step = step
         self._steps += 1
         if self._steps == self._config.profile_step:
             self._count.start()
@@ -72,7 +72,7 @@ class FlopsProfiler:
         elif self._since is not None and step % self._every == 0:
             first, start = self._since
             end = self._timers.now()
-            self._timers.add(start, end, functools.partial(self._tell_speed, step, step - first), goes_on=True)
+            self._timers.add(start, end, functools.partial(self._report_speed, step, step - first), goes_on=True)
             self._since = (step, end)
         self._timers.read()
 
@@ -103,7 +103,7 @@ class FlopsProfiler:
             logger.warning("flops_profiler.output_file: %s could not be written, and is printed: %s", path, error)
             self._say(text)
 
-    def _tell_speed(self, step: int, steps: int, milliseconds: float) -> None:
+    def _report_speed(self, step: int, steps: int, milliseconds: float) -> None:
         seconds = milliseconds / 1e3 / steps
         if not seconds:
             return
@@ -144,9 +144,9 @@ def describe(step: int, modules: Sequence[ModuleFlops], recomputed: float, confi
     depth = deepest if config.module_depth < 0 else min(config.module_depth, deepest)
     lines.append("most forward and backward FLOPs by depth:")
     for level in range(depth + 1):
-        some = sorted((m for m in modules if m.depth == level and m.model), key=lambda m: -m.model)
-        told = (f"{_name(m)} {with_unit(m.model, 'FLOP')} ({_share(m, total)})" for m in some[: config.top_modules])
-        lines.append(f"  {level}: {', '.join(told) or 'none'}")
+        most = sorted((m for m in modules if m.depth == level and m.model), key=lambda m: -m.model)
+        listed = (f"{_name(m)} {with_unit(m.model, 'FLOP')} ({_share(m, total)})" for m in most[: config.top_modules])
+        lines.append(f"  {level}: {', '.join(listed) or 'none'}")
     if config.detailed:
         rows: list[tuple[str, ...]] = [("module", "class", "parameters", "forward", "backward", "recomputed", "share")]
         rows += [_row(module, total) for module in modules if module.depth <= depth]

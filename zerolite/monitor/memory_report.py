@@ -44,8 +44,8 @@ from zerolite.zero.stage3.partitioned_parameter import handle_of
 from zerolite.zero.stage3.released_parameter import as_plain_tensors
 
 HELD = tuple(item for item in ITEMS if item != OTHER)
-"""Items that the components of the engine can list. Of the activations, these are only the idle buffers, which wait for
-the next ones."""
+"""Items that the components of the engine can list. Activations are only the idle buffers, which wait for the next
+inputs."""
 
 
 @dataclass(frozen=True)

@@ -55,11 +55,11 @@ class Monitor:
         if not self._writers:
             return
         plain: list[Event] = [(n, host_value(v) if isinstance(v, torch.Tensor) else v, s) for n, v, s in checked]
-        for place, writer in enumerate(self._writers):
+        for index, writer in enumerate(self._writers):
             try:
                 writer.write(plain)
             except Exception as error:
-                self._warn(place, writer, error)
+                self._warn(index, writer, error)
 
     write_events = write  # DeepSpeed's name
 
@@ -71,18 +71,18 @@ class Monitor:
         if self._before_close is not None:
             self._before_close()
         writers, self._writers = self._writers, []
-        for place, writer in enumerate(writers):
+        for index, writer in enumerate(writers):
             try:
                 writer.close()
             except Exception as error:
-                self._warn(place, writer, error)
+                self._warn(index, writer, error)
 
-    def _warn(self, place: int, writer: Writer, error: Exception) -> None:
-        if place not in self._failed:
-            self._failed.add(place)
+    def _warn(self, index: int, writer: Writer, error: Exception) -> None:
+        if index not in self._failed:
+            self._failed.add(index)
             logger.warning(
-                "%s: values of a step could not be written: %s. Training goes on, and so do attempts to write; this is "
-                "said only once.",
+                "%s: values of a step could not be written: %s. Training goes on, and so do attempts to write; this "
+                "warning is given only once.",
                 writer.name,
                 error,
             )
@@ -103,14 +103,14 @@ def _checked(event: object) -> tuple[str, Any, int]:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"monitor.write: expected a number or a tensor with one element for '{name}', got {what}")
     try:
-        place = operator.index(step)
+        position = operator.index(step)
     except TypeError:
-        place = -1
-    if place < 0:
+        position = -1
+    if position < 0:
         raise ValueError(
             f"monitor.write: expected an integer of at least 0 as the step of '{name}', got {step!r}; "
             "engine.global_samples is the engine's own x axis, engine.global_steps where the config has no batch size"
         )
     if isinstance(value, numbers.Integral):
-        return name, int(value), place
-    return name, value if single else float(value), place
+        return name, int(value), position
+    return name, value if single else float(value), position

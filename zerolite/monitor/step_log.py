@@ -100,9 +100,9 @@ class StepLog(StepObserver):
             section: None for the name of the x axis, "Samples" or "Steps".
         """
         by_samples = self._samples_per_step is not None
-        place = steps * (self._samples_per_step or 1)
+        position = steps * (self._samples_per_step or 1)
         section = section or ("Samples" if by_samples else "Steps")
-        self._monitor.write([(f"Train/{section}/{name}", value, place) for name, value in values.items()])
+        self._monitor.write([(f"Train/{section}/{name}", value, position) for name, value in values.items()])
 
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -112,8 +112,8 @@ class StepLog(StepObserver):
         parts, factor = self._losses.pop(steps, []), self._factors.pop(steps, 1.0)
         factor /= self._weights.pop(steps, 1.0) or 1.0
         # Older entries belong to accumulations that never ended in a step.
-        kept: dict[int, Any]
-        for kept in (self._losses, self._factors, self._weights):
-            for old in [known for known in kept if known < steps]:
-                del kept[old]
+        entries: dict[int, Any]
+        for entries in (self._losses, self._factors, self._weights):
+            for old in [key for key in entries if key < steps]:
+                del entries[old]
         return factor * sum(part * read.get().tolist()[0] for read, part in parts) if parts else None

@@ -52,13 +52,13 @@ class PhaseClock:
         return phase in self._phases
 
     def enter(self, phase: str) -> None:
-        self._cut()
+        self._add_elapsed()
         self._phases.append(phase)
 
     def leave(self, phase: str) -> None:
         """End ``phase``, and inner phases that an exception has left open. Do nothing if ``phase`` is not open."""
         if self.is_open(phase):
-            self._cut()
+            self._add_elapsed()
             while self._phases.pop() != phase:
                 pass
 
@@ -69,15 +69,15 @@ class PhaseClock:
         """
         if step == self._ended:
             return
-        self._cut()
+        self._add_elapsed()
         self._ended = step
         self._steps += 1
         if step % self._every == 0:
-            self._timers.then(functools.partial(self._tell, step, self._steps))
+            self._timers.then(functools.partial(self._report_means, step, self._steps))
             self._steps = 0
         self._timers.read()
 
-    def _cut(self) -> None:
+    def _add_elapsed(self) -> None:
         """Add the time since the last call to the innermost open phase."""
         now = self._timers.now()
         if self._last is not None:
@@ -87,7 +87,7 @@ class PhaseClock:
     def _add(self, phase: str, milliseconds: float) -> None:
         self._sums[phase] += milliseconds
 
-    def _tell(self, step: int, steps: int) -> None:
+    def _report_means(self, step: int, steps: int) -> None:
         means = {phase: total / steps for phase, total in self._sums.items()}
         self._sums = dict.fromkeys(PHASES, 0.0)
         self._report(step, means)
