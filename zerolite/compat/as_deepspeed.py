@@ -1,8 +1,8 @@
 """Switch that lets ``import deepspeed`` find ``zerolite.compat.deepspeed``, in this process and its children.
 
-The folder ``alias`` beside this file has a package ``deepspeed`` and its metadata. When it is on ``sys.path``, and on
-PYTHONPATH for child processes, ``import``, ``importlib.util.find_spec`` and ``importlib.metadata`` all find it. It
-takes precedence over an installed DeepSpeed, whose files stay unchanged. Nothing here imports torch.
+The folder ``alias`` beside this file contains a package ``deepspeed`` and its metadata. If it is on ``sys.path``, and
+for child processes on PYTHONPATH, then ``import``, ``importlib.util.find_spec`` and ``importlib.metadata`` find it. It
+takes precedence over an installed DeepSpeed, whose files stay unchanged. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from pathlib import Path
 from types import ModuleType
 
 SWITCH = "ZEROLITE_DEEPSPEED_COMPAT"
-"""Environment variable that asks for it, if set to 1."""
+"""Environment variable that switches it on if it is 1."""
 
 PACKAGE = "zerolite.compat.deepspeed"
 FOLDER = str(Path(__file__).resolve().with_name("alias"))
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that child processes of a process with this environment need."""
+    """Return the variables for child processes of a process with this environment."""
     paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
     return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([FOLDER, *paths])}
 
 
 def activate() -> None:
-    """Let ``import deepspeed`` find this package from now on. Raises ImportError if another one has been imported
-    already."""
+    """Let ``import deepspeed`` find this package from now on. Raises ImportError after an import of another one."""
     loaded = sys.modules.get("deepspeed")
     if loaded is not None and loaded.__name__ != PACKAGE:
         raise ImportError(
-            f"expected zerolite's deepspeed to be asked for before any other is imported, got {loaded!r}; set "
+            f"expected zerolite's deepspeed to be switched on before another one is imported, got {loaded!r}; set "
             f"{SWITCH}=1 before Python starts"
         )
     os.environ.update(variables(os.environ))
@@ -46,7 +45,7 @@ def activate() -> None:
 
 
 class AliasFinder(importlib.abc.MetaPathFinder):
-    """Finds ``deepspeed.x`` as the module ``zerolite.compat.deepspeed.x`` itself, so that every class exists once."""
+    """Finder that returns ``zerolite.compat.deepspeed.x`` itself for ``deepspeed.x``, so that classes exist once."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -59,15 +58,15 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         except ModuleNotFoundError:
             found = None
         if found is None:
-            sentence = f"zerolite's deepspeed has no module {fullname!r}: docs/deepspeed.md lists those that it has"
-            raise ModuleNotFoundError(sentence, name=fullname)
+            message = f"zerolite's deepspeed has no module {fullname!r}; docs/deepspeed.md lists its modules"
+            raise ModuleNotFoundError(message, name=fullname)
         return importlib.machinery.ModuleSpec(
             fullname, _SameModule(home), is_package=found.submodule_search_locations is not None
         )
 
 
 class _SameModule(importlib.abc.Loader):
-    """Loader that returns a module that is imported under another name already."""
+    """Loader that returns a module that is already imported under another name."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -78,4 +77,4 @@ class _SameModule(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own_spec  # the import system has replaced it by that of the alias
+        module.__spec__ = self._own_spec  # the import system has replaced it by the alias's spec

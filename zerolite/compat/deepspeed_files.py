@@ -1,8 +1,8 @@
-"""Files of a DeepSpeed checkpoint: names, contents, and the check that the checkpoint can be imported.
+"""Files of a DeepSpeed checkpoint: names, contents, and checks that the checkpoint can be imported.
 
 save_dir/latest                                                the tag
 save_dir/<tag>/mp_rank_00_model_states.pt                      stages 1 and 2: weights, buffers, names, counters
-save_dir/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt     stage 3: the same, of each rank
+save_dir/<tag>/zero_pp_rank_<r>_mp_rank_00_model_states.pt     stage 3: the same for each rank
 save_dir/<tag>/[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt   master weights and optimizer states of each rank
 """
 
@@ -19,7 +19,7 @@ from zerolite.compat.safe_unpickle import StubObject, load_safely
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_NOT_ZERO = (  # (name of a file or directory, what such checkpoints are called)
+_UNSUPPORTED = (  # (name of a file or directory, the kind of checkpoint that has it)
     (re.compile(r"zero"), "a universal checkpoint (it has a directory 'zero')"),
     (re.compile(r"(layer_.*)?expert_.*|expp_rank_.*"), "a checkpoint of a mixture of experts"),
     (re.compile(r"layer_\d+-model_.*"), "a checkpoint of a pipeline"),
@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Content of a file, a dict. ``path`` is for messages."""
+class LoadedFile:
+    """A file whose content is a dict. ``path`` is for messages."""
 
     path: Path
     content: Mapping[str, Any]
@@ -39,36 +39,34 @@ class Loaded:
     def get(self, kind: type[T], *keys: str) -> T:
         """Return ``content[key][...]``. Raises CheckpointError if it is missing or of another type."""
         value: Any = self.content
-        for i, key in enumerate(keys):
+        name = ""
+        for key in keys:
+            name += f"[{key!r}]"
             if not isinstance(value, Mapping) or key not in value:
-                raise CheckpointError(f"'{self.path}': expected an entry {_spelled(keys[: i + 1])}, got none")
+                raise CheckpointError(f"'{self.path}': expected an entry {name}, got none")
             value = value[key]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise CheckpointError(
-                f"'{self.path}': expected {_spelled(keys)} to be of type {kind.__name__}, got {type(value).__name__}"
+                f"'{self.path}': expected {name} to be of type {kind.__name__}, got {type(value).__name__}"
             )
         return value
 
 
-def _spelled(keys: tuple[str, ...]) -> str:
-    return "".join(f"[{key!r}]" for key in keys)
-
-
 @dataclass(frozen=True)
 class Files:
-    """The files of a checkpoint, read.
+    """The loaded files of a checkpoint.
 
     Attributes:
         directory: directory of the checkpoint.
         stage: ZeRO stage.
-        model: model states: one file at stages 1 and 2, one for each rank at stage 3.
-        optimizer: optimizer states of each rank, by rank.
+        model: model states: one file at stages 1 and 2, one file for each rank at stage 3.
+        optimizer: optimizer states of each rank, in rank order.
     """
 
     directory: Path
     stage: int
-    model: tuple[Loaded, ...]
-    optimizer: tuple[Loaded, ...]
+    model: tuple[LoadedFile, ...]
+    optimizer: tuple[LoadedFile, ...]
 
     @property
     def world_size(self) -> int:
@@ -78,7 +76,7 @@ class Files:
 def find_tag(directory: Path, tag: str | None) -> Path:
     """Return the directory of the checkpoint ``tag`` in ``directory``. Raises CheckpointError if there is none.
 
-    Without a tag it is ``directory`` itself if that is a checkpoint, or the one that its file ``latest`` names.
+    Without a tag it is ``directory`` itself if it is a checkpoint, otherwise the one that its file ``latest`` names.
     """
     if tag is None:
         if any(_MODEL.fullmatch(path.name) for path in _entries(directory)):
@@ -89,7 +87,7 @@ def find_tag(directory: Path, tag: str | None) -> Path:
         except OSError as error:
             raise CheckpointError(
                 f"no DeepSpeed checkpoint in '{directory}': expected a file 'latest' or files *_model_states.pt, and "
-                f"'{latest}' cannot be read ({error.strerror}); give the tag, or the directory of the checkpoint itself"
+                f"'{latest}' cannot be read ({error.strerror}); pass the tag, or the directory of the checkpoint itself"
             ) from error
     if not tag or not (directory / tag).is_dir():
         tags = sorted(path.name for path in _entries(directory) if path.is_dir())
@@ -105,13 +103,14 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def read_files(path: Path, verify: bool) -> Files:
-    """Find and read the files of the checkpoint in the directory ``path``.
-
-    Raises CheckpointError for other kinds of checkpoints, and if files are missing or damaged.
+    """Find and load the files of the checkpoint in the directory ``path``.
 
     Args:
         path: directory of the checkpoint.
-        verify: first read every file to its end, and compare it with its checksums.
+        verify: read every file to its end first, and compare it with its checksums.
+
+    Raises:
+        CheckpointError: the checkpoint is of another kind, or files are missing or damaged.
     """
     names = [entry.name for entry in _entries(path)]
     _refuse_by_name(path, names)
@@ -119,12 +118,12 @@ def read_files(path: Path, verify: bool) -> Files:
     optimizer = _by_rank(path, names)
     if not model:
         raise CheckpointError(
-            f"'{path}' is no DeepSpeed checkpoint: expected a file mp_rank_00_model_states.pt or such"
+            f"'{path}' is no DeepSpeed checkpoint: expected a file such as mp_rank_00_model_states.pt, got none"
         )
     if None in model and len(model) > 1:
         raise CheckpointError(
             f"'{path}' has model states of stage 3, '{max(model.values()).name}', and of another stage, "
-            f"'{model[None].name}', of two saves with the same tag; remove those of the older one"
+            f"'{model[None].name}', from two saves with the same tag; remove the files of the older save"
         )
     first = model.get(0) or model.get(None)
     if first is None:
@@ -134,12 +133,12 @@ def read_files(path: Path, verify: bool) -> Files:
     if not optimizer:
         raise CheckpointError(
             f"'{path}' has no files zero_pp_rank_*_optim_states.pt: it was saved without ZeRO (stage 0), whose "
-            f"optimizer states have no names, or they were not copied"
+            "optimizer states cannot be imported because they have no names, or the files were not copied"
         )
     _check_ranks(path, "optim_states", set(optimizer), world_size)
     states = tuple(_load(optimizer[rank], verify) for rank in range(world_size))
     stage = _stage(states, head)
-    # Below stage 3 one file of model states has the whole model.
+    # Below stage 3 one file has the full model.
     if stage < 3 and None in model:
         return Files(path, stage, (head,), states)
     _check_ranks(path, "model_states", {rank for rank in model if rank is not None}, world_size)
@@ -149,7 +148,7 @@ def read_files(path: Path, verify: bool) -> Files:
 
 def _refuse_by_name(path: Path, names: list[str]) -> None:
     for name in names:
-        for pattern, kind in _NOT_ZERO:
+        for pattern, kind in _UNSUPPORTED:
             if pattern.fullmatch(name):
                 raise CheckpointError(f"'{path}' is {kind}, which zerolite does not import; found '{name}'")
         match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
@@ -168,21 +167,21 @@ def _by_rank(path: Path, names: list[str]) -> dict[int, Path]:
         other = found.setdefault(int(match[1]), path / name)
         if other.name != name:
             raise CheckpointError(
-                f"'{path}' has two files of rank {match[1]}, '{other.name}' and '{name}', of two saves with the same "
-                f"tag; remove those of the older one"
+                f"'{path}' has two files of rank {match[1]}, '{other.name}' and '{name}', from two saves with the same "
+                "tag; remove the files of the older save"
             )
     return found
 
 
-def _load(path: Path, verify: bool) -> Loaded:
+def _load(path: Path, verify: bool) -> LoadedFile:
     content = load_safely(path, verify)
     if not isinstance(content, dict):
         raise CheckpointError(f"'{path}': expected a dict, got {type(content).__name__}")
-    return Loaded(path, content)
+    return LoadedFile(path, content)
 
 
-def _check_kind(head: Loaded) -> int:
-    """Return the number of ranks that the checkpoint names. Raises CheckpointError for kinds that are not imported."""
+def _check_kind(head: LoadedFile) -> int:
+    """Return the checkpoint's number of ranks. Raises CheckpointError for kinds that cannot be imported."""
     if "ds_version" not in head.content:
         raise CheckpointError(f"'{head.path}' is no DeepSpeed checkpoint: expected an entry ['ds_version']")
     dimensions = head.content.get("checkpoint_parallel_dimensions") or {}
@@ -213,12 +212,12 @@ def _check_ranks(path: Path, kind: str, found: set[int], world_size: int) -> Non
     if more:
         raise CheckpointError(
             f"'{path}' was saved by {world_size} ranks, but there are files *_{kind}.pt of rank(s) "
-            f"{', '.join(map(str, more))} too, left from another save with this tag? Remove them if so."
+            f"{', '.join(map(str, more))} too. If they are left from another save with this tag, remove them"
         )
 
 
-def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
-    """Return the ZeRO stage, after checking that all ranks name the same."""
+def _stage(states: tuple[LoadedFile, ...], head: LoadedFile) -> int:
+    """Return the ZeRO stage. Raises CheckpointError unless all ranks have the same."""
     world_size = len(states)
     found = set()
     for file in states:
@@ -227,8 +226,8 @@ def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
         counts = set(counts) if isinstance(counts, (list, tuple)) else {counts}
         if counts != {world_size}:
             raise CheckpointError(
-                f"'{file.path}': expected optimizer states in {world_size} partitions, one for each rank that "
-                f"'{head.path.name}' tells of, got {sorted(counts)}"
+                f"'{file.path}': expected optimizer states in {world_size} partitions, one for each rank of "
+                f"'{head.path.name}', got {sorted(counts)}"
             )
         found.add(_number(saved.get("zero_stage", 1)))  # DeepSpeed's bf16 optimizer, of stage 1, lacks this entry
     if len(found) > 1 or not found <= {1, 2, 3}:
@@ -238,5 +237,5 @@ def _stage(states: tuple[Loaded, ...], head: Loaded) -> int:
 
 
 def _number(value: object) -> Any:
-    """Return the number of an enum member, which is pickled as the class and the number."""
+    """Return the number of an enum member, which is pickled as its class and number."""
     return value.arguments[0] if isinstance(value, StubObject) and len(value.arguments) == 1 else value

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.compat.deepspeed_files import Files, Loaded
+from zerolite.compat.deepspeed_files import Files, LoadedFile
 from zerolite.compat.deepspeed_layout import Slices, equal_partitions, sliced_parameters
 from zerolite.compat.safe_unpickle import StubObject
 
@@ -20,10 +20,10 @@ class Group:
     """Parameters whose elements are in the same flat partitions: a parameter group, or a part of one at stage 3.
 
     Attributes:
-        where: the group, for messages.
+        where: description of the group, for messages.
         number: number of the parameter group.
         shapes: shapes by name, in order.
-        slices: slices of the partitions that hold each parameter.
+        slices: slices of the partitions that contain each parameter.
         masters: master weights of each rank.
         states: optimizer states of each rank.
     """
@@ -37,7 +37,7 @@ class Group:
 
 
 def read_groups(files: Files) -> tuple[list[Group], Sequence[Mapping[str, Any]] | None]:
-    """Return the groups, and the settings of the parameter groups (None if they were not saved)."""
+    """Return the groups, and the settings of the parameter groups; None if they were not saved."""
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     base = "optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"
     masters = [_flat_groups(file, key) for file in files.optimizer]
@@ -66,7 +66,7 @@ def read_groups(files: Files) -> tuple[list[Group], Sequence[Mapping[str, Any]] 
     return groups, settings
 
 
-def _flat_groups(file: Loaded, key: str) -> list[torch.Tensor]:
+def _flat_groups(file: LoadedFile, key: str) -> list[torch.Tensor]:
     found = file.get(list, "optimizer_state_dict", key)
     for flat in found:
         if not isinstance(flat, torch.Tensor) or flat.dim() != 1 or not flat.is_contiguous():
@@ -74,24 +74,24 @@ def _flat_groups(file: Loaded, key: str) -> list[torch.Tensor]:
     return [flat.detach() for flat in found]
 
 
-def _shapes(file: Loaded, entry: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(file: LoadedFile, entry: Any) -> dict[str, tuple[int, ...]]:
     shapes = {str(name): tuple(shape) for name, shape in entry.items()}
     if not all(type(size) is int and size >= 0 for shape in shapes.values() for size in shape):
         raise CheckpointError(f"'{file.path}': expected shapes in 'param_shapes', got {shapes}")
     return shapes
 
 
-def _gaps(file: Loaded, group: int, count: int) -> list[int]:
-    """Return the elements between the parameters of a group, for alignment; DeepSpeed before 0.19 has none."""
+def _gaps(file: LoadedFile, group: int, count: int) -> list[int]:
+    """Return the padding after each parameter of a group, in elements. DeepSpeed before 0.19 has none."""
     saved = file.content["optimizer_state_dict"].get("param_alignment_paddings")
     return [0] * count if saved is None else list(saved[group])
 
 
-def _numbers(file: Loaded, settings: Any, count: int) -> list[int]:
+def _numbers(file: LoadedFile, settings: Any, count: int) -> list[int]:
     """Return the number of the parameter group to which each flat group belongs."""
     if settings is None:
         return list(range(count))
-    # DeepSpeed gives the optimizer one flat tensor for each group, or at stage 3 for each subgroup.
+    # DeepSpeed's optimizer has one flat tensor for each group, at stage 3 for each subgroup.
     numbers = [number for number, group in enumerate(settings) for _ in group["params"]]
     order = [index for group in settings for index in group["params"]]
     if order != list(range(count)):
@@ -102,15 +102,17 @@ def _numbers(file: Loaded, settings: Any, count: int) -> list[int]:
 
 
 def _states(saved: Any, count: int) -> list[Mapping[str, object]]:
-    """Return the states by flat group: a list in an elastic checkpoint, else numbered as torch numbers parameters; {}
-    before the first step."""
+    """Return the states of each flat group; {} before the first step.
+
+    In an elastic checkpoint they are a list, otherwise a dict by the index of the parameter, as torch saves it.
+    """
     if isinstance(saved, list):
         return saved
     return [saved["state"].get(i, {}) for i in range(count)]
 
 
 def flat_states(group: Group, state: str, of_ranks: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the state's partitions, which may be longer than the masters' by the padding."""
+    """Return the state's partitions, which may be longer than the master weights by the padding."""
     for rank, (value, master) in enumerate(zip(of_ranks, group.masters, strict=True)):
         fits = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() >= master.numel()
         if not fits or value.dtype != of_ranks[0].dtype:
@@ -127,9 +129,9 @@ def gather(flat: Sequence[torch.Tensor], slices: Slices, shape: tuple[int, ...])
 
 
 def common_number(group: Group, state: str, of_ranks: Sequence[object]) -> Any:
-    """Return a state that is one number for all elements, such as the count of steps.
+    """Return a state that is one number for all elements, such as the step count.
 
-    It is a tensor without dimensions or a Python number, as torch's optimizers have it.
+    It is a tensor without dimensions or a Python number, as in torch's optimizers.
     """
     numbers = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in of_ranks]
     if not isinstance(numbers[0], (int, float)):
@@ -140,14 +142,13 @@ def common_number(group: Group, state: str, of_ranks: Sequence[object]) -> Any:
     if any(number != numbers[0] for number in numbers):
         raise CheckpointError(
             f"{group.where}: expected one value of '{state}' on all ranks, got {numbers}; are all files from the same "
-            f"save?"
+            "save?"
         )
     return of_ranks[0].reshape(()) if isinstance(of_ranks[0], torch.Tensor) else as_count(state, numbers[0])
 
 
 def as_count(state: str, number: Any) -> Any:
-    """Return a count of steps as torch's optimizers keep it, in a tensor; DeepSpeed's own optimizers keep a Python
-    number."""
+    """Return a step count as a tensor, as in torch's optimizers; DeepSpeed's own have a Python number."""
     return torch.tensor(float(number)) if state == "step" else number
 
 

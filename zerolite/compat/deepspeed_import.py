@@ -1,8 +1,8 @@
 """`zerolite import-deepspeed`: convert a checkpoint of DeepSpeed's ZeRO stages 1, 2 and 3.
 
 It converts master weights, optimizer states, buffers, counters, schedule and loss scale, in one process on the CPU. It
-needs no DeepSpeed, and executes nothing from the files. A tensor is read when it is written: at most one is in memory,
-except what the system caches of the mapped files.
+does not need DeepSpeed, and runs no code from the files. A tensor is read when it is written, so at most one is in
+memory, beside the system's cache of the mapped files.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from zerolite.compat.deepspeed_reader import ImportedCheckpoint, read_deepspeed
 from zerolite.utils.command_parser import command_parser
 
 DESCRIPTION = """\
-Make a checkpoint of zerolite from one of DeepSpeed (ZeRO stages 1, 2 and 3), with its
-optimizer states. Nothing that the files of the checkpoint name is run: what would need
-that is left out, and said, or the checkpoint is refused."""
+Convert a checkpoint of DeepSpeed (ZeRO stages 1, 2 and 3) to one of zerolite, with its
+optimizer states. No code from the files is run. A part that needs code is left out with
+a message, or the checkpoint is refused."""
 
 EPILOG = """\
-OUT becomes a directory of checkpoints, as engine.load_checkpoint takes it."""
+OUT becomes a directory of checkpoints for engine.load_checkpoint."""
 
 logger = logging.getLogger("zerolite")
 Values = torch.Tensor | Callable[[], torch.Tensor]
@@ -42,16 +42,19 @@ Values = torch.Tensor | Callable[[], torch.Tensor]
 def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify: bool = True) -> Path:
     """Convert a checkpoint of DeepSpeed's ``directory`` into the directory of checkpoints ``out``, under the same tag.
 
-    Returns the new checkpoint's directory, and logs what is left out.
+    Parts that are left out are logged.
 
     Args:
-        directory: directory that DeepSpeed's ``save_checkpoint`` was given.
+        directory: directory that was passed to DeepSpeed's ``save_checkpoint``.
         out: directory to write into.
         tag: the checkpoint; default: the latest.
         verify: compare DeepSpeed's files with their checksums, which reads them once more.
 
+    Returns:
+        Directory of the new checkpoint.
+
     Raises:
-        CheckpointError: the checkpoint cannot be imported, or ``out`` has something else with that name.
+        CheckpointError: the checkpoint cannot be imported, or ``out`` contains something else with that name.
     """
     imported = read_deepspeed(directory, tag, verify)
     try:
@@ -68,7 +71,7 @@ def import_deepspeed(directory: Path, out: Path, tag: str | None = None, verify:
     state = {key: json_codec.encode(value, key, tensors) for key, value in imported.state.items()}
     shards = [_shard(*tensor) for tensor in imported.tensors]
     shards += [_shard(f"client_state/{i}", tuple(t.shape), t.dtype, t) for i, t in enumerate(tensors)]
-    # An imported checkpoint names no run in its manifest, so that every job may replace it.
+    # The manifest of an imported checkpoint names no run, so every job may replace it.
     commit = Commit(out, _about(imported), state, TrainingRun())
     try:
         return write_checkpoint(out, imported.tag, shards, scalars, commit)
@@ -96,7 +99,7 @@ def _about(imported: ImportedCheckpoint) -> About:
         versions={**library_versions(), "deepspeed": imported.deepspeed_version},
         parameters=count_parameters(parameters),
         layout={},
-        # DeepSpeed does not record if it has left out frozen parameters: none with elements are there.
+        # DeepSpeed does not record if it has left out frozen parameters. Assume so if there are none with elements.
         exclude_frozen_parameters=all(entry.trained or not math.prod(entry.shape) for entry in parameters.values()),
     )
 
@@ -106,9 +109,9 @@ def _about(imported: ImportedCheckpoint) -> About:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = command_parser(prog, DESCRIPTION, EPILOG)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="what DeepSpeed's save_checkpoint was given")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write into; made if it is not there")
-    parser.add_argument("--tag", help="which checkpoint in DIR (default: the one that its file 'latest' names)")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the directory that was passed to save_checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory to write into; it is made if necessary")
+    parser.add_argument("--tag", help="the checkpoint in DIR (default: the one that its file 'latest' names)")
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare DeepSpeed's files with their checksums first"
     )
@@ -116,7 +119,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "zerolite import-deepspeed") -> int:
-    """Run the command. Returns 0, or 1 after a sentence on stderr."""
+    """Run the command. Return 0, or 1 after a message on stderr."""
     options = build_parser(prog).parse_args(argv)
     try:
         path = import_deepspeed(options.directory, options.out, options.tag, verify=not options.no_verify)

@@ -1,12 +1,12 @@
 """Flat ranges of DeepSpeed's partitions that hold each parameter, in plain integers.
 
 DeepSpeed flattens the trained parameters of a group and gives each rank a part; optimizer states have the same layout.
-At stages 1 and 2 the parameters are concatenated, and the whole is divided into equal parts, also within a parameter:
+At stages 1 and 2 it concatenates the parameters and divides the result into equal parts, also within a parameter:
 
     | a        | b              | c  |pad|
     | rank 0      | rank 1      | rank 2 |        the padding at the end is not saved
 
-At stage 3 each parameter is divided into equal parts, the last one padded, and a rank concatenates its parts:
+At stage 3 it divides each parameter into equal parts, the last one padded, and each rank concatenates its parts:
 
     rank 0 | a[0:k] | b[0:m] |    rank 1 | a[k:] pad | b[m:] |
 """
@@ -37,15 +37,15 @@ def equal_partitions(
 
     Args:
         numels: elements of the parameters, in order.
-        gaps: unused elements after each of them.
-        lengths: length of each rank's partition as it was saved.
-        where: the group, for messages.
+        gaps: unused elements after each parameter.
+        lengths: length of each rank's saved partition.
+        where: description of the group, for messages.
 
     Raises:
         CheckpointError: the numbers do not fit together.
     """
     needed, present, world_size = sum(numels.values()) + sum(gaps), sum(lengths), len(lengths)
-    # DeepSpeed pads the flat buffer of a group to a multiple of 2 * world_size (for NCCL), so more may be present.
+    # DeepSpeed pads the flat buffer of a group to a multiple of 2 * world_size for NCCL, so there may be more elements.
     if not needed <= present < needed + max(1, 2 * world_size):
         raise CheckpointError(
             f"{where}: the parameters have {needed} elements together, but the partitions of {world_size} ranks "
@@ -91,7 +91,7 @@ def sliced_parameters(numels: Mapping[str, int], lengths: Sequence[int], where: 
 
 
 def partition_slices(numel: int, world_size: int, offset: int = 0) -> Slices:
-    """Return the slices of a parameter at stage 3, at ``offset`` on each rank, without the padding."""
+    """Return the slices of a parameter at stage 3, which begins at ``offset`` on each rank, without padding."""
     part = -(-numel // world_size)
     lengths = [min(part, max(0, numel - rank * part)) for rank in range(world_size)]
     return tuple(PartitionSlice(rank, offset, length) for rank, length in enumerate(lengths) if length)

@@ -28,20 +28,20 @@ from zerolite.compat.deepspeed_layout import partition_slices
 from zerolite.compat.safe_unpickle import StubObject
 from zerolite.utils.dtypes import CODES
 
-# DeepSpeed's own entries in a file of model states; all others are the client's.
+# DeepSpeed's own entries in a file of model states; all other entries are the client's state.
 _MODEL_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
     "ds_version checkpoint_parallel_dimensions universal_checkpoint_info sparse_tensor_module_names".split()
 )
 # Entries of a parameter group that are not hyperparameters: implementation switches, counters, and the parameters.
-_NOT_SETTINGS = frozenset(
+_NOT_HYPERPARAMETERS = frozenset(
     ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable", "_ds_source_param_group_id")
 )
 
 
 class ImportedTensor(NamedTuple):
-    """A tensor of this shape and dtype, which ``values()`` makes."""
+    """A tensor of this shape and dtype, whose values ``values()`` returns."""
 
     key: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class ImportedCheckpoint:
     Attributes:
         state: content of state.json, not yet encoded.
         tensors: tensors with keys as in tensors.json.
-        left_out: descriptions of everything that has no place there.
+        left_out: descriptions of the parts that are left out.
     """
 
     directory: Path
@@ -74,12 +74,13 @@ class ImportedCheckpoint:
 def read_deepspeed(directory: Path, tag: str | None = None, verify: bool = True) -> ImportedCheckpoint:
     """Read a checkpoint of DeepSpeed.
 
-    Raises CheckpointError if it is missing, damaged, of another kind, or would need unpickling.
-
     Args:
-        directory: directory that DeepSpeed's ``save_checkpoint`` was given, or the checkpoint itself.
+        directory: directory that was passed to DeepSpeed's ``save_checkpoint``, or the checkpoint itself.
         tag: the checkpoint; default: the one that the file ``latest`` names.
         verify: compare the files with their checksums first.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or of another kind, or its files would run code.
     """
     path = find_tag(directory, tag)
     files = read_files(path, verify)
@@ -89,24 +90,26 @@ def read_deepspeed(directory: Path, tag: str | None = None, verify: bool = True)
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"'{path}' is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error})"
+            f"'{path}' does not have the layout of DeepSpeed 0.19 ({type(error).__name__}: {error})"
         ) from error
 
 
 @dataclass
 class _Importer:
+    """Conversion of one checkpoint."""
+
     files: Files
     left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.head = self.files.model[0]
         self.module: dict[str, torch.Tensor] = {}
-        self.extra: dict[str, Any] = {}  # state that modules add by get_extra_state
+        self.extra: dict[str, Any] = {}  # state of modules with get_extra_state
         for name, value in self.head.get(dict, "module").items():
             if name.rpartition(".")[2] == "_extra_state":
-                kept = self._plain(value, f"the extra state '{name}'")
-                if kept is not _NOTHING:
-                    self.extra[clean(name.removesuffix("_extra_state").removesuffix("."))] = kept
+                data = self._plain_data(value, f"the extra state '{name}'")
+                if data is not _NOTHING:
+                    self.extra[clean(name.removesuffix("_extra_state").removesuffix("."))] = data
             elif isinstance(value, torch.Tensor):
                 self.module[name] = value
             else:
@@ -139,7 +142,7 @@ class _Importer:
             world_size=self.files.world_size,
             deepspeed_version=str(head["ds_version"]),
             master_dtypes={CODES[master.dtype] for group in self.groups for master in group.masters},
-            config=self._plain(config, "its configuration") if isinstance(config, dict) else {},
+            config=self._plain_data(config, "its configuration") if isinstance(config, dict) else {},
             state=state,
             tensors=self.tensors,
             left_out=self.left_out,
@@ -152,11 +155,11 @@ class _Importer:
             raise CheckpointError(f"'{self.head.path}': {kind}{name} is of {dtype}, which no checkpoint can hold")
         self.tensors.append(ImportedTensor(kind + clean(name), shape, dtype, values))
 
-    def _plain(self, value: object, where: str) -> Any:
-        """Return ``value`` without parts that are not plain data; these are noted as left out."""
+    def _plain_data(self, value: object, where: str) -> Any:
+        """Return ``value`` without the parts that are not plain data, which are added to ``left_out``."""
         if type(value) is dict:
-            kept = {key: self._plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-            return {key: item for key, item in kept.items() if item is not _NOTHING}
+            items = {key: self._plain_data(item, f"{where}[{key!r}]") for key, item in value.items()}
+            return {key: item for key, item in items.items() if item is not _NOTHING}
         try:
             json_codec.encode(value, where, [])
         except TypeError:
@@ -181,14 +184,14 @@ class _Importer:
                 "shape": list(shape),
                 "dtype": CODES[self.module[name].dtype if name in self.module else dtype],
                 "trained": group is not None,
-                "aliases": [clean(alias) for alias, kept in aliases.items() if kept == name],
+                "aliases": [clean(alias) for alias, stored in aliases.items() if stored == name],
             }
         return found
 
     def _aliases(self) -> dict[str, str]:
         """Return further names of tied parameters, with the name under which each is stored.
 
-        Below stage 3 DeepSpeed detects ties by addresses. All empty parameters share one, and are not taken for tied.
+        Below stage 3 DeepSpeed compares addresses. All empty parameters have the same, but are not tied.
         """
         shared = self.head.content.get("shared_params") or {}
         return {
@@ -245,21 +248,21 @@ class _Importer:
         for group in self.groups:
             settings = dict(self.settings[group.number]) if self.settings is not None else {}
             if group.number not in groups:
-                kept = {key: value for key, value in settings.items() if key not in _NOT_SETTINGS}
-                if not kept.pop("bias_correction", True):  # torch's optimizers always correct the bias
+                values = {key: value for key, value in settings.items() if key not in _NOT_HYPERPARAMETERS}
+                if not values.pop("bias_correction", True):  # torch's optimizers always correct the bias
                     self.left_out.append(f"parameter group {group.number}['bias_correction'], which is False")
-                values = self._plain(kept, f"parameter group {group.number}")
+                values = self._plain_data(values, f"parameter group {group.number}")
                 groups[group.number] = {"names": [], "values": values}
             groups[group.number]["names"] += [clean(name) for name in group.shapes]
             self._add_states(group, scalars)
             if "step" in settings and "step" not in group.states[0]:  # some optimizers count steps in the param group
                 _set_number(scalars, "step", group, as_count("step", settings["step"]))
         if self.settings is None:
-            self.left_out.append("the settings of the parameter groups, which an elastic checkpoint does not hold")
+            self.left_out.append("the settings of the parameter groups, which an elastic checkpoint does not contain")
         return {"type": self._optimizer_type(), "groups": list(groups.values()), "scalars": scalars}
 
     def _optimizer_type(self) -> str:
-        """Return the class of torch that keeps the same states, as far as it can be found out."""
+        """Return the torch class with the same states, inferred from the config, the settings or the states."""
         config = self.head.content.get("ds_config")
         named = config.get("optimizer") if isinstance(config, dict) else None
         if isinstance(named, dict) and isinstance(named.get("type"), str):
@@ -288,17 +291,17 @@ class _Importer:
     # ---------------------------------------------------------------- the rest
 
     def _lr_scheduler(self, saved: object, config: object) -> dict[str, object] | None:
-        """Return the schedule's state; its ``type`` is None if only the client knows it."""
+        """Return the schedule's state. Its ``type`` is None if the config does not name it."""
         if saved is None:
             return None
         named = config.get("scheduler") if isinstance(config, dict) else None
         kind = named.get("type") if isinstance(named, dict) else None
-        kept = self._plain(saved, "the state of the learning rate schedule")
-        if kept is _NOTHING:
+        state = self._plain_data(saved, "the state of the learning rate schedule")
+        if state is _NOTHING:
             return None
         if isinstance(saved, dict) and set(saved) == {"last_batch_iteration"}:
-            kept = {"last_epoch": kept["last_batch_iteration"] + 1}  # DeepSpeed counts from -1
-        return {"type": kind, "state": kept}
+            state = {"last_epoch": state["last_batch_iteration"] + 1}  # DeepSpeed counts from -1
+        return {"type": kind, "state": state}
 
     def _loss_scaler(self) -> dict[str, object] | None:
         if not any(value.dtype == torch.float16 for name, value in self.module.items() if name in self.trained):
@@ -306,14 +309,14 @@ class _Importer:
         saved = self.files.optimizer[0].content["optimizer_state_dict"].get("loss_scaler")
         fields = saved.fields if isinstance(saved, StubObject) else {}
         if not isinstance(fields.get("cur_scale"), (int, float)):
-            self.left_out.append("the loss scale, which is not saved in a known way")
+            self.left_out.append("the loss scale, which has an unknown format")
             return None
         if not fields.get("dynamic"):
             return {"scale": float(fields["cur_scale"]), "good_steps": 0, "hysteresis_left": 1}
         good = fields["cur_iter"] - fields["last_overflow_iter"] - 1
         return {
             "scale": float(fields["cur_scale"]),
-            # DeepSpeed needs one good step more than zerolite to raise the scale, after the start and an overflow.
+            # To raise the scale after the start or an overflow, DeepSpeed needs one good step more than zerolite.
             "good_steps": max(0, good - 1) % fields["scale_window"],
             "hysteresis_left": max(1, fields["cur_hysteresis"]),
         }
@@ -340,8 +343,8 @@ class _Importer:
             if head.get(name) is not None:
                 self.left_out.append(f"the state of DeepSpeed's {name}")
         client = {key: value for key, value in head.items() if key not in _MODEL_KEYS}
-        kept: dict[str, Any] = self._plain(client, "client_state")
-        return kept
+        state: dict[str, Any] = self._plain_data(client, "client_state")
+        return state
 
 
 _NOTHING: Any = object()

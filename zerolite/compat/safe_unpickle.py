@@ -1,9 +1,9 @@
-"""Safe reader of ``torch.save`` files: classes of other programs are read as data and no code runs.
+"""Safe reader of ``torch.save`` files: objects of other programs are read as data, and no code of the file runs.
 
-A pickle is a program: it names functions and has them called. torch's ``weights_only`` reader calls only the few that
-make tensors, and fails at every other name. Here every other name stands for a :class:`StubObject`, which stores its
-arguments and runs nothing. So the fields of an unknown object can be read, and a command hidden in the file is a value
-like any other.
+A pickle is a program that names functions and calls them. torch's ``weights_only`` reader calls only the few functions
+that make tensors, and fails for all other names. Here every other name becomes a :class:`StubObject`, which stores its
+arguments and runs nothing. So the fields of an unknown object can be read, and a command hidden in the file is only a
+value.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zerolite.checkpoint.errors import CheckpointError
 
 
 class StubObject:
-    """Stand-in for an object whose class is not imported, or for the result of a function that is not called.
+    """Replacement of an object whose class is not imported, or of the result of a function that is not called.
 
     Attributes:
-        name: "module.class" of the object that it stands for.
+        name: "module.class" of the object.
         arguments: arguments of the constructor or function.
-        state: state that the pickle would have set afterwards, or None.
+        state: state that the pickle sets afterwards, or None.
     """
 
     name = ""
@@ -61,21 +61,21 @@ class StubObject:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Attributes of an ordinary object; an empty dict for an object without a dict as its state."""
+        """Attributes of an ordinary object; an empty dict if the state is not a dict."""
         return self.state if isinstance(self.state, dict) else {}
 
 
-def _stand_in(name: str) -> type[StubObject]:
-    """Return a class with the given full name: torch finds the classes that a file may use by their names."""
+def _stub_class(name: str) -> type[StubObject]:
+    """Return a stub class with the given full name, by which torch finds the classes that a file may use."""
     module, _, last = name.rpartition(".")
     return type(last, (StubObject,), {"__module__": module, "__qualname__": last, "name": name})
 
 
 @contextlib.contextmanager
 def _nothing_declared_safe() -> Iterator[None]:
-    """Ignore the classes that other code of this process, or torch for its distributed tensors, has declared safe.
+    """Context without the classes that other code, or torch for its distributed tensors, has declared safe.
 
-    The declarations belong to the process: do not use this in several threads at a time.
+    The declarations belong to the process, so only one thread at a time may use it.
     """
     declared = get_safe_globals()
     clear_safe_globals()
@@ -87,15 +87,16 @@ def _nothing_declared_safe() -> Iterator[None]:
 
 
 def load_safely(path: Path, verify: bool = False) -> Any:
-    """Load a file with its tensors on the CPU, mapped: bytes are read when they are used, so the file must stay.
+    """Load a file with its tensors on the CPU. The file is mapped and read when tensors are used, so it must stay.
 
-    Objects of classes other than torch's and Python's plain ones become :class:`StubObject`.
+    Objects become :class:`StubObject`, except those of torch and of Python's basic types.
 
     Args:
+        path: the file.
         verify: read the file to its end first, and compare it with its own checksums.
 
     Raises:
-        CheckpointError: the file cannot be read in this way.
+        CheckpointError: the file cannot be read safely, or is damaged.
     """
     _check_archive(path)
     if verify:
@@ -103,16 +104,14 @@ def load_safely(path: Path, verify: bool = False) -> Any:
     try:
         with warnings.catch_warnings(), _nothing_declared_safe():
             warnings.simplefilter("ignore")
-            with safe_globals([_stand_in(name) for name in get_unsafe_globals_in_checkpoint(path)]):
+            with safe_globals([_stub_class(name) for name in get_unsafe_globals_in_checkpoint(path)]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        # torch wraps the reason in several lines of advice about weights_only; its first line says which name was
-        # refused.
+        # torch wraps the reason in lines of advice about weights_only. The first line of the reason has the name.
         reason = str(error.__context__ or error).splitlines()[0].strip(" .")
         raise CheckpointError(
             f"'{path}' would need unpickling, which lets a file run any command, and zerolite does not do that "
-            f"({reason}). Load it with the program that wrote it, and save it again with nothing in it but plain data "
-            f"and tensors."
+            f"({reason}). Load it with the program that wrote it, and save only plain data and tensors"
         ) from error
     except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointError(
@@ -134,7 +133,7 @@ def _check_archive(path: Path) -> None:
     if start[:1] == b"\x80":
         raise CheckpointError(
             f"'{path}' is a bare pickle, torch's format before 1.6, and would need unpickling, which lets a file run "
-            f"any command; zerolite does not do that. Load it with the program that wrote it, and save it again."
+            f"any command; zerolite does not do that. Load it with the program that wrote it, and save it again"
         )
     raise CheckpointError(
         f"'{path}' is truncated or damaged: expected the zip archive that torch.save writes, got {size} bytes without "

@@ -1,7 +1,7 @@
 """DeepSpeed's Python interface over zerolite's: ``import zerolite.compat.deepspeed as deepspeed``.
 
-It has what scripts, accelerate, transformers, PEFT and TRL use of DeepSpeed. docs/deepspeed.md lists what is the same,
-what differs and what is absent. Names are imported on first use.
+It contains the parts of DeepSpeed that scripts, accelerate, transformers, PEFT and TRL use. docs/deepspeed.md lists the
+equal, different and absent parts. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ABSENT = {
     "init_inference": "it has no inference engine; generate with the trained module, or export it with "
     "engine.save_16bit_model()",
     "inference": "it has no inference engine",
-    "moe": "it has no layers of its own for mixtures of experts; a model's own layers train at every stage",
+    "moe": "it has no layers for mixtures of experts; a model's own layers train at every stage",
     "compression": "it compresses no models",
-    "tp_model_init": "tensor parallelism is asked for in the config, as tensor_parallel.size",
-    "sequence": "it has no attention of DeepSpeed-Ulysses; tensor_parallel.sequence_parallel divides sequences",
+    "tp_model_init": "tensor parallelism is set in the config, by tensor_parallel.size",
+    "sequence": "it has no attention of DeepSpeed-Ulysses; tensor_parallel.sequence_parallel shards sequences",
 }
 
 _load = lazy_names(

@@ -1,4 +1,4 @@
-"""``python -m zerolite.compat.deepspeed train.py``: run a script or module whose ``import deepspeed`` finds ours."""
+"""``python -m zerolite.compat.deepspeed train.py``: run a program whose ``import deepspeed`` finds zerolite's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``deepspeed.accelerator``: the device that this process trains on."""
+"""``deepspeed.accelerator``: the kind of device on which this process trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerolite.utils.accelerator import default_device
 
 
 class Accelerator:
-    """The interface of DeepSpeed's accelerators. All other names are looked up in ``torch.cuda`` or ``torch.cpu``."""
+    """The interface of DeepSpeed's accelerators. Other names are looked up in ``torch.cuda`` or ``torch.cpu``."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -50,7 +50,7 @@ class Accelerator:
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes of tensors on the device; 0 on a CPU, where torch does not count them."""
+        """Return the bytes of tensors on the device; 0 on a CPU, where torch has no count."""
         return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else 0
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:

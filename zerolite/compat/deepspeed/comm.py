@@ -24,17 +24,17 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed, with DeepSpeed's arguments; harmless if it runs.
+    """Start torch.distributed if it is not running, with DeepSpeed's arguments.
 
-    The environment of torchrun, mpirun and srun is always read, and gives the port.
+    The environment of torchrun, mpirun or srun is always read, also for the port.
     """
     if dist_init_required is False:
         return
     if dist_backend not in (None, "nccl", "gloo"):
         raise ValueError(f'init_distributed: expected dist_backend "nccl", "gloo" or None, got {dist_backend!r}')
     if distributed_port != _DEFAULT_PORT:
-        warnings.warn("init_distributed: distributed_port is read from MASTER_PORT alone", stacklevel=2)
-    # NCCL alone has no collectives for tensors on the host, which checkpoints and checks need: take the default, both.
+        warnings.warn("init_distributed: distributed_port is ignored; set MASTER_PORT instead", stacklevel=2)
+    # NCCL has no collectives for tensors on the host, which checkpoints and checks need: the default is both backends.
     backend = None if dist_backend == "nccl" else dist_backend
     zerolite.comm.init_distributed(
         backend,
@@ -46,7 +46,7 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """Return this process's number on its host."""
+    """Return this process's rank on its host."""
     return local_rank()
 
 

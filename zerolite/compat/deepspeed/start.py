@@ -36,14 +36,14 @@ def initialize(
     """Make an engine of ``model`` as :func:`zerolite.initialize` does, with DeepSpeed's arguments. Called on all ranks.
 
     Args:
-        args: may have the path of the config, as ``deepspeed_config``.
-        config: the config, as DeepSpeed reads it.
-        config_params: the same under its older name.
+        args: may have the path of the config as its attribute ``deepspeed_config``.
+        config: the config in DeepSpeed's schema.
+        config_params: older name of ``config``.
         optimizer: used in place of the config's.
         lr_scheduler: used if the config has no schedule.
 
     Returns:
-        The engine, its optimizer, its loader of ``training_data`` and its schedule; each is None if there is none.
+        The engine, its optimizer, its loader of ``training_data``, and its schedule. Each is None if there is none.
 
     Raises:
         ValueError: zerolite does not support an argument.
@@ -56,11 +56,11 @@ def initialize(
     values = _with_deepspeeds_defaults(found.zerolite, model)
     if optimizer is not None:
         if values.pop("optimizer", None) is not None:
-            warn_once("initialize: the optimizer that was passed counts, not that of the config")
+            warn_once("initialize: the optimizer argument is used, not the config's optimizer")
         if isinstance(optimizer, torch.optim.Optimizer):
-            model_parameters = None  # they are in it
+            model_parameters = None  # the optimizer has them
     if lr_scheduler is not None and values.get("scheduler") is not None:
-        warn_once("initialize: the schedule of the config counts, not the one that was passed")
+        warn_once("initialize: the config's schedule is used, not the lr_scheduler argument")
         lr_scheduler = None
     if optimizer is None and values.get("optimizer") is None:  # an engine that only evaluates
         model_parameters = lr_scheduler = None
@@ -74,14 +74,14 @@ def initialize(
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
     )
-    made = DeepSpeedEngine(engine, found)
+    wrapped = DeepSpeedEngine(engine, found)
     log_dist(f"DeepSpeed info: provided by zerolite {zerolite.__version__}, {engine!r}", ranks=[0])
-    stepping = None if engine.optimizer is None else made.optimizer
-    return made, stepping, made.training_dataloader, made.lr_scheduler
+    returned_optimizer = None if engine.optimizer is None else wrapped.optimizer
+    return wrapped, returned_optimizer, wrapped.training_dataloader, wrapped.lr_scheduler
 
 
 def _config_of(args: object, config: object, config_params: object) -> object:
-    """Return the config from one of the three places in which DeepSpeed looks for it."""
+    """Return the config from one of the three arguments that may have it."""
     path = getattr(args, "deepspeed_config", None)
     given = [source for source in (config, config_params, path) if source is not None]
     if len(given) != 1:
@@ -98,16 +98,16 @@ def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(
-                f"deepspeed.initialize: {name} is not supported, got {value!r}; use tensor_parallel.size in the config"
+                f"deepspeed.initialize: expected no {name}, got {value!r}; set tensor_parallel.size in the config"
             )
 
 
 def _with_deepspeeds_defaults(given: dict[str, Any], model: torch.nn.Module) -> dict[str, object]:
-    """Return the config with DeepSpeed's implicit behaviour.
+    """Return the config with keys for DeepSpeed's implicit behaviour.
 
     A plain ``loss.backward()`` is divided by gradient_accumulation_steps. A save replaces a checkpoint of another run
-    with the same tag. A PipelineModule gives the number of stages. Modules marked by ``set_z3_leaf_modules`` are
-    gathered as one at stage 3.
+    with the same tag. A PipelineModule sets the number of stages. At stage 3, modules marked by ``set_z3_leaf_modules``
+    are gathered as a unit.
     """
     values = {"divide_plain_backward": True, **given}
     values["checkpoint"] = {"overwrite": True, **(values.get("checkpoint") or {})}
@@ -125,6 +125,6 @@ def _with_deepspeeds_defaults(given: dict[str, Any], model: torch.nn.Module) -> 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add DeepSpeed's options to a parser: --deepspeed, --deepspeed_config."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", action="store_true", help="read by the script: whether to use DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed; the script itself reads this option")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON config")
     return parser

@@ -26,8 +26,8 @@ __all__ = [
     "unwrap_model_for_generation",
 ]
 
-_NOT_HERE = {
-    "mpu": "tensor parallelism is asked for in the config",
+_UNSUPPORTED = {
+    "mpu": "tensor parallelism is set in the config",
     "data_parallel_group": "parameters are partitioned over all data-parallel ranks",
     "zero_param_parallel_group": "parameters are partitioned over all data-parallel ranks",
     "sequence_data_parallel_group": "parameters are partitioned over all data-parallel ranks",
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = ("mem_efficient_linear", "pin_memory", "param_swapper")
 class Init(zerolite.zero.Init):
     """:class:`zerolite.zero.Init` with DeepSpeed's arguments.
 
-    Without ``dtype`` parameters keep the dtype that they are made in, so that master weights are exact.
+    Without ``dtype`` parameters keep the dtype of their construction, so that master weights are exact.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Init(zerolite.zero.Init):
         **others: Any,
     ) -> None:
         for name, value in others.items():
-            if name not in _NOT_HERE and name not in _WITHOUT_EFFECT:
+            if name not in _UNSUPPORTED and name not in _WITHOUT_EFFECT:
                 raise TypeError(f"zero.Init got an unexpected argument {name!r}")
-            if name in _NOT_HERE and value:
-                raise ValueError(f"zero.Init: expected no {name}, got {value!r}: {_NOT_HERE[name]}; leave it out")
+            if name in _UNSUPPORTED and value:
+                raise ValueError(f"zero.Init: expected no {name}, got {value!r}: {_UNSUPPORTED[name]}; leave it out")
         source = config_dict_or_path if config_dict_or_path is not None else config
         cleaned = None if source is None or not enabled else read_config(source).zerolite
         super().__init__(module, cleaned, remote_device, dtype, enabled)
@@ -66,7 +66,7 @@ class Init(zerolite.zero.Init):
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[torch.nn.Module]:
-    """Context in which the parameters of an engine's module are full. It yields the module. Called on all ranks."""
+    """Context in which the parameters of an engine's module are gathered. It yields the module. Called on all ranks."""
     module = getattr(model, "module", model)
     with GatheredParameters(module):
         yield module

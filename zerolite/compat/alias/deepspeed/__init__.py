@@ -1,4 +1,4 @@
-"""``import deepspeed`` where it was asked for: ``zerolite.compat.deepspeed`` under DeepSpeed's name."""
+"""``zerolite.compat.deepspeed`` under DeepSpeed's name, for processes that have switched it on."""
 
 import os
 import sys
@@ -9,4 +9,4 @@ from zerolite.compat.as_deepspeed import AliasFinder
 sys.meta_path.insert(0, AliasFinder())
 sys.modules[__name__] = zerolite.compat.deepspeed
 if os.environ.get("RANK", "0") == "0":
-    print("zerolite: `import deepspeed` gives zerolite.compat.deepspeed, as was asked for", file=sys.stderr, flush=True)
+    print("zerolite: `import deepspeed` gives zerolite.compat.deepspeed, as requested", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``deepspeed.checkpoint.utils``: tensors as they are written into files."""
+"""``deepspeed.checkpoint.utils``: copies of tensors for files."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from zerolite.utils.nested import map_tensors
 
 
 def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> Any:
-    """Return ``item`` with each tensor copied to ``device``, with no more memory than its elements need."""
+    """Return ``item`` with contiguous copies of its tensors on ``device``, so that files have only their elements."""
     return map_tensors(lambda tensor: tensor.detach().to(device, copy=True).contiguous(), item)

@@ -1,1 +1,1 @@
-"""``deepspeed.launcher``: names that other launchers read; the launcher here is ``zerolite``."""
+"""``deepspeed.launcher``: names that other launchers read. The launcher itself is the command ``zerolite``."""

@@ -1,4 +1,4 @@
-"""``deepspeed.launcher.runner``: the file to which `accelerate launch` adds variables for the ranks."""
+"""``deepspeed.launcher.runner``: name of the file to which `accelerate launch` adds variables for the ranks."""
 
 import os
 

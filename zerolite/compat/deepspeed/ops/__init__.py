@@ -4,6 +4,6 @@ from zerolite.utils.lazy import lazy_names
 
 __all__ = ["adagrad", "adam", "lion"]
 
-__compatible_ops__: dict[str, bool] = {}  # DeepSpeed's compiled operators, of which none is needed here
+__compatible_ops__: dict[str, bool] = {}  # DeepSpeed's compiled operators; none is needed
 
 __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, ""))

@@ -1,6 +1,6 @@
-"""``deepspeed.ops.adam``: Adam and AdamW of torch, which an engine updates with zerolite's kernels.
+"""``deepspeed.ops.adam``: torch's Adam and AdamW, which an engine updates with zerolite's kernels.
 
-They are functions and not classes: the kernels know torch's classes exactly.
+They are functions, because the kernels accept only torch's own classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def FusedAdam(
 ) -> torch.optim.Optimizer:
     """Return AdamW, or Adam without ``adam_w_mode``. Raises ValueError for options that torch's classes do not have."""
     if not bias_correction:
-        raise ValueError("FusedAdam: expected bias_correction=True, which Adam and AdamW always do, got False")
+        raise ValueError("FusedAdam: expected bias_correction=True, got False; Adam and AdamW always correct the bias")
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
@@ -39,8 +39,9 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Make the same optimizer as :func:`FusedAdam`. ``offload_optimizer`` in the config decides where the update
-    runs."""
+    """Return the optimizer of :func:`FusedAdam`. The config's ``offload_optimizer`` decides where the update runs."""
     if not fp32_optimizer_states:
-        raise ValueError("DeepSpeedCPUAdam: expected fp32_optimizer_states=True, got False; see bf16_optimizer_states")
+        raise ValueError(
+            "DeepSpeedCPUAdam: expected fp32_optimizer_states=True, got False; set bf16_optimizer_states in the config"
+        )
     return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

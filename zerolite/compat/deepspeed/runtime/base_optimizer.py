@@ -17,8 +17,8 @@ __all__ = ["DeepSpeedOptimizer", "Stage3Optimizer", "ZeROOptimizer"]
 class DeepSpeedOptimizer:
     """An engine's optimizer with the members of DeepSpeed's optimizers.
 
-    ``param_groups`` are the dicts that the update reads, including those of the user's own optimizer. ``step`` does the
-    same as ``engine.step()`` at a boundary.
+    ``param_groups`` are the dicts that the update reads, also with the user's own optimizer. ``step`` does the same as
+    ``engine.step()`` at a boundary.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -27,12 +27,11 @@ class DeepSpeedOptimizer:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that ``initialize`` was given, or that was made from the config."""
-        inner: torch.optim.Optimizer = self._engine.optimizer.inner
-        return inner
+        return self._engine.optimizer.inner
 
     @property
     def overflow(self) -> bool:
-        """True if the last step was skipped because a gradient was not finite. Waits for the step."""
+        """True if the last step was skipped because of a gradient that was not finite. Waits for the step."""
         norm = self._engine.get_global_grad_norm()
         return norm is not None and not math.isfinite(norm)
 
@@ -50,8 +49,7 @@ class DeepSpeedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._engine.optimizer.param_groups
-        return groups
+        return self._engine.optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -59,9 +57,9 @@ class DeepSpeedOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """This rank's states by parameter, in dicts that are copies.
+        """This rank's states by parameter, as copied dicts.
 
-        Lightning puts moved tensors into them at its end, which then changes nothing. Set a state by
+        So the tensors that Lightning moves at its end, and writes into these dicts, change nothing. Set a state by
         ``deepspeed.utils.safe_set_full_optimizer_state``.
         """
         return {parameter: dict(states) for parameter, states in self._engine.optimizer.state.items()}
@@ -84,8 +82,7 @@ class DeepSpeedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's states, for an engine of the same stage and world size."""
-        state: dict[str, Any] = self._engine.optimizer.state_dict()
-        return state
+        return self._engine.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. Called on all ranks."""
@@ -97,11 +94,11 @@ class DeepSpeedOptimizer:
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """The same class under DeepSpeed's name for stages 1 to 3."""
+    """The same optimizer under DeepSpeed's name for stages 1 to 3."""
 
 
 class Stage3Optimizer(ZeROOptimizer):
-    """The same at stage 3, with ``parameter_offload``, by which TRL removes hooks while a model generates."""
+    """The optimizer at stage 3, with ``parameter_offload``, by which TRL removes hooks while a model generates."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -111,8 +108,8 @@ class Stage3Optimizer(ZeROOptimizer):
 class ParameterOffload:
     """The module at stage 3, with the members of DeepSpeed's owner of its hooks.
 
-    The lists of hooks are empty, so a client that removes and restores them changes nothing. The real hooks may stay:
-    parameters that ``zero.GatheredParameters`` holds are not gathered again.
+    The lists of hooks are empty, so a client that removes and restores them changes nothing. The real hooks need not be
+    removed, because they do not gather parameters again that ``zero.GatheredParameters`` holds.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -124,12 +121,12 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: object) -> None: ...
 
-    _register_hooks_recursively = _register_deepspeed_module  # the name that older releases of TRL call
+    _register_hooks_recursively = _register_deepspeed_module  # the name in older releases of TRL
 
 
 def make_optimizer(engine: Engine) -> DeepSpeedOptimizer | ParameterOffload | None:
-    """Return the attribute ``optimizer`` of a DeepSpeedEngine over ``engine``."""
-    stage = int(engine.config.zero_optimization.stage)
+    """Return the attribute ``optimizer`` of a DeepSpeedEngine with ``engine``."""
+    stage = engine.config.zero_optimization.chosen_stage
     optimizer: Any = engine.optimizer  # None in an engine that only evaluates
     if optimizer is None:
         return ParameterOffload(engine.module) if stage == 3 else None

@@ -1,4 +1,4 @@
-"""Checkpoints under DeepSpeed's names, and loading of checkpoints that DeepSpeed itself has written."""
+"""Checkpoints under DeepSpeed's names, and loading of checkpoints that DeepSpeed has written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerolite.compat.deepspeed_import import import_deepspeed
 from zerolite.engine.engine import Engine
 
 IMPORTED = ".zerolite-import"
-"""Temporary directory, inside that of the checkpoint, for a DeepSpeed checkpoint converted to zerolite's format."""
+"""Temporary directory, in the one of the checkpoints, for a DeepSpeed checkpoint in zerolite's format."""
 
 _SCRIPT = '''\
 #!/usr/bin/env python
@@ -28,26 +28,26 @@ main()
 
 
 def on_rank0(engine: Engine, call: str, work: Callable[[], object]) -> None:
-    """Let rank 0 do ``work``. If it raises, all ranks raise CheckpointError. Called on all ranks.
+    """Run ``work`` on rank 0. If it raises, all ranks raise CheckpointError. Called on all ranks.
 
     Args:
         engine: the engine.
         call: the user's call, for the message.
-        work: what rank 0 does.
+        work: function without arguments.
     """
     error = None
     if engine.rank == 0:
         try:
             work()
-        except Exception as problem:
-            error = problem
+        except Exception as caught:
+            error = caught
     raise_together(engine.topology.world, engine.device, "checkpoint", error, call, CheckpointError)
 
 
 def save(
     engine: Engine, save_dir: Any, tag: object, client_state: dict[str, Any] | None, latest: bool, without_frozen: bool
 ) -> None:
-    """Save, and let rank 0 write the script that exports the checkpoint."""
+    """Save a checkpoint, and write the script that exports it."""
 
     def write_script() -> None:
         script = Path(save_dir, "zero_to_fp32.py")
@@ -61,13 +61,13 @@ def save(
 def load(
     engine: Engine, load_dir: Any, tag: object, flags: tuple[bool, bool, bool, bool]
 ) -> tuple[str | None, dict[str, Any]]:
-    """Load, after rank 0 has converted a checkpoint of DeepSpeed.
+    """Load a checkpoint. Rank 0 converts a checkpoint of DeepSpeed first.
 
     Args:
         engine: the engine.
         load_dir: directory of the checkpoints.
         tag: the checkpoint; default: the latest.
-        flags: those of ``Engine.load_checkpoint`` up to ``load_module_only``.
+        flags: arguments of ``Engine.load_checkpoint`` from ``load_module_strict`` to ``load_module_only``.
     """
     directory, name = Path(load_dir), None if tag is None else str(tag)
     imported = False
@@ -83,7 +83,7 @@ def load(
     try:
         source = directory / IMPORTED if imported else directory
         path, client_state = engine.load_checkpoint(source, name, *flags, missing_ok=True)
-        engine.reduce(0, "max")  # a barrier: rank 0 removes the files that all ranks read
+        engine.reduce(0, "max")  # a barrier: afterwards rank 0 removes the files that all ranks read
     finally:
         if imported and engine.rank == 0:
             shutil.rmtree(directory / IMPORTED, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Reader of a config as DeepSpeed reads it, for zerolite's strict loader.
+"""Translation of a DeepSpeed config for zerolite's strict loader.
 
-DeepSpeed ignores unknown keys at the top level, replaces "auto" by defaults, and accepts deprecated spellings. Keys
-that change no numbers here are removed with a warning, once, on rank 0. A key that would change numbers and is not
-supported is an error of ``zerolite.config``.
+DeepSpeed ignores unknown keys at the top level, replaces "auto" by defaults, and accepts deprecated names. Keys that
+change no numbers are removed with a warning, once, on rank 0. An unsupported key that would change numbers is an error
+of ``zerolite.config``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerolite.config.source import read_source
 
 _TOP_LEVEL = frozenset(path.partition(".")[0] for path in (*supported_keys(), *UNSUPPORTED, *RENAMED, *ALIASES))
 
-# Keys about speed, memory, logs and file formats: no loss and no weight depends on them.
+# Keys for speed, memory, logs and file formats. No loss and no weight depends on them.
 _WITHOUT_NUMBERS = (
     "aio.use_gds",
     "autotuning",
@@ -63,8 +63,8 @@ class DeepSpeedConfig:
     """A config in two forms.
 
     Attributes:
-        raw: the user's dict itself, which clients read again.
-        zerolite: the config that zerolite gets.
+        raw: the user's own dict, which clients read again.
+        zerolite: the config for zerolite.
     """
 
     raw: dict[str, Any]
@@ -72,8 +72,10 @@ class DeepSpeedConfig:
 
 
 def read_config(source: Any) -> DeepSpeedConfig:
-    """Read a dict (which stays unchanged), a path, JSON text, or JSON text in base64. Raises ConfigError if it is
-    unreadable."""
+    """Read a config: a dict, which stays unchanged, a path, JSON text, or JSON text in base64.
+
+    Raises ConfigError if it is unreadable.
+    """
     if isinstance(source, DeepSpeedConfig):
         return source
     if isinstance(source, str) and not os.path.exists(source):
@@ -85,9 +87,9 @@ def read_config(source: Any) -> DeepSpeedConfig:
         warn_once(f"config: {key} is no key of the config, and is ignored as DeepSpeed does")
         del values[key]
     for path in _WITHOUT_NUMBERS:
-        holder, key = _find(values, path)
-        if holder is not None and key in holder:
-            if _has_effect(holder.pop(key)):
+        block, key = _find(values, path)
+        if block is not None and key in block:
+            if _has_effect(block.pop(key)):
                 warn_once(f"config: {path} has no effect here; numbers do not depend on it")
     _set_defaults(values)
     return DeepSpeedConfig(raw, values)
@@ -101,7 +103,7 @@ def _decoded(text: str) -> str:
 
 
 def _without_auto(values: dict[str, object]) -> dict[str, object]:
-    """Return ``values`` without the keys that are still "auto", so that their defaults are used."""
+    """Return ``values`` without the keys whose value is "auto", so that their defaults are used."""
     return {
         key: _without_auto(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -110,33 +112,33 @@ def _without_auto(values: dict[str, object]) -> dict[str, object]:
 
 
 def _rename_deprecated(values: dict[str, object]) -> None:
-    """Replace deprecated spellings by the current keys, as DeepSpeed does."""
-    for old, block in _ON_THE_HOST.items():
+    """Replace deprecated names by the current ones, as DeepSpeed does."""
+    for old, new in _ON_THE_HOST.items():
         zero = values.get("zero_optimization")
         if isinstance(zero, dict) and isinstance(zero.get(old), bool):
             if zero.pop(old):
-                zero.setdefault(block, {"device": "cpu"})
+                zero.setdefault(new, {"device": "cpu"})
     for old, new in RENAMED.items():
-        holder, key = _find(values, old)
-        if holder is None or key not in holder or new not in _SUPPORTED or old.startswith("optimizer."):
-            continue  # max_grad_norm of an optimizer is an error in DeepSpeed, too
+        block, key = _find(values, old)
+        if block is None or key not in block or new not in _SUPPORTED or old.startswith("optimizer."):
+            continue  # max_grad_norm of an optimizer is an error in DeepSpeed too
         target, name = _find(values, new, make=True)
         if target is not None:
-            target.setdefault(name, holder.pop(key))
-            warn_once(f"config: {old} is read as {new}, today's name")
+            target.setdefault(name, block.pop(key))
+            warn_once(f"config: {old} is read as {new}, its current name")
 
 
 _SUPPORTED = frozenset(supported_keys())
 
 
 def _set_defaults(values: dict[str, object]) -> None:
-    """Set DeepSpeed's defaults where they differ: Adam without weight decay, and bf16 outputs. Refuse infinite numbers.
+    """Set DeepSpeed's defaults that differ from zerolite's: Adam without weight decay, and bf16 outputs.
 
-    Infinity is allowed for ``steps_per_print`` only, where it means "never".
+    Raises ValueError for infinite numbers, except for ``steps_per_print``, where infinity means "never".
     """
-    for holder, key in _leaves(values):
-        if isinstance(holder[key], float) and math.isinf(holder[key]) and key != "steps_per_print":
-            raise ValueError(f"config: expected a finite number for {key}, got {holder[key]}; write one")
+    for key, value in _leaves(values):
+        if isinstance(value, float) and math.isinf(value) and key != "steps_per_print":
+            raise ValueError(f"config: expected a finite number for {key}, got {value}; write one")
     optimizer = values.get("optimizer")
     if isinstance(optimizer, dict) and str(optimizer.get("type", "")).lower() in ("adam", "adamw"):
         params = optimizer["params"] = dict(optimizer.get("params") or {})
@@ -147,33 +149,33 @@ def _set_defaults(values: dict[str, object]) -> None:
         bf16.setdefault("output_dtype", "bf16")
 
 
-def _leaves(values: dict[str, object]) -> Iterator[tuple[dict[str, Any], str]]:
+def _leaves(values: dict[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value)
         else:
-            yield values, key
+            yield key, value
 
 
 def _find(values: dict[str, object], path: str, make: bool = False) -> tuple[dict[str, object] | None, str]:
-    """Return the dict that holds the last key of ``path`` (None if there is none), and that key."""
-    *blocks, key = path.split(".")
-    holder: Any = values
-    for block in blocks:
-        holder = holder.setdefault(block, {}) if make else holder.get(block)
-        if not isinstance(holder, dict):
+    """Return the block that contains the last key of ``path`` (None if there is none), and that key."""
+    *names, key = path.split(".")
+    block: Any = values
+    for name in names:
+        block = block.setdefault(name, {}) if make else block.get(name)
+        if not isinstance(block, dict):
             return None, key
-    return holder, key
+    return block, key
 
 
 def _has_effect(value: object) -> bool:
-    """Return True if the value of a removed key switches something on."""
+    """Return True if the value of a removed key would change anything in DeepSpeed."""
     if isinstance(value, Mapping):
         return bool(value.get("enabled", any(map(_has_effect, value.values()))))
-    return value is True or (value is not None and value not in (0, 1, -1))  # 1 and -1: groups of no size
+    return value is True or (value is not None and value not in (0, 1, -1))  # as group sizes, 1 and -1 mean none
 
 
 def is_stage3(values: Mapping[str, object]) -> bool:
-    """Return True if a cleaned config asks for stage 3."""
+    """Return True if a translated config sets stage 3."""
     zero = values.get("zero_optimization")
     return isinstance(zero, Mapping) and zero.get("stage", 0) == 3

@@ -23,7 +23,7 @@ _ABSENT = {
 
 
 def _of_engine(name: str) -> property:
-    """Make a property that is the engine's ``name``."""
+    """Make a property that returns the engine's attribute ``name``."""
     return property(lambda self: getattr(self.zerolite, name))
 
 
@@ -34,16 +34,16 @@ def _setting(path: str) -> Callable[[DeepSpeedEngine], Any]:
 
 
 class DeepSpeedEngine(torch.nn.Module):
-    """A module around the user's, whose forward, backward and step are those of a :class:`zerolite.Engine`.
+    """A module around the user's model, with the forward, backward and step of a :class:`zerolite.Engine`.
 
-    All other names are looked up in the module.
+    Other names are looked up in the model.
 
     Attributes:
         module: the user's model.
         config: the dict that ``initialize`` was given.
-        zerolite: the engine behind this one, None after :meth:`destroy`.
+        zerolite: the engine behind this one; None after :meth:`destroy`.
         optimizer: a :class:`DeepSpeedOptimizer`. For an engine that only evaluates it is None, or at stage 3 the owner
-            of the hooks, as in DeepSpeed: TRL looks for it there when a reference model generates.
+            of the hooks as in DeepSpeed, which TRL uses when a reference model generates.
     """
 
     def __init__(self, engine: Engine, config: DeepSpeedConfig) -> None:
@@ -51,7 +51,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.module = engine.module
         self.training = self.module.training
         self.config = config.raw
-        self.zerolite: Any = engine
+        self.zerolite = engine
         self.optimizer = make_optimizer(engine)
         self.training_dataloader = engine.dataloader
         self.loaded_checkpoint_tag: str | None = None
@@ -76,14 +76,12 @@ class DeepSpeedEngine(torch.nn.Module):
         unknown = set(ignored) - {"allreduce_gradients", "release_loss"}
         if unknown:
             raise TypeError(f"DeepSpeedEngine.backward got unexpected arguments: {', '.join(sorted(unknown))}")
-        result: torch.Tensor = self.zerolite.backward(loss, scale_wrt_gas, retain_graph)
-        return result
+        return self.zerolite.backward(loss, scale_wrt_gas, retain_graph)
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """End a micro-batch. At the boundary of a gradient accumulation: clip, update, clear gradients and step the
-        schedule.
+        """End a micro-batch. Called on all ranks.
 
-        Called on all ranks.
+        At the boundary of a gradient accumulation, clip and update, clear the gradients and step the schedule.
         """
         if lr_kwargs:
             raise ValueError(
@@ -96,29 +94,27 @@ class DeepSpeedEngine(torch.nn.Module):
         self.zerolite.zero_grad()
 
     def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
-        """See :meth:`zerolite.Engine.train_batch`; with a pipeline this is how an engine trains."""
-        loss: torch.Tensor = self.zerolite.train_batch(data_iter)
-        return loss
+        """See :meth:`zerolite.Engine.train_batch`. With a pipeline this is the only way to train."""
+        return self.zerolite.train_batch(data_iter)
 
     def eval_batch(self, data_iter: Iterator[object], return_logits: bool = False, compute_loss: bool = True) -> Any:
         """See :meth:`zerolite.Engine.eval_batch`."""
         return self.zerolite.eval_batch(data_iter, return_logits, compute_loss)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Finish the mean of all gradients over ranks. Called on all ranks."""
+        """Complete the average of all gradients over ranks. Called on all ranks."""
         self.zerolite.reduce_gradients()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which backwards only accumulate."""
-        context: contextlib.AbstractContextManager[None] = self.zerolite.no_sync()
-        return context
+        """Return a context in which backwards only accumulate."""
+        return self.zerolite.no_sync()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set if the current micro-batch ends its gradient accumulation; it holds until the next call."""
+        """Set if the current micro-batch ends its gradient accumulation. The setting is used until the next call."""
         self.zerolite.set_gradient_accumulation_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return bool(self.zerolite.is_gradient_accumulation_boundary())
+        return self.zerolite.is_gradient_accumulation_boundary()
 
     def was_step_applied(self) -> bool:
         """Return True if the last ``step()`` changed weights. Waits for the step."""
@@ -126,8 +122,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's gradient before clipping; None before the first step."""
-        norm: float | None = self.zerolite.get_global_grad_norm()
-        return norm
+        return self.zerolite.get_global_grad_norm()
 
     def deepspeed_io(self, dataset: object, batch_size: int | None = None, route: str = "train", **kwargs: Any) -> Any:
         """See :meth:`zerolite.Engine.deepspeed_io`."""
@@ -142,7 +137,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def destroy(self) -> None:
         """Drop the engine, so that its memory is freed and another engine may use the model. May be called twice."""
-        self.zerolite = None
+        self.zerolite = None  # type: ignore[assignment]  # nothing may be called afterwards
         self.optimizer = None
         self.training_dataloader = None
 
@@ -164,9 +159,9 @@ class DeepSpeedEngine(torch.nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that makes the next step the same into ``save_dir/tag``, by default ``global_step<N>``.
+        """Save a checkpoint to ``save_dir/tag``, by default ``global_step<N>``. Called on all ranks.
 
-        ``zero_to_fp32.py`` is written beside it. See :meth:`zerolite.Engine.save_checkpoint`. Called on all ranks.
+        ``zero_to_fp32.py`` is written beside it. See :meth:`zerolite.Engine.save_checkpoint`.
         """
         checkpoints.save(self.zerolite, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
@@ -181,10 +176,10 @@ class DeepSpeedEngine(torch.nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint that this class or DeepSpeed has saved, at any stage and number of ranks. Called on all
-        ranks.
+        """Load a checkpoint of this class or of DeepSpeed, of any stage and number of ranks. Called on all ranks.
 
-        Returns its directory and the client state, or (None, {}) if there is none.
+        Returns:
+            Its directory and the client state, or (None, {}) if there is none.
         """
         if custom_load_fn is not None:
             raise ValueError("DeepSpeedEngine.load_checkpoint: custom_load_fn is not supported; leave it out")
@@ -209,24 +204,24 @@ class DeepSpeedEngine(torch.nn.Module):
     save_fp16_model = save_16bit_model
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, object] | None:
-        """Return the full model's state on rank 0's CPU, in the compute dtype; None on other ranks. Called on all
-        ranks."""
-        state: dict[str, Any] = self.zerolite.full_state_dict(rank0_only=True)
+        """Return the full model's state on rank 0's CPU in the compute dtype; None on other ranks.
+
+        Called on all ranks.
+        """
+        state = self.zerolite.full_state_dict(rank0_only=True)
         if self.zerolite.rank != 0:
             return None
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    state.pop(name, None)
-        return state
+        return self._without_frozen(state) if exclude_frozen_parameters else state
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the module's state dict, with names without a prefix."""
-        state = self.module.state_dict()
+        return self._without_frozen(self.module.state_dict()) if exclude_frozen_parameters else self.module.state_dict()
+
+    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
+        return {name: value for name, value in state.items() if name not in frozen}
 
     # ---------------------------------------------------------------- config and counters
 
@@ -257,17 +252,16 @@ class DeepSpeedEngine(torch.nn.Module):
         return int(self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size)
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return int(self.zerolite.train_micro_batch_size_per_gpu or 1)
+        return self.zerolite.train_micro_batch_size_per_gpu or 1
 
     def gradient_accumulation_steps(self) -> int:
-        return int(self.zerolite.gradient_accumulation_steps)
+        return self.zerolite.gradient_accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def get_lr(self) -> list[float]:
-        rates: list[float] = self.zerolite.get_lr()
-        return rates
+        return self.zerolite.get_lr()
 
     gradient_clipping = _setting("gradient_clipping")
     steps_per_print = _setting("steps_per_print")
@@ -280,7 +274,7 @@ class DeepSpeedEngine(torch.nn.Module):
     zero_offload_optimizer = _setting("zero_optimization.offload_optimizer")
 
     def loss_scale(self) -> float:
-        return float(self.zerolite.loss_scale)
+        return self.zerolite.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
         return isinstance(self.optimizer, DeepSpeedOptimizer) and self.optimizer.dynamic_loss_scale
@@ -295,7 +289,7 @@ class DeepSpeedEngine(torch.nn.Module):
         return self.zero_optimization_stage() == 3
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, for a name that this class does not have."""
+        """Return an attribute of the module for a name that this class lacks."""
         if name in _ABSENT:
             raise AttributeError(f"zerolite's DeepSpeedEngine has no {name!r}: {_ABSENT[name]}")
         try:

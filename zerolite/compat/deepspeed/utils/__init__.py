@@ -1,4 +1,4 @@
-"""``deepspeed.utils``: logger, values of single parameters, groups, loaders."""
+"""``deepspeed.utils``: logger, access to single parameters, groups and loaders."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ __all__ = [
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[object]) -> list[torch.nn.Module]:
-    """Mark the modules of these classes (or names of classes), so that stage 3 gathers each with everything inside as
-    one.
+    """Mark the modules of these classes, given as classes or names. Stage 3 gathers each with its submodules as a unit.
 
-    Call it before ``initialize``. Returns the modules; raises ValueError if there is none.
+    Called before ``initialize``. Returns the modules. Raises ValueError if there is none.
     """
     return _mark(model, leaf_module_classes, True)
 
@@ -72,7 +71,7 @@ def _mark(model: torch.nn.Module, classes: Iterable[object], flag: bool) -> list
     names = {kind for kind in kinds if isinstance(kind, str)}
     found = [m for m in model.modules() if isinstance(m, types) or type(m).__name__ in names]
     if not found:
-        raise ValueError(f"expected modules of the classes {kinds} in the model, found none")
+        raise ValueError(f"expected modules of the classes {kinds} in the model, got none; check the names")
     for module in found:
         module._z3_leaf = flag  # type: ignore[assignment]
     return found

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: sizes and ranks of data parallelism; all other kinds have one rank here."""
+"""``deepspeed.utils.groups``: sizes and ranks of data parallelism; all other groups have one rank here."""
 
 from __future__ import annotations
 

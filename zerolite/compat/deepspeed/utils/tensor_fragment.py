@@ -1,7 +1,7 @@
 """``deepspeed.utils.tensor_fragment``: gradients, master weights and optimizer states of single parameters.
 
-Each function is called on all ranks, with the same parameters in the same order. "Full" is the whole tensor at every
-stage. "Local" is this rank's part of a parameter that stage 3 has partitioned: flat, and padded with zeros to the
+Each function is called on all ranks, with the same parameters in the same order. "Full" is the full tensor at every
+stage. "Local" is this rank's shard of a parameter that stage 3 has partitioned: flat, and padded with zeros to the
 length of ``param.ds_tensor``.
 """
 
@@ -14,63 +14,63 @@ from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, han
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the whole master weight, a copy; None for a frozen parameter."""
+    """Return a copy of the full master weight; None for a frozen parameter."""
     return zerolite.get_full_master(param) if param.requires_grad else None
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the whole gradient, the mean over ranks since the last step; None without one."""
+    """Return the full gradient, averaged over ranks, since the last step; None if there is none."""
     return zerolite.get_full_grad(param) if param.requires_grad else None
 
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a whole state, such as "exp_avg", a copy; None for a frozen parameter."""
+    """Return a copy of a full state, such as "exp_avg"; None for a frozen parameter."""
     return zerolite.get_full_optimizer_state(param, optim_state_key) if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole master weight, and the parameter with it. Ranks pass equal values."""
+    """Set the full master weight and the parameter. All ranks pass equal values."""
     zerolite.set_full_master(param, value)
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole gradient of the next step. Ranks pass equal values."""
+    """Set the full gradient of the next step. All ranks pass equal values."""
     zerolite.set_full_grad(param, value)
 
 
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set a whole state. Ranks pass equal values."""
+    """Set a full state. All ranks pass equal values."""
     zerolite.set_full_optimizer_state(param, optim_state_key, value)
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the master weight, a copy; None for a frozen parameter."""
-    return _part(param, safe_get_full_fp32_param(param))
+    """Return a copy of this rank's shard of the master weight; None for a frozen parameter."""
+    return _shard(param, safe_get_full_fp32_param(param))
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's part of the gradient, a copy; None without one."""
-    return _part(param, safe_get_full_grad(param))
+    """Return a copy of this rank's shard of the gradient; None if there is none."""
+    return _shard(param, safe_get_full_grad(param))
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's part of a state, a copy; None for a frozen parameter."""
-    return _part(param, safe_get_full_optimizer_state(param, optim_state_key))
+    """Return a copy of this rank's shard of a state; None for a frozen parameter."""
+    return _shard(param, safe_get_full_optimizer_state(param, optim_state_key))
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the master weight; the parameter follows at once."""
-    safe_set_full_fp32_param(param, _whole(param, value))
+    """Set this rank's shard of the master weight and of the parameter."""
+    safe_set_full_fp32_param(param, _full(param, value))
 
 
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of the gradient of the next step."""
-    safe_set_full_grad(param, _whole(param, value))
+    """Set this rank's shard of the gradient of the next step."""
+    safe_set_full_grad(param, _full(param, value))
 
 
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of a state."""
-    safe_set_full_optimizer_state(param, _whole(param, value), optim_state_key)
+    """Set this rank's shard of a state."""
+    safe_set_full_optimizer_state(param, _full(param, value), optim_state_key)
 
 
 def _record(param: torch.nn.Parameter) -> PartitionedParameter:
@@ -78,30 +78,30 @@ def _record(param: torch.nn.Parameter) -> PartitionedParameter:
     if record is None:
         raise ValueError(
             f"expected a parameter that stage 3 has partitioned, got one of shape {tuple(param.shape)} that is whole; "
-            "use the function whose name has 'full' for 'local'"
+            "use the function with 'full' in its name"
         )
     return record
 
 
-def _part(param: torch.nn.Parameter, whole: torch.Tensor | None) -> torch.Tensor | None:
+def _shard(param: torch.nn.Parameter, full: torch.Tensor | None) -> torch.Tensor | None:
     record = _record(param)
-    if whole is None:
+    if full is None:
         return None
-    part = whole.new_zeros(record.shard.numel())
-    own = whole.flatten()[record.comm.rank * part.numel() :][: part.numel()]
-    part[: own.numel()] = own
-    return part
+    shard = full.new_zeros(record.shard.numel())
+    own = full.flatten()[record.comm.rank * shard.numel() :][: shard.numel()]
+    shard[: own.numel()] = own
+    return shard
 
 
-def _whole(param: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """Return the full values, from the parts that all ranks pass."""
+def _full(param: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """Return the full values, gathered from the shards of all ranks."""
     record = _record(param)
     if value.numel() != record.shard.numel():
         raise ValueError(
-            f"parameter '{record.name}': expected this rank's part, {record.shard.numel()} elements, got "
-            f"{value.numel()}; use the function whose name has 'full' for 'local' to pass the whole"
+            f"parameter '{record.name}': expected this rank's shard, {record.shard.numel()} elements, got "
+            f"{value.numel()}; pass full values to the function with 'full' in its name"
         )
-    whole = torch.empty(value.numel() * record.comm.world_size, dtype=value.dtype, device=record.context.device)
-    record.comm.part(whole).copy_(value.detach().flatten())
-    record.comm.all_gather(whole, tag="access").wait()
-    return whole[: record.numel].view(record.shape)
+    full = torch.empty(value.numel() * record.comm.world_size, dtype=value.dtype, device=record.context.device)
+    record.comm.part(full).copy_(value.detach().flatten())
+    record.comm.all_gather(full, tag="access").wait()
+    return full[: record.numel].view(record.shape)

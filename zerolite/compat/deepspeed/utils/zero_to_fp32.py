@@ -1,4 +1,4 @@
-"""``deepspeed.utils.zero_to_fp32``: fp32 weights of a checkpoint of this package or of DeepSpeed, in one process."""
+"""``deepspeed.utils.zero_to_fp32``: fp32 weights of a checkpoint of zerolite or DeepSpeed, in one process."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return the whole model's state dict on the CPU, master weights in fp32, tied weights shared under all their
-    names.
+    """Return the full model's state dict on the CPU, with fp32 master weights. Tied weights share memory.
 
     Args:
-        tag: default the latest.
-        lazy_mode: accepted; tensors are read at once.
+        checkpoint_dir: directory of the checkpoints.
+        tag: the checkpoint; default: the latest.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+        lazy_mode: accepted and ignored: tensors are read at once.
 
-    Raises CheckpointError.
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
     """
     with _found(Path(checkpoint_dir), tag) as path:
         return _state(path, exclude_frozen_parameters)
@@ -42,7 +44,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 @contextlib.contextmanager
 def _found(directory: Path, tag: str | None) -> Iterator[Path]:
-    """Context with the directory of a checkpoint of this package; one of DeepSpeed is converted to a temporary one."""
+    """Context with the directory of a zerolite checkpoint: the found one, or a temporary conversion of DeepSpeed's."""
     if not is_from_deepspeed(directory, tag):
         yield find(directory, tag)
         return
@@ -61,8 +63,8 @@ def _state(path: Path, without_frozen: bool) -> dict[str, object]:
                 continue
             if key not in reader.tensors:
                 raise CheckpointError(
-                    f"'{path}' has no values of '{name}': it was saved with exclude_frozen_parameters=True; pass "
-                    "exclude_frozen_parameters=True"
+                    f"'{path}' has no values of '{name}', because it was saved with exclude_frozen_parameters=True; "
+                    "pass exclude_frozen_parameters=True here too"
                 )
             value = reader.read(key)
             value = value.float() if value.is_floating_point() else value
@@ -87,10 +89,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a checkpoint's fp32 weights.
+    """Write a checkpoint's fp32 weights as one file ``pytorch_model.bin``, or as safetensors files.
 
-    It writes one file ``pytorch_model.bin`` in the directory ``output_dir`` (or the file itself, if its name ends in
-    .bin or .pt), or safetensors files of at most ``max_shard_size``.
+    Args:
+        checkpoint_dir: directory of the checkpoints.
+        output_dir: directory to write into, or the file itself if its name ends in .bin, .pt or .pth.
+        max_shard_size: largest size of a safetensors file.
+        safe_serialization: write safetensors.
+        tag: the checkpoint; default: the latest.
+        exclude_frozen_parameters: leave out parameters that are not trained.
     """
     directory, out = Path(checkpoint_dir), Path(output_dir)
     if safe_serialization:
@@ -104,14 +111,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command that ``save_checkpoint`` puts beside checkpoints."""
+    """Run the command that ``save_checkpoint`` writes beside checkpoints."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Write the fp32 weights of a checkpoint.")
-    parser.add_argument("checkpoint_dir", help="the directory that has the file 'latest'")
+    parser.add_argument("checkpoint_dir", help="the directory with the file 'latest'")
     parser.add_argument("output_dir", help="a directory, or a file that ends in .bin or .pt")
-    parser.add_argument("--max_shard_size", default="5GB", help="of one safetensors file")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest size of a safetensors file")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", help="which checkpoint (default: the one that 'latest' names)")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="write only what trains")
+    parser.add_argument("-t", "--tag", help="the checkpoint (default: the one that the file 'latest' names)")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that are not trained"
+    )
     parser.add_argument("-d", "--debug", action="store_true", help="accepted, without effect")
     options = vars(parser.parse_args(argv))
     options.pop("debug")

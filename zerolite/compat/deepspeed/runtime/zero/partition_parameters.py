@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero.partition_parameters``, as transformers uses it around ``zero.Init``."""
+"""``deepspeed.runtime.zero.partition_parameters``: the names that transformers uses around ``zero.Init``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _orig_torch_arange = torch.arange
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return ``fn`` unchanged: ``zero.Init`` does not change the dtype or device of tensors that a constructor makes.
+    """Return ``fn`` unchanged: ``zero.Init`` changes neither dtype nor device of tensors that a constructor makes.
 
     transformers replaces this function and restores it.
     """
