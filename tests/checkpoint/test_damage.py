@@ -120,11 +120,6 @@ def test_something_else_in_its_place(two: Path, what: str, name: str) -> None:
     assert faults.load(two, "global_step1") == 1
 
 
-def test_that_pickle_would_be_executed(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Executed(tmp_path / "executed")))
-    assert (tmp_path / "executed").exists()
-
-
 @pytest.mark.parametrize("name", [RANK, MANIFEST, "latest"])
 def test_a_file_without_permission_is_named(two: Path, name: str) -> None:
     file = two / name if name == "latest" else two / "global_step2" / name

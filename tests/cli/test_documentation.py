@@ -47,10 +47,6 @@ def test_configs_load(text: str) -> None:
     load_config(text).resolve(world_size=8)
 
 
-def test_there_are_configs() -> None:
-    assert len(CONFIGS) >= 5
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the commands name: the README's script, the planner's models and configs; and with the

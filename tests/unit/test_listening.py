@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import socket
 from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed import TCPStore
 
 from zerolite.comm import objects
 from zerolite.launcher import node_rendezvous
 from zerolite.launcher.job import NodeJob
-from zerolite.utils.listening import SECRET_VARIABLE, keep_store, listen_at
+from zerolite.utils.listening import SECRET_VARIABLE, listen_at
 
 
 class Trap:
@@ -44,17 +41,6 @@ def test_a_name_for_loopback_is_no_address_for_others(monkeypatch: pytest.Monkey
     foreign = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [foreign])
     assert listen_at("gateway", 4711) == (None, 4711)
-
-
-def test_a_store_on_one_machine_cannot_be_reached_by_another_address() -> None:
-    make = functools.partial(TCPStore, timeout=timedelta(seconds=10), wait_for_workers=False)
-    store = keep_store(make, "127.0.0.1", 0, torch.__version__)
-    store.set("key", "value")
-    assert make("127.0.0.1", store.port, is_master=False).get("key") == b"value"
-    with pytest.raises(OSError):  # an address of this machine too, on which a store of torch's own listens
-        socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
-    with pytest.raises(OSError, match="in use"):
-        listen_at("127.0.0.1", store.port)
 
 
 def test_the_launchers_store_listens_where_the_first_node_is() -> None:
