@@ -144,31 +144,6 @@ CLIENTS: dict[str, dict[str, Any]] = {
         "wall_clock_breakdown": False, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"use_node_local_storage": False}, **SIZES,
     },
-    "accelerate's plugin without a file, stage 2 with offload_param": {
-        **SIZES, "zero_optimization": {
-            "stage": 2, "offload_optimizer": {"device": "none", "nvme_path": None},
-            "offload_param": {"device": "cpu", "nvme_path": None}, "stage3_gather_16bit_weights_on_model_save": False,
-        },
-        "gradient_clipping": 1.0, "steps_per_print": float("inf"), "fp16": {"enabled": True, "auto_cast": True},
-        "bf16": {"enabled": False}, "zero_allow_untested_optimizer": True,
-    },
-    "Lightning's strategy": {
-        "activation_checkpointing": {
-            "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
-            "synchronize_checkpoint_boundary": False,
-        },
-        "aio": {
-            "block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1,
-        },
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": 2, "contiguous_gradients": True, "overlap_comm": True, "allgather_partitions": True,
-            "reduce_scatter": True, "allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000,
-            "sub_group_size": 1_000_000_000_000,
-        },
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-    },
     "DeepSpeed's documentation": {
         **SIZES, "steps_per_print": 10, "prescale_gradients": False, "gradient_predivide_factor": 1.0,
         "sparse_gradients": False, "communication_data_type": None, "amp": {"enabled": False},
@@ -197,6 +172,4 @@ CLIENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_configurations_of_other_clients_are_accepted(name: str) -> None:
-    config = load_config(CLIENTS[name]).resolve(2)
-    expected = ["zero_optimization.offload_param.device"] if "offload_param" in name else []
-    assert [path for path, _ in config.without_effect] == expected
+    assert load_config(CLIENTS[name]).resolve(2).without_effect == ()
