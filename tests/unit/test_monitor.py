@@ -290,21 +290,6 @@ def values(writer: Recording, name: str) -> list[Any]:
     return [found.get(step) for step in (8, 16, 24)]
 
 
-def test_a_step_is_written_at_its_samples() -> None:
-    log, writer, _ = step_log(0.5, 0.25)
-    log.add_loss(torch.tensor(2.0), 0.5, steps=0, first=True)
-    log.add_loss(torch.tensor([4.0]), 0.5, steps=0, first=False)
-    log.on_settled(1, norm=7.0)
-    assert writer.events == [
-        ("Train/Samples/train_loss", 3.0, 8),
-        ("Train/Samples/lr", 0.5, 8),
-        ("Train/Samples/lr_group1", 0.25, 8),
-        ("Train/Samples/grad_norm", 7.0, 8),
-        ("Train/Samples/loss_scale", 1.0, 8),
-        ("Train/Samples/global_steps", 1, 8),
-    ]
-
-
 def test_losses_belong_to_their_window() -> None:
     log, writer, _ = step_log()
     log.add_loss(torch.tensor(100.0), 1.0, steps=0, first=True)

@@ -52,22 +52,6 @@ def test_a_collective_is_waited_for_where_it_is_launched(device: Device) -> None
     assert row == {**kind, "total_bytes": 4 * 10**6, **speed}
 
 
-def test_collectives_of_one_kind_are_counted_together(device: Device) -> None:
-    log = logger()
-    shards = [torch.zeros(3), torch.zeros(5, dtype=torch.bfloat16)]
-    for ms in (1.0, 3.0):
-        run(log, device, ms, "all_gather", shards, "parameters")
-    run(log, device, 1.0, "all_gather", shards[:1], "parameters")
-    run(log, device, 1.0, "all_gather", 12, "parameters")
-    run(log, device, 1.0, "all_gather", 12, "buffers")
-    run(log, device, 1.0, "all_gather", [torch.zeros(0)], "parameters")  # nothing travels
-    assert [(row["tag"], row["nbytes"], row["count"], row["mean_ms"]) for row in log.summary()] == [
-        ("parameters", 4 * (3 * 4 + 5 * 2), 2, 2.0),
-        ("parameters", 48, 2, 1.0),
-        ("buffers", 48, 1, 1.0),
-    ]
-
-
 def test_a_report_is_of_what_came_since_the_last_one(device: Device) -> None:
     lines: list[str] = []
     log = logger(lines)
