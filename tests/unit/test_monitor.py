@@ -291,7 +291,7 @@ def values(writer: Recording, name: str) -> list[Any]:
 
 
 def test_losses_belong_to_their_window() -> None:
-    log, writer, _ = step_log()
+    log, writer, _ = step_log(0.5, 0.25)
     log.add_loss(torch.tensor(100.0), 1.0, steps=0, first=True)
     log.add_loss(torch.tensor(1.0), 1.0, steps=0, first=True)  # the first was dropped with its gradient
     log.add_loss(torch.tensor(2.0), 1.0, steps=1, first=True)  # before the host knows the first step's outcome
@@ -300,6 +300,7 @@ def test_losses_belong_to_their_window() -> None:
     log.on_settled(2, norm=1.0)
     log.on_settled(3, norm=1.0)
     assert values(writer, "train_loss") == [1.0, 8.0, None]
+    assert values(writer, "lr_group1") == [0.25] * 3
 
 
 @pytest.mark.parametrize("how", ["close", "delete"])
