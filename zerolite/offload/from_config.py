@@ -66,7 +66,7 @@ def warn_of_few_threads(placements: Placements, environ: Mapping[str, str]) -> N
     offloads = placements.separate_memory and placements.optimizer.location != DEVICE
     if offloads and torch.get_num_threads() == 1 and threads > 1:
         logger.warning(
-            "zero_optimization.offload_optimizer: the CPU updates what is offloaded with 1 thread, and %d cores would "
+            "zero_optimization.offload_optimizer: the CPU updates offloaded states with 1 thread, and %d cores would "
             "do it with %d; set OMP_NUM_THREADS=%d (torchrun sets it to 1; the zerolite command sets it well)",
             cores,
             ranks * threads,

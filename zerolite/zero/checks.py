@@ -57,8 +57,6 @@ Update = Callable[[Sequence[SpanTensors]], None]
 """Function that updates some of the spans of a step."""
 
 
-class UpdateObserver(Protocol):
-    """Observer of the masters before and after each call of one step's update."""
-
-    def __call__(self, update: Update) -> Update:
-        """Begin a step. Return a function that calls ``update`` and looks at the masters before and after it."""
+UpdateObserver = Callable[[Update], Update]
+"""Function that begins the update of a step: it wraps the update, so that each call looks at the masters before and
+after."""
