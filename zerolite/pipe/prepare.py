@@ -114,12 +114,7 @@ def prepare(
     chunks, assignments = _divide_together(host, divide)
     vars(model)[_STAGED] = stages > 1
     ties = _ties(assignments, ranks, topology.pipe.rank)
-    # A process group is made on all ranks in the same order, so all ranks need the combinations of all stages.
-    shared_by = {tie.ranks for tie in ties}
-    make_stage_groups(topology, sorted(shared_by.union(*host.gather(shared_by))))
-    for tie in ties:
-        shared = stages_communicator(topology, tie.ranks, device)
-        synchronize_tensors([tie.parameter], shared, device, "initial_sync")
+    _synchronize_ties(ties, host, topology, device)
     return PreparedStage(model, loss_fn, ties, chunks, len(ranks), settings.schedule)
 
 
@@ -147,6 +142,16 @@ def _ties(assignments: Iterable[ParameterAssignment], ranks: Sequence[int], here
             set_names(assignment.parameter, assignment.names)
             ties.append(Tie(assignment.parameter, assignment.names[0], on))
     return sorted(ties, key=lambda tie: tie.key)
+
+
+def _synchronize_ties(ties: Sequence[Tie], host: HostGroup, topology: Topology, device: torch.device) -> None:
+    """Make the process groups of stages with tied parameters, and give the parameters equal values."""
+    # A process group is made on all ranks in the same order, so all ranks need the combinations of all stages.
+    shared_by = {tie.ranks for tie in ties}
+    make_stage_groups(topology, sorted(shared_by.union(*host.gather(shared_by))))
+    for tie in ties:
+        comm = stages_communicator(topology, tie.ranks, device)
+        synchronize_tensors([tie.parameter], comm, device, "initial_sync")
 
 
 def _check_trained(chunks: Iterable[Chunk]) -> None:

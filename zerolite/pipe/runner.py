@@ -195,10 +195,10 @@ class StepBarrier:
         # The maxima of x and -x are the largest and the smallest number. They are equal if all stages have the same.
         worst, best, *extremes = pipe.of([status, -status, shapes, -shapes, content, -content])
         # Shapes and contents must agree only within one pipeline; the status is exchanged with all ranks.
-        found = [worst, best, int(extremes[0] != -extremes[1] or extremes[2] != -extremes[3])]
+        numbers = [worst, best, int(extremes[0] != -extremes[1] or extremes[2] != -extremes[3])]
         for maximum in others:
-            found = maximum.of(found)
-        worst, best, differs = found[0], -found[1], found[2]
+            numbers = maximum.of(numbers)
+        worst, best, differs = numbers[0], -numbers[1], numbers[2]
         if best == ENDED == worst:
             raise StopIteration(f"engine.{call}: the iterator of micro-batches has ended")
         if worst != READY or differs:
@@ -235,10 +235,10 @@ class StepBarrier:
 
     def end(self, call: str, failure: Exception | None) -> None:
         """Raise on all ranks if a computation of one rank has failed."""
-        found = [int(failure is not None)]
+        numbers = [int(failure is not None)]
         for maximum in self._maxima:
-            found = maximum.of(found)
-        if found[0]:
+            numbers = maximum.of(numbers)
+        if numbers[0]:
             self._raise(call, failure, "failed")
 
     def _raise(self, call: str, error: BaseException | None, what: str) -> NoReturn:

@@ -77,15 +77,15 @@ def choose_stage(
     plans, refusal = _plan_stages(stages, model, config, arguments, topology.data, device, limit)
     raise_together(world, device, "memory", refusal, "zerolite.initialize", PlanError)
     chosen = cheapest(plans)
-    best = plans[chosen] if chosen is not None else min(plans, key=lambda made: made.peak.bytes)
+    best = plans[chosen] if chosen is not None else min(plans, key=lambda plan: plan.peak.bytes)
     (stage,) = largest([best.stage], world, device, "memory")
-    needs = ", ".join(f"stage {made.stage} {format_size(made.peak.bytes)}" for made in plans)
+    needs = ", ".join(f"stage {plan.stage} {format_size(plan.peak.bytes)}" for plan in plans)
     below = f"{format_size(limit)}, 80 % of what is free, without activations ({needs})"
     if chosen is None:
         _log(world, f"stage {stage}: none stays below {below}", logging.WARNING)
     else:
         _log(world, f"stage {stage}: the least traffic of those that stay below {below}")
-    return with_zero(config, stage=stage), next((made for made in plans if made.stage == stage), None)
+    return with_zero(config, stage=stage), next((plan for plan in plans if plan.stage == stage), None)
 
 
 def _plan_stages(
@@ -119,7 +119,7 @@ def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
     These are stages 2 and 3 if a lower one fits, which sends no more; stage 2 if the states that it shares with stage 1
     are too large; and stage 0 if the states that stage 1 shards are too large without sharding.
     """
-    if stage >= 2 and any(made.fits for made in plans):
+    if stage >= 2 and any(plan.fits for plan in plans):
         return True
     if stage not in (0, 2) or not plans or plans[0].stage != 1:
         return False
@@ -160,7 +160,7 @@ def check_memory(
     arguments: Arguments,
     topology: Topology,
     device: torch.device,
-    made: Plan | None = None,
+    plan: Plan | None = None,
 ) -> None:
     """Raise MemoryError on all ranks, or log a warning, if a rank has too little memory for the engine.
 
@@ -173,7 +173,7 @@ def check_memory(
         arguments: the engine's arguments.
         topology: all ranks.
         device: this rank's.
-        made: the plan, if :func:`choose_stage` has made it.
+        plan: the plan, if :func:`choose_stage` has made it.
     """
     if config.memory_check == "off":
         return
@@ -183,7 +183,7 @@ def check_memory(
     short: Shortage | None = None
     if _upper_bound(model, device) > free or not (room is None or is_ample(room, config, _numel(model))):
         try:
-            made = made or _dry_run(model, config, arguments, topology.data, device, free)
+            plan = plan or _dry_run(model, config, arguments, topology.data, device, free)
         except Exception as error:  # maybe on this rank alone; if the job is wrong, the engine raises a better error
             logger.warning(
                 "memory_check: no plan can be made (%s: %s); the engine is made without the check",
@@ -191,7 +191,7 @@ def check_memory(
                 error,
             )
         else:
-            short = _shortage(made.model_copy(update={"device_memory": free}), room, device, topology)
+            short = _shortage(plan.model_copy(update={"device_memory": free}), room, device, topology)
     if not largest([int(short is not None)], world, device, "memory")[0]:
         return
     message = _message(short, world)
@@ -250,34 +250,34 @@ def _without_grid(config: ZeroliteConfig) -> ZeroliteConfig:
     return with_defaults(silent(config), ("tensor_parallel", "pipeline"))
 
 
-def _own_share(made: Plan, mapped_from_peers: int) -> Plan:
+def _own_share(plan: Plan, mapped_from_peers: int) -> Plan:
     """Subtract the shared memory that other ranks of the host allocate.
 
     Each rank is compared with an equal share of the host's free memory, so each counts only its own part.
     """
     peaks = []
-    for peak in (made.peak, made.initialize_peak, made.step_peak):
+    for peak in (plan.peak, plan.initialize_peak, plan.step_peak):
         less = min(mapped_from_peers, peak.items[BUCKETS])
         items = {**peak.items, BUCKETS: peak.items[BUCKETS] - less}
         peaks.append(peak.model_copy(update={"bytes": peak.bytes - less, "items": items}))
     peak = max(peaks, key=lambda peak: peak.bytes)
-    return made.model_copy(update={"peak": peak, "host_peak": made.host_peak - min(mapped_from_peers, made.host_peak)})
+    return plan.model_copy(update={"peak": peak, "host_peak": plan.host_peak - min(mapped_from_peers, plan.host_peak)})
 
 
-def _shortage(made: Plan, room: Room | None, device: torch.device, topology: Topology) -> Shortage | None:
+def _shortage(plan: Plan, room: Room | None, device: torch.device, topology: Topology) -> Shortage | None:
     """Return the shortage on the device, otherwise the one on the host; None if there is none."""
-    if made.fits:
-        return None if room is None else find_shortage(made, room)
+    if plan.fits:
+        return None if room is None else find_shortage(plan, room)
     grid, here = ("", "") if topology.trivial else (f" ({topology.grid})", " here")
-    named = {item_label(item): nbytes for item, nbytes in made.peak.items.items()}
+    named = {item_label(item): nbytes for item, nbytes in plan.peak.items.items()}
     named["gradients not yet in their buckets"] = named.pop(ACTIVATIONS)
     piped = topology.pipe.world_size > 1
     higher = "" if piped else 'a higher zero_optimization.stage ("auto" chooses), '
     offload = "more stages" if piped else "zero_optimization.offload_optimizer"
-    job = describe(made, counted(topology.world.world_size, "rank") + grid, here)
+    job = describe(plan, counted(topology.world.world_size, "rank") + grid, here)
     return Shortage(
-        f"{job} {format_size(made.peak.bytes)} on {device} "
-        f"without activations, and {format_size(made.device_memory or 0)} are free: {itemised(named)}",
+        f"{job} {format_size(plan.peak.bytes)} on {device} "
+        f"without activations, and {format_size(plan.device_memory or 0)} are free: {itemised(named)}",
         f"Use more ranks, {higher}{offload}, or a device with more memory",
     )
 

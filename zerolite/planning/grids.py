@@ -302,21 +302,21 @@ class _Search:
                 the head, and one of the others, which are alike.
         """
         pipe = one.grid.pipe
-        made = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if sampled else range(pipe))
-        ranks: Sequence[Plan | Stage] = made.stages or [made]
+        plan = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if sampled else range(pipe))
+        ranks: Sequence[Plan | Stage] = plan.stages or [plan]
         sums = [_sums([row for row in rank.traffic if row.dimension == "tensor"]) for rank in ranks]
         least = min(self._speeds.seconds(0.0, 0.0, *each) for each in sums)
         self._tensor_seconds[one.grid.tensor] = min(least, self._tensor_seconds.get(one.grid.tensor, least))
         if pipe > 1:
             sent = sum(row.sent for row in ranks[0].traffic if row.op == "send")
-            self._boundary_bytes = min(sent / made.accumulation, self._boundary_bytes or float("inf"))
+            self._boundary_bytes = min(sent / plan.accumulation, self._boundary_bytes or float("inf"))
         update = {
             "parameters": self._base.parameters,
             "trained_parameters": self._base.trained_parameters,
             "bubble": one.bubble if pipe > 1 else None,
             "seconds": max(one.bound, *(self._speeds.seconds(_flops(r), one.bubble, *_sums(r.traffic)) for r in ranks)),
         }
-        return made.model_copy(update=update)
+        return plan.model_copy(update=update)
 
     def _planned(self, job: Job, stages: Sequence[int]) -> Plan:
         """Plan some pipeline ``stages`` from a step of fewer micro-batches, scaled to the real number."""
@@ -324,13 +324,13 @@ class _Search:
         zero = job.config.zero_optimization.chosen_stage
         outcomes = self._outcomes.setdefault((job.grid, zero), {})
         outcomes |= run_stages(short, [stage for stage in stages if stage not in outcomes], 1)
-        made = plan_of_stages(short, {stage: outcomes[stage] for stage in stages}, self._nodes, *self._memory)
+        plan = plan_of_stages(short, {stage: outcomes[stage] for stage in stages}, self._nodes, *self._memory)
         update = {
             "accumulation": job.config.gradient_accumulation_steps or 1,
-            **_scaled(made, times, zero),
-            "stages": [stage.model_copy(update=_scaled(stage, times, zero)) for stage in made.stages],
+            **_scaled(plan, times, zero),
+            "stages": [stage.model_copy(update=_scaled(stage, times, zero)) for stage in plan.stages],
         }
-        return made.model_copy(update=update)
+        return plan.model_copy(update=update)
 
 
 def _shortened(job: Job) -> tuple[Job, Fraction]:
@@ -348,11 +348,11 @@ def _shortened(job: Job) -> tuple[Job, Fraction]:
     return replace(job, config=job.config.model_copy(update=sizes)), Fraction(steps, few)
 
 
-def _scaled(made: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
+def _scaled(rank: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
     """Return the fields that differ in a step with ``times`` as many micro-batches. ``stage`` is that of ZeRO."""
-    flops = None if made.flops is None else int(made.flops * times)
-    traffic = [row if times == 1 or _is_once(row, stage) else _scaled_traffic(row, times) for row in made.traffic]
-    return {"flops": flops, "recomputed_flops": int(made.recomputed_flops * times), "traffic": traffic}
+    flops = None if rank.flops is None else int(rank.flops * times)
+    traffic = [row if times == 1 or _is_once(row, stage) else _scaled_traffic(row, times) for row in rank.traffic]
+    return {"flops": flops, "recomputed_flops": int(rank.recomputed_flops * times), "traffic": traffic}
 
 
 def _is_once(row: Traffic, stage: int) -> bool:
@@ -368,9 +368,9 @@ def _scaled_traffic(row: Traffic, times: Fraction) -> Traffic:
     return row.model_copy(update={**amounts, "inter_node": across})
 
 
-def _flops(made: Plan | Stage) -> int:
+def _flops(rank: Plan | Stage) -> int:
     """Return the operations of a rank in a step, recomputed ones included."""
-    return (made.flops or 0) + made.recomputed_flops
+    return (rank.flops or 0) + rank.recomputed_flops
 
 
 def _sums(traffic: Sequence[Traffic]) -> tuple[int, int]:

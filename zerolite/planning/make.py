@@ -242,9 +242,9 @@ def bubble_of(config: ZeroliteConfig, stages: int) -> float:
     return bubble(rank_actions(block.schedule, stages, block.chunks_per_rank, micro_batches))
 
 
-def _stage(made: Plan) -> Stage:
-    fields = {name: getattr(made, name) for name in Stage.model_fields if name != "stage"}
-    return Stage(stage=made.pipeline_stage, **fields)
+def _stage(plan_of_rank: Plan) -> Stage:
+    fields = {name: getattr(plan_of_rank, name) for name in Stage.model_fields if name != "stage"}
+    return Stage(stage=plan_of_rank.pipeline_stage, **fields)
 
 
 def _items(items: dict[str, int]) -> Items:

@@ -110,12 +110,12 @@ def compare(
 
     refused: set[int] = set()
     for setting in plain_settings(loaded):
-        if setting.resized and any(made.stage == setting.stage and _too_large(made) for _, made in trials.rows):
+        if setting.resized and any(row.stage == setting.stage and _too_large(row) for _, row in trials.rows):
             notes.append(_NO_OTHER_SIZES)
         elif setting.stage not in refused and not trials.attempt(setting.name, setting.name, planned, setting):
             refused.add(setting.stage)
-    stages = {made.stage for _, made in trials.rows}
-    with_offload = offloads(loaded) or cheapest([made for _, made in trials.rows]) is None
+    stages = {row.stage for _, row in trials.rows}
+    with_offload = offloads(loaded) or cheapest([row for _, row in trials.rows]) is None
     for setting in offload_settings(loaded, options.get("device", "cuda")):
         if setting.stage in stages and not with_offload:
             notes.append(_NO_OFFLOAD)
@@ -125,7 +125,7 @@ def compare(
     if not trials.rows:
         raise trials.refused[0][1]
     trials.rows.sort(key=lambda row: row[1].stage)
-    return trials.comparison(cheapest([made for _, made in trials.rows]), notes)
+    return trials.comparison(cheapest([row for _, row in trials.rows]), notes)
 
 
 def cheapest(plans: list[Plan]) -> int | None:
@@ -138,15 +138,15 @@ def cheapest(plans: list[Plan]) -> int | None:
     if not fitting:
         return None
     fitting = [index for index in fitting if not plans[index].offloaded] or fitting
-    for amount in (lambda made: made.sent, lambda made: made.offloaded):
+    for amount in (lambda entry: entry.sent, lambda entry: entry.offloaded):
         limit = _EQUAL * min(amount(plans[index]) for index in fitting)
         fitting = [index for index in fitting if amount(plans[index]) <= limit]
     return min(fitting, key=lambda index: (bool(plans[index].disk), plans[index].stage, plans[index].peak.bytes))
 
 
-def _too_large(made: Plan) -> bool:
+def _too_large(entry: Plan) -> bool:
     """True if the setting would not fit even with the smallest buckets and prefetch."""
-    return made.spare is not None and made.spare + sum(made.peak.items[item] for item in _SIZED) < 0
+    return entry.spare is not None and entry.spare + sum(entry.peak.items[item] for item in _SIZED) < 0
 
 
 # -------------------------------------------------------------------- settings

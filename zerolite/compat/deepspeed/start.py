@@ -50,21 +50,11 @@ def initialize(
         ConfigError: the config is wrong.
     """
     _check_arguments(model, mpu, mesh_param)
-    found = read_config(_config_of(args, config, config_params))
+    settings = read_config(_config_of(args, config, config_params))
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    values = _with_deepspeeds_defaults(found.zerolite, model)
-    if optimizer is not None:
-        if values.pop("optimizer", None) is not None:
-            warn_once("initialize: the optimizer argument is used, not the config's optimizer")
-        if isinstance(optimizer, torch.optim.Optimizer):
-            model_parameters = None  # the optimizer has them
-    if lr_scheduler is not None and values.get("scheduler") is not None:
-        warn_once("initialize: the config's schedule is used, not the lr_scheduler argument")
-        lr_scheduler = None
-    if optimizer is None and values.get("optimizer") is None:  # an engine that only evaluates
-        model_parameters = lr_scheduler = None
-        values.pop("scheduler", None)
+    values = _with_deepspeeds_defaults(settings.zerolite, model)
+    model_parameters, lr_scheduler = _resolve_conflicts(values, optimizer, model_parameters, lr_scheduler)
     engine = zerolite.initialize(
         model,
         values,
@@ -74,10 +64,26 @@ def initialize(
         lr_scheduler=lr_scheduler,
         collate_fn=collate_fn,
     )
-    wrapped = DeepSpeedEngine(engine, found)
+    wrapped = DeepSpeedEngine(engine, settings)
     log_dist(f"DeepSpeed info: provided by zerolite {zerolite.__version__}, {engine!r}", ranks=[0])
     returned_optimizer = None if engine.optimizer is None else wrapped.optimizer
     return wrapped, returned_optimizer, wrapped.training_dataloader, wrapped.lr_scheduler
+
+
+def _resolve_conflicts(values: dict[str, object], optimizer: object, parameters: Any, schedule: Any) -> tuple[Any, Any]:
+    """Choose between arguments and config as DeepSpeed does. Remove unused blocks, and return the used arguments."""
+    if optimizer is not None:
+        if values.pop("optimizer", None) is not None:
+            warn_once("initialize: the optimizer argument is used, not the config's optimizer")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            parameters = None  # the optimizer has them
+    if schedule is not None and values.get("scheduler") is not None:
+        warn_once("initialize: the config's schedule is used, not the lr_scheduler argument")
+        schedule = None
+    if optimizer is None and values.get("optimizer") is None:  # an engine that only evaluates
+        parameters = schedule = None
+        values.pop("scheduler", None)
+    return parameters, schedule
 
 
 def _config_of(args: object, config: object, config_params: object) -> object:
