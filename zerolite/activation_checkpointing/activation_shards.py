@@ -61,7 +61,13 @@ class ActivationShards:
             different = flags.ranks()
             if different:
                 self._unread.clear()
-                raise RuntimeError(_unequal(flags.what, different))
+                raise RuntimeError(
+                    f"activation_checkpointing.partition_activations: expected the inputs of {flags.what} to be equal "
+                    "on all ranks of the group that zerolite.checkpointing.configure was given, got others on its rank "
+                    f"{', '.join(map(str, different))} than on its rank 0, so gradients would be wrong. Pass the group "
+                    "in which activations are replicated (the tensor-parallel one), or set partition_activations to "
+                    "false"
+                )
 
 
 class _Flags:
@@ -87,13 +93,3 @@ class _Flags:
 def checksum(flat: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of ``flat``, of any dtype, taken as integers: int64 []."""
     return flat.view(_AS_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
-
-
-def _unequal(what: str, different: Sequence[int]) -> str:
-    ranks = ", ".join(map(str, different))
-    return (
-        f"activation_checkpointing.partition_activations: expected the inputs of {what} to be equal on all ranks of "
-        f"the group that zerolite.checkpointing.configure was given, got others on its rank {ranks} than on its rank "
-        "0, so gradients would be wrong. Pass the group in which activations are replicated (the tensor-parallel "
-        "one), or set partition_activations to false"
-    )

@@ -148,7 +148,11 @@ def _chosen(model: torch.nn.Module, patterns: Sequence[str]) -> Iterator[torch.n
         if id(module) in inside or not any(_matches(name, module, pattern) for pattern in patterns):
             continue
         if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError([(KEY, _is_script(name))])
+            sentence = (
+                f"expected modules that are written in Python, got '{name}', which is TorchScript, whose call cannot "
+                "be replaced; leave it out, or use the module that it was compiled from"
+            )
+            raise ConfigError([(KEY, sentence)])
         inside.update(id(inner) for inner in module.modules())
         yield module
 
@@ -183,10 +187,3 @@ def _matches_none(pattern: str, modules: Sequence[tuple[str, torch.nn.Module]]) 
         return difflib.SequenceMatcher(None, text, pattern).ratio(), difflib.SequenceMatcher(None, last, wanted).ratio()
 
     return f'{sentence}; the nearest name is "{max(names, key=similarity)}" (model.named_modules() lists all)'
-
-
-def _is_script(name: str) -> str:
-    return (
-        f"expected modules that are written in Python, got '{name}', which is TorchScript, whose call cannot be "
-        "replaced; leave it out, or use the module that it was compiled from"
-    )

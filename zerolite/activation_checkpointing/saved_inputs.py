@@ -178,7 +178,11 @@ class InputSaver:
             RuntimeError: an input has been written in place, or :meth:`ActivationShards.gather` raises it.
         """
         if not all(entry.unchanged() for entry in saved):
-            raise RuntimeError(_written_into(what))
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                f"input of {what} was written in place after the call, so it cannot be recomputed; change a copy of it "
+                "instead"
+            )
         entries = list(dict.fromkeys(entry for entry in saved if entry.resident is None))
         fetched, self._prefetch = self._prefetch, None
         if fetched is None or fetched.saved != entries:
@@ -225,10 +229,3 @@ class InputSaver:
     def memory(self) -> list[torch.Tensor]:
         """Return the buffers that are not in use."""
         return self._source.memory()
-
-
-def _written_into(what: str) -> str:
-    return (
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: an input of "
-        f"{what} was written in place after the call, so it cannot be recomputed; change a copy of it instead"
-    )

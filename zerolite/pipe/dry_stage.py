@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from zerolite.comm import Communicator, recorder
 from zerolite.pipe.boundary import BoundarySpec
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import WorkList
-from zerolite.pipe.stage import ChunkStage
+from zerolite.pipe.stage import ChunkStage, Method
 from zerolite.pipe.step import TAG
 
 if TYPE_CHECKING:
@@ -93,6 +94,17 @@ class _WarmupResult:
         return 1
 
 
+def _in_phase(phase: str, method: Method) -> Method:
+    """Return a method of DryStage that runs ``method`` in the context of a phase."""
+
+    @functools.wraps(method)
+    def call(stage: DryStage, *args: Any, **kwargs: Any) -> object:
+        with stage._dry_pipeline.phase(phase):
+            return method(stage, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 class DryStage(ChunkStage):
     """Stage that computes, allocates receive buffers and records messages, but sends nothing.
 
@@ -142,24 +154,8 @@ class DryStage(ChunkStage):
         recorder.note("receive", tensor, TAG, "pipe", self.group_size)
         return _Message(tensor, stage_index)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        with self._dry_pipeline.phase(FORWARD):
-            return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        with self._dry_pipeline.phase(BACKWARD):
-            return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    # ---------------------------------------------------------------- computations
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._dry_pipeline.phase(FORWARD):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._dry_pipeline.phase(BACKWARD):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._dry_pipeline.phase(BACKWARD):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+    get_fwd_recv_ops = _in_phase(FORWARD, ChunkStage.get_fwd_recv_ops)
+    get_bwd_recv_ops = _in_phase(BACKWARD, ChunkStage.get_bwd_recv_ops)
+    forward_one_chunk = _in_phase(FORWARD, ChunkStage.forward_one_chunk)
+    backward_one_chunk = _in_phase(BACKWARD, ChunkStage.backward_one_chunk)
+    backward_weight_one_chunk = _in_phase(BACKWARD, ChunkStage.backward_weight_one_chunk)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -71,6 +71,20 @@ class TiedLayerSpec(LayerSpec):
 
 class _Layers(nn.Module):
     """Children, named by their index in the sequence."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _after_build(method: Method) -> Method:
+    """Return a method of PipelineModule that builds the layers of a single stage first."""
+
+    @functools.wraps(method)
+    def call(module: PipelineModule, *args: Any, **kwargs: Any) -> object:
+        module._build_if_alone()
+        return method(module, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class PipelineModule(nn.Module):
@@ -234,31 +248,12 @@ class PipelineModule(nn.Module):
             )
         self.build(range(len(self.specs)))
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        self._build_if_alone()
-        return super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def get_submodule(self, target: str) -> nn.Module:
-        self._build_if_alone()
-        return super().get_submodule(target)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._build_if_alone()
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._build_if_alone()
-        return super().load_state_dict(*args, **kwargs)
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> PipelineModule:
-        self._build_if_alone()
-        return super().apply(fn)
-
-    def _apply(self, fn: object, recurse: bool = True) -> PipelineModule:
-        self._build_if_alone()  # .to(), .half() and their like
-        return super()._apply(fn, recurse)
+    named_parameters = _after_build(nn.Module.named_parameters)
+    get_submodule = _after_build(nn.Module.get_submodule)
+    state_dict = _after_build(nn.Module.state_dict)
+    load_state_dict = _after_build(nn.Module.load_state_dict)
+    apply = _after_build(nn.Module.apply)
+    _apply = _after_build(nn.Module._apply)  # .to(), .half() and the like
 
     # ---------------------------------------------------------------- running
 

@@ -133,7 +133,7 @@ def find_parallel_blocks(layers: Sequence[Layer], modules: Mapping[str, nn.Modul
         # The deepest module first: a column that finds no row beside it is moved to the module above.
         name = max(groups, key=lambda name: (name.count(".") + bool(name), name))
         group = groups.pop(name)
-        columns, rows = _by_kind(group)
+        columns, rows = ([layer for layer in group if layer.style.kind == kind] for kind in ("column", "row"))
         if columns and rows and not is_container(modules[name]):
             tp_blocks.append(
                 ParallelBlock(name, modules[name], columns, rows, dict(_inner_modules(name, group, modules)))
@@ -145,10 +145,6 @@ def find_parallel_blocks(layers: Sequence[Layer], modules: Mapping[str, nn.Modul
             raise TensorPlanError(_unpaired(columns, rows, name), unsharded=name or None)
         groups.setdefault(above, []).extend(group)
     return tp_blocks
-
-
-def _by_kind(group: Sequence[Layer]) -> tuple[list[Layer], list[Layer]]:
-    return [one for one in group if one.style.kind == "column"], [one for one in group if one.style.kind == "row"]
 
 
 def _inner_modules(

@@ -10,6 +10,7 @@ They get an input whose shape has the width of this rank's part.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class Region:
         """
         self.rank, self.random = rank, random
         self.open = False
-        self._restore: Callable[[], None] | None = None
+        self._restore: Callable[[], object] | None = None
 
     def enter(self, out: Tensor, training: bool) -> None:
         """Begin a region: a column-parallel layer has computed ``out``."""
@@ -128,7 +129,7 @@ class FirstForwardErrors:
 _SHAPE_ERRORS = (RuntimeError, ValueError, AssertionError, IndexError)
 
 
-def fork_random_state(device: torch.device, rank: int) -> Callable[[], None]:
+def fork_random_state(device: torch.device, rank: int) -> Callable[[], object]:
     """Give ``device``'s default generator its own state on each rank, derived from the current state by one draw.
 
     Returns:
@@ -140,7 +141,7 @@ def fork_random_state(device: torch.device, rank: int) -> Callable[[], None]:
     number = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
     state = generator.get_state()
     generator.manual_seed(_seed(number, rank))
-    return lambda: _set_state(generator, state)
+    return functools.partial(generator.set_state, state)
 
 
 def _fork_on_cuda(generator: torch.Generator, rank: int) -> Callable[[], None]:
@@ -153,10 +154,6 @@ def _fork_on_cuda(generator: torch.Generator, rank: int) -> Callable[[], None]:
         generator.set_offset(drawn + 4)  # as if one number had been drawn; CUDA accepts multiples of 4 only
 
     return restore
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
 
 
 def _seed(number: int, rank: int) -> int:
