@@ -90,14 +90,6 @@ def clamp(engine: Any, step: int) -> None:
                     parameter.data = parameter.data.clamp(-0.1, 0.1)
 
 
-def reload_module(engine: Any, step: int) -> None:
-    if step == 2:
-        with whole(engine):
-            values = {name: value.clone() * 0.5 for name, value in engine.module.state_dict().items()}
-        with whole(engine):
-            engine.module.load_state_dict(values)
-
-
 def set_whole(engine: Any, step: int) -> None:
     """Masters and states by parameter."""
     if step not in (2, 3):
@@ -161,7 +153,6 @@ RUNS: dict[str, Recipe] = {
         optimizer=None, engine=instance(Replacing), states=("kept",), config=BF16, model=MIXTURE["model"]
     ),
     "clamped": Recipe(**MIXTURE, change=clamp, config=BF16, optimizer=NADAM),
-    "reloaded": Recipe(**MIXTURE, change=reload_module, config=BF16),
     "set whole": Recipe(**MIXTURE, change=set_whole, config=BF16),
     "round trip": Recipe(**MIXTURE, change=round_trip, config=BF16),
     "round trip, NAdam": Recipe(**MIXTURE, change=round_trip, optimizer=NADAM),

@@ -220,9 +220,12 @@ class Pool:
 
     def _stack_of(self, rank: int) -> str:
         """Ask a stuck worker for its stack: its signal handler writes every thread's stack to the log."""
-        size = self._log_path(rank).stat().st_size
+        size, pid = self._log_path(rank).stat().st_size, self._workers[rank].pid
         with contextlib.suppress(OSError):
-            os.kill(self._workers[rank].pid, signal.SIGUSR1)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                return "(stopped by a signal)"
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
         give_up = time.monotonic() + 3.0
         # The dump ends with the main thread, whose outermost frame is the worker loop.
         while time.monotonic() < give_up and "_worker_main" not in self._log_tail(rank):
