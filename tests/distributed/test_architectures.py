@@ -76,7 +76,7 @@ NOT_IN_PARTS = {
     "olmo2": "'model.layers.0.self_attn' (Olmo2Attention), which is not",
     "qwen3_next": "'model.layers.0.linear_attn' (Qwen3NextGatedDeltaNet), which is not",
     "swin": "leave tensor_parallel.sequence_parallel out",
-    "t5": "expected self-attention only",
+    "t5": "expected only self-attention",
     "vit": "a multiple of tensor_parallel.size 2, got 17",
 }
 

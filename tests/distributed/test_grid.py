@@ -124,7 +124,7 @@ def test_a_grid_matches_plain_pytorch(pools: Pools, grid: Grid, stage: int, prec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 1, 2), (2, 2, 1)])
 def test_a_grid_matches_plain_pytorch_untied_unclipped_and_with_adam(pools: Pools, grid: Grid) -> None:
     check(pools, grid, 1, "fp32", (False, 0.0, 2))
     check(pools, grid, 1 if grid[0] > 1 else 3, "fp32", (True, CLIP, 4), grid[2] > 1, "AdamW")

@@ -197,7 +197,7 @@ def misfits() -> dict[str, dict[str, Any]]:
         "a multiple of pipeline.stages × tensor_parallel.size, got 2 processes for 1": settings((1, 1, 3)),
         "got 2 processes for 3 × 1 = 3": settings((3, 1, 1)),
         "got 2 processes for 2 × 2 = 4": settings(PIPE_TENSOR),
-        "got 'block.2', which the model has not; did you mean": settings(PIPE, pipeline={"split": ["block.2"]}),
+        "got 'block.2', which the model lacks; did you mean": settings(PIPE, pipeline={"split": ["block.2"]}),
         "pipeline.split: expected 1 name": settings(PIPE, pipeline={"split": ["blocks.1", "blocks.2"]}),
         "qkvv', which matches nothing; the nearest names are": settings(TENSOR) | plan(blocks__0__qkvv="column"),
         "expected a row in 'blocks.0' for the column": settings(TENSOR) | plan(blocks__0__qkv="column"),

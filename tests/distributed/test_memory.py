@@ -24,7 +24,7 @@ ADAM = ("Adam", {"lr": 1e-3})
 
 
 def resident_and_peak(
-    config: dict[str, Any], depth: int, width: int, shared_memory: bool, steps: int = 3
+    config: dict[str, Any], depth: int, width: int, shared_memory: bool, steps: int = 2
 ) -> tuple[float, float]:
     """Bytes per parameter held after the last step, and the most held during it, counted from before the model was
     made."""

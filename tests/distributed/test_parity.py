@@ -25,7 +25,7 @@ from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import KINDS, make_engine, snapshot, train, train_engine, train_many
 
-STEPS = 10
+STEPS = 6
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
 # Odd widths, and one that fills a bucket's alignment exactly.
 SIZES = {

@@ -77,17 +77,16 @@ def compiled(mode: str, when: str, setting: str, backend: Any) -> dict[str, Any]
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_blocks(when: str) -> None:
     plain = train(make_engine(3), steps=5, disturb=no_grad, at=(1,))
-    for setting in ("moving", "kept"):
-        for mode in ("method", "wrapper"):
-            backend = Counted()
-            found = compiled(mode, when, setting, backend)
-            assert backend.calls >= 5 * 3, "the blocks did not run compiled"
-            state = {name.replace("_orig_mod.", ""): value for name, value in found["state"].items()}
-            assert_same(state, plain["state"], f"{setting}, {mode}")
-            assert_same(found["disturbed"], plain["disturbed"], f"{setting}, {mode}")
-        # The backward of AOTAutograd is another graph, which saves weights or views of them.
-        found = compiled("method", when, setting, "aot_eager")
-        torch.testing.assert_close(found["seen"], plain["seen"], rtol=1e-5, atol=1e-6)
+    for setting, mode in (("moving", "method"), ("kept", "wrapper")):
+        backend = Counted()
+        found = compiled(mode, when, setting, backend)
+        assert backend.calls >= 5 * 3, "the blocks did not run compiled"
+        state = {name.replace("_orig_mod.", ""): value for name, value in found["state"].items()}
+        assert_same(state, plain["state"], f"{setting}, {mode}")
+        assert_same(found["disturbed"], plain["disturbed"], f"{setting}, {mode}")
+    # The backward of AOTAutograd is another graph, which saves weights or views of them.
+    found = compiled("method", when, "kept" if when == "before" else "moving", "aot_eager")
+    torch.testing.assert_close(found["seen"], plain["seen"], rtol=1e-5, atol=1e-6)
 
 
 class Residual(nn.Module):
@@ -163,7 +162,7 @@ def census() -> dict[str, int]:
 @on_ranks(2, timeout=120)
 def test_100_steps_grow_nothing() -> None:
     """Without any collection of cycles between."""
-    for stage, setting in ((0, ""), (2, ""), (3, "moving"), (3, "tight")):
+    for stage, setting in ((2, ""), (3, "moving"), (3, "tight")):
         engine = make_engine(stage, setting)
         train(engine, steps=2)
         gc.collect()
