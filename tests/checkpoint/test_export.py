@@ -32,7 +32,7 @@ from zerolite.checkpoint import export
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.huggingface import plan_files
 from zerolite.checkpoint.safetensors import ToStore
-from zerolite.engine.whole_model import WholeModel
+from zerolite.engine.full_model import FullModel
 from zerolite.utils.dtypes import BY_CODE
 
 FLOATS = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -364,7 +364,7 @@ def test_an_engine_writes_one_tensor_at_a_time(tmp_path: Path) -> None:
     """No whole tensor that was gathered for a file is alive when the next one is asked for."""
     engine = trained(settings("3"))
     gathered: list[Any] = []
-    original = WholeModel.get
+    original = FullModel.get
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         assert not [reference for reference in gathered if reference() is not None]
@@ -372,7 +372,7 @@ def test_an_engine_writes_one_tensor_at_a_time(tmp_path: Path) -> None:
         gathered.append(weakref.ref(copy.untyped_storage()) if copy is not None else lambda: None)
         return copy
 
-    with mock.patch.object(WholeModel, "get", counted):
+    with mock.patch.object(FullModel, "get", counted):
         engine.save_16bit_model(tmp_path)
     assert len(gathered) == 13
 

@@ -204,7 +204,7 @@ class ParameterAccess:
             index: self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.bucket)).float() * factor
             for index, shard in self._shards(wanted).items()
         }
-        found = dict(zip(wanted, self._full(wanted, self.whole(wanted, parts, torch.float32)), strict=True))
+        found = dict(zip(wanted, self._full(wanted, self.gather(wanted, parts, torch.float32)), strict=True))
         return [found.get(index) for index in indices]
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
@@ -238,8 +238,8 @@ class ParameterAccess:
         parts = {index: self._master(shard) for index, shard in self._shards(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
         if len(set(dtypes)) == 1:
-            return self.whole(indices, parts, dtypes[0])
-        return [self.whole([i], parts, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
+            return self.gather(indices, parts, dtypes[0])
+        return [self.gather([i], parts, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
 
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
@@ -283,7 +283,7 @@ class ParameterAccess:
         for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
             same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
             here = {index: parts[index] for index in same if index in parts}
-            wholes = self._full(same, self.whole(same, here, _DTYPES[int(kind) - _TENSOR]))
+            wholes = self._full(same, self.gather(same, here, _DTYPES[int(kind) - _TENSOR]))
             found.update(zip(same, wholes, strict=True))
         return [found.get(index) for index in indices]
 
@@ -295,7 +295,7 @@ class ParameterAccess:
         Args:
             part: this rank's part; None if it has none.
         """
-        return self._full([index], self.whole([index], {} if part is None else {index: part}, dtype))[0]
+        return self._full([index], self.gather([index], {} if part is None else {index: part}, dtype))[0]
 
     def set_state(self, index: int, name: str, value: Any) -> None:
         self._pipeline.check_available()
@@ -356,7 +356,7 @@ class ParameterAccess:
         """Return the maximum of each value over ranks, by default over the data-parallel ones."""
         return largest(values, comm or self._comm, self._buffer.placements.device, "access", torch.float64)
 
-    def whole(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    def gather(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return each parameter's tensor, put together from the parts of the data-parallel ranks by one all-gather."""
         if not self._buffer.shard:
             return [

@@ -71,7 +71,7 @@ class BoxIndex:
         for index in self._order:
             self._ends.append(max(first[index][1], self._ends[-1] if self._ends else 0))
 
-    def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
+    def intersections(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield the index of every box that intersects ``box``, and the intersection."""
         low, high = (box[0][0], box[0][0] + box[1][0]) if box[0] else (0, 1)
         for place in range(bisect_left(self._ends, low + 1), bisect_left(self._starts, high)):
@@ -93,4 +93,4 @@ def covers(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
 
 def _overlap(boxes: Sequence[Box]) -> bool:
     index = BoxIndex(boxes)
-    return any(sum(1 for _ in islice(index.meeting(box), 2)) > 1 for box in boxes)
+    return any(sum(1 for _ in islice(index.intersections(box), 2)) > 1 for box in boxes)

@@ -89,7 +89,7 @@ def empty_shard(key: str, shape: Sequence[int], dtype: torch.dtype) -> Shard:
     return Shard(key, tuple(shape), dtype, None, torch.empty(0, dtype=dtype, device="cpu"))
 
 
-def whole(key: str, tensor: torch.Tensor, spec: ShardSpec | None = None) -> FlatRange:
+def range_of(key: str, tensor: torch.Tensor, spec: ShardSpec | None = None) -> FlatRange:
     """Return a tensor, or the shard ``spec`` of one, as one range. It is copied only if its memory has holes."""
     strides = dense_strides(tensor)
     return FlatRange(key, tuple(tensor.shape), strides, 0, flattened(tensor, strides), spec)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.flat_ranges import FlatRange, boxes_in_full_tensor, empty_shard, split_evenly, whole
+from zerolite.checkpoint.flat_ranges import FlatRange, boxes_in_full_tensor, empty_shard, range_of, split_evenly
 from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.planner import Scalars, Shard
 from zerolite.checkpoint.reader import Target
@@ -222,7 +222,7 @@ class ModelState:
             if name in elsewhere or not self.writes(parameter):
                 continue
             if handle is None:
-                everywhere.append(whole(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
+                everywhere.append(range_of(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
             elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
                 sharded.append(replace(part, values=handle.local_part()) if handle.status is AVAILABLE else part)
@@ -268,7 +268,7 @@ class ModelState:
                 f"{tuple(value.shape)}, which means nothing for another part; with tensor_parallel.size = 1 it can be "
                 "saved"
             )
-        return whole(key, value)
+        return range_of(key, value)
 
     def _frozen(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters that are not trained and have elements."""

@@ -170,7 +170,7 @@ class CheckpointReader:
             if target.key not in boxes:
                 boxes[target.key] = BoxIndex([box.box for box in stored.boxes])
             found = 0
-            for position, common in boxes[target.key].meeting(target.box):
+            for position, common in boxes[target.key].intersections(target.box):
                 box = stored.boxes[position]
                 by_file.setdefault(box.file, []).append((box, common, target))
                 found += math.prod(common[1])

@@ -16,7 +16,7 @@ from zerolite.checkpoint import json_codec
 from zerolite.checkpoint.directory import check_tag, default_tag
 from zerolite.checkpoint.engine_components import EngineComponents, one_request
 from zerolite.checkpoint.errors import CheckpointError
-from zerolite.checkpoint.flat_ranges import empty_shard, whole
+from zerolite.checkpoint.flat_ranges import empty_shard, range_of
 from zerolite.checkpoint.manifest import About, SavedGrid, count_parameters, library_versions
 from zerolite.checkpoint.model_state import BUFFERS, RANKS
 from zerolite.checkpoint.planner import Scalars, Shard
@@ -80,7 +80,7 @@ class Saver:
         self._run = run
         self._host = components.host
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._told = False  # the warning that nothing is saved in the background has been logged
+        self._warned = False  # the warning that nothing is saved in the background has been logged
         self._running: threading.Thread | None = None
         self._failure: BaseException | None = None
         keep_track(self)
@@ -141,13 +141,13 @@ class Saver:
     def _offloads_to_disk(self) -> bool:
         """True if offload keeps states on disk, so that host memory may be too small for a copy. Logs that, once."""
         found = self._components.model.buffer.placements.on_disk
-        if found and not self._told and self._host.rank == 0:
+        if found and not self._warned and self._host.rank == 0:
             logger.warning(
                 "%s: async_save copies what is saved into the host's memory first, and offload keeps states of this "
                 "job on disk because they are too large for it: checkpoints are complete when the call returns",
                 _CALL,
             )
-        self._told = self._told or found
+        self._warned = self._warned or found
         return found
 
     # ---------------------------------------------------------------- in the background
@@ -252,7 +252,7 @@ class Saver:
         earlier = stages[: model.topology.pipe.rank]
         shards, scalars = model.shards(exclude_frozen, {name for stage in earlier for name in stage.parameters})
         random = save_random_state(self._components.device)
-        shards += whole(f"{RANKS}{self._host.rank}/random", random).shards()
+        shards += range_of(f"{RANKS}{self._host.rank}/random", random).shards()
         return shards + self._buffers([offer.buffers for offer in offers]), scalars
 
     def _buffers(self, checksums: Sequence[dict[str, int]]) -> list[Shard]:
@@ -267,9 +267,9 @@ class Saver:
             if not buffer.numel():
                 shards.append(empty_shard(BUFFERS + name, buffer.shape, buffer.dtype))
             elif rank == first:
-                shards += whole(BUFFERS + name, buffer.detach()).shards()
+                shards += range_of(BUFFERS + name, buffer.detach()).shards()
             elif checksums[rank][name] != checksums[first][name]:
-                shards += whole(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()).shards()
+                shards += range_of(f"{RANKS}{rank}/{BUFFERS}{name}", buffer.detach()).shards()
         return shards
 
     def _commit(
@@ -284,7 +284,8 @@ class Saver:
         shards: list[Shard] = []
         for index, tensor in enumerate(tensors):
             key = f"{CLIENT}{index}"
-            shards += whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
+            empty = not tensor.numel()
+            shards += [empty_shard(key, tensor.shape, tensor.dtype)] if empty else range_of(key, tensor).shards()
         about = self._about(tag, agreed, model)
         settings = self._components.config.checkpoint
         commit = Commit(save_dir, about, state, self._run, agreed.save_latest, settings.keep_last, settings.overwrite)

@@ -31,7 +31,7 @@ class TrainingRun:
             run_id: default: a random one.
         """
         self.id = run_id or secrets.token_hex(16)
-        self._known = {self.id}
+        self._own_runs = {self.id}
         self._ours: dict[str, set[tuple[str, str]]] = {}  # by directory: run and time of checkpoints
 
     def take_over(
@@ -45,7 +45,7 @@ class TrainingRun:
             loaded: the checkpoint.
             resumed: it was loaded completely, so checkpoints that are saved from now on, anywhere, belong to its run.
         """
-        self._known.update(known.run for known in (*there, loaded))
+        self._own_runs.update(known.run for known in (*there, loaded))
         self._ours.setdefault(_key(directory), set()).update(map(_identity, (*there, loaded)))
         if resumed and loaded.run:
             self.id = loaded.run
@@ -72,13 +72,13 @@ class TrainingRun:
         """
         if _key(directory) not in self._ours:
             there = directories.complete_checkpoints(directory)
-            ours = {_identity(known) for known in there if overwrite or known.run in self._known}
+            ours = {_identity(other) for other in there if overwrite or other.run in self._own_runs}
             self._ours[_key(directory)] = ours
         ours = self._ours[_key(directory)]
         refusal = ""
         for harm, known in directories.harmed(directory, new.tag, save_latest, keep_last):
             if known.run and _identity(known) not in ours:
-                refusal = refusal or _refusal(directory, harm, known, meanwhile=known.run in self._known)
+                refusal = refusal or _refusal(directory, harm, known, meanwhile=known.run in self._own_runs)
                 if harm == directories.REPLACE:
                     raise CheckpointError(refusal)
         ours.add(_identity(new))

@@ -123,15 +123,15 @@ class CollectiveCheck:
         return _Announced(self, self._count, entry, own, rows, work)
 
     def mismatch(self, number: int, ranks: Sequence[_Launched]) -> Mismatch:
-        told = "; ".join(f"{name_ranks(who)}: {self._told(one)}" for one, who in ranks_by_value(ranks).items())
+        described = "; ".join(f"{name_ranks(who)}: {self._describe(one)}" for one, who in ranks_by_value(ranks).items())
         return Mismatch(
             "check_collectives: the ranks are about to launch different collectives in the same place (number "
-            f"{number} of the {self._label}): {told}. Do branches that depend on the rank use different modules (at "
-            "stage 3 name the module around them in zero_optimization.leaf_modules), or do only some ranks make a call "
-            "that all must make?"
+            f"{number} of the {self._label}): {described}. Do branches that depend on the rank use different modules "
+            "(at stage 3 name the module around them in zero_optimization.leaf_modules), or do only some ranks make a "
+            "call that all must make?"
         )
 
-    def _told(self, launched: _Launched) -> str:
+    def _describe(self, launched: _Launched) -> str:
         op, tag, dtype = launched.text.split("|")
         names = list(self._names_of(launched.tensors > 0, launched.key)) if launched.key else []
         hidden = max(len(names), launched.tensors) - 1

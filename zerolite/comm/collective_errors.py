@@ -57,7 +57,7 @@ class RaiseTogether:
     def exchange(self, error: BaseException | None, value: object = None) -> list[Any]:
         """Return every rank's ``value``, in rank order, if no rank has an ``error``."""
         # The failing rank takes part too: without it the others would wait in this exchange.
-        rows = self.host.gather([self._told(error), value])
+        rows = self.host.gather([self._to_raise(error), value])
         if error is not None:
             raise error
         told = [told for told, _ in rows if told is not None]
@@ -68,7 +68,7 @@ class RaiseTogether:
         more = f" (and {len(told) - 1} more rank{'s' if len(told) > 2 else ''})" if len(told) > 1 else ""
         raise self.kind(told[0] + more)
 
-    def _told(self, error: BaseException | None) -> object:
+    def _to_raise(self, error: BaseException | None) -> object:
         """Return the exception, or the message of one, that the other ranks raise."""
         if error is None or isinstance(error, self.same):
             return error

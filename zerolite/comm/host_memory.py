@@ -26,8 +26,8 @@ _PAGE = 4096
 
 def same_host(group: dist.ProcessGroup) -> bool:
     """True if all ranks of ``group`` run on one host and can share memory there. Called on all ranks of the group."""
-    places = _gather(_place(), group)
-    return places[0] != "" and all(place == places[0] for place in places)
+    ids = _gather(_memory_id(), group)
+    return ids[0] != "" and all(each == ids[0] for each in ids)
 
 
 def _gather(value: object, group: dist.ProcessGroup) -> list[Any]:
@@ -35,7 +35,7 @@ def _gather(value: object, group: dist.ProcessGroup) -> list[Any]:
         return gather_objects(value, group)
 
 
-def _place() -> str:
+def _memory_id() -> str:
     """Return a text that is equal for two processes if they share a host and its /dev/shm; "" if there is none."""
     if os.environ.get("ZEROLITE_SHARED_MEMORY", "1") == "0" or not os.access(_DIRECTORY, os.W_OK):
         return ""

@@ -53,7 +53,7 @@ class Topology:
         return f"pipe={self.pipe.world_size}, data={self.data.world_size}, tensor={self.tensor.world_size}"
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def coordinates(self) -> tuple[int, int, int]:
         """Coordinates (pipe, data, tensor) of this rank."""
         return self.pipe.rank, self.data.rank, self.tensor.rank
 
@@ -102,7 +102,7 @@ def _named(
     return Topology(world, made["data"], made["tensor"], made["pipe"], model, mesh)
 
 
-def place(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int, int]:
+def coordinates_of(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int, int]:
     """Return the coordinates of ``rank``: (pipe, data, tensor)."""
     data = world_size // (pipe * tensor)
     return rank // (data * tensor), rank // tensor % data, rank % tensor
@@ -110,7 +110,7 @@ def place(rank: int, world_size: int, pipe: int, tensor: int) -> tuple[int, int,
 
 def dry_topology(kind: str, rank: int, world_size: int, pipe: int = 1, tensor: int = 1) -> Topology:
     """Make the grid over transports that send nothing: see :func:`~zerolite.comm.create.dry_communicator`."""
-    pipe_rank, data_rank, tensor_rank = place(rank, world_size, pipe, tensor)
+    pipe_rank, data_rank, tensor_rank = coordinates_of(rank, world_size, pipe, tensor)
     data = world_size // (pipe * tensor)
     world = dry_communicator(kind, rank, world_size)
     if pipe * tensor == 1:
@@ -163,7 +163,7 @@ def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: i
         size = dist.get_world_size(world)
         data = size // (pipe * tensor)
         ranks = torch.arange(size, device="cpu").view(pipe, data, tensor)
-        members = {name: ranks.movedim(place, -1).flatten(0, 1) for place, name in enumerate(DIMENSIONS)}
+        members = {name: ranks.movedim(dim, -1).flatten(0, 1) for dim, name in enumerate(DIMENSIONS)}
         if pipe > 1 and tensor > 1:
             members["model"] = ranks.movedim(1, 0).flatten(1)
         # Made here and not by DeviceMesh, which would ignore the timeout of the world's group.

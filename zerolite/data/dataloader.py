@@ -139,7 +139,7 @@ class Loaders:
                 f"expected loader to come from engine.deepspeed_io, engine.prepare_loader or engine.dataloader of this "
                 f"engine, got {type(loader).__name__}; pass what engine.prepare_loader(loader) returns"
             )
-        return loader.last_share.whole()
+        return loader.last_share.all_rows()
 
     def state_dict(self) -> list[dict[str, int | str | None]]:
         """Return the positions of the existing loaders as plain data, in the order in which the loaders were made.

@@ -68,7 +68,7 @@ class Share:
         """Return the rows of batch `number`, counted from 0."""
         return self._rows(number * self.batch_size, min((number + 1) * self.batch_size, self.numel))
 
-    def whole(self) -> Rows:
+    def all_rows(self) -> Rows:
         """Return the rows of all batches of a pass."""
         return self._rows(0, self.numel - self.numel % self.batch_size if self.drop_last else self.numel)
 

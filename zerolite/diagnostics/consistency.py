@@ -84,10 +84,10 @@ class UpdateNumbers:
 
 def numbers_of(groups: Sequence[Mapping[str, object]], keys: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """Return copies of the values of ``keys`` in each group."""
-    return tuple({key: _kept(group[key]) for key in keys if key in group} for group in groups)
+    return tuple({key: _copy_of(group[key]) for key in keys if key in group} for group in groups)
 
 
-def _kept(value: object) -> object:
+def _copy_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return tuple(value) if type(value) is list else value
@@ -212,7 +212,7 @@ class ConsistencyCheck:
         differing, self._differing = self._differing, None
         if differing is not None:
             what = "zerolite: the ranks update with different numbers, or have gathered different parameters"
-            raise_differences(differing.describe(), self._topology.world, what, _ALIKE, self._topology.place[0])
+            raise_differences(differing.describe(), self._topology.world, what, _ALIKE, self._topology.coordinates[0])
 
     # ---------------------------------------------------------------- weights
 
@@ -243,7 +243,7 @@ class ConsistencyCheck:
     def _finish(self) -> None:
         compared, self._compared = self._compared, None
         if compared is not None and compared.differs():
-            pipe, _, tensor = self._topology.place
+            pipe, _, tensor = self._topology.coordinates
             raise_differences(compared.describe(), self._topology.world, _WEIGHTS, _WRITTEN, (pipe, tensor))
 
 

@@ -150,7 +150,7 @@ def _cause(
         )
     # From the surest sign to the vaguest: a rank that has gone explains everything else.
     found = (
-        _gone(absent)
+        _ended_ranks(absent)
         or _different_engines(reports)
         or _different_modules(divergences)
         or _different_places(reports)
@@ -174,7 +174,7 @@ def _cause(
 _Cause = tuple[str, str] | None
 
 
-def _gone(absent: Mapping[int, Absent]) -> _Cause:
+def _ended_ranks(absent: Mapping[int, Absent]) -> _Cause:
     if not absent:
         return None
     normally = [rank for rank, known in absent.items() if known.ended.startswith("ended normally")]

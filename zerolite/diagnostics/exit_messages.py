@@ -43,7 +43,7 @@ class ExitMessages:
 
     def known(self) -> dict[int, str]:
         """Return how the first ranks have ended, by rank, as far as it is known now."""
-        return {**self._under_torchrun(), **self._told()}
+        return {**self._under_torchrun(), **self._messages()}
 
     def awaited(self) -> dict[int, str]:
         """Wait shortly for the message of a rank whose connection has just broken; return as :meth:`known` does.
@@ -52,12 +52,12 @@ class ExitMessages:
         """
         deadline = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(RuntimeError):  # the process that hosts the store may be the one that has gone
-            while not (ended := self._told()) and time.monotonic() < deadline:
+            while not (ended := self._messages()) and time.monotonic() < deadline:
                 time.sleep(0.05)
             return ended or self._under_torchrun()
         return {}
 
-    def _told(self) -> dict[int, str]:
+    def _messages(self) -> dict[int, str]:
         """Return the messages of ranks, and of the `zerolite` launcher."""
         store = self._store
         keys = [f"endings/{number}" for number in range(1, min(store.add("endings", 0), _READ) + 1)]

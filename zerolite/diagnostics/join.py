@@ -183,13 +183,13 @@ class Join:
             numbers = self._numbers(rows, ())
             command = Command(rows[self.source][1])
             if command in _STEPS:
-                self._take(self._channel.broadcast(None, self.source))
+                self._copy_hyperparameters(self._channel.broadcast(None, self.source))
             if command is Command.OTHER:
                 self._over = True
                 raise RuntimeError(self._refusal())
             _ACTIONS[command](self, *numbers)
 
-    def _take(self, groups: list[dict[str, object]]) -> None:
+    def _copy_hyperparameters(self, groups: list[dict[str, object]]) -> None:
         """Take over learning rates and other hyperparameters from the ranks that still have batches."""
         for index, (group, values) in enumerate(zip(self._engine.optimizer.param_groups, groups, strict=True)):
             for key, value in values.items():

@@ -29,7 +29,7 @@ class _ExceptHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and _only_prints(self._before):
             if self.rank == 0:  # Ctrl-C reaches every rank: one line for the whole job
-                print(f"{_new_line()}zerolite: interrupted by Ctrl-C{_place(trace)}", file=sys.stderr, flush=True)
+                print(f"{_new_line()}zerolite: interrupted by Ctrl-C{_user_line(trace)}", file=sys.stderr, flush=True)
             return
         for model, compute in list(self.models.items()):
             explain(error, model, compute)
@@ -67,7 +67,7 @@ def _new_line() -> str:
     return "\n" if sys.stderr.isatty() else ""
 
 
-def _place(trace: TracebackType | None) -> str:
+def _user_line(trace: TracebackType | None) -> str:
     """Return the innermost line of the script that the process runs, as " at FILE, line N"."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     lines = [entry for entry in traceback.extract_tb(trace) if main is not None and entry.filename == main]

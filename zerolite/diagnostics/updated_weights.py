@@ -38,7 +38,7 @@ class UpdatedWeights:
         self._optimizer = optimizer
         self._before: Sums = {}
         self._after: Sums = {}
-        self._known = False  # masters are still those that the last update has left
+        self._unchanged = False  # masters are still those that the last update has left
         self._count = 0  # param groups in the last update
         self._error_raised = False  # the outcome of the last update has been raised
         self._announced: UpdateNumbers | None = None
@@ -50,7 +50,7 @@ class UpdatedWeights:
     def replan(self) -> None:
         """Follow a layout with new buckets."""
         self._plan.clear()
-        self._known = False
+        self._unchanged = False
 
     def forget(self, update: bool) -> None:
         """Forget the sums, because values have been written or loaded.
@@ -58,7 +58,7 @@ class UpdatedWeights:
         Args:
             update: the outcome of the last update does not matter any more, even if it has not been raised yet.
         """
-        self._known = False
+        self._unchanged = False
         if update or self._error_raised:
             self._before, self._after = {}, {}
 
@@ -76,8 +76,8 @@ class UpdatedWeights:
         """Return ``update`` with the sums added before and after each of its calls; before, only if they are not
         known."""
         count = self._more + len(self._optimizer.param_groups)
-        known = self._known and count == self._count
-        self.numbers, self._error_raised, self._known = self._announced, False, True
+        known = self._unchanged and count == self._count
+        self.numbers, self._error_raised, self._unchanged = self._announced, False, True
         self._before, self._after, self._count = self._after if known else {}, {}, count
 
         def watched(sub_group: Sequence[SpanTensors]) -> None:

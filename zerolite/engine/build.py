@@ -203,7 +203,7 @@ def _make_engine(
         state_offload=offload,
         activation_checkpointing=attached,
         parameter_access=access,
-        pending_gradients=PendingGradients(pipeline, parts.reducer, parts.comm, setup.device, access.whole, refusal),
+        pending_gradients=PendingGradients(pipeline, parts.reducer, parts.comm, setup.device, access.gather, refusal),
         checkpointer=checkpointer,
         full_state=FullState(parts.param_gatherer, setup.precision, checkpointer.components, access),
         monitor=monitoring.monitor,

@@ -256,7 +256,7 @@ class StepParts:
             setup.device,
             StagedSubGroups(buffer, self.reducer, self.sharded.method, self.param_gatherer, self.transfers),
             UnusedParameters(
-                config.zero_optimization.ignore_unused_parameters, functools.partial(_gone, setup.model, buffer)
+                config.zero_optimization.ignore_unused_parameters, functools.partial(_find_removed, setup.model, buffer)
             ),
             collector,
             self.observers,
@@ -299,7 +299,7 @@ def _warn_of_padding(layout: PartitionLayout) -> None:
         )
 
 
-def _gone(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:
+def _find_removed(model: torch.nn.Module, buffer: ParameterBuffer, indices: list[int]) -> list[int]:
     """Return the trained parameters among ``indices`` that ``model`` no longer has."""
     there = {id(parameter) for parameter in model.parameters()}
     return [index for index in indices if id(buffer.parameters[index]) not in there]

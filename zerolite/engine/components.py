@@ -43,14 +43,14 @@ class EngineRef:
     after it was deleted."""
 
     def __init__(self) -> None:
-        self._known: weakref.ref[Engine] | None = None
+        self._ref: weakref.ref[Engine] | None = None
 
     def bind(self, engine: Engine) -> None:
         """Bind the components; called by the engine's constructor."""
-        self._known = weakref.ref(engine)
+        self._ref = weakref.ref(engine)
 
     def __call__(self) -> Engine | None:
-        return None if self._known is None else self._known()
+        return None if self._ref is None else self._ref()
 
 
 class ModuleCall:

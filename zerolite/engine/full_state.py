@@ -25,8 +25,7 @@ from zerolite.checkpoint.names import clean
 from zerolite.checkpoint.safetensors import ToStore
 from zerolite.comm import Communicator, HostGroup, Topology, raise_together
 from zerolite.comm.initial_sync import broadcast_into
-from zerolite.engine.whole_model import Known, WholeModel, first_names, union
-from zerolite.engine.whole_model import known as known_as
+from zerolite.engine.full_model import FullModel, FullTensor, describe, first_names, merge_stages
 from zerolite.precision.dtypes import Precision
 from zerolite.tensor_parallel.shard_spec import shard_spec_of
 from zerolite.utils.accelerator import host_values
@@ -44,7 +43,7 @@ _EXTRA = "_extra_state"  # torch's key for what a module's get_extra_state gives
 _allowed = 0  # calls in progress that may see a rank's part of the state
 
 
-def _cut(module: torch.nn.Module, prefix: str) -> list[str]:
+def _sharded_names(module: torch.nn.Module, prefix: str) -> list[str]:
     """Return the names of a module's parameters of which this rank has only a part."""
     named = module.named_parameters(remove_duplicate=False)
     return [prefix + key for key, parameter in named if shard_spec_of(parameter) is not None]
@@ -61,11 +60,11 @@ class _Guard(ModuleHook):
 
     def stays_in_copies(self) -> bool:
         module = self._module()
-        return module is None or bool(_cut(module, ""))
+        return module is None or bool(_sharded_names(module, ""))
 
 
 def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-    found = [] if _allowed else _cut(module, prefix)
+    found = [] if _allowed else _sharded_names(module, prefix)
     if found:
         raise RuntimeError(
             f"state_dict: this rank has parts of parameters, cut by tensor parallelism: {listed(found)}. Call "
@@ -74,7 +73,7 @@ def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _before_load(module: torch.nn.Module, state: object, prefix: str, *rest: Any) -> None:
-    found = [] if _allowed else _cut(module, prefix)
+    found = [] if _allowed else _sharded_names(module, prefix)
     if found:
         raise RuntimeError(
             f"load_state_dict: this rank has parts of parameters, cut by tensor parallelism, which cannot take whole "
@@ -131,13 +130,13 @@ class FullState:
             raise ValueError(
                 f"full_state_dict: expected dtype to be None or one of {', '.join(map(str, FLOATS))}, got {dtype!r}"
             )
-        whole = self._whole_model()
+        whole = self._full_model()
         copies: dict[str, torch.Tensor | None] = {}
         state: dict[str, Any] = {}
         for name, entry in whole.entries.items():
-            if isinstance(entry, Known) and entry.owner not in copies:
+            if isinstance(entry, FullTensor) and entry.owner not in copies:
                 copies[entry.owner] = whole.get(entry, dtype, rank0_only)
-            state[name] = copies[entry.owner] if isinstance(entry, Known) else entry
+            state[name] = copies[entry.owner] if isinstance(entry, FullTensor) else entry
         return state if not rank0_only or self._topology.world.rank == 0 else {}
 
     @torch.no_grad()
@@ -155,17 +154,17 @@ class FullState:
         }
         own.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n not in transient)
         first = first_names(own)
-        known = {name: known_as(first[id(tensor)], tensor, tensor, trained=False) for name, tensor in own.items()}
+        known = {name: describe(first[id(tensor)], tensor, tensor, trained=False) for name, tensor in own.items()}
         extra = _with_extra_state(model)
-        targets = union({**known, **dict.fromkeys(extra)}, topology)
+        targets = merge_stages({**known, **dict.fromkeys(extra)}, topology)
         here = {known[name].owner: tensor for name, tensor in own.items()}
         given = dict(state or {}) if topology.world.rank == 0 else {}
         present = _agree(targets, given, topology.world, device, strict)
         done: set[str] = set()
         for name, target in targets.items():
-            if name in present and isinstance(target, Known) and target.owner not in done:
+            if name in present and isinstance(target, FullTensor) and target.owner not in done:
                 done.add(target.owner)
-                _spread(given.get(name), target, here.get(target.owner), topology, device)
+                _distribute(given.get(name), target, here.get(target.owner), topology, device)
         others = sorted(name for name in present if targets[name] is None)
         if others:
             host = HostGroup(topology.world, "whole model")
@@ -198,7 +197,7 @@ class FullState:
         dtype = computes if computes in HALF else torch.bfloat16
         assert dtype is not None
         directory = Path(directory_of(save_dir, "save_dir"))
-        whole, world, device = self._whole_model(), self._topology.world, self._device
+        whole, world, device = self._full_model(), self._topology.world, self._device
         tensors = dict(whole.tensors())
         left_out = sorted(whole.entries.keys() - tensors.keys())
         if left_out and world.rank == 0:
@@ -224,11 +223,11 @@ class FullState:
                 _on_rank0(functools.partial(writer.write, file, values), world, device, values)
             _on_rank0(writer.commit, world, device)
 
-    def _whole_model(self) -> WholeModel:
+    def _full_model(self) -> FullModel:
         self._check_readable()
         self._param_gatherer.wait_all()
         model = self._states.model
-        return WholeModel(model, _unguarded_state(model), self._topology, self._device, self._access)
+        return FullModel(model, _unguarded_state(model), self._topology, self._device, self._access)
 
     def _check_readable(self) -> None:
         self._pipeline.check_available()
@@ -249,7 +248,7 @@ def _unguarded_state(model: torch.nn.Module) -> dict[str, object]:
 # -------------------------------------------------------------------- a model in files
 
 
-def _training(tensors: Mapping[str, Known]) -> dict[str, Known]:
+def _training(tensors: Mapping[str, FullTensor]) -> dict[str, FullTensor]:
     modules = {name.rpartition(".")[0] for name, known in tensors.items() if known.trained}
     return {
         name: known
@@ -306,8 +305,8 @@ def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def _spread(
-    given: torch.Tensor | None, known: Known, here: torch.Tensor | None, topology: Topology, device: torch.device
+def _distribute(
+    given: torch.Tensor | None, known: FullTensor, here: torch.Tensor | None, topology: Topology, device: torch.device
 ) -> None:
     """Send rank 0's full values, or this rank's part of them, into the tensor ``here``.
 
@@ -337,7 +336,7 @@ def _spread(
 
 
 def _agree(
-    targets: Mapping[str, Known | None],
+    targets: Mapping[str, FullTensor | None],
     given: Mapping[str, object],
     comm: Communicator,
     device: torch.device,
@@ -374,11 +373,11 @@ def _agree(
     return {name for name, code in zip(names, codes, strict=False) if code == 1}
 
 
-def _fits(given: object, known: Known | None) -> bool:
+def _fits(given: object, known: FullTensor | None) -> bool:
     return known is None or (isinstance(given, torch.Tensor) and tuple(given.shape) == known.shape)
 
 
-def _expected(name: str, known: Known | None) -> str:
+def _expected(name: str, known: FullTensor | None) -> str:
     return f"{name} (expected {known.shape})" if known is not None else name
 
 

@@ -162,7 +162,7 @@ class GradientSums:
             return
         self._summed = True
         for group in self._groups:
-            parts = self._parts(group)
+            parts = self._local_gradients(group)
             flags = [index in self._reducer.used for index in group.indices]
             # A rank may own no element of these parameters. It then reads dtype and device of a parameter, but no
             # values: at stage 3 that would launch a gather, and not all of its ranks are here.
@@ -186,7 +186,7 @@ class GradientSums:
         next sum counts it once."""
         if self._summed:
             for group in self._groups:
-                for part in self._parts(group) if group.comm.rank else ():
+                for part in self._local_gradients(group) if group.comm.rank else ():
                     part.zero_()
         self._summed = False
 
@@ -194,7 +194,7 @@ class GradientSums:
         """Forget the sum, after the gradients have been used or dropped."""
         self._summed = False
 
-    def _parts(self, group: SharedGradients) -> list[torch.Tensor]:
+    def _local_gradients(self, group: SharedGradients) -> list[torch.Tensor]:
         """Return this rank's gradients of the group, flat, in the order of its indices."""
         sharded = self._reducer.keeps_shards
         return [

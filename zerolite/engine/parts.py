@@ -41,14 +41,14 @@ def part_of_model(
 
         staged = prepare(model, config.pipeline, topology, device, loss_fn)
     if topology.tensor.world_size > 1:
-        _cut(model, config, topology, device)
+        _shard_layers(model, config, topology, device)
     guard_parts(model, topology)
     if staged is not None:
         loss_fn = staged.loss_fn
     return staged if topology.pipe.world_size > 1 else None, loss_fn
 
 
-def _cut(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:
+def _shard_layers(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology, device: torch.device) -> None:
     """Shard the layers by the tensor-parallel plan. If the plan is wrong on one stage, all stages raise ValueError. It
     may match nothing on some stages, but not on all."""
     from zerolite import tensor_parallel

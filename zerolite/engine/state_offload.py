@@ -46,7 +46,7 @@ class StateOffload:
         self._coordinator = coordinator
         self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # emptied storages, and their bytes on the host
         self._items: list[str] = []  # memory items of ``_out``
-        self._whole: list[Any] = []  # handles of stage 3's persistent parameters
+        self._persistent: list[Any] = []  # handles of stage 3's persistent parameters
 
     @torch.no_grad()
     def offload(self, include: Iterable[object] | None, device: object, pin_memory: bool, non_blocking: bool) -> None:
@@ -87,8 +87,8 @@ class StateOffload:
     def reload(self) -> None:
         """See :meth:`Engine.reload_states`."""
         self.restore()
-        whole, self._whole = self._whole, []
-        gather(whole)
+        persistent, self._persistent = self._persistent, []
+        gather(persistent)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -137,8 +137,8 @@ class StateOffload:
         """Release stage 3's gathered parameters, and refuse gathers from here on."""
         if self._coordinator is not None:
             self._coordinator.reset()
-            self._whole = [handle for handle in self._coordinator.handles if handle.persistent]
-            for handle in self._whole:
+            self._persistent = [handle for handle in self._coordinator.handles if handle.persistent]
+            for handle in self._persistent:
                 handle.release()
             self._coordinator.context.set_listener(_Refusal(self._pipeline))
 

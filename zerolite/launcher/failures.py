@@ -100,11 +100,11 @@ def causes_first(failures: Sequence[Failure]) -> list[Failure]:
     have exited with status 0. Failures of one kind are sorted by time.
     """
 
-    def place(failure: Failure) -> tuple[bool, bool, bool, float]:
+    def rank_of_cause(failure: Failure) -> tuple[bool, bool, bool, float]:
         succeeded = failure.exitcode == 0
         return succeeded, failure.consequence, bool(failure.node_failure), failure.time
 
-    return sorted(failures, key=place)
+    return sorted(failures, key=rank_of_cause)
 
 
 def exit_status(failures: Sequence[Failure]) -> int:

@@ -95,7 +95,7 @@ _IGNORED = ("--no-local-rank", "--force-multi")  # zerolite always does what the
 class _Parser(argparse.ArgumentParser):
     """Parser that suggests the option which was probably meant."""
 
-    def known(self) -> list[str]:
+    def option_names(self) -> list[str]:
         return [name for action in self._actions for name in action.option_strings]
 
     def takes_value(self, option: str) -> bool:
@@ -105,8 +105,8 @@ class _Parser(argparse.ArgumentParser):
         """Exit with a sentence if the option does not exist."""
         if option in _REFUSED:
             self.error(f"{option} is not supported: {_REFUSED[option]}")
-        if option not in self.known():
-            near = difflib.get_close_matches(option, self.known(), n=1)
+        if option not in self.option_names():
+            near = difflib.get_close_matches(option, self.option_names(), n=1)
             meant = f"did you mean {near[0]}?" if near else "see `zerolite --help`."
             self.error(f"there is no option {option}; {meant} Options of the script come after the script.")
 

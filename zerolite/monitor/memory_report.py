@@ -179,11 +179,11 @@ def holdings(parts: MemoryParts) -> dict[int, Holding]:
             continue
         storage = tensor.untyped_storage()
         if storage._cdata not in found:
-            found[storage._cdata] = Holding(item, storage.nbytes(), _place(tensor, parts.device))
+            found[storage._cdata] = Holding(item, storage.nbytes(), _location(tensor, parts.device))
     return found
 
 
-def _place(tensor: torch.Tensor, device: torch.device) -> str:
+def _location(tensor: torch.Tensor, device: torch.device) -> str:
     """Return the placement of the memory of ``tensor``, for an engine on ``device``."""
     location = location_of(tensor)
     return HOST if location == DEVICE and tensor.device.type != device.type else location

@@ -73,7 +73,7 @@ def check_keyword_params(
             try:
                 kwargs[key] = _converted(value, known[key])
             except ValidationError as error:
-                wanted = _wanted(error, known[key].default)
+                wanted = _expected_types(error, known[key].default)
                 errors.append((f"{path}.{key}", f"expected {wanted}, got {value!r}{_unquote_hint(value)}"))
     for key, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and key not in params:
@@ -112,7 +112,7 @@ def _converted(value: object, parameter: inspect.Parameter) -> object:
         raise
 
 
-def _wanted(error: ValidationError, default: object) -> str:
+def _expected_types(error: ValidationError, default: object) -> str:
     """Return the expected types in words, such as "a number or a list of numbers"."""
     if isinstance(default, tuple):
         return f"a list of {len(default)} numbers such as {list(default)}"

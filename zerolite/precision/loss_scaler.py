@@ -64,9 +64,9 @@ class LossScaler:
         if not _positive(scale) or scale > MAX_SCALE:
             errors.append(f"scale must be a positive number up to 2**126 (for fp32's sake), but is {scale!r}")
         if dynamic:
-            if not _whole(window):
+            if not _is_int(window):
                 errors.append(f"window must be a whole number of steps of at least 1, but is {window!r}")
-            if not _whole(hysteresis):
+            if not _is_int(hysteresis):
                 errors.append(f"hysteresis must be a whole number of overflows of at least 1, but is {hysteresis!r}")
             if not _positive(min_scale):
                 errors.append(f"min_scale must be a positive number, but is {min_scale!r}")
@@ -141,9 +141,9 @@ class LossScaler:
         scale, good_steps, hysteresis_left = state["scale"], state["good_steps"], state["hysteresis_left"]
         if not _positive(scale) or scale > MAX_SCALE:
             raise ValueError(f"The saved loss scale must be a positive number up to 2**126, but is {scale!r}.")
-        if not _whole(good_steps, 0):
+        if not _is_int(good_steps, 0):
             raise ValueError(f"The saved good_steps must be a whole number of at least 0, but is {good_steps!r}.")
-        if not _whole(hysteresis_left):
+        if not _is_int(hysteresis_left):
             raise ValueError(
                 f"The saved hysteresis_left must be a whole number of at least 1, but is {hysteresis_left!r}."
             )
@@ -158,5 +158,5 @@ def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def _whole(value: object, minimum: int = 1) -> bool:
+def _is_int(value: object, minimum: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

@@ -1,4 +1,4 @@
-"""Whole tensors of a sharded model, gathered over data, tensor and pipeline ranks.
+"""Full tensors of a sharded model, gathered over data, tensor and pipeline ranks.
 
 The full model is the union of all stages. A tensor's values come from the first stage that has it. There each rank's
 part is gathered over the data-parallel ranks. Then it is broadcast to the ranks of one copy of the model
@@ -26,7 +26,7 @@ TAG = "checkpoint"
 
 
 @dataclass(frozen=True)
-class Known:
+class FullTensor:
     """Description of one tensor of the full model, equal on all ranks.
 
     Attributes:
@@ -35,7 +35,7 @@ class Known:
         parameter: it is a parameter, not a buffer.
         trained: an engine trains it.
         stage: the first pipeline stage that has it.
-        cuts: the shard of each tensor-parallel rank of that stage; empty if each rank has the full tensor.
+        shards: the shard of each tensor-parallel rank of that stage; empty if each rank has the full tensor.
     """
 
     owner: str
@@ -44,21 +44,21 @@ class Known:
     parameter: bool
     trained: bool
     stage: int = 0
-    cuts: tuple[ShardSpec, ...] = ()
+    shards: tuple[ShardSpec, ...] = ()
 
 
-def known(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) -> Known:
+def describe(owner: str, tensor: torch.Tensor, value: torch.Tensor, trained: bool) -> FullTensor:
     """Describe ``tensor`` from this rank's point of view.
 
     Args:
         owner: the first of its names on this rank.
         value: its entry in the state dict, empty if the parameter is partitioned.
     """
-    names, cut = names_of(tensor), shard_spec_of(tensor)
-    shape = cut.full_shape if cut is not None else tuple(full_shape(tensor, value))
+    names, shard = names_of(tensor), shard_spec_of(tensor)
+    shape = shard.full_shape if shard is not None else tuple(full_shape(tensor, value))
     parameter = isinstance(tensor, torch.nn.Parameter)
     first = owner if names is None else names[0]
-    return Known(first, shape, value.dtype, parameter, trained, cuts=() if cut is None else (cut,))
+    return FullTensor(first, shape, value.dtype, parameter, trained, shards=() if shard is None else (shard,))
 
 
 def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
@@ -66,21 +66,21 @@ def full_shape(tensor: torch.Tensor, value: torch.Tensor) -> torch.Size:
     return unpartitioned_shape(tensor) if handle_of(tensor) is not None else value.shape
 
 
-def union(own: Mapping[str, object], topology: Topology) -> dict[str, Any]:
-    """Join the entries of all stages by name, :class:`Known` or plain values. If several stages have a name, the first
-    one's entry counts. Called on all ranks."""
+def merge_stages(own: Mapping[str, object], topology: Topology) -> dict[str, Any]:
+    """Join the entries of all stages by name, :class:`FullTensor` or plain values. If several stages have a name, the
+    first one's entry counts. Called on all ranks."""
     if topology.model.world_size == 1:
         return dict(own)
     rows = HostGroup(topology.model, "whole model").gather(own)  # not that of checkpoints: a save may be under way
     tensor = topology.tensor.world_size
     found: dict[str, Any] = {}
-    firsts: dict[str, Known] = {}  # by owner
+    firsts: dict[str, FullTensor] = {}  # by owner
     for stage in range(topology.pipe.world_size):
         of_tensor = rows[stage * tensor : (stage + 1) * tensor]
         for name, entry in of_tensor[0].items():
-            if isinstance(entry, Known):
-                cuts = tuple(cut for row in of_tensor for cut in row[name].cuts)
-                entry = firsts.setdefault(entry.owner, replace(entry, stage=stage, cuts=cuts))
+            if isinstance(entry, FullTensor):
+                shards = tuple(shard for row in of_tensor for shard in row[name].shards)
+                entry = firsts.setdefault(entry.owner, replace(entry, stage=stage, shards=shards))
             found.setdefault(name, entry)
     return found
 
@@ -102,7 +102,7 @@ def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[int, str]:
     return first
 
 
-class WholeModel:
+class FullModel:
     """Entries of the full model's state dict. Made on all ranks.
 
     Args:
@@ -123,59 +123,59 @@ class WholeModel:
         first = first_names(owners)
         self._trained = trained = masters.positions()
         own = {
-            name: known(first[id(owners[name])], owners[name], value, id(owners[name]) in trained)
+            name: describe(first[id(owners[name])], owners[name], value, id(owners[name]) in trained)
             if name in owners
             else value
             for name, value in state.items()
         }
-        self.entries = union(own, topology)
-        self._here = {own[name].owner: (owner, state[name]) for name, owner in reversed(owners.items())}
+        self.entries = merge_stages(own, topology)
+        self._local = {own[name].owner: (owner, state[name]) for name, owner in reversed(owners.items())}
 
-    def tensors(self) -> Iterable[tuple[str, Known]]:
-        return ((name, entry) for name, entry in self.entries.items() if isinstance(entry, Known))
+    def tensors(self) -> Iterable[tuple[str, FullTensor]]:
+        return ((name, entry) for name, entry in self.entries.items() if isinstance(entry, FullTensor))
 
-    def get(self, entry: Known, dtype: torch.dtype | None, rank0_only: bool) -> torch.Tensor | None:
+    def get(self, entry: FullTensor, dtype: torch.dtype | None, rank0_only: bool) -> torch.Tensor | None:
         """Return the full values, a copy on the CPU, or None on ranks that are not to have them. Called on all ranks,
         with the same arguments. ``dtype``: see :func:`~zerolite.checkpoint.huggingface.exported_dtype`."""
         topology = self._topology
-        wanted = not rank0_only or topology.world.rank == 0
+        needed = not rank0_only or topology.world.rank == 0
         if topology.model.world_size == 1:
-            return self._part(entry, dtype, wanted)
-        travels = not rank0_only or topology.data.rank == 0  # in this copy of the model
+            return self._part(entry, dtype, needed)
+        receives = not rank0_only or topology.data.rank == 0  # in this copy of the model
         part = None
         if topology.pipe.rank == entry.stage:
-            part = self._part(entry, dtype, travels and (bool(entry.cuts) or topology.tensor.rank == 0))
-        return self._put_together(entry, exported_dtype(entry.dtype, dtype), part, wanted) if travels else None
+            part = self._part(entry, dtype, receives and (bool(entry.shards) or topology.tensor.rank == 0))
+        return self._assemble(entry, exported_dtype(entry.dtype, dtype), part, needed) if receives else None
 
-    def _put_together(
-        self, entry: Known, dtype: torch.dtype, part: torch.Tensor | None, wanted: bool
+    def _assemble(
+        self, entry: FullTensor, dtype: torch.dtype, part: torch.Tensor | None, needed: bool
     ) -> torch.Tensor | None:
         """Receive the parts from the ranks of the stage that has them, and put them together."""
         model, first = self._topology.model, entry.stage * self._topology.tensor.world_size
-        if not entry.cuts:
+        if not entry.shards:
             values = part if model.rank == first else torch.empty(entry.shape, dtype=dtype, device="cpu")
             assert values is not None
             broadcast_into(values, model, self._device, TAG, first)
-            return values if wanted else None
-        full = torch.empty(entry.shape, dtype=dtype, device="cpu") if wanted else None
-        for source, cut in enumerate(entry.cuts, first):
-            values = part if model.rank == source else torch.empty(cut.local_shape, dtype=dtype, device="cpu")
+            return values if needed else None
+        full = torch.empty(entry.shape, dtype=dtype, device="cpu") if needed else None
+        for source, shard in enumerate(entry.shards, first):
+            values = part if model.rank == source else torch.empty(shard.local_shape, dtype=dtype, device="cpu")
             assert values is not None
             broadcast_into(values, model, self._device, TAG, source)
             if full is not None:
-                cut.into(full, values)
+                shard.into(full, values)
         return full
 
-    def _part(self, entry: Known, dtype: torch.dtype | None, kept: bool) -> torch.Tensor | None:
-        """Return the values that this rank's data-parallel ranks have together, on the CPU; None unless ``kept``.
+    def _part(self, entry: FullTensor, dtype: torch.dtype | None, needed: bool) -> torch.Tensor | None:
+        """Return the values that this rank's data-parallel ranks have together, on the CPU; None unless ``needed``.
         Called on all of these ranks."""
-        owner, value = self._here[entry.owner]
+        owner, value = self._local[entry.owner]
         target = exported_dtype(value.dtype, dtype)
         index = self._trained.get(id(owner)) if target != value.dtype else None
         if index is not None:
             (master,) = self._masters.parts_of_masters([index])
-            return master.to("cpu", target) if kept else None
+            return master.to("cpu", target) if needed else None
         partitioned = handle_of(owner) is not None
         with GatheredParameters(owner, modifier_rank=None, enabled=partitioned, check=False):
             whole = owner.data if partitioned else value
-            return whole.detach().to("cpu", target, copy=True) if kept else None
+            return whole.detach().to("cpu", target, copy=True) if needed else None
