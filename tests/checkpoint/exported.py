@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerolite.checkpoint.flat_ranges import empty_shard, split_evenly, whole
+from zerolite.checkpoint.flat_ranges import empty_shard, range_of, split_evenly
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.storage import Commit, write_checkpoint
@@ -68,7 +68,7 @@ def make_checkpoint(path: Path, tensors: Tensors, parameters: dict[str, Any], bu
 
 
 def halves(key: str, tensor: torch.Tensor) -> list[Shard]:
-    flat = [whole(key, tensor)]
+    flat = [range_of(key, tensor)]
     return [shard for rank in range(2) for part in split_evenly(flat, rank, 2) for shard in part.shards()]
 
 
