@@ -15,7 +15,7 @@ import torch
 
 from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import complete_checkpoints, default_tag, find
-from zerolite.checkpoint.flat_ranges import empty_shard, whole
+from zerolite.checkpoint.flat_ranges import empty_shard, range_of
 from zerolite.checkpoint.manifest import About
 from zerolite.checkpoint.reader import CheckpointReader
 from zerolite.checkpoint.storage import Commit, now, write_checkpoint
@@ -132,7 +132,9 @@ def save(save_dir: Path, step: int, tag: str | None = None, run: TrainingRun = R
     shards = [
         shard
         for key, tensor in values(step).items()
-        for shard in (whole(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)])
+        for shard in (
+            range_of(key, tensor).shards() if tensor.numel() else [empty_shard(key, tensor.shape, tensor.dtype)]
+        )
     ]
     what = Commit(save_dir, described, state(step), run, **commit)
     return write_checkpoint(save_dir, described.tag, shards, {"step": {"weight": step}}, what)

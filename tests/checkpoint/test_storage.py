@@ -21,7 +21,7 @@ from zerolite.checkpoint.direct_write import BATCH_BYTES
 from zerolite.checkpoint.directory import find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.filesystem import batches_of, write_file
-from zerolite.checkpoint.flat_ranges import FlatRange, empty_shard, split_evenly, whole
+from zerolite.checkpoint.flat_ranges import FlatRange, empty_shard, range_of, split_evenly
 from zerolite.checkpoint.planner import Shard
 from zerolite.checkpoint.reader import CheckpointReader, Target, part_of
 from zerolite.checkpoint.safetensors import ToStore, as_bytes, build_header
@@ -73,7 +73,7 @@ def test_ranges_of_permuted_memory_are_boxes_of_the_tensor(tmp_path: Path, order
     shape = (3, 4, 1, 5)
     tensor = torch.randn([shape[dim] for dim in order]).permute(sorted(range(4), key=order.__getitem__))
     assert tuple(tensor.shape) == shape
-    flat = whole("w", tensor)
+    flat = range_of("w", tensor)
     shards = [shard for rank in range(ranks) for part in split_evenly([flat], rank, ranks) for shard in part.shards()]
     reader = save(tmp_path, shards)
     assert torch.equal(reader.read("w"), tensor)
@@ -83,7 +83,7 @@ def test_ranges_of_permuted_memory_are_boxes_of_the_tensor(tmp_path: Path, order
 
 
 def test_even_parts_are_even_and_everything() -> None:
-    tensors = [whole(str(i), torch.arange(n, dtype=dtype)) for i, (n, dtype) in enumerate(SIZES)]
+    tensors = [range_of(str(i), torch.arange(n, dtype=dtype)) for i, (n, dtype) in enumerate(SIZES)]
     total = sum(t.values.numel() * t.values.element_size() for t in tensors)
     for world_size in range(1, 9):
         parts = [list(split_evenly(tensors, rank, world_size)) for rank in range(world_size)]
