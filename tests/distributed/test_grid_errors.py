@@ -32,7 +32,7 @@ def skipped(config: dict[str, Any], place: tuple[int, int, int], value: float, s
         gradient.view(-1)[0] = value
         return gradient
 
-    handle = engine.module.get_parameter(name).register_hook(spoil) if engine.topology.place == place else None
+    handle = engine.module.get_parameter(name).register_hook(spoil) if engine.topology.coordinates == place else None
     losses, (norm,) = train(engine, 1, 2)
     if handle is not None:
         handle.remove()

@@ -129,7 +129,7 @@ def held(engine: Any) -> dict[str, tuple[bool, str]]:
 def assert_ranks_agree(engine: Any, *told: Any) -> None:
     """All ranks say the same of the whole (counts, and ``told``); values that several of them hold have the same bits.
     Called on all ranks."""
-    rows = from_all_ranks((engine.topology.place, held(engine), (counts(engine), repr(told))))
+    rows = from_all_ranks((engine.topology.coordinates, held(engine), (counts(engine), repr(told))))
     known: dict[Any, str] = {}
     for place, values, of_all in rows:
         assert of_all == rows[0][2], f"{place}: {of_all}, and the first rank: {rows[0][2]}"

@@ -24,11 +24,11 @@ class LocalRunner:
         comm: Communicator,
         device: torch.device,
     ) -> None:
-        self._known, self._accumulation, self._comm, self._device = engine, accumulation, comm, device
+        self._engine_ref, self._accumulation, self._comm, self._device = engine, accumulation, comm, device
 
     @property
     def _engine(self) -> Any:
-        engine = self._known()
+        engine = self._engine_ref()
         assert engine is not None, "it is the engine that calls"
         return engine
 
