@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -74,7 +74,11 @@ def choose_stage(
     if most <= limit:
         _log(world, f"stage {stages[0]}: model states need {format_size(most)} at most, of {format_size(-least)}")
         return with_zero(config, stage=stages[0]), None
-    plans, refusal = _plan_stages(stages, model, config, arguments, topology.data, device, limit)
+
+    def plan_stage(stage: int) -> Plan:
+        return _dry_run(model, with_zero(config, stage=stage), arguments, topology.data, device, limit)
+
+    plans, refusal = _plan_stages(stages, plan_stage, limit)
     raise_together(world, device, "memory", refusal, "zerolite.initialize", PlanError)
     chosen = cheapest(plans)
     best = plans[chosen] if chosen is not None else min(plans, key=lambda plan: plan.peak.bytes)
@@ -89,13 +93,7 @@ def choose_stage(
 
 
 def _plan_stages(
-    stages: Sequence[int],
-    model: torch.nn.Module,
-    config: ZeroliteConfig,
-    arguments: Arguments,
-    comm: Communicator,
-    device: torch.device,
-    limit: int,
+    stages: Sequence[int], plan_stage: Callable[[int], Plan], limit: int
 ) -> tuple[list[Plan], Exception | None]:
     """Plan ``stages``, without those that cannot be chosen. Return the plans, and an error if there are none.
 
@@ -107,7 +105,7 @@ def _plan_stages(
         if _cannot_be_chosen(stage, plans, limit):
             continue
         try:
-            plans.append(_dry_run(model, with_zero(config, stage=stage), arguments, comm, device, limit))
+            plans.append(plan_stage(stage))
         except Exception as error:  # for example an optimizer that works at stage 0 only
             errors.append(error)
     return plans, None if plans else _refusal(errors[0])
