@@ -123,8 +123,8 @@ class StepParts:
         self.partitioned = self._partition() if setup.policy.shard_parameters else None
         self.buffer = self._make_buffer(trained)
         synchronize_rest(setup.model, trained, setup.precision, comm, setup.device)
-        passes = 1 if setup.staged is None else setup.staged.passes
-        self.accumulation = GradAccumulation((setup.config.gradient_accumulation_steps or 1) * passes)
+        chunks = 1 if setup.staged is None else len(setup.staged.chunks)  # each has its own backward
+        self.accumulation = GradAccumulation((setup.config.gradient_accumulation_steps or 1) * chunks)
         parallel = setup.trains and not setup.topology.trivial
         collector = self._make_collector(parallel)
         self.note_inputs = collector.note_inputs if isinstance(collector, ModelParallelStats) else None

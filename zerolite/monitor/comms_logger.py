@@ -98,18 +98,18 @@ class CommsLogger:
     """
 
     def __init__(
-        self, config: CommsLoggerConfig, ranks: int, device: torch.device, say: Callable[[str], None] | None
+        self, config: CommsLoggerConfig, ranks: int, device: torch.device, print_text: Callable[[str], None] | None
     ) -> None:
         """
         Args:
             config: the block ``comms_logger``.
             ranks: size of the data-parallel group.
             device: the engine's device.
-            say: prints a line; None on ranks that print nothing.
+            print_text: prints a line; None on ranks that print nothing.
         """
         self._config = config
         self._ranks = ranks
-        self._say = say
+        self._print = print_text
         self._timers = DeviceTimers(device)
         self._all: dict[Kind, Times] = {}
         self._recent: dict[Kind, Times] = {}  # since the last report
@@ -145,8 +145,8 @@ class CommsLogger:
         one = Times(1, kind.nbytes, milliseconds / 1e3, kind.nbytes * bus_factor(kind.op, kind.ranks))
         for times in (self._all, self._recent):
             times.setdefault(kind, Times()).add(one)
-        if self._config.verbose and self._say is not None:
-            self._say(_line(kind, one))
+        if self._config.verbose and self._print is not None:
+            self._print(_line(kind, one))
 
     def summary(self) -> list[dict[str, Any]]:
         """Return one entry per kind of collective so far, in the order of their first launch.
@@ -183,8 +183,8 @@ class CommsLogger:
         """
         self._timers.read()
         recent, self._recent = self._recent, {}
-        if recent and self._say is not None:
-            self._say(self._table(step, recent))
+        if recent and self._print is not None:
+            self._print(self._table(step, recent))
         by_op: dict[str, Times] = {}
         for kind, times in recent.items():
             by_op.setdefault(kind.op, Times()).add(times)

@@ -32,7 +32,7 @@ class FlopsProfiler:
         module: the engine's module.
         device: the engine's device.
         every: a line of speed is printed after each step whose number is a multiple of it.
-        say: prints text.
+        print_text: prints text.
         write: writes values to the monitors.
     """
 
@@ -43,10 +43,10 @@ class FlopsProfiler:
         module: torch.nn.Module,
         device: torch.device,
         every: int,
-        say: Callable[[str], None],
+        print_text: Callable[[str], None],
         write: Write,
     ) -> None:
-        self._config, self._every, self._say, self._write = config, every, say, write
+        self._config, self._every, self._print, self._write = config, every, print_text, write
         self._count = FlopCount(call, module)
         self._timers = DeviceTimers(device)
         self._steps = 0  # since the engine was made
@@ -94,14 +94,14 @@ class FlopsProfiler:
     def _show(self, text: str) -> None:
         path = self._config.output_file
         if path is None:
-            self._say(text)
+            self._print(text)
             return
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             logger.warning("flops_profiler.output_file: %s could not be written, and is printed: %s", path, error)
-            self._say(text)
+            self._print(text)
 
     def _report_speed(self, step: int, steps: int, milliseconds: float) -> None:
         seconds = milliseconds / 1e3 / steps
@@ -116,7 +116,7 @@ class FlopsProfiler:
                 f", model FLOPs utilization {values['mfu']:.2%}, hardware FLOPs utilization {values['hfu']:.2%} of "
                 f"{with_unit(peak, 'FLOP/s')}"
             )
-        self._say(text)
+        self._print(text)
         self._write(step, values)
 
 

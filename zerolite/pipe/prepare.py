@@ -59,11 +59,6 @@ class PreparedStage:
     parts: int
     schedule: str
 
-    @property
-    def passes(self) -> int:
-        """Number of backwards for each micro-batch on this rank."""
-        return len(self.chunks)
-
     def runner(self, components: RunnerComponents) -> PipelineRunner:
         """Make the runner. Called on all ranks, in the same order."""
         return PipelineRunner(self.chunks, self.parts, self.schedule, components)
