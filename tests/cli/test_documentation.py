@@ -110,7 +110,7 @@ def test_commands_run(
         monkeypatch.chdir(home)
         monkeypatch.setattr(sys, "path", list(sys.path))
         assert plan(arguments) in (0, 1)
-        monkeypatch.delitem(sys.modules, "transformer")
+        del sys.modules["transformer"]
         assert "Traceback" not in capsys.readouterr().err
     else:
         result = run_command(name, *arguments, cwd=home)
