@@ -172,7 +172,7 @@ class Plan(_Frozen):
     @property
     def offloaded(self) -> int:
         """Bytes of model states on the host or on disk."""
-        return sum(total(place, MODEL_STATES) for place in (self.host, self.disk) if place is not None)
+        return sum(total(items, MODEL_STATES) for items in (self.host, self.disk) if items is not None)
 
     @property
     def spare(self) -> int | None:

@@ -20,7 +20,7 @@ from zerolite.utils.memory_tags import BUCKETS, GATHERED, OTHER
 _LARGE, _SMALL = 500_000_000, 50_000_000
 """Sizes of buckets to try, in elements: DeepSpeed's default, and a tenth of it."""
 
-_PLACES = {"cpu": "on the host", "nvme": "on disk"}
+_LOCATIONS = {"cpu": "on the host", "nvme": "on disk"}
 
 _EQUAL = 1.001
 """Amounts within this factor count as equal, because they differ by padding."""
@@ -204,8 +204,8 @@ def offload_settings(config: ZeroliteConfig, device: str) -> list[Setting]:
     """
     zero = config.zero_optimization
     own = (zero.offload_optimizer.device, zero.offload_param.device)
-    places = [*(["cpu"] if device != "cpu" else []), *(["nvme"] if _disk(config) else [])]
-    tried = [(place, "none") for place in places] + [(place, place) for place in places]
+    targets = [*(["cpu"] if device != "cpu" else []), *(["nvme"] if _disk(config) else [])]
+    tried = [(target, "none") for target in targets] + [(target, target) for target in targets]
     if offloads(config) and own not in tried:
         tried.append(own)
     return [
@@ -238,6 +238,6 @@ def _name(config: ZeroliteConfig, optimizer: str, parameters: str) -> str:
     ratio = config.zero_optimization.offload_optimizer.ratio if optimizer == "cpu" else 1.0
     states = "optimizer" if ratio == 1.0 else f"{100 * ratio:.3g} % of the optimizer"
     if optimizer == parameters:
-        return f"{states} and parameters {_PLACES[optimizer]}"
+        return f"{states} and parameters {_LOCATIONS[optimizer]}"
     offloaded = ((states, optimizer), ("parameters", parameters))
-    return ", ".join(f"{what} {_PLACES[where]}" for what, where in offloaded if where != "none")
+    return ", ".join(f"{what} {_LOCATIONS[where]}" for what, where in offloaded if where != "none")
