@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -41,6 +41,8 @@ from zerolite.zero.stage3.partitioned_parameter import unpartitioned_numel
 
 if TYPE_CHECKING:
     from zerolite.pipe.dry_stage import DryPipeline
+    from zerolite.pipe.prepare import PreparedStage
+    from zerolite.pipe.runner import PipelineRunner
 
 _one_at_a_time = threading.RLock()
 """Lock of the dry run in progress, which replaces the communicator and the memory listeners of the process."""
@@ -238,14 +240,14 @@ def _learn_boundaries(job: Job, dry_pipeline: DryPipeline) -> None:
     from zerolite.pipe.dry_stage import learn_boundaries
 
     with _simulated_rank(job, dry_pipeline) as mode:
-        runners: list[Any] = []
+        runners: list[PipelineRunner] = []
         batches: Iterator[Any] = iter(())
         for stage in range(job.grid.pipe):
             dry_run = _DryRun(job.at_stage(stage), MemoryTracker(), mode, dry_pipeline)
             engine = dry_run.make_engine(dry_run.make_model())
             batches = micro_batches(engine, dry_run.batch)
             assert isinstance(engine, PipelineEngine)
-            runners.append(engine.runner)
+            runners.append(cast("PipelineRunner", engine.runner))
         with as_plan_error("the model's forward"):
             learn_boundaries(runners, batches)
 
@@ -265,7 +267,7 @@ class _DryRun:
         platform = current_platform()
         assert isinstance(platform, DryPlatform)
         self._platform = platform
-        self._staged: Any = None
+        self._staged: PreparedStage | None = None
         if dry_pipeline is not None:
             dry_pipeline.set_phase(self._phase)
 
@@ -355,7 +357,7 @@ class _DryRun:
 
     def _prepare_chunks(self, engine: Engine) -> None:
         """Prepare the pipeline's parts for the shapes of the micro-batches. A real job does this without memory."""
-        if not isinstance(engine, PipelineEngine):
+        if not isinstance(engine, PipelineEngine) or self._staged is None:
             return
         with as_plan_error("the model's forward"), self._tracker.without_peaks():
             first = MicroBatch.of(next(micro_batches(engine, self.batch)), engine.loss_fn, engine.device)

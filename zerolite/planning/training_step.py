@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,6 +15,9 @@ from zerolite.engine.engine import Engine
 from zerolite.engine.evaluation_engine import EvaluationEngine
 from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.utils.nested import find_tensors
+
+if TYPE_CHECKING:
+    from zerolite.pipe.runner import PipelineRunner
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
@@ -107,7 +110,7 @@ def _evaluate(engine: Engine, batch: MakeBatch, phase: Phase) -> None:
 def _train_pipeline(engine: PipelineEngine, batch: MakeBatch, phase: Phase) -> None:
     with phase(FORWARD):
         pass  # marks the beginning of the step; forwards and backwards follow in the schedule's order
-    runner: Any = engine.runner
+    runner = cast("PipelineRunner", engine.runner)
     runner.accumulate(micro_batches(engine, batch))
     with phase(STEP):
         runner.update()

@@ -161,11 +161,10 @@ class SharedColumnLinear(ColumnParallelLinear):
     runs: list[tuple[int, int]]  # starts and lengths of the outputs that this rank computes
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._column(x, self._select(self.weight, int(self.transposed)), self._select(self.bias, 0))
+        bias = None if self.bias is None else self._select(self.bias, 0)
+        return self._column(x, self._select(self.weight, int(self.transposed)), bias)
 
-    def _select(self, full: Tensor | None, dim: int) -> Any:
-        if full is None:
-            return None
+    def _select(self, full: Tensor, dim: int) -> Tensor:
         return torch.cat([full.narrow(dim, start, length) for start, length in self.runs], dim)
 
 

@@ -46,7 +46,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def find_matches(
-    model: nn.Module, modules: Mapping[str, nn.Module], plan: Any, stage: bool
+    model: nn.Module, modules: Mapping[str, nn.Module], plan: str | Mapping[str, object], stage: bool
 ) -> tuple[dict[str, Match], list[str]]:
     """Return the match of each module or parameter by name, and the patterns that match nothing.
 

@@ -45,11 +45,11 @@ class Settings(Protocol):
     @property
     def ranks(self) -> int: ...
     @property
-    def plan(self) -> Any: ...
+    def plan(self) -> str | Mapping[str, object]: ...
     @property
     def sequence_parallel(self) -> bool: ...
     @property
-    def divide(self) -> Any: ...
+    def divide(self) -> str | Sequence[str]: ...
 
 
 def parallelize_module(
@@ -184,7 +184,7 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def _attributes_to_divide(
-    tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Module], divide: Any, size: int
+    tp_blocks: Sequence[ParallelBlock], modules: Mapping[str, nn.Module], divide: str | Sequence[str], size: int
 ) -> list[Number]:
     """Return the attributes that the ranks divide among them, each once, with this rank's share as the value."""
     if isinstance(divide, str):

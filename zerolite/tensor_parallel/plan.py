@@ -38,7 +38,7 @@ class TensorPlanError(ValueError):
         return type(self)(self.text + advice(plan, self.add, self.unsharded))
 
 
-def advice(plan: Any, add: tuple[str, object] | None = None, unsharded: str | None = None) -> str:
+def advice(plan: object, add: tuple[str, object] | None = None, unsharded: str | None = None) -> str:
     """Return the end of a sentence: what to write into ``plan``."""
     if unsharded is not None and not is_auto(plan):
         return f"; leave the layers in '{generalize(unsharded)}' out of tensor_parallel.plan"
@@ -48,7 +48,8 @@ def advice(plan: Any, add: tuple[str, object] | None = None, unsharded: str | No
         return ""
     pattern, style = add
     if is_auto(plan):
-        own = {} if isinstance(plan, str) else {key: value for key, value in plan.items() if key not in ("*", pattern)}
+        given = plan.items() if isinstance(plan, Mapping) else ()
+        own = {key: value for key, value in given if key not in ("*", pattern)}
         return f'; write "plan": {json.dumps({"*": "auto", **own, pattern: style}, default=dict)}'
     return f"; add {json.dumps(pattern)}: {json.dumps(style)} to tensor_parallel.plan"
 
