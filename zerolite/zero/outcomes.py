@@ -279,7 +279,7 @@ class Outcomes:
             self.checks.on_stats_read(outcome.extra)
             self.checks.raise_errors()
 
-    def leave_unread(self, stats: StatsVector, divisor: float, maybe_unused: frozenset[int]) -> None:
+    def read_later(self, stats: StatsVector, divisor: float, maybe_unused: frozenset[int]) -> None:
         """Keep the statistics of a step that the device applies or skips. The host reads them later."""
         stats.start_read()
         self._unread = _UnreadStep(stats, divisor, maybe_unused)

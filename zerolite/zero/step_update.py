@@ -184,7 +184,7 @@ class StepUpdate:
             found_inf = found_inf.float()
         left_out = {index: flag.float() for index, flag in left_out.items()}
         self._update(factor, used, found_inf, gather, left_out)
-        self._outcomes.leave_unread(vector, divisor, maybe_unused)
+        self._outcomes.read_later(vector, divisor, maybe_unused)
 
     def _update(
         self,
