@@ -247,21 +247,6 @@ def test_a_gather_that_cannot_begin() -> None:
     assert engine.coordinator.schedule.following
 
 
-@on_ranks(2)
-def test_memory_formats() -> None:
-    torch.manual_seed(0)
-    plain = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-    value = plain.weight.data.clone()
-    assert value.stride() == plain.weight.stride()
-    engine = zerolite.initialize(nn.Sequential(plain), stage3())
-    with zero.GatheredParameters(engine.module, modifier_rank=0), torch.no_grad():
-        assert torch.equal(plain.weight, value) and plain.weight.stride() == value.stride()
-        if dist.get_rank() == 0:
-            plain.weight.data = (value + 1).contiguous()
-    with zero.GatheredParameters(engine.module):
-        assert torch.equal(plain.weight, value + 1) and plain.weight.stride() == value.stride()
-
-
 class GathersItself(nn.Module):
     """Uses the other layer's weight inside its own forward, gathered by hand, and reads its own."""
 
