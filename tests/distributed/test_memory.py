@@ -1,9 +1,10 @@
-"""Tensor bytes per parameter Ψ and rank, bf16 and Adam: 2 compute weights, 2 gradients, 12 for master and two moments
-in fp32."""
+"""Bytes of training: what tensors take, in multiples of the parameters; and engine.memory_report(), to the byte."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
 import time
 from typing import Any
@@ -14,10 +15,11 @@ import torch.distributed as dist
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.configs import PARTITIONED, at, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
 from tests.toolkit.memory import events_in_order, mark, memory_profile, tensor_bytes
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine
+from tests.toolkit.training import backward, make_engine
+from zerolite.zero import GatheredParameters
 
 TOLERANCE = 0.05
 ADAM = ("Adam", {"lr": 1e-3})
@@ -60,7 +62,7 @@ BUCKET = DEPTH // 8 * WIDTH**2  # an eighth of the model
 def test_resident_and_peak_bytes(stage: int, shared_memory: bool) -> None:
     world, share = dist.get_world_size(), 2 * BUCKET / (DEPTH * WIDTH**2)
     zero = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
-    wanted = 2 + 12 / world
+    wanted = 2 + 12 / world  # compute weights; masters and two moments in fp32. Gradients are 2 more
     limit = 4 + 12 / world if stage == 1 else 2 + 14 / world + 3 * share  # two buckets are reduced while one fills
     if shared_memory:
         # Three regions of a bucket per process, mapped by all of them: the account of each shows them all.
@@ -116,3 +118,192 @@ def test_engines_one_after_the_other_return_their_memory(stage: int) -> None:
             time.sleep(0.02)  # gloo's threads let go of the last small messages a moment later
         alive.append(tensor_bytes())
     assert alive == [alive[0]] * 5 and alive[0] < 4 * 64 * 64, alive  # less than one layer
+
+
+# -------------------------------------------------------------------- engine.memory_report()
+
+
+# The trained parameters of Mixed in the order of the layout, from the last one on, in buckets of at most 100 elements
+# or one parameter; a slot begins at a multiple of 32 elements, a bucket ends at one of 32 per rank.
+BUCKETS = [32 + 39, 169, 13, 91]  # last.bias and last.weight, middle, first.bias, first.weight
+UNITS = [[91, 13], [169], [39, 3]]  # at stage 3: by module; a rank's part of each is a multiple of 16 elements
+FROZEN = [169, 13]
+BUFFERS = 3 * 4 + 8 + 2 * 8
+REGION = 4096  # the least that is shared between processes: a page, three times per process and communicator
+PRECISIONS = {"fp32": (4, 0), "bf16": (2, 4), "fp16": (2, 4)}  # bytes of a compute parameter, of a separate master
+CHANGING = ("gradients", "communication_buckets")
+
+
+def settings(stage: int | str, precision: str = "fp32", accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    return at(stage, precision, accumulation, optimizer=ADAMW, **more)
+
+
+def moments(config: dict[str, Any], optimizer: str = "", init: bool = False, windows: int = 2) -> dict[str, Any]:
+    """The items at each moment of the last of ``windows``: after each backward, before the update (when all is
+    reduced), after the window, with all parameters gathered. ``optimizer``: one of torch's by name, instead of the
+    config's. ``init``: the model is made partitioned."""
+    with zerolite.zero.Init() if init else contextlib.nullcontext():
+        model = models.build(models.Mixed)
+    given = {}
+    if optimizer:
+        config = {key: value for key, value in config.items() if key != "optimizer"}
+        given = {"optimizer": getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)}
+    engine = zerolite.initialize(model, config, **given)
+    found = {"made": engine.memory_report().items}
+    for window in range(windows):
+        for micro in range(engine.gradient_accumulation_steps):
+            backward(engine, window, micro)
+            found[f"backward {micro}"] = engine.memory_report().items
+            if micro + 1 == engine.gradient_accumulation_steps:
+                engine.reduce_gradients()
+                found["reduced"] = engine.memory_report().items
+            engine.step()
+    found["after"] = engine.memory_report().items
+    with GatheredParameters(engine.module):
+        found["gathered"] = engine.memory_report().items
+    found["released"] = engine.memory_report().items
+    return found
+
+
+def up(numel: int, unit: int) -> int:
+    return -(-numel // unit) * unit
+
+
+def part(numel: int, world: int) -> int:
+    return up(-(-numel // world), 16) if world > 1 else numel
+
+
+def flat(world: int) -> int:
+    """Elements of all buckets, stages 0 to 2."""
+    return sum(up(numel, 32 * world) for numel in BUCKETS)
+
+
+def rows(world: int) -> int:
+    """Elements of this rank's rows, stage 3."""
+    return sum(up(part(numel, world), 16) for unit in UNITS for numel in unit)
+
+
+def whole(world: int) -> int:
+    """Elements of all parameters when gathered."""
+    return sum(world * part(numel, world) for numel in [*sum(UNITS, []), *FROZEN])
+
+
+def states(stage: int, precision: str, world: int) -> dict[str, int]:
+    """Bytes of what stays the same from the first update on."""
+    compute, master = PRECISIONS[precision]
+    if stage == 3:
+        trained = owned = rows(world)
+        frozen = sum(part(numel, world) for numel in FROZEN)
+    else:
+        trained, frozen = flat(world), sum(FROZEN)
+        owned = trained if stage == 0 else trained // world
+    return {
+        "compute_parameters": compute * (trained + frozen),
+        "master_weights": master * owned,
+        "optimizer_states": 2 * 4 * owned,
+        "buffers": BUFFERS,
+        "persistent_parameters": 0,
+        "gathered_parameters": 0,
+        "offload_buffers": 0,
+        "activations": 0,
+    }
+
+
+def gradients(stage: int, precision: str, world: int, accumulation: int) -> int:
+    """Bytes of the mean gradient that an update takes: summed in fp32 where there are several contributions."""
+    width = PRECISIONS[precision][0] if accumulation == 1 else 4
+    return width * {0: flat(world), 3: rows(world)}.get(stage, flat(world) // world)
+
+
+def without(items: dict[str, int], *names: str) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in items.items() if name not in names}
+
+
+@pytest.mark.fast("2-2")
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("stage", range(4))
+def test_every_stage_and_precision_to_the_byte(stage: int) -> None:
+    world = dist.get_world_size()
+    for precision in PRECISIONS:
+        for micros in (1, 2):
+            found = moments(settings(stage, precision, micros))
+            expected = states(0 if world == 1 and stage < 3 else stage, precision, world)
+            gradient = gradients(stage, precision, world, micros)
+            for moment in ("made", "reduced", "after", "released"):
+                assert without(found[moment], *CHANGING) == expected, (precision, micros, moment)
+            assert found["reduced"]["gradients"] == gradient, (precision, micros)
+            # At stage 0 the buckets stay, to be used again: those on the CPU are expensive to allocate.
+            assert found["after"]["gradients"] == (gradient if stage == 0 else 0), (precision, micros)
+            full = PRECISIONS[precision][0] * whole(world) if stage == 3 and world > 1 else 0
+            assert without(found["gathered"], *CHANGING) == {**expected, "gathered_parameters": full}
+
+
+@on_ranks(2)
+def test_sums_in_the_middle_of_a_window() -> None:
+    found = [moments(settings(stage, "bf16", 3)) for stage in range(4)]
+    # Nothing is reduced before the last micro-batch at stages 0 and 1: whole sums, in fp32.
+    for stage, micro in ((0, 0), (1, 0), (1, 1)):
+        assert found[stage][f"backward {micro}"]["gradients"] == 4 * flat(2)
+    # The others reduce each; what is still on its way is no gradient yet: the last two buckets at stage 2.
+    assert found[2]["backward 0"]["gradients"] == 4 * (flat(2) - sum(up(b, 64) for b in BUCKETS[-2:])) // 2
+    assert found[2]["backward 1"]["gradients"] == 4 * flat(2) // 2
+    assert found[3]["backward 1"]["gradients"] == 4 * rows(2)
+
+
+@on_ranks(2)
+def test_what_stays_whole_and_what_a_communicator_keeps() -> None:
+    found = {
+        "persistent": moments(settings("3 defaults")),
+        "in zero.Init": moments(settings(3), init=True),
+        "moving": moments(settings(3)),
+        "stage 2": moments(settings(2)),
+        "stage 0": moments(settings(0)),
+    }
+    persistent = found["persistent"]
+    assert persistent["after"]["persistent_parameters"] == 4 * whole(2)
+    assert persistent["after"]["gathered_parameters"] == persistent["gathered"]["gathered_parameters"] == 0
+    assert found["in zero.Init"] == found["moving"]
+    # Every process maps the regions of both; gathers have a communicator of their own. Sums of fewer than 4096
+    # elements, such as the statistics and all of stage 0's here, have regions of their own.
+    buckets = [one["after"]["communication_buckets"] // (2 * 3 * REGION) for one in found.values()]
+    assert buckets == [3, 3, 3, 2, 1]
+
+
+@on_ranks(2)
+def test_states_of_torchs_own_optimizers_and_masters_in_16_bits() -> None:
+    # Of the pieces alone, without padding: bucket by bucket the first half is rank 0's. Two moments, and two numbers of
+    # four bytes for each piece.
+    pieces = [[3, 32, 96, 13, 64], [7, 73, 27]][dist.get_rank()]
+    nadam = moments(settings(1), "NAdam")["after"]["optimizer_states"]
+    assert nadam == 2 * 4 * sum(pieces) + 2 * 4 * len(pieces)
+    rprop = moments(settings(0), "Rprop")["after"]["optimizer_states"]
+    assert rprop == 2 * 4 * sum(sum(UNITS, [])) + 4 * 5
+    low = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    low_bits = moments(settings(2, "bf16", bf16=low))["after"]
+    assert low_bits["master_weights"] == 0  # they are the compute parameters
+    assert low_bits["optimizer_states"] == 2 * 2 * flat(2) // 2
+
+
+@on_ranks(2)
+def test_a_report_is_text_and_plain_data_and_counts_each_storage_once() -> None:
+    engine = zerolite.initialize(models.build(models.Mixed), config(2, "bf16"))
+    with zerolite.comm.record() as recorder:
+        report = engine.memory_report()
+    assert not recorder.calls
+    data = json.loads(json.dumps(report.to_dict()))
+    items = data["items"]
+    assert (data["rank"], data["device"], data["other"], data["allocated"]) == (engine.rank, "cpu", None, None)
+    assert data["resident_peak"] >= data["resident"] > 50e6
+    assert report.total == sum(items.values())
+    assert report.model_states == sum(items[n] for n in ("compute_parameters", "master_weights", "optimizer_states"))
+    assert set(data["host"].values()) == set(data["disk"].values()) == {0}
+    text = str(report)
+    assert f"memory of rank {engine.rank} on cpu" in text
+    assert f"  compute parameters     {2 * (flat(2) + sum(FROZEN)) / 1000:>7.2f} KB" in text.splitlines()
+    engine.module.register_buffer("seen", engine.module.offset[1:])  # another view of memory that counts already
+    assert engine.memory_report().items == items
+    engine.module.register_buffer("new", torch.zeros(1000))
+    assert engine.memory_report().items == {**items, "buffers": BUFFERS + 4000}
+    del engine.module.new
+    engine.module.register_buffer("sparse", torch.eye(3).to_sparse())
+    assert engine.memory_report().items == items

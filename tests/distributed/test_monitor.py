@@ -1,4 +1,4 @@
-"""Values that monitors get while an engine trains, at every stage; nothing else changes."""
+"""Values that monitors, the communication logger and the profilers get while an engine trains; nothing else changes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import re
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from tests.toolkit import models
-from tests.toolkit.configs import ADAMW, config, dynamic_fp16
-from tests.toolkit.monitoring import events_of, run_watched
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, PARTITIONED, config, dynamic_fp16
+from tests.toolkit.monitoring import STEPS, events_of, run_watched
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, raises
+from tests.toolkit.training import WINDOWS, make_engine, raises, snapshot
 from zerolite.monitor.wall_clock import PhaseObserver
 
 HALVING = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
@@ -154,3 +156,179 @@ def test_on_cuda_the_last_step_is_written_too(pools: Pools, tmp_path: Path, stag
     rows = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "2", "4", "6", "8", "10"]
     assert len(LINE.findall(result["printed"])) >= 3
+
+
+# -------------------------------------------------------------------- collectives, FLOPs, memory
+
+
+LOGGER = {"enabled": True, "verbose": True, "debug": True}
+PROFILER = {"enabled": True, "peak_tflops": 0.001}
+LOOPS = ("engine", "plain")
+PHASES = ("forward", "backward", "reduce_wait", "gather", "step", "other")
+
+
+def setting(stage: int, *args: Any, **more: Any) -> dict[str, Any]:
+    return config(stage, *args, zero=PARTITIONED["tight"], **({"steps_per_print": 2} | more))
+
+
+def kinds(calls: list[tuple[str, int, str, int, str]]) -> Counter[tuple[str, str, int]]:
+    """Count recorded collectives by operation, purpose and bytes."""
+    return Counter((op, tag, nbytes) for op, _, _, nbytes, tag in calls)
+
+
+def counted(rows: list[dict[str, Any]]) -> Counter[tuple[str, str, int]]:
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for row in rows:
+        counts[row["op"], row["tag"], row["nbytes"]] += row["count"]
+    return counts
+
+
+@pytest.mark.fast("2")
+@on_ranks(1, 2)
+def test_watched_training_is_the_same_and_every_collective_is_counted(tmp_path: Path) -> None:
+    """Bits of the parameters, losses and the collectives in their order, at every stage; counts and bytes to the
+    byte. Off, it leaves neither wrappers nor watchers nor a word."""
+    first, world = dist.get_rank() == 0, dist.get_world_size()
+    measured = {"comms_logger": LOGGER, "flops_profiler": PROFILER, "wall_clock_breakdown": True}
+    times = ["step", *(f"Train/Samples/elapsed_time_ms_{phase}" for phase in PHASES)]
+    for stage in range(4):
+        plain, folder, loop = (
+            setting(stage, "bf16", 1, 0.4, ADAMW),
+            tmp_path / str(stage),
+            ("engine", "plain")[stage % 2],
+        )
+        monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+        watched = plain | measured | {"jsonl_monitor": monitor, "csv_monitor": monitor}
+        without, with_them = run_watched(plain, loop), run_watched(watched, loop, folder)
+        assert [entry["step"] for entry in with_them["written"] if list(entry) == times] == [4 * world, 8 * world]
+        assert_same_bits(with_them["parameters"], without["parameters"], f"stage {stage}")
+        assert with_them["losses"] == without["losses"] and with_them["calls"] == without["calls"]
+        assert counted(with_them["logged"]) == kinds(without["calls"])
+        for row in with_them["logged"]:
+            assert row["total_bytes"] == row["nbytes"] * row["count"] and row["mean_ms"] > 0
+            assert re.fullmatch(r"\w+\.py:\d+ for (training|models)\.py:\d+", row["caller"])
+        assert with_them["watchers"] == [1] * len(without["watchers"])
+        assert (len(without["watchers"]) == 2) == (stage == 3 and world > 1), "two communicators at stage 3"
+        assert ("collectives of" in with_them["printed"]) == (first and world > 1)
+        assert ("FLOPs of matrix products" in with_them["printed"]) == first
+        assert set(without["watchers"]) == {0} and without["watched"] == [] and without["logged"] is None
+        assert "FLOPs" not in without["printed"] and "alg GB/s" not in without["printed"]
+
+
+@on_ranks(2)
+def test_only_the_operations_that_were_asked_for(tmp_path: Path) -> None:
+    logger = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"]}
+    place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    one = setting(1, comms_logger=logger, jsonl_monitor=place, check_collectives=True)  # which watches too
+    found = run_watched(one, folder=tmp_path)
+    assert {row["op"] for row in found["logged"]} == {"all_gather"} and "caller" not in found["logged"][0]
+    wanted = {kind: n for kind, n in kinds(found["calls"]).items() if kind[:2] == ("all_gather", "parameters")}
+    assert counted(found["logged"]) == wanted
+    rows = [line.split() for line in found["printed"].splitlines() if line.startswith("  all_gather")]
+    if dist.get_rank():
+        assert "collectives of" not in found["printed"]
+        return
+    assert rows and all(row[1] == "parameters" for row in rows) and "reduce" not in found["printed"]
+    written = [entry for entry in found["written"] if "Train/Comms/all_gather_busbw" in entry]
+    assert [entry["step"] for entry in written] == [8, 16]
+    assert all(entry["Train/Comms/all_gather_busbw"] > 0 for entry in written)
+    assert not any("reduce" in name for entry in written for name in entry)
+
+
+@on_ranks(1)
+def test_a_summary_without_a_logger_is_a_sentence() -> None:
+    with raises(RuntimeError, "expected comms_logger.enabled = true"):
+        make_engine(setting(0)).comms_summary()
+
+
+# Of Mlp with batches of 4: the first layer's input needs no gradient.
+FORWARD = 2 * 4 * (7 * 13 + 13 * 3)
+BACKWARD = 2 * 4 * (7 * 13 + 2 * 13 * 3)
+
+
+@on_ranks(2)
+def test_flops_of_a_known_model(tmp_path: Path) -> None:
+    """Two micro-batches of two linear layers, whole parameters and released ones; then the speed."""
+    for stage, loop in ((0, "engine"), (3, "engine"), (3, "plain")):
+        folder = tmp_path / f"{stage}{loop}"
+        place = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+        one = config(stage, "fp32", 2, zero=PARTITIONED["moving"], steps_per_print=2, jsonl_monitor=place)
+        found = run_watched(one | {"flops_profiler": PROFILER}, loop, folder, "Mlp")
+        printed = found["printed"]
+        if dist.get_rank():
+            assert "FLOP" not in printed and found["watched"] == []
+            continue
+        flops, timed = (entry for entry in found["written"] if any("/Flops/" in name for name in entry))
+        batch = 2 * 2 * 2
+        assert flops == {
+            "step": 2 * batch,
+            "Train/Flops/forward_tflop_per_step": 2 * FORWARD / 1e12,
+            "Train/Flops/backward_tflop_per_step": 2 * BACKWARD / 1e12,
+            "Train/Flops/recomputed_tflop_per_step": 0.0,
+            "Train/Flops/model_tflop_per_step": 2 * (FORWARD + BACKWARD) / 1e12,
+        }
+        assert timed["step"] == 4 * batch
+        speed = 2 * (FORWARD + BACKWARD) / timed["Train/Flops/step_seconds"]
+        assert timed["Train/Flops/tflops"] == pytest.approx(speed / 1e12)
+        assert timed["Train/Flops/mfu"] == timed["Train/Flops/hfu"] == pytest.approx(speed / 1e9)
+        assert re.search(r"^step 2: FLOPs of matrix products, .* on rank 0", printed, re.MULTILINE)
+        assert re.search(r"^  parameters +146$", printed, re.MULTILINE), "of whole parameters"
+        assert re.search(r"^    second +Linear +42 +624 FLOP +1\.25 kFLOP +0 FLOP +39\.1%$", printed, re.MULTILINE)
+        assert re.search(r"^step 4: .*FLOP/s on rank 0 .* model FLOPs utilization", printed, re.MULTILINE)
+        assert found["watched"] == ["on_step_end"]
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
+
+
+def interrupted(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Four windows; in the second one, which a profiler counts, a forward and a backward raise."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = make_engine(config, "Mlp")
+        for step in range(STEPS):
+            for where in ("forward", "backward") if step == 1 else ():
+                x, y = models.float_batch(9, 0, dist.get_rank())
+                module = engine.module
+                handle = module.second.register_forward_pre_hook(_stop) if where == "forward" else None
+                hidden: list[torch.Tensor] = []
+                watch = module.first.register_forward_hook(lambda m, a, output, hidden=hidden: hidden.append(output))
+                with raises(_Stopped):
+                    output = engine(x)
+                    hidden[0].register_hook(_stop)
+                    engine.backward((output - y).square().mean())
+                watch.remove()
+                if handle is not None:
+                    handle.remove()
+                assert torch._C._len_torch_dispatch_stack() == 0
+                engine.zero_grad()
+            WINDOWS["engine"](engine, "Mlp", step, 1)
+        return snapshot(engine)
+
+
+@on_ranks(2)
+def test_an_exception_in_the_counted_step() -> None:
+    """No mode is left, and training goes on as without the profiler."""
+    for stage in (1, 3):
+        plain = config(stage, zero=PARTITIONED["moving"])
+        with_it = interrupted(plain | {"flops_profiler": PROFILER})
+        assert_same_bits(with_it, interrupted(plain), "with the profiler")
+
+
+@on_ranks(2)
+def test_a_breakdown_of_memory(tmp_path: Path) -> None:
+    """On rank 0, every two steps: the engine's own report."""
+    place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    found = run_watched(setting(2, optimizer=ADAMW, memory_breakdown=True, jsonl_monitor=place), folder=tmp_path)
+    if dist.get_rank():
+        assert "memory of" not in found["printed"]
+        return
+    assert re.findall(r"^step (\d+): memory of rank 0 on cpu$", found["printed"], re.MULTILINE) == ["2", "4"]
+    entries = [entry for entry in found["written"] if "Train/Memory/resident" in entry]
+    assert [entry["step"] for entry in entries] == [8, 16]
+    assert entries[0]["Train/Memory/optimizer_states"] > entries[0]["Train/Memory/master_weights"] >= 0
+    assert "Train/Memory/allocated" not in entries[0], "memory is not counted on the CPU"
