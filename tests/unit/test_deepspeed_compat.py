@@ -20,7 +20,7 @@ from zerolite.config import ConfigError, load_config
 
 
 def test_left_over_auto_and_unknown_keys_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    log._said.clear()
+    log._warned.clear()
     given = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": "auto",
@@ -69,7 +69,7 @@ def test_deprecated_spellings_are_read() -> None:
     ],
 )
 def test_what_changes_no_numbers_is_left_out(given: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
-    log._said.clear()
+    log._warned.clear()
     with pytest.raises(ConfigError):
         load_config(given)
     with caplog.at_level(logging.WARNING, logger="zerolite"):
