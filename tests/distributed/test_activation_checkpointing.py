@@ -172,3 +172,31 @@ def test_inputs_are_cut_over_a_group(stage: str) -> None:
     slot = -(-(part + -(-part // 512) * 512) // 4096) * 4096
     assert others[1]["places"][ACTIVATIONS, HOST] <= 4 * (slot + 4096)
     assert 12 * part <= others[0]["places"][ACTIVATIONS, DEVICE] <= 12 * (part + 16 + 512)  # of three steps
+
+
+@pytest.mark.fast("2-2-False")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", ["0", "2", "3 moving"])
+@on_ranks(2)
+def test_an_engine_that_is_checkpointed_goes_on_with_its_backward(stage: str, reentrant: bool) -> None:
+    """``checkpoint(engine, x)`` recomputes the engine's forward inside its backward, which ends no backward and sends
+    no buffers."""
+    found = []
+    for checkpointed in (False, True):
+        engine = zerolite.initialize(models.build(models.Buffered), at(stage, "fp32", 2), broadcast_buffers=True)
+        with record() as recorder:
+            for step in range(6):
+                x, y = models.float_batch(step // 2, step % 2, engine.rank)
+                parts = x.requires_grad_().chunk(2)
+                if checkpointed:
+                    outputs = [torch_checkpoint(engine, part, use_reentrant=reentrant) for part in parts]
+                else:
+                    outputs = [engine(part) for part in parts]
+                engine.backward(F.mse_loss(torch.cat(outputs).float(), y), weight=1.0 + engine.rank)
+                engine.step()
+        sent = [call.nbytes for call in recorder.select("broadcast", "buffers")]
+        found.append((snapshot(engine), engine.micro_steps, engine.global_steps, sent))
+    (plain, *counts), (parameters, *counts_checkpointed) = found
+    assert counts_checkpointed == counts
+    for name, values in plain.items():
+        torch.testing.assert_close(parameters[name], values)

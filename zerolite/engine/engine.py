@@ -89,11 +89,14 @@ class Engine:
         """
         # An exception has ended this rank's backward early. The other ranks have launched all its reductions, so this
         # rank launches the rest of them now: otherwise the next collective would meet another one.
-        if self._reducer.current.open:
+        # A backward that recomputes this forward (``checkpoint(engine, x)``) goes on. Its ranks launch reductions at
+        # different times, so no buffers can be sent between them.
+        recomputes = torch._C._current_graph_task_id() != -1
+        if self._reducer.current.open and not recomputes:
             self._reducer.end_backward(complete=False)
         if self._same_inputs is not None:
             self._same_inputs.compare(find_tensors((args, kwargs)))
-        sends = self._broadcast_buffers and self._module.training
+        sends = self._broadcast_buffers and self._module.training and not recomputes
         with self._pipeline.announce(Command.FORWARD, sends):
             if sends:
                 self.send_buffers()
