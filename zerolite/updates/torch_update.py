@@ -132,7 +132,7 @@ class TorchUpdate:
             for tensors in bound:
                 self._unbind(tensors)
         self._tag_states(shards)
-        for tensors in sub_group:
+        for tensors in bound:  # the others may have values that the user has written and the masters have not
             if tensors.out is not None:
                 tensors.out.copy_(tensors.master)
 
