@@ -14,6 +14,7 @@ from tests.toolkit.configs import ADAMW, at, config, dynamic_fp16
 from tests.toolkit.faults import Warnings, poison
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, loss_of, make_engine, run_steps, snapshot
+from zerolite.zero import GatheredParameters
 
 
 def scale_growth(config: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -110,6 +111,26 @@ def test_too_many_skips_in_a_row_raise_on_all_ranks(stage: int) -> None:
     assert scales == [8, 4, 2, 1]
     for word in ("up.weight", "minimum", "bf16", "4 in"):
         assert word in error, error
+
+
+@pytest.mark.parametrize("phases", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_skipped_step_keeps_the_values_that_were_written_before_it(stage: int, phases: bool) -> None:
+    """``publish()`` takes all values from the masters, so the skipped ``update()`` brings written ones there."""
+    engine = make_engine(at(stage, "", fp16=dynamic_fp16()), "Mlp")
+    with GatheredParameters(engine.module, modifier_rank=0), torch.no_grad():
+        engine.module.second.weight.fill_(0.5)
+    poison(engine, "first.weight", math.inf)
+    backward(engine, 0)
+    if phases:
+        engine.update()
+        engine.publish()
+        engine.zero_grad()
+    else:
+        engine.step()
+    assert engine.skipped_steps == 1
+    assert bool((snapshot(engine)["second.weight"] == 0.5).all())
 
 
 @on_ranks(2)

@@ -150,6 +150,11 @@ class StepUpdate:
             factor = (clip_coefficient(outcome.norm / divisor, max_norm) if max_norm else 1.0) / divisor
             factor *= float(host_value(user_factor)) if isinstance(user_factor, torch.Tensor) else user_factor
             self._update(factor, outcome.used, None, gather)
+        elif not gather:
+            # publish() follows and takes all values from the masters, also those that the user has written.
+            for bucket in range(len(self._buffer.layout.buckets)):
+                self._buffer.sync_master_from_param(bucket)
+            self._buffer.placements.drop_reads()
         self._outcomes.end_step(outcome, divisor)
 
     def _run_unread(self, vector: StatsVector, user_factor: Factor, max_norm: float, gather: bool) -> None:
