@@ -1,10 +1,9 @@
 """The first backward at stages 1 and 2 reduces bucket by bucket, before anybody knows how many contributions each
-gradient has: what comes late is reduced once more. The numbers are plain PyTorch's, the memory that of later steps."""
+gradient has: what comes late is reduced once more. The numbers are plain PyTorch's (and the memory: test_memory.py)."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import config
-from tests.toolkit.memory import events_in_order, mark, memory_profile
 from tests.toolkit.ranks import on_ranks
-from tests.toolkit.training import make_engine, snapshot
+from tests.toolkit.training import snapshot
 from zerolite.comm import record
 
 STEPS = 3
@@ -164,33 +162,6 @@ def _break_down(engine: Any) -> None:
     engine.zero_grad()
 
 
-def backward_bytes(config: dict[str, Any], depth: int, width: int, steps: int) -> list[float]:
-    """The most bytes per parameter that a backward takes, beyond what is there when it begins; for each step. Between
-    ranks go messages: shared memory is there from the first backward on."""
-    os.environ["ZEROLITE_SHARED_MEMORY"] = "0"
-    with memory_profile() as profiler:
-        engine = make_engine(config, "Chain", {"depth": depth, "width": width})
-        x = torch.randn(2, width)
-        for _ in range(steps):
-            loss = engine(x).square().mean()
-            mark("begin")
-            engine.backward(loss)
-            mark("end")
-            engine.step()
-    most: list[float] = []
-    held, before, inside = 0, 0, False
-    for _, nbytes, name in events_in_order(profiler):
-        held += nbytes
-        if name == "begin":
-            inside, before = True, held
-            most.append(0)
-        elif name == "end":
-            inside = False
-        if inside:
-            most[-1] = max(most[-1], held - before)
-    return [nbytes / (depth * width**2) for nbytes in most]
-
-
 # -------------------------------------------------------------------- the tests
 
 
@@ -242,18 +213,3 @@ def test_only_late_buckets_are_reduced_again_and_only_at_first() -> None:
         steps = train(settings(2), model=model)["collectives"]
         first, second, third = (step.count(("reduce_scatter", "gradients")) for step in steps)
         assert second == third and first - second == again
-
-
-@pytest.mark.slow
-@on_ranks(2, 4, timeout=180)
-def test_the_first_backward_takes_no_more_memory_than_later_ones() -> None:
-    world, depth, width = dist.get_world_size(), 48, 192
-    layer, bucket = 1 / depth, 1 / 8  # of the model
-    sizes = {"reduce_bucket_size": depth // 8 * width**2, "allgather_bucket_size": depth // 8 * width**2}
-    made = config(2, "bf16", optimizer=("Adam", {"lr": 1e-3}), zero=sizes)
-    # This rank's part of the gradients; a bucket that fills, two that travel, one that is kept for the next (on the
-    # CPU); what the others send of the two that travel; one gradient.
-    most = 2 / world + 2 * (4 * bucket + 2 * (world - 1) / world * bucket + layer)
-    first, second, third = backward_bytes(made, depth, width, 3)
-    assert first == pytest.approx(third, rel=0.05)
-    assert 2 / world < second <= most * 1.05
