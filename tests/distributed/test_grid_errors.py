@@ -207,7 +207,7 @@ def misfits() -> dict[str, dict[str, Any]]:
         "gradient_accumulation_steps: expected micro-batches that pipeline.schedule '1f1b'": settings(PIPE, count=1),
         "at least 8 equal blocks": settings(PIPE, pipeline={"schedule": "interleaved_1f1b", "chunks": 4}),
         'pipeline.schedule: expected "gpipe" or "1f1b"': settings(PIPE, pipeline={"schedule": "2f2b"}),
-        "expected 0 for a model that is no sequence of layers, got 2": settings(
+        "expected 0 for a model that is not a sequence of layers, got 2": settings(
             PIPE, pipeline={**named, "activation_checkpoint_interval": 2}
         ),
         "x world size 1 = 8, got 16": settings(TENSOR, train_batch_size=16),
