@@ -19,6 +19,7 @@ from tests.checkpoint.block_layer import Change, Disk, Recorder, crashes, read_t
 from tests.checkpoint.runs import of_all
 from tests.checkpoint.test_crashes import about_to_save
 from tests.toolkit.pool import Pools
+from zerolite.checkpoint import filesystem
 from zerolite.checkpoint.directory import NoCheckpoint, find
 from zerolite.checkpoint.errors import CheckpointError
 from zerolite.checkpoint.reader import CheckpointReader
@@ -131,6 +132,39 @@ def test_power_loss_leaves_a_whole_checkpoint(ram: Path, scenario: str) -> None:
 def test_power_loss_in_all_states(ram: Path, scenario: str) -> None:
     """And then again in the next save."""
     assert crash_scenario(ram, scenario, most=10**6, saves=1, deep=True) >= 30
+
+
+class LeavesOut:
+    """The module ``os``, whose fsync does nothing for some files."""
+
+    def __init__(self, skipped: Callable[[Path], bool]) -> None:
+        self._skipped = skipped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, descriptor: int) -> None:
+        if not self._skipped(Path(os.readlink(f"/proc/self/fd/{descriptor}"))):
+            os.fsync(descriptor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        lambda path: path.is_file(),
+        lambda path: path.name == ".latest.new",
+        lambda path: path.name == "saved",
+        lambda path: path.name.startswith(".incomplete"),
+    ],
+    ids=["files", "latest", "the directory", "the checkpoint's directory"],
+)
+def test_a_missing_fsync_is_found(ram: Path, monkeypatch: pytest.MonkeyPatch, skipped: Callable[[Path], bool]) -> None:
+    """The simulation loses what a file system may lose."""
+    monkeypatch.setattr(filesystem, "os", LeavesOut(skipped))
+    with pytest.raises((AssertionError, CheckpointError)) as caught:
+        crash_scenario(ram, "overwrite", most=12, saves=100)
+    assert "all changes were recorded" not in str(caught.value)
 
 
 def recorded_save(root: Path, background: bool) -> list[tuple[int, Change]]:
