@@ -306,7 +306,7 @@ def _with_extra_state(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _distribute(
-    given: torch.Tensor | None, known: FullTensor, here: torch.Tensor | None, topology: Topology, device: torch.device
+    given: torch.Tensor | None, target: FullTensor, here: torch.Tensor | None, topology: Topology, device: torch.device
 ) -> None:
     """Send rank 0's full values, or this rank's part of them, into the tensor ``here``.
 
@@ -323,16 +323,16 @@ def _distribute(
         return
     values = given
     if not topology.trivial:
-        values = torch.empty(known.shape, dtype=known.dtype, device=device)
+        values = torch.empty(target.shape, dtype=target.dtype, device=device)
         if given is not None:
             values.copy_(given)
         broadcast_into(values, topology.world, device, "parameters")
     if here is None:
         return
-    cut = shard_spec_of(here)
+    spec = shard_spec_of(here)
     with GatheredParameters(here, modifier_rank=0, enabled=handle_of(here) is not None):
         if values is not None and (topology.data.rank == 0 or handle_of(here) is None):
-            here.data.copy_(values if cut is None else cut.of(values))
+            here.data.copy_(values if spec is None else spec.of(values))
 
 
 def _agree(
@@ -373,12 +373,12 @@ def _agree(
     return {name for name, code in zip(names, codes, strict=False) if code == 1}
 
 
-def _fits(given: object, known: FullTensor | None) -> bool:
-    return known is None or (isinstance(given, torch.Tensor) and tuple(given.shape) == known.shape)
+def _fits(given: object, target: FullTensor | None) -> bool:
+    return target is None or (isinstance(given, torch.Tensor) and tuple(given.shape) == target.shape)
 
 
-def _expected(name: str, known: FullTensor | None) -> str:
-    return f"{name} (expected {known.shape})" if known is not None else name
+def _expected(name: str, target: FullTensor | None) -> str:
+    return f"{name} (expected {target.shape})" if target is not None else name
 
 
 # -------------------------------------------------------------------- an optimizer's states
@@ -402,25 +402,25 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
     }
     # All ranks must walk through the same states, because each is a collective: the union of all ranks' states, with
     # the description of the first rank that has it.
-    known: dict[int, dict[str, tuple[Any, int]]] = {}
+    described_on: dict[int, dict[str, tuple[Any, int]]] = {}
     host = HostGroup(states.topology.world, "whole model")  # not that of checkpoints: a save may be under way
     for row, source in host.gather((described, states.comm.rank)):
         for index, kinds in row.items():
             for name, kind in kinds.items():
-                known.setdefault(index, {}).setdefault(name, (kind, source))
-    whole: dict[int, dict[str, Any]] = {}
+                described_on.setdefault(index, {}).setdefault(name, (kind, source))
+    full: dict[int, dict[str, Any]] = {}
     positions = states.optimizer.positions()
-    for index in sorted(known):
+    for index in sorted(described_on):
         state = own[index][1] if index in own else {}
-        for name, ((kind, *details), source) in known[index].items():
+        for name, ((kind, *details), source) in described_on[index].items():
             value = details[0] if kind == _NUMBER else None
             if kind == _ELEMENTS:
                 value = access.whole_state(index, state.get(name), details[0])
             elif kind == _OTHER:
-                value = _sent(states, state.get(name), details[0], details[1], source)
+                value = _broadcast(states, state.get(name), details[0], details[1], source)
             if here:
-                whole.setdefault(positions[index], {})[name] = value.cpu() if torch.is_tensor(value) else value
-    return {"state": whole, "param_groups": states.optimizer.numbered_groups()} if here else {}
+                full.setdefault(positions[index], {})[name] = value.cpu() if torch.is_tensor(value) else value
+    return {"state": full, "param_groups": states.optimizer.numbered_groups()} if here else {}
 
 
 def _describe(states: ModelState, shard: Any, name: str, value: object) -> tuple[object, ...]:
@@ -433,8 +433,8 @@ def _describe(states: ModelState, shard: Any, name: str, value: object) -> tuple
     return _OTHER, value.dtype, value.shape
 
 
-def _sent(states: ModelState, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
-    """Broadcast a state that one data-parallel rank, or each of them, has as a whole."""
+def _broadcast(states: ModelState, own: Any, dtype: torch.dtype, shape: torch.Size, source: int) -> torch.Tensor:
+    """Broadcast a state that one data-parallel rank, or each of them, has in full."""
     device = states.buffer.placements.device
     value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device).clone()
     states.comm.broadcast(value, "access", source)

@@ -66,7 +66,7 @@ def _shard_layers(model: torch.nn.Module, config: ZeroliteConfig, topology: Topo
         raise ValueError(f"tensor_parallel.plan: {sentence}")
 
 
-def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
+def keep_local_patterns(model: torch.nn.Module, config: ZeroliteConfig, topology: Topology) -> ZeroliteConfig:
     """Return ``config`` without the patterns that match only modules of other stages.
 
     A LayerSpec makes its layer on its own stage alone, so the other stages do not have that module. Raises ConfigError
@@ -74,30 +74,30 @@ def known_here(model: torch.nn.Module, config: ZeroliteConfig, topology: Topolog
     """
     if topology.pipe.world_size == 1:
         return config
-    wanted = {
+    given = {
         "fp32_modules": config.fp32_modules,
         "activation_checkpointing.modules": config.activation_checkpointing.modules,
         "torch_autocast.lower_precision_safe_modules": config.torch_autocast.lower_precision_safe_modules or (),
     }
-    if not any(wanted.values()):
+    if not any(given.values()):
         return config
-    here = {key: frozenset(p for p in patterns if _some_match(model, p)) for key, patterns in wanted.items()}
-    told = HostGroup(topology.pipe, "parts").gather(here)
-    everywhere = {key: frozenset().union(*(of_stage[key] for of_stage in told)) for key in wanted}
+    here = {key: frozenset(p for p in patterns if _some_match(model, p)) for key, patterns in given.items()}
+    of_stages = HostGroup(topology.pipe, "parts").gather(here)
+    everywhere = {key: frozenset().union(*(of_stage[key] for of_stage in of_stages)) for key in given}
     errors = [
         (key, f'expected patterns of modules in the model, got "{pattern}", which matches none on any stage')
-        for key, patterns in wanted.items()
+        for key, patterns in given.items()
         for pattern in patterns
         if pattern not in everywhere[key]
     ]
-    if errors and len(told) == topology.pipe.world_size:  # a dry run sees its own stage only, so it cannot tell
+    if errors and len(of_stages) == topology.pipe.world_size:  # a dry run sees its own stage only, so it cannot tell
         raise ConfigError(errors)
-    kept = {key: tuple(p for p in patterns if p in here[key]) for key, patterns in wanted.items()}
-    checkpointing = {"modules": kept["activation_checkpointing.modules"]}
-    autocast = {"lower_precision_safe_modules": kept["torch_autocast.lower_precision_safe_modules"] or None}
+    local = {key: tuple(p for p in patterns if p in here[key]) for key, patterns in given.items()}
+    checkpointing = {"modules": local["activation_checkpointing.modules"]}
+    autocast = {"lower_precision_safe_modules": local["torch_autocast.lower_precision_safe_modules"] or None}
     return config.model_copy(
         update={
-            "fp32_modules": kept["fp32_modules"],
+            "fp32_modules": local["fp32_modules"],
             "activation_checkpointing": config.activation_checkpointing.model_copy(update=checkpointing),
             "torch_autocast": config.torch_autocast.model_copy(update=autocast),
         }
