@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import Tower, gathered, stage3_engine, stage3_loss
@@ -198,6 +198,40 @@ def test_a_backward_that_departs_from_the_plan_may_bring_late_gradients() -> Non
     plain, found = ways_at(2, {}, **case), ways_at(3, zero, **case)
     assert found["losses"] == plain["losses"]
     assert_same_bits(found["parameters"], plain["parameters"], "stage 3")
+
+
+class Borrowing(nn.Module):
+    """Two layers; ``borrow``: then a product with the first one's weight, read from outside of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, borrow: bool) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return x @ self.first.weight if borrow else x
+
+
+@pytest.mark.parametrize("between", ["an evaluation", "a backward"])
+@on_ranks(2)
+def test_a_weight_that_is_read_while_it_is_kept_comes_back_for_the_readers_backward(between: str) -> None:
+    """A plan keeps it for the backward of its own module; what comes between ends the step, and releases it."""
+    found = []
+    for stage in ("2", "3 kept"):
+        engine = zerolite.initialize(models.build(Borrowing), at(stage))
+        for step in range(5):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + engine.rank))
+            loss = engine(x, step == 4).square().mean()
+            if step == 4 and between == "an evaluation":
+                with torch.no_grad():
+                    engine(x, False)
+            elif step == 4:
+                engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            assert step != 3 or engine.coordinator is None or engine.coordinator.schedule.following
+            engine.step()
+        found.append(snapshot(engine))
+    assert_same_bits(*found, "stages 2 and 3")
 
 
 @pytest.mark.slow

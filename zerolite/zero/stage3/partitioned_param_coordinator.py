@@ -64,6 +64,7 @@ class PartitionedParameterCoordinator:
         groups: group ``g`` of the schedule is ``groups[g]``.
         thread: thread of the last forward.
         engine_calls: calls of the engine under way. The user's hooks on the root module run outside of its execution.
+        kept_for_backward: parameters of groups whose forward has ended and that keep some of them gathered.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class PartitionedParameterCoordinator:
         self._tasks: list[int] = []  # autograd's graph tasks under way, the outermost first
         self._step_open = False
         self._second_order = False  # a backward with create_graph: weights are needed again, at an unknown time
-        self._kept_for_backward: set[int] = set()  # parameters of groups that have ended and keep some gathered
+        self.kept_for_backward: set[int] = set()
         self._shown_released: list[PartitionedParameter] = []  # those of them that look released to the user
         self._shape_only: list[PartitionedParameter] = []  # released, with their full shape for a gradient to come
         self._held_for_step: list[PartitionedParameter] = []  # no hook tells when their use ends
@@ -172,7 +173,7 @@ class PartitionedParameterCoordinator:
         if not forward and not self._tasks:
             if not hooked:
                 self._end_step()
-            elif self._kept_for_backward:
+            elif self.kept_for_backward:
                 self._show_released()
 
     def _end_forward(self, execution: ModuleExecution) -> None:
@@ -184,12 +185,12 @@ class PartitionedParameterCoordinator:
         if released:
             self.release(released)
         if len(released) < len(self.schedule.groups[index]):
-            self._kept_for_backward.update(self.schedule.groups[index])
+            self.kept_for_backward.update(self.schedule.groups[index])
 
     def _show_released(self) -> None:
         """Between forward and backward, give the parameters that stay gathered the class of released ones. A user who
         reads values then gets a copy, because the backward will release this memory."""
-        kept = [self.handles[index] for index in self._kept_for_backward]
+        kept = [self.handles[index] for index in self.kept_for_backward]
         self._shown_released = [handle for handle in kept if handle.status is AVAILABLE and not handle.holds]
         for handle in self._shown_released:
             if (parameter := handle.ref()) is not None:
@@ -359,7 +360,7 @@ class PartitionedParameterCoordinator:
 
     def _end_unscheduled(self) -> None:
         """End the step's holds, shapes and reads, of which the schedule does not know."""
-        self._kept_for_backward.clear()
+        self.kept_for_backward.clear()
         shown, self._shape_only = self._shape_only, []
         for handle in shown:
             if handle.status is NOT_AVAILABLE:
@@ -423,6 +424,15 @@ class PartitionedParameterCoordinator:
             self._hold_for_step(handle)
         else:
             handle.context.gather([handle])
+
+    def is_kept_only(self, handle: PartitionedParameter) -> bool:
+        """True in a forward for a parameter that is available only because its own group keeps it for its backward.
+        Another module that reads it now needs it in its own backward too, whose step may have released it by then."""
+        if handle.index not in self.kept_for_backward or handle.context is not self.context or handle.holds:
+            return False
+        groups = self.schedule.groups
+        running = any(handle.index in groups[execution.group.index] for execution in self._forward)
+        return bool(self._forward) and not self._tasks and not running
 
     @property
     def busy(self) -> bool:
