@@ -103,6 +103,7 @@ def raise_in_a_step(stage: int, when: str, schedule: str) -> None:
         (1, 1, "forward", "zbv"),
         (2, 0, "forward", "1f1b"),
         (2, 0, "backward", "1f1b"),
+        (2, 0, "backward", "zero_bubble"),
     ],
 )
 def test_a_stage_that_raises(pools: Pools, data: int, stage: int, when: str, schedule: str) -> None:

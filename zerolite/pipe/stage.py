@@ -24,6 +24,7 @@ from zerolite.pipe.boundary import BoundarySpec, TensorSpec, same_specs, tensors
 from zerolite.pipe.chunks import Chunk
 from zerolite.pipe.schedules import WAITS_FOR_LAST_ONLY, Launch, launch_batch
 from zerolite.pipe.step import TAG, Key, Step
+from zerolite.zero.shown_gradients import GradientPlaceholder
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -436,4 +437,12 @@ class ChunkStage(PipelineStage):
                 compute()
         except Exception as error:
             step.fail(error)
+            self._drop_written_gradients()
         step.end_backward(step.failure is None)
+
+    def _drop_written_gradients(self) -> None:
+        """Drop what :func:`stage_backward_weight` has written into ``p.grad`` and no hook has taken. The next backward
+        would refuse it as a tensor of the user, and not take part in the reductions of the other data ranks."""
+        for parameter in self.chunk.parameters():
+            if not isinstance(parameter.grad, GradientPlaceholder):
+                parameter.grad = None
