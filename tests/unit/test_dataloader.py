@@ -138,7 +138,7 @@ def test_a_users_loader_is_recognised_by_its_sampler():
     short = DistributedSampler(data, 2, 1, shuffle=False, drop_last=True)
     loader = loaders.prepare(DataLoader(data, batch_sampler=BatchSampler(short, 3, False)))
     assert [in_hand(loaders, batch) for batch in loader] == [([1, 3, 5], 3, 6), ([7, 9], 2, 4)]
-    assert loaders_of(0, 1).prepare(DataLoader(data, batch_size=3, shuffle=True)).share.whole() == Rows(11, 11)
+    assert loaders_of(0, 1).prepare(DataLoader(data, batch_size=3, shuffle=True)).share.all_rows() == Rows(11, 11)
 
 
 class Reversed(DistributedSampler):
