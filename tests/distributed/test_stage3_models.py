@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.toolkit import models
-from tests.toolkit.configs import dynamic_fp16
+from tests.toolkit.configs import at, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, batch, loss_of, tokens
-from tests.toolkit.training import KINDS
+from tests.toolkit.training import KINDS, make_engine, run_steps
 
 CASES = Cases()
 
@@ -419,3 +420,12 @@ def test_a_tied_weight_is_counted_once() -> None:
     kept = CASES.compare("TiedHead-called", ("kept",))["kept"]
     assert kept["tied"]["embed.weight"] == ["embed.weight", "head.weight"]
     assert "head.weight" not in kept["trained"] and "embed.weight" in kept["trained"]
+
+
+@on_ranks(2)
+def test_parameters_without_elements_are_in_no_copy() -> None:
+    """On CUDA torch's split_with_sizes_copy divides by zero where a size is 0, and the process is killed."""
+    with mock.patch.object(torch, "split_with_sizes_copy", wraps=torch.split_with_sizes_copy) as copy:
+        run_steps(make_engine(at("3 defaults"), "PrimeMlp"), model="Mlp")
+    sizes = [call.args[1] for call in copy.call_args_list]
+    assert sizes and all(map(all, sizes)), sizes

@@ -13,12 +13,16 @@ import torch.distributed as dist
 
 import zerolite
 from tests.toolkit import models, reference
-from tests.toolkit.configs import ADAMW, SGD, STATIC_SCALE, config
+from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.configs import ADAMW, SGD, STATIC_SCALE, at, config
 from tests.toolkit.faults import poison
 from tests.toolkit.pool import Pool
 from tests.toolkit.training import make_engine, snapshot
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
+]
 
 # The same sums in another order and, on tensor cores, another width: two units in the last place of the compute
 # dtype. fp32 without TF32.
@@ -39,6 +43,7 @@ def pair() -> Iterator[Pool]:
 
 
 STEPS = 5
+STAGES = ["0", "1", "2", "3 moving", "3 kept", "3 defaults"]
 
 
 def on_device(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,12 +122,12 @@ def skipped_on_device(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 2])
-def test_parity_with_plain_pytorch(request: pytest.FixtureRequest, world: int, stage: int, precision: str) -> None:
+def test_parity_with_plain_pytorch(request: pytest.FixtureRequest, world: int, stage: str, precision: str) -> None:
     pool: Pool = request.getfixturevalue("lone" if world == 1 else "pair")
     for accumulation in (1, 4):
-        kwargs = {"config": config(stage, precision, accumulation, 0.4, SGD), "precision": precision}
+        kwargs = {"config": at(stage, precision, accumulation, 0.4, SGD), "precision": precision}
         tolerance = TOLERANCE[precision]
         for result in pool.run(train_beside_reference, kwargs, timeout=180):
             assert result["device"] == "cuda"
@@ -130,28 +135,45 @@ def test_parity_with_plain_pytorch(request: pytest.FixtureRequest, world: int, s
             torch.testing.assert_close(result["parameters"], result["wanted"], rtol=tolerance, atol=tolerance / 4)
 
 
+def train_empty_parameters(stages: list[int]) -> list[dict[str, Any]]:
+    results = []
+    for stage in stages:
+        engine = make_engine(config(stage), "PrimeMlp")
+        for step in range(STEPS):
+            x, y = (tensor.cuda() for tensor in models.float_batch(step, 0, dist.get_rank()))
+            engine.backward(models.square_loss(engine, (x, y)))
+            engine.step()
+        results.append({name: value.cpu() for name, value in snapshot(engine).items()})
+    return results
+
+
+def test_persistent_parameters_without_elements(pair: Pool) -> None:
+    """Beside others of one all-gather: a copy to a size of 0 kills the process."""
+    for wanted, found in pair.run(train_empty_parameters, {"stages": [2, 3]}, timeout=180):
+        assert_same_bits(found, wanted, "stage 3 and stage 2")
+
+
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_steady_step_does_not_wait_for_the_device(lone: Pool, stage: int, clip: float) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_steady_step_does_not_wait_for_the_device(lone: Pool, stage: str, clip: float) -> None:
     fused = ("AdamW", {"lr": 1e-3, "fused": True})
-    setting = config(
-        stage, "bf16", 2, clip, fused, zero={"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
-    )
+    setting = at(stage, "bf16", 2, clip, fused, zero={"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000})
     result = lone.run(steps_without_synchronisation, {"config": setting, "steps": 5}, timeout=180)[0]
     assert result["steps"] == 8
     assert result["changed"]
 
 
-def test_a_skipped_step_is_found_without_waiting(lone: Pool) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_skipped_step_is_found_without_waiting(lone: Pool, stage: str) -> None:
     fused = ("AdamW", {"lr": 1e-3, "fused": True})
-    result = lone.run(skipped_on_device, {"config": config(1, "bf16", optimizer=fused)}, timeout=180)[0]
+    result = lone.run(skipped_on_device, {"config": at(stage, "bf16", 1, 0.0, fused)}, timeout=180)[0]
     assert result == {"unchanged": True, "skipped": 1, "steps": 2, "finite": True}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_memory_comes_back_when_the_engine_is_dropped(stage: int) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_comes_back_when_the_engine_is_dropped(stage: str) -> None:
     def train() -> None:
-        engine: Any = zerolite.initialize(models.build(models.Chain), config(stage, "bf16", optimizer=ADAMW))
+        engine: Any = zerolite.initialize(models.build(models.Chain), at(stage, "bf16", 1, 0.0, ADAMW))
         for _ in range(2):
             engine.backward(engine(torch.randn(2, 384, device="cuda")).square().mean())
             engine.step()

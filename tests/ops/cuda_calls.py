@@ -22,11 +22,11 @@ NANS = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.
 # Rows of scalars (csrc/rules.h) that take every branch of the rules between them.
 ROWS = {
     ADAM: (
-        (1.0, 1 - 1e-5, 0.0, 0.1, 0.999, 1e-3, 0.0447, 1e-8, -1e-2),
-        (-1.0, 1.0, 0.01, 0.75, 0.95, 0.05, 0.3, 1e-6, -3e-3),
-        (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, -1e-3),
+        (1.0, -1e-5, 0.0, 0.1, 1e-3, 0.0447, 1e-8, -1e-2),
+        (-1.0, 0.0, 0.01, 0.75, 0.05, 0.3, 1e-6, -3e-3),
+        (1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, -1e-3),
     ),
-    LION: ((1.0, 0.999, 0.9, 0.1, 0.99, 0.01, -1e-4), (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, -1e-2)),
+    LION: ((1.0, -1e-3, 0.1, 0.01, -1e-4), (1.0, 0.0, 1.0, 1.0, -1e-2)),
     ADAGRAD: ((1.0, 0.0, 1e-10, -1e-2), (-1.0, 0.1, 1e-6, -1e-3)),
     SGD: (
         (1.0, 0.0, 0.9, 1.0, 0.0, 0.0, -1e-2),
@@ -42,7 +42,8 @@ def dtype_name(dtypes: Dtypes) -> str:
 
 
 def rows_of(rule: int) -> torch.Tensor:
-    return torch.tensor([[*row, *[0.0] * (COLUMNS - len(row))] for row in ROWS[rule]], dtype=torch.float32)
+    rows = [[*row, *[0.0] * (COLUMNS - len(row))] for row in ROWS[rule]]
+    return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), COLUMNS)
 
 
 def flat(numel: int, offset: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -110,15 +110,15 @@ def _ulps(a: torch.Tensor, b: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("name", [name for name in TORCH_NAMES if name.startswith("ada")])
 def test_a_step_differs_from_foreach_in_last_places(name: str) -> None:
-    """A step differs from foreach in last places where the square root is torch's own, or operations have another
-    order. The step is taken from 0, so that rounding of the parameter does not hide it."""
+    """A step differs from foreach at most in last places, where the square root is torch's own or operations have
+    another order. The step is taken from 0, so that rounding of the parameter does not hide it."""
     numels = (100_003,)
     zeros = [torch.zeros(n) for n in numels]
     kernels = kernels_of("plain")
     ours, theirs = _Ours(name, zeros), _Torchs(name, zeros, **_foreach(name))
     ours.step(kernels, _gradients(0, numels))
     theirs.step(_gradients(0, numels))
-    assert 0 < _ulps(ours.params[0], theirs.params[0].detach()) <= 4
+    assert _ulps(ours.params[0], theirs.params[0].detach()) <= 4
     for got, expected in zip(ours.states, theirs.states, strict=True):
         assert _ulps(got[0], expected[0]) <= 2
 

@@ -50,7 +50,8 @@ class AvailableParameters:
         self._parts = [member.local_part() for member in sharded]
         self._shards = [member.shard[: len(part)] for member, part in zip(sharded, self._parts, strict=True)]
         self._offloaded = [member for member in sharded if member.placement.location != DEVICE]
-        on_device = [member for member in sharded if member.placement.location == DEVICE]
+        # Without the empty ones: torch's split_with_sizes_copy divides by zero on CUDA where a size is 0.
+        on_device = [m for m in sharded if m.placement.location == DEVICE and m.shard.numel()]
         self._count, self._key = len(on_device), on_device[0].index + 1 if on_device else 0
         self._rows = [self._row(members) for members in _neighbours(on_device)]
 
