@@ -27,12 +27,12 @@ int32_t check(const zl_update& call) {
   if (call.rule < 0 || call.rule >= ZL_RULES) return ZL_BAD_RULE;
   if (!is_dtype(call.param_dtype) || !is_dtype(call.grad_dtype) || !is_dtype(call.state_dtype)) return ZL_BAD_DTYPE;
   if (call.out_dtype != ZL_NONE && call.out_dtype != ZL_BF16 && call.out_dtype != ZL_F16) return ZL_BAD_DTYPE;
-  return zl::good_table(call.table, call.segments, call.tensors, zl::UPDATE_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
+  return zl::good_table(call, call.row_count, zl::UPDATE_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
 }
 
 int32_t check(const zl_norm& call) {
   if (!is_dtype(call.dtype)) return ZL_BAD_DTYPE;
-  return zl::good_table(call.table, call.segments, call.tensors, ZL_NORM_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
+  return zl::good_table(call, call.owners, ZL_NORM_CHUNK) ? ZL_OK : ZL_BAD_TABLE;
 }
 
 template <class Piece>
@@ -65,7 +65,7 @@ ZL_EXPORT const char* zl_cuda_error_string(int32_t code) {
     case ZL_OK: return "no error";
     case ZL_BAD_RULE: return "unknown rule";
     case ZL_BAD_DTYPE: return "a dtype that is not fp32, bf16 or fp16";
-    case ZL_BAD_TABLE: return "a segment outside of its tensors, or too many elements for one launch";
+    case ZL_BAD_TABLE: return "a segment that is not within its tensor or names a row that is not there, or too many elements";
     default: return code < 0 ? cudaGetErrorString((cudaError_t)-code) : "unknown code";
   }
 }
@@ -93,9 +93,10 @@ ZL_EXPORT int32_t zl_cuda_update(const zl_update* call, const void* filled, cons
   return zl::launch_here(zl::UpdateMaker{*call}, call->segments, a.table, launch_one);
 }
 
-// Number of doubles in `partial`: one per chunk, one per piece, one counter per piece, and one more.
+// Number of doubles in `partial`: one per chunk, one per piece, one counter per piece, and one more; 0 for a call that is
+// refused, whose table may have any numbers.
 ZL_EXPORT int64_t zl_cuda_norm_partials(const zl_norm* call) {
-  return chunks_of(*call) + call->segments + call->segments / 2 + 1;
+  return check(*call) ? 0 : chunks_of(*call) + call->segments + call->segments / 2 + 1;
 }
 
 ZL_EXPORT int32_t zl_cuda_norm_fill(const zl_norm* call, void* table) {

@@ -69,13 +69,17 @@ const Piece* pieces_in(const void* table, int64_t capacity) {
   return (const Piece*)(ends_in(table) + capacity);
 }
 
-// True if every segment is inside of its tensor, and no launch needs more blocks than CUDA allows.
-inline bool good_table(const int64_t* table, int64_t segments, int64_t tensors, int64_t chunk) {
+// True if every segment is inside of its tensor and names one of `rows` rows (or owners), and no launch needs more blocks
+// than CUDA allows.
+template <class Call>
+bool good_table(const Call& call, int64_t rows, int64_t chunk) {
   int64_t chunks = 0;
-  for (int64_t i = 0; i < segments; i++) {
-    const int64_t* segment = table + i * ZL_TABLE_COLUMNS;
-    if (segment[0] < 0 || segment[0] >= tensors || segment[1] < 0 || segment[2] < 0 || segment[3] < 0) return false;
-    chunks += segment[2] / chunk + 2;
+  for (int64_t i = 0; i < call.segments; i++) {
+    const int64_t* segment = call.table + i * ZL_TABLE_COLUMNS;
+    const int64_t tensor = segment[0], start = segment[1], numel = segment[2], row = segment[3];
+    if (tensor < 0 || tensor >= call.tensors || start < 0 || numel < 0 || row < 0 || row >= rows) return false;
+    if (numel > call.numels[tensor] - start) return false;
+    chunks += numel / chunk + 2;
   }
   return chunks <= MOST_BLOCKS;
 }

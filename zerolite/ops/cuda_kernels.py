@@ -84,9 +84,12 @@ class CudaKernels:
             self._check(entry.launch(call, *tables, device.index, stream), entry, device)
 
     def _check(self, code: int, entry: _Entry, device: torch.device) -> None:
-        if code:
-            text = self._error_string(code).decode()
-            raise RuntimeError(f"the CUDA kernel for the {entry.name} could not be started on {device}: {text}")
+        if not code:
+            return
+        text = self._error_string(code).decode()
+        if code > 0:  # of zl_error
+            raise ValueError(f"the CUDA kernel for the {entry.name} refused its arguments: {text}")
+        raise RuntimeError(f"the CUDA kernel for the {entry.name} could not be started on {device}: {text}")
 
 
 def _entry(library: ctypes.CDLL, name: str, call: type[Structure]) -> _Entry:

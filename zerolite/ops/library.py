@@ -33,6 +33,7 @@ def why_unavailable(device: torch.device) -> str | None:
     return found if isinstance(found, str) else None
 
 
+@functools.cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
