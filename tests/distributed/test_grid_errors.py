@@ -111,6 +111,23 @@ def test_a_stage_that_raises(pools: Pools, data: int, stage: int, when: str, sch
     run(pools, (2, data, 1), raise_in_a_step, timeout=30, stage=stage, when=when, schedule=schedule)
 
 
+@pytest.mark.slow
+@on_ranks(4, timeout=30)
+def test_a_tensor_in_p_grad_of_one_rank() -> None:
+    """The other data rank of its stage would wait for its gradients."""
+    engine = make_engine(settings((2, 2, 1)))
+    train(engine, 1)
+    weights = [p for p in engine.module.parameters() if p.numel()]
+    if engine.rank == 0:
+        weights[0].grad = torch.ones_like(weights[0])
+    said = raised(lambda: engine.train_batch(own_batches(engine, 1)))
+    assert "use zerolite.set_full_grad(p, value) on all ranks" in said
+    assert engine.rank == 0 or "rank 0 could not begin: RuntimeError: p.grad of parameter" in said
+    engine.zero_grad()
+    losses, _ = train(engine, 1, 1)
+    assert losses == pytest.approx(expected(2).losses[1:2], rel=FP32)
+
+
 @pytest.mark.fast("2")
 @on_ranks(2, 4, timeout=30)
 def test_iterators() -> None:
@@ -140,7 +157,7 @@ def test_iterators() -> None:
     if last:
         says(broken(), "_Deliberate: no file")
     else:
-        says(micro_batches(0, count, rank), f"rank {end} could not read its micro-batches: _Deliberate: no file")
+        says(micro_batches(0, count, rank), f"rank {end} could not begin: _Deliberate: no file")
     odd = (models.token_batch(0, micro, rank, length=8 - 4 * (micro == 1)) for micro in range(count))
     says(odd, "the same shapes, got inputs", "pad them")
     for odd, words in (

@@ -100,11 +100,14 @@ class PipelineRunner:
     def _begin(
         self, call: str, batches: Iterator[object], training: bool, outputs: bool = False, loss: bool = True
     ) -> Step:
-        """Read the micro-batches, and compare with all ranks if that worked."""
+        """Read the micro-batches, and compare with all ranks if that worked. Take over what the user has put into
+        ``p.grad``."""
         status, read, content = READY, list[MicroBatch](), 0
         error: BaseException | None = None
         try:
             read, content = self._read(call, batches)
+            if training:  # what is wrong with p.grad must not be found later, when the other ranks reduce gradients
+                self._components.pipeline.look_at_grads(before_backward=True)
         except StopIteration as stop:
             status, error = ENDED, stop
         except Exception as failure:
@@ -182,7 +185,7 @@ class StepBarrier:
         self._host = HostGroup(topology.world, "pipeline")
 
     def begin(self, call: str, status: int, error: BaseException | None, shapes: int, content: int) -> None:
-        """Raise on all ranks if one could not read its micro-batches, or if the stages of one pipeline read others.
+        """Raise on all ranks if one could not begin, or if the stages of one pipeline read others.
 
         Args:
             call: the engine's method, for messages.
@@ -211,7 +214,7 @@ class StepBarrier:
             row: this rank's status and hashes.
         """
         if worst == FAILED:
-            self._raise(call, error if row[0] == FAILED else None, "could not read its micro-batches")
+            self._raise(call, error if row[0] == FAILED else None, "could not begin")
         rows = self._host.gather(row)
         ended = [rank for rank, (state, *_) in enumerate(rows) if state == ENDED]
         if ended:
