@@ -18,7 +18,7 @@ import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
 from zerolite.comm import Communicator
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.layout import Fragment, PartitionLayout
-from zerolite.zero.spans import Span, by_kind, segments, whole
+from zerolite.zero.spans import Span, by_kind, full_span, segments
 
 SAME_BATCH = (
     "load data with engine.deepspeed_io or initialize(training_data=...), or give your sampler "
@@ -293,7 +293,7 @@ class StatsCollector:
         for fragment in fragments:
             part = fragment.shard_start, fragment.numel, fragment.slot.index
             self._owned[fragment.slot.bucket].append(part)
-        self._spans = tuple(whole(bucket.index, bucket.numel) for bucket in layout.buckets)
+        self._spans = tuple(full_span(bucket.index, bucket.numel) for bucket in layout.buckets)
         self._plan = SquaresPlan(self._owned.__getitem__)
         self.noted: set[int] = set()
         self._squares: torch.Tensor | None = None  # of the noted buckets, by parameter; each is in one bucket

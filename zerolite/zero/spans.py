@@ -17,8 +17,8 @@ class Span(NamedTuple):
     last: bool
 
 
-def whole(bucket: int, numel: int) -> Span:
-    """Return the span of a whole shard of ``numel`` elements."""
+def full_span(bucket: int, numel: int) -> Span:
+    """Return the span of a full shard of ``numel`` elements."""
     return Span(bucket, 0, numel, True)
 
 
@@ -38,7 +38,7 @@ def sub_groups(numels: Sequence[tuple[int, int]], limit: int, alignment: int) ->
             if not groups or numel > room:
                 groups.append([])
                 room = limit
-            groups[-1].append(whole(bucket, numel))
+            groups[-1].append(full_span(bucket, numel))
             room -= numel
             continue
         low = 0
