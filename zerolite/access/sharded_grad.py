@@ -90,9 +90,9 @@ class ShardedGradient(GradientPlaceholder):
             own.copy_(values)
         self.close(own)
 
-    def whole(self) -> torch.Tensor:
+    def full_tensor(self) -> torch.Tensor:
         """Return the full gradient: at stage 0 its own memory, otherwise a gathered copy."""
-        return _wholes([self])[0][0]
+        return _full_tensors([self])[0][0]
 
     def __repr__(self, **ignored: Any) -> str:  # type: ignore[override]
         # Debuggers and tracebacks print on one rank alone, so printing is no collective.
@@ -129,7 +129,7 @@ class ShardedGradient(GradientPlaceholder):
             result = _on_lists(function, args, kwargs)
         elif result is NotImplemented and (torch.Tag.pointwise in function.tags or function in _ELEMENTWISE):
             result = _on_parts(function, args, kwargs)
-        return _on_wholes(function, args, kwargs) if result is NotImplemented else result
+        return _on_full_tensors(function, args, kwargs) if result is NotImplemented else result
 
 
 # -------------------------------------------------------------------- on parts
@@ -192,21 +192,21 @@ def _part_of(spec: GradientSpec) -> Callable[[object], object]:
     return part
 
 
-# -------------------------------------------------------------------- on wholes
+# -------------------------------------------------------------------- on full tensors
 
 
-def _on_wholes(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
+def _on_full_tensors(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """Run any operation, on full gradients."""
     gradients = list({id(g): g for g in find_tensors((args, kwargs), ShardedGradient)}.values())
-    values, copies = _wholes(gradients)
-    wholes = dict(zip(map(id, gradients), values, strict=True))
-    result = function(*map_tensors(_replaced(wholes), args), **map_tensors(_replaced(wholes), kwargs))
+    values, copies = _full_tensors(gradients)
+    full = dict(zip(map(id, gradients), values, strict=True))
+    result = function(*map_tensors(_replaced(full), args), **map_tensors(_replaced(full), kwargs))
     if function.namespace == "c10d":  # a collective that the user has launched writes until it has ended
         wait_for_result(result)
     for gradient in written_arguments(function, args, kwargs):
         if isinstance(gradient, ShardedGradient):
-            gradient.store(wholes[id(gradient)])
-    back = {id(whole): g for whole, g in zip(wholes.values(), gradients, strict=True)}
+            gradient.store(full[id(gradient)])
+    back = {id(whole): g for whole, g in zip(full.values(), gradients, strict=True)}
     memory = {copy.untyped_storage()._cdata for copy in copies}
 
     def shown(item: object) -> object:
@@ -219,7 +219,7 @@ def _on_wholes(function: OpOverload, args: Arguments, kwargs: Keywords) -> objec
     return map_tensors(shown, result)
 
 
-def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _full_tensors(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the full gradients, and a list of those among them that are gathered copies."""
     found: dict[int, torch.Tensor] = {}
     copies: list[torch.Tensor] = []
@@ -239,8 +239,8 @@ def _wholes(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tensor], l
     return [found[id(gradient)] for gradient in gradients], copies
 
 
-def _replaced(wholes: dict[int, torch.Tensor]) -> Callable[[object], object]:
-    return lambda item: wholes.get(id(item), item)
+def _replaced(full: dict[int, torch.Tensor]) -> Callable[[object], object]:
+    return lambda item: full.get(id(item), item)
 
 
 # -------------------------------------------------------------------- single operations
@@ -401,8 +401,8 @@ def _reduction(neutral: float, largest: bool, sign: float = 1.0) -> Rule:
 
 
 def _set_item(function: Function, gradient: ShardedGradient, index: Any, value: Any) -> None:
-    whole = gradient.whole()
-    whole[index] = value.whole() if isinstance(value, ShardedGradient) else value
+    whole = gradient.full_tensor()
+    whole[index] = value.full_tensor() if isinstance(value, ShardedGradient) else value
     gradient.store(whole)
 
 
@@ -411,8 +411,8 @@ def _set_data(function: Function, gradient: ShardedGradient, value: torch.Tensor
         gradient.copy_(value)
 
 
-def _from_whole(function: Function, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
-    return function(gradient.whole(), *args, **kwargs)
+def _from_full_tensor(function: Function, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> object:
+    return function(gradient.full_tensor(), *args, **kwargs)
 
 
 def _memory(gradient: ShardedGradient) -> torch.Tensor | None:
@@ -441,7 +441,7 @@ def _to_numpy(function: Function, gradient: ShardedGradient, *args: Any, **kwarg
     memory = _memory(gradient)
     if memory is not None:
         return function(memory, *args, **kwargs)
-    array = function(gradient.whole(), *args, **kwargs)
+    array = function(gradient.full_tensor(), *args, **kwargs)
     array.flags.writeable = False  # it is a copy, and values written to it would be lost
     return array
 
@@ -492,7 +492,7 @@ _OUTSIDE_DISPATCH: dict[object, Rule] = {
     _Tensor.__repr__: lambda function, gradient, **ignored: ShardedGradient.__repr__(gradient),
     _Tensor.__setitem__: _set_item,
     getattr(_Tensor, "data").__set__: _set_data,  # noqa: B009
-    **dict.fromkeys((_Tensor.tolist, _Tensor.__deepcopy__, _Tensor.__reduce_ex__), _from_whole),
+    **dict.fromkeys((_Tensor.tolist, _Tensor.__deepcopy__, _Tensor.__reduce_ex__), _from_full_tensor),
     **dict.fromkeys((_Tensor.numpy, _Tensor.__array__), _to_numpy),
     **dict.fromkeys((_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage, _Tensor.__dlpack__), _from_memory),
 }

@@ -98,7 +98,7 @@ class GradientChanges:
             )
         assigned, self.assigned = self.assigned, {}
         for index, value in assigned.items():
-            self._reducer.add(index, _whole(value) * scale())
+            self._reducer.add(index, _full_tensor(value) * scale())
 
     @torch.no_grad()
     def store_assigned(self, stats: StatsVector, divisor: Factor) -> None:
@@ -110,7 +110,7 @@ class GradientChanges:
         """
         assigned, self.assigned = self.assigned, {}
         for index, value in assigned.items():
-            gradient, part = _whole(value), self._reducer.part(index)
+            gradient, part = _full_tensor(value), self._reducer.part(index)
             # All ranks round the whole gradient, not only their own part: if it overflows, the statistics of every
             # rank must say so and skip the step.
             wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -231,5 +231,5 @@ class GradientChanges:
         return self._buffer.layout.slots[index].bucket
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.whole() if isinstance(value, GradientPlaceholder) else value.detach()
+def _full_tensor(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, GradientPlaceholder) else value.detach()

@@ -100,8 +100,8 @@ class GradientPlaceholder(torch.Tensor):
         """Store ``part``, the result of :meth:`open`, after it has been written to."""
         raise NotImplementedError
 
-    def whole(self) -> torch.Tensor:
-        """Return the whole gradient. Called on all ranks."""
+    def full_tensor(self) -> torch.Tensor:
+        """Return the full gradient. Called on all ranks."""
         raise NotImplementedError
 
 
