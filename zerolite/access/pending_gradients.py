@@ -88,7 +88,7 @@ class PendingGradients:
             kept.copy_(part if scale is None else part / scale)
         self._pipeline.changes.on_written(index)
 
-    def whole(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    def full_grad_memory(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the bucket's own memory of a gradient, or None if this memory is not the full gradient as ``p.grad``
         shows it (a shard, another dtype or device, or times a loss scale).
 
@@ -183,10 +183,10 @@ class PendingGradients:
             self._comm.all_reduce(values, tag="access").wait()
         return values
 
-    # ---------------------------------------------------------------- wholes
+    # ---------------------------------------------------------------- full tensors
 
     @torch.no_grad()
-    def wholes(self, specs: Sequence[GradientSpec], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather_full(self, specs: Sequence[GradientSpec], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gather full tensors from all ranks' parts. One collective is enough, unless there are several dtypes, or
         several tensors of one parameter."""
         if specs[0].sharded and self._comm.world_size > 1 and self._comm.main:
@@ -207,8 +207,8 @@ class PendingGradients:
         found: dict[int, torch.Tensor] = {}
         for dtype, members in rounds:
             sent = torch.uint8 if dtype == torch.bool else dtype
-            wholes = self._gather(list(members), {i: parts[p].to(sent) for i, p in members.items()}, sent)
-            found.update(zip(members.values(), (whole.to(dtype) for whole in wholes), strict=True))
+            gathered = self._gather(list(members), {i: parts[p].to(sent) for i, p in members.items()}, sent)
+            found.update(zip(members.values(), (full.to(dtype) for full in gathered), strict=True))
         return [found[position] for position in range(len(parts))]
 
     # ---------------------------------------------------------------- whether it may be used

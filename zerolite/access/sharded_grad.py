@@ -226,14 +226,14 @@ def _full_tensors(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tens
     for source, ours in _by_source(gradients):
         rest = []
         for gradient in ours:
-            kept = source.whole(gradient.spec.index, gradient) if gradient.part is None else None
+            kept = source.full_grad_memory(gradient.spec.index, gradient) if gradient.part is None else None
             whole = gradient.part if kept is None and not gradient.spec.sharded else kept
             if whole is None:
                 rest.append(gradient)
             else:
                 found[id(gradient)] = whole
         if rest:
-            made = source.wholes([g.spec for g in rest], [g.read() for g in rest])
+            made = source.gather_full([g.spec for g in rest], [g.read() for g in rest])
             found.update(zip(map(id, rest), made, strict=True))
             copies += made
     return [found[id(gradient)] for gradient in gradients], copies
@@ -421,7 +421,7 @@ def _memory(gradient: ShardedGradient) -> torch.Tensor | None:
         return None
     if gradient.part is not None:
         return gradient.part
-    kept = gradient.source.whole(gradient.spec.index, gradient)
+    kept = gradient.source.full_grad_memory(gradient.spec.index, gradient)
     if kept is not None:
         gradient.source.lend(gradient.spec.index)
     return kept
