@@ -283,11 +283,11 @@ class ParameterAccess:
         for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
             same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
             here = {index: parts[index] for index in same if index in parts}
-            wholes = self._full(same, self.gather(same, here, _DTYPES[int(kind) - _TENSOR]))
-            found.update(zip(same, wholes, strict=True))
+            full = self._full(same, self.gather(same, here, _DTYPES[int(kind) - _TENSOR]))
+            found.update(zip(same, full, strict=True))
         return [found.get(index) for index in indices]
 
-    def whole_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def full_state(self, index: int, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Gather a state that has a value for each element of its parameter.
 
         Called on all ranks, with the same index and dtype.
@@ -322,7 +322,7 @@ class ParameterAccess:
             + (f"expected one of {sorted(own[index])}" if own.get(index) else "states are made by the first update")
         )
 
-    # ---------------------------------------------------------------- shards and wholes
+    # ---------------------------------------------------------------- shards and full tensors
 
     def _slot(self, index: int) -> Slot:
         return self._buffer.layout.slots[index]

@@ -415,7 +415,7 @@ def full_optimizer_state_dict(states: ModelState, access: ParameterAccess, rank0
         for name, ((kind, *details), source) in described_on[index].items():
             value = details[0] if kind == _NUMBER else None
             if kind == _ELEMENTS:
-                value = access.whole_state(index, state.get(name), details[0])
+                value = access.full_state(index, state.get(name), details[0])
             elif kind == _OTHER:
                 value = _broadcast(states, state.get(name), details[0], details[1], source)
             if here:
