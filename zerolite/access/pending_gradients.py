@@ -108,7 +108,7 @@ class PendingGradients:
         return part
 
     def lend(self, index: int) -> None:
-        """Note that the user gets the memory of :meth:`whole` itself, and may write to it unseen."""
+        """Note that the user gets the memory of :meth:`full_grad_memory` itself, and may write to it unseen."""
         self._pipeline.changes.expose_untracked(index)
 
     def _part(self, index: int) -> torch.Tensor:

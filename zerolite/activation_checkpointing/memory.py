@@ -31,7 +31,7 @@ class MemorySource(Protocol):
 
     location: str
 
-    def take(self, nbytes: int) -> BorrowedMemory: ...
+    def allocate(self, nbytes: int) -> BorrowedMemory: ...
 
     def memory(self) -> list[torch.Tensor]:
         """Return the memory that is allocated and not in use."""
@@ -46,7 +46,7 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def take(self, nbytes: int) -> BorrowedMemory:
+    def allocate(self, nbytes: int) -> BorrowedMemory:
         return BorrowedMemory(tag_memory(torch.empty(nbytes, dtype=torch.uint8, device=self._device), ACTIVATIONS))
 
     def memory(self) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ class HostBuffers:
         self._free: list[torch.Tensor] = []
         finalize_before_exit(self, finish_copies)
 
-    def take(self, nbytes: int) -> BorrowedMemory:
+    def allocate(self, nbytes: int) -> BorrowedMemory:
         length = -(-nbytes // _BLOCK) * _BLOCK
         fitting = [index for index, memory in enumerate(self._free) if memory.numel() >= length]
         if fitting:

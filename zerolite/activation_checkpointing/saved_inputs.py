@@ -150,7 +150,7 @@ class InputSaver:
             starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
         if not new:
             return Copy((), None, self._device)
-        memory = self._source.take(starts[-1])
+        memory = self._source.allocate(starts[-1])
         pairs: list[Pair] = []
         for (entry, tensor), start, length in zip(new, starts, lengths, strict=False):
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
