@@ -176,7 +176,7 @@ class ShardReader:
         shards = [member.shard for member in wanted]
         for span in tensor_spans(shards, SPAN_ALIGNMENT):
             offloaded, placement = span.memory(shards), wanted[span.indices[0]].placement
-            buffer = self.transfers.pool.take(offloaded.numel(), offloaded.dtype, like=offloaded)
+            buffer = self.transfers.pool.acquire(offloaded.numel(), offloaded.dtype, like=offloaded)
             transfer = self.transfers.stage_in(offloaded, placement, buffer)
             read = _SpanRead(self.transfers.pool, buffer, transfer, len(span.indices))
             for index, shard in span.views(shards, buffer).items():

@@ -79,8 +79,8 @@ class _ChainedTransfer(Transfer):
 class StagingPool:
     """Staging buffers on the host, which are reused and never freed.
 
-    A caller that takes buffers of different lengths names the longest. Then all of its buffers have that length, and
-    each of them fits the next time.
+    A caller that acquires buffers of different lengths passes the length of the longest. Then all of its buffers have
+    that length, and each of them fits the next time.
     """
 
     def __init__(self, pin: bool) -> None:
@@ -88,13 +88,15 @@ class StagingPool:
         self._free: list[torch.Tensor] = []
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages of all buffers, by ``_cdata``
 
-    def take(self, numel: int, dtype: torch.dtype, longest: int = 0, like: torch.Tensor | None = None) -> torch.Tensor:
+    def acquire(
+        self, numel: int, dtype: torch.dtype, longest: int = 0, like: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return uninitialised memory of whole blocks that begins at a page, as a tensor of shape [numel].
 
         Args:
             numel: elements.
             dtype: dtype of the tensor.
-            longest: bytes of the longest buffer that the caller takes.
+            longest: bytes of the longest buffer that the caller acquires.
             like: in a dry run, one of its tensors. The buffer then belongs to the dry run too, whatever torch modes are
                 active.
         """
@@ -111,8 +113,8 @@ class StagingPool:
             self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
         return memory.narrow(0, 0, numel * dtype.itemsize).view(dtype)
 
-    def give_back(self, tensor: torch.Tensor) -> None:
-        """Free the buffer of a tensor from :meth:`take` for reuse."""
+    def release(self, tensor: torch.Tensor) -> None:
+        """Free the buffer of a tensor from :meth:`acquire` for reuse."""
         with torch.inference_mode(False):
             self._free.append(tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
@@ -158,7 +160,7 @@ class StagedTransfer(Transfer):
         # Only now: a transfer that has not ended would still use the buffer of the next one.
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._pool.give_back(buffer)
+            self._pool.release(buffer)
         if errors:
             raise errors[0]
 
@@ -190,7 +192,7 @@ class Transfers:
             return self.copy(offloaded, into)
         if self._fits_direct_io(into):
             return placement.file.read(offloaded, into)
-        through = self.pool.take(offloaded.numel(), offloaded.dtype, longest, offloaded)
+        through = self.pool.acquire(offloaded.numel(), offloaded.dtype, longest, offloaded)
         read = placement.file.read(offloaded, through)
         return _ChainedTransfer(read, lambda: StagedTransfer(self.pool, through, self.copy(through, into)))
 
@@ -203,7 +205,7 @@ class Transfers:
         file = placement.file
         if self._fits_direct_io(source):
             return file.write(offloaded, source)
-        through = self.pool.take(source.numel(), source.dtype, longest, source)
+        through = self.pool.acquire(source.numel(), source.dtype, longest, source)
         copied = self.copy(source, through)
         return _ChainedTransfer(copied, lambda: StagedTransfer(self.pool, through, file.write(offloaded, through)))
 

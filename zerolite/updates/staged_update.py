@@ -94,7 +94,7 @@ class _SubGroup(StagedTransfer):
                 can reuse the buffer.
             longest: bytes of the longest tensor, for copies between disk and device.
         """
-        buffer = transfers.pool.take(buffer_bytes, torch.uint8) if device is None else None
+        buffer = transfers.pool.acquire(buffer_bytes, torch.uint8) if device is None else None
         super().__init__(transfers.pool, buffer)
         self._device, self._transfers, self._longest = device, transfers, longest
         self._copies: list[tuple[torch.Tensor, _StoredTensor]] = []
