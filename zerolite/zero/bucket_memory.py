@@ -215,8 +215,8 @@ class BucketMemory:
         in_transit = self.options.shard and self.current.reducing and self.current.unreduced <= 1
         return BUCKETS if in_transit else GRADIENTS
 
-    def give_back(self, bucket: torch.Tensor) -> None:
-        """Take the memory of a full bucket for reuse."""
+    def release(self, bucket: torch.Tensor) -> None:
+        """Keep the memory of a full bucket for reuse."""
         if self._limit:
             self._free.append(tag_memory(bucket, BUCKETS if self.options.shard else GRADIENTS))
             del self._free[: -self._limit]

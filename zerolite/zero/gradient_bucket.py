@@ -321,7 +321,7 @@ class GradientBucket:
         if local.dtype != self._reduce_dtype:
             own, local = local, local.to(self._reduce_dtype)
             if not self._staged:
-                self._memory.give_back(own)
+                self._memory.release(own)
             self._staged = False
         if options.predivide_factor != 1.0:
             local.div_(options.predivide_factor)
@@ -350,7 +350,7 @@ class GradientBucket:
         sent, self._sent = self._sent, None
         # At stage 0 an all-reduce leaves the mean in the memory that was sent.
         if sent is not None and address(mean) != address(sent):
-            self._memory.give_back(sent)
+            self._memory.release(sent)
 
     @property
     def mean_dtype(self) -> torch.dtype:
@@ -382,12 +382,12 @@ class GradientBucket:
         """Drop the mean gradient. reuse: keep its memory for other buckets."""
         reduced, self.reduced = self.reduced, None
         if reduced is not None and reuse:
-            self._memory.give_back(reduced)
+            self._memory.release(reduced)
 
     def clear(self) -> None:
         """Drop gradients that have not been reduced. Called between backwards, with no reduction in flight."""
         if self.local is not None and not self._staged:
-            self._memory.give_back(self.local)
+            self._memory.release(self.local)
         self.local, self._staged = None, False
         self.written.clear()
         self.held.gradients.clear()
