@@ -9,7 +9,7 @@ import torch
 from zerolite.comm import Communicator
 from zerolite.utils.accelerator import host_values
 
-_ALIGNMENT = 16  # bytes: sizes of parts are multiples of it
+_ALIGNMENT = 16  # bytes: sizes of shards are multiples of it
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -20,21 +20,23 @@ class ActivationShards:
         self._comm = comm
         self._unread: list[_Flags] = []
 
-    def part(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of ``flat``, uint8 [nbytes], as a view. The last parts may be shorter or empty."""
-        nbytes = self.part_nbytes(flat.numel())
+    def shard(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of ``flat``, uint8 [nbytes], as a view. The last shards may be shorter or empty."""
+        nbytes = self.shard_nbytes(flat.numel())
         start = min(self._comm.rank * nbytes, flat.numel())
         return flat[start : start + nbytes]
 
-    def part_nbytes(self, nbytes: int) -> int:
-        """Return the bytes of each rank's part of a tensor of ``nbytes``."""
+    def shard_nbytes(self, nbytes: int) -> int:
+        """Return the bytes of each rank's shard of a tensor of ``nbytes``."""
         return -(-nbytes // (self._comm.world_size * _ALIGNMENT)) * _ALIGNMENT
 
-    def gather(self, parts: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
-        """Return the full tensors, each uint8 [world_size * part]. Called on all ranks of the group, in the same order.
+    def gather(
+        self, shards: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor], what: str
+    ) -> list[torch.Tensor]:
+        """Return the full tensors, each uint8 [world_size * shard]. Called on all ranks of the group, in the same order.
 
         Args:
-            parts: this rank's part of each tensor.
+            shards: this rank's shard of each tensor.
             checksums: the :func:`checksum` of each full tensor on this rank.
             what: the checkpoint, for messages.
 
@@ -45,10 +47,10 @@ class ActivationShards:
         self.check()
         world = self._comm.world_size
         own = torch.stack(list(checksums)).view(torch.uint8)
-        full = [part.new_empty(world * part.numel()) for part in parts]
+        full = [shard.new_empty(world * shard.numel()) for shard in shards]
         all_sums = own.new_empty(world * own.numel())
-        sizes = hash(tuple(part.numel() for part in parts)) & 0x7FFFFFFF
-        self._comm.gather_shards([*full, all_sums], [*parts, own], "activations", sizes).wait()
+        sizes = hash(tuple(shard.numel() for shard in shards)) & 0x7FFFFFFF
+        self._comm.gather_shards([*full, all_sums], [*shards, own], "activations", sizes).wait()
         rows = all_sums.view(torch.int64).view(world, -1)
         self._unread.append(_Flags((rows != rows[0]).any(1), what))
         self.check()

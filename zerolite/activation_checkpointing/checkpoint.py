@@ -86,7 +86,7 @@ class Checkpointing:
         """Save the inputs among ``leaves``. Return them by position, and the copy to wait for."""
         if self._saver is None:
             return {}, None
-        chosen = [index for index, leaf in enumerate(leaves) if self._saver.takes(leaf)]
+        chosen = [index for index, leaf in enumerate(leaves) if self._saver.accepts(leaf)]
         if not chosen:
             return {}, None
         call.follow(self._latest)

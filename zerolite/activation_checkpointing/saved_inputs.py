@@ -101,8 +101,8 @@ class InputSaver:
 
     # ---------------------------------------------------------------- forward
 
-    def takes(self, value: Any) -> bool:
-        """True if ``value`` is saved here.
+    def accepts(self, value: Any) -> bool:
+        """Return True if ``value`` is saved here.
 
         These are not: parameters and other leaves, which always exist; tensors on other devices; small ones; and ones
         that are not dense.
@@ -144,7 +144,7 @@ class InputSaver:
         return entry if entry is not None and entry.unchanged() else None
 
     def _store(self, new: Sequence[tuple[SavedInput, torch.Tensor]], shards: ActivationShards | None) -> Copy:
-        lengths = [entry.nbytes if shards is None else shards.part_nbytes(entry.nbytes) for entry, _ in new]
+        lengths = [entry.nbytes if shards is None else shards.shard_nbytes(entry.nbytes) for entry, _ in new]
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)
@@ -155,7 +155,7 @@ class InputSaver:
         for (entry, tensor), start, length in zip(new, starts, lengths, strict=False):
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
             offloaded = entry.save(memory, start, length, None if shards is None else checksum(flat))
-            part = flat.view(torch.uint8) if shards is None else shards.part(flat.view(torch.uint8))
+            part = flat.view(torch.uint8) if shards is None else shards.shard(flat.view(torch.uint8))
             pairs.append((part, offloaded[: part.numel()]))
         if self._source.location == HOST:
             return self._copies.launch(pairs)
