@@ -135,7 +135,7 @@ def parse_style(pattern: str, given: object) -> Style:
             f"expected parts and gather_output with the style column only, got {dict(options)} for '{pattern}'"
         )
     if parts is not None:
-        style = replace(style, parts=_parts(pattern, parts))
+        style = replace(style, parts=_read_parts(pattern, parts))
     if gather is not None:
         if not isinstance(gather, bool):
             raise TensorPlanError(f"expected true or false as gather_output of '{pattern}', got {gather!r}")
@@ -143,7 +143,7 @@ def parse_style(pattern: str, given: object) -> Style:
     return style
 
 
-def _parts(pattern: str, parts: object) -> int | tuple[int, ...]:
+def _read_parts(pattern: str, parts: object) -> int | tuple[int, ...]:
     if isinstance(parts, int) and not isinstance(parts, bool) and parts > 0:
         return parts
     if isinstance(parts, Sequence) and not isinstance(parts, str) and parts:
