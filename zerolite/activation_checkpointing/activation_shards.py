@@ -33,7 +33,7 @@ class ActivationShards:
     def gather(
         self, shards: Sequence[torch.Tensor], checksums: Sequence[torch.Tensor], what: str
     ) -> list[torch.Tensor]:
-        """Return the full tensors, each uint8 [world_size * shard]. Called on all ranks of the group, in the same order.
+        """Return the full tensors, uint8 [world_size * shard]. Called on all ranks of the group, in the same order.
 
         Args:
             shards: this rank's shard of each tensor.
