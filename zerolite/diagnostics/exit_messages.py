@@ -32,7 +32,7 @@ class ExitMessages:
         if self._neighbours and not store.alone:
             store.set(f"process/{store.rank}", json.dumps([os.getpid(), socket.gethostname()]))
 
-    def say(self, how: str) -> None:
+    def leave(self, how: str) -> None:
         """Leave a message for the ranks that still wait.
 
         Args:
@@ -41,12 +41,12 @@ class ExitMessages:
         # The counter gives every message a key of its own, so that two ranks that end at once do not overwrite.
         self._store.set(f"endings/{self._store.add('endings', 1)}", json.dumps([self._store.rank, how]))
 
-    def known(self) -> dict[int, str]:
+    def ended_ranks(self) -> dict[int, str]:
         """Return how the first ranks have ended, by rank, as far as it is known now."""
         return {**self._under_torchrun(), **self._messages()}
 
-    def awaited(self) -> dict[int, str]:
-        """Wait shortly for the message of a rank whose connection has just broken; return as :meth:`known` does.
+    def wait_for_ended_ranks(self) -> dict[int, str]:
+        """Wait shortly for a message after a connection has broken. Returns what :meth:`ended_ranks` returns.
 
         The connection breaks before the rank, or its launcher, can have written the message.
         """

@@ -159,7 +159,7 @@ class Watchdog:
             return
         steps = max((engine.global_steps for engine in list(self._engines.values())), default=self._steps)
         with contextlib.suppress(RuntimeError, OSError):
-            self._exit_messages.say(f"ended {how} after step {steps}")
+            self._exit_messages.leave(f"ended {how} after step {steps}")
 
     def _nudge(self) -> None:
         with contextlib.suppress(OSError):
@@ -332,7 +332,7 @@ class Watchdog:
         there = [rank for rank, key in enumerate(answers) if store.has(key)]
         reports = [StackReport.from_json(store.get(answers[rank])) for rank in there]
         missing = [rank for rank in range(self._world_size) if rank not in there]
-        ended = self._exit_messages.known() if missing else {}
+        ended = self._exit_messages.ended_ranks() if missing else {}
         absent = {rank: Absent(ended.get(rank, ""), self._last_seen(rank)) for rank in missing}
         return len(there), diagnose(reason, reports, absent)
 
@@ -384,7 +384,9 @@ class Watchdog:
                 self._leave_together()
                 return TimedOut(f"{verdict}\n\n({error})")
             if _LOST.search(str(error)):
-                return lost_peer(error, self._rank, self._report().summary(), self._exit_messages.awaited())
+                return lost_peer(
+                    error, self._rank, self._report().summary(), self._exit_messages.wait_for_ended_ranks()
+                )
         except (RuntimeError, OSError) as failed:
             logger.debug("no diagnosis: %s", failed)
         return None
