@@ -338,7 +338,7 @@ def mismatch(what: str, group: Any) -> str:
     made["zero_optimization"] |= {**MOVING, "stage3_module_granularity_threshold": 0}
     with use_communicator(lambda rank, world: GlooCommunicator(ProcessGroupTransport(group))):
         engine = zerolite.initialize(models.build(models.TwoBranches), made)
-    comm = engine.parts.comm
+    comm = engine.internals.comm
 
     def differ() -> None:
         if what == "branch":

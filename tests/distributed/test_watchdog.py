@@ -108,7 +108,7 @@ def part(
                 break
             if odd:
                 time.sleep(FOR_EVER)
-            zerolite.comm.HostGroup(engine.parts.comm, "after").gather("hello")
+            zerolite.comm.HostGroup(engine.internals.comm, "after").gather("hello")
     found = {"steps": engine.global_steps, "raised": raised, "rank": rank}
     del engine, evaluated
     return found

@@ -45,7 +45,7 @@ class ExitMessages:
         """Return how the first ranks have ended, by rank, as far as it is known now."""
         return {**self._under_torchrun(), **self._messages()}
 
-    def wait_for_ended_ranks(self) -> dict[int, str]:
+    def await_ended_ranks(self) -> dict[int, str]:
         """Wait shortly for a message after a connection has broken. Returns what :meth:`ended_ranks` returns.
 
         The connection breaks before the rank, or its launcher, can have written the message.

@@ -99,7 +99,7 @@ class StackReport:
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineInternals:
     """Components of an engine that a report reads."""
 
     module: torch.nn.Module
@@ -115,7 +115,7 @@ class EngineView(Protocol):
     optimizer: Any
 
     @property
-    def parts(self) -> Parts: ...
+    def internals(self) -> EngineInternals: ...
     @property
     def topology(self) -> Topology: ...
     @property
@@ -176,12 +176,12 @@ class Names:
 
     def __init__(self, engine: EngineView) -> None:
         self._engine = engine
-        self._parts = engine.parts
-        self._of = {id(parameter): name for name, parameter in self._parts.module.named_parameters()}
+        self._internals = engine.internals
+        self._of = {id(parameter): name for name, parameter in self._internals.module.named_parameters()}
 
     def of_bucket(self, key: int) -> list[str]:
         """Return the names of the parameters in the bucket of this key (index + 1)."""
-        buckets = self._parts.reducer.layout.buckets
+        buckets = self._internals.reducer.layout.buckets
         return [slot.name for slot in buckets[key - 1].slots] if 0 < key <= len(buckets) else []
 
     def of_parameter(self, key: int) -> list[str]:
@@ -195,9 +195,9 @@ class Names:
     def collectives(self) -> dict[str, Entries]:
         """Return the latest collectives of each communicator."""
         topology = self._engine.topology
-        comms = {"gradients and statistics": self._parts.comm}
+        comms = {"gradients and statistics": self._internals.comm}
         coordinator = self._engine.coordinator
-        if coordinator is not None and coordinator.handles and coordinator.comm is not self._parts.comm:
+        if coordinator is not None and coordinator.handles and coordinator.comm is not self._internals.comm:
             comms["gathers of parameters"] = coordinator.comm
         if topology.tensor.world_size > 1:
             comms["parts of layers"] = topology.tensor
@@ -342,7 +342,7 @@ def _engine_on(frames: Sequence[FrameType], engines: Mapping[int, EngineView]) -
 
 
 def _module_on(frames: Sequence[FrameType], engines: Iterable[EngineView]) -> str:
-    modules = {id(module): name for engine in engines for name, module in engine.parts.module.named_modules()}
+    modules = {id(module): name for engine in engines for name, module in engine.internals.module.named_modules()}
     owners = [_owner(frame) for frame in reversed(frames)]
     return next((modules[id(owner)] for owner in owners if id(owner) in modules), "")
 

@@ -121,7 +121,7 @@ class Watchdog:
         """Watch ``engine``, which ``initialize`` has just made: reports are about it from now on."""
         self._watched += 1
         self._engines[self._watched] = engine
-        self._counters[id(engine)] = engine.parts.counters
+        self._counters[id(engine)] = engine.internals.counters
         finalize_before_exit(engine, self._retire, id(engine))
 
     def _retire(self, engine: int) -> None:
@@ -384,9 +384,7 @@ class Watchdog:
                 self._leave_together()
                 return TimedOut(f"{verdict}\n\n({error})")
             if _LOST.search(str(error)):
-                return lost_peer(
-                    error, self._rank, self._report().summary(), self._exit_messages.wait_for_ended_ranks()
-                )
+                return lost_peer(error, self._rank, self._report().summary(), self._exit_messages.await_ended_ranks())
         except (RuntimeError, OSError) as failed:
             logger.debug("no diagnosis: %s", failed)
         return None

@@ -15,7 +15,7 @@ from zerolite.data import metrics
 from zerolite.data.dataloader import RepeatingLoader
 from zerolite.data.micro_batch import check_batches
 from zerolite.diagnostics.join import ROW, Join
-from zerolite.diagnostics.stack_report import Parts
+from zerolite.diagnostics.stack_report import EngineInternals
 from zerolite.engine.arguments import check_loss, checked_weight
 from zerolite.engine.components import Components
 from zerolite.monitor.memory_report import MemoryReport, memory_report
@@ -56,7 +56,7 @@ class Engine:
         self.checkpointer = c.checkpointer
         self.coordinator = c.coordinator
         self.runner = c.runner
-        self.parts = Parts(c.module, c.topology.data, c.reducer, c.pipeline.outcomes.counters)
+        self.internals = EngineInternals(c.module, c.topology.data, c.reducer, c.pipeline.outcomes.counters)
         self.call = c.call
         self.memory_parts = c.memory
         self.state_offload = c.state_offload

@@ -293,7 +293,7 @@ class _DryRun:
             model_name=type(model).__name__,
             classes={name: type(module).__name__ for name, module in model.named_modules()},
             parameters=sum(map(_unsharded_numel, model.parameters())),
-            trained_parameters=sum(map(_unsharded_numel, engine.parts.reducer.parameters)),
+            trained_parameters=sum(map(_unsharded_numel, engine.internals.reducer.parameters)),
             tied_parameters=sum(_unsharded_numel(tie.parameter) for tie in later),
             rank_parameters=sum(map(unpartitioned_numel, model.parameters())),
             initialize=initialize,
@@ -350,7 +350,7 @@ class _DryRun:
                 model, job.config, job.make_arguments(), topology, device, job.device, staged, loss_fn
             )
         tracker.modules.name(model)
-        trained = {id(parameter) for parameter in engine.parts.reducer.parameters}
+        trained = {id(parameter) for parameter in engine.internals.reducer.parameters}
         tracker.claim((p for p in model.parameters() if id(p) not in trained and not hasattr(p, "ds_id")), COMPUTE)
         tracker.claim(model.buffers(), BUFFERS)
         return engine
@@ -386,9 +386,11 @@ class _DryRun:
 
 def _mapped_from_peers(engine: Engine) -> int:
     """Return the bytes of the communicators' shared memory that other ranks allocate. Each allocates an equal share."""
-    comms = {id(comm): comm for comm in (engine.parts.comm, getattr(engine.coordinator, "comm", engine.parts.comm))}
+    comms = {
+        id(comm): comm for comm in (engine.internals.comm, getattr(engine.coordinator, "comm", engine.internals.comm))
+    }
     mapped = sum(tensor.untyped_storage().nbytes() for comm in comms.values() for tensor in comm.memory())
-    ranks = engine.parts.comm.world_size
+    ranks = engine.internals.comm.world_size
     return mapped * (ranks - 1) // ranks
 
 
