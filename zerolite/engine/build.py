@@ -55,7 +55,7 @@ from zerolite.engine.notices import LearningRateSchedule, PipelineLoss, Progress
 from zerolite.engine.pipeline_engine import PipelineEngine, PipelineEvaluationEngine, refuse
 from zerolite.engine.state_offload import StateOffload
 from zerolite.engine.unfrozen_params import UnfrozenParams
-from zerolite.monitor.memory_report import MemoryParts
+from zerolite.monitor.memory_report import TensorOwners
 from zerolite.optim.muon import muon_groups
 from zerolite.precision.dtypes import GraphBoundary
 from zerolite.precision.fp32_modules import Fp32Modules
@@ -175,10 +175,10 @@ def _make_engine(
     if parts.partitioned is not None:
         coordinator = start_stage3(parts.partitioned, pipeline, parts.reducer, observers)
         hooks += parts.partitioned.hooks
-    memory = _memory_parts(parts, attached)
-    offload = StateOffload(memory, pipeline, coordinator)
-    memory = dataclasses.replace(memory, away=offload.memory)
-    monitoring.watch_memory(memory)
+    owners = _tensor_owners(parts, attached)
+    offload = StateOffload(owners, pipeline, coordinator)
+    owners = dataclasses.replace(owners, offloaded=offload.memory)
+    monitoring.watch_memory(owners)
     access = ParameterAccess(pipeline, parts.reducer, parts.buffer, parts.sharded, topology)
     checkpointer = _make_checkpointer(parts, reference, adopts, loaders, schedule)
     refusal = "" if topology.trivial else _NOT_IN_P_GRAD
@@ -199,7 +199,7 @@ def _make_engine(
         same_inputs=_same_inputs(parts),
         runner=_make_runner(parts, reference, boundary),
         coordinator=coordinator,
-        memory=memory,
+        tensor_owners=owners,
         state_offload=offload,
         activation_checkpointing=attached,
         parameter_access=access,
@@ -251,8 +251,8 @@ def _watch_model(
     return attached, monitoring, hooks
 
 
-def _memory_parts(parts: StepParts, attached: Attached) -> MemoryParts:
-    return MemoryParts(
+def _tensor_owners(parts: StepParts, attached: Attached) -> TensorOwners:
+    return TensorOwners(
         parts.setup.model,
         parts.buffer,
         parts.reducer,

@@ -22,7 +22,7 @@ from zerolite.engine.full_state import FullState
 from zerolite.engine.state_offload import StateOffload
 from zerolite.monitor import Monitor, StepLog
 from zerolite.monitor.comms_logger import CommsLogger
-from zerolite.monitor.memory_report import MemoryParts
+from zerolite.monitor.memory_report import TensorOwners
 from zerolite.precision.dtypes import GraphBoundary, Precision
 from zerolite.zero.accumulation import GradAccumulation
 from zerolite.zero.grad_reducer import GradReducer
@@ -79,7 +79,7 @@ class Components:
         same_inputs: compares inputs if ranks share layers, else None.
         runner: runs whole steps.
         coordinator: gathers and releases parameters at stage 3, else None.
-        memory: the parts that hold tensors.
+        tensor_owners: components that hold tensors.
         step_log: on rank 0, if a monitor is enabled.
         broadcast_buffers: send rank 0's buffers before each training forward.
         loss_fn: the loss function given to ``initialize``.
@@ -102,7 +102,7 @@ class Components:
     same_inputs: SameInputs | None
     runner: LocalRunner | PipelineRunner
     coordinator: PartitionedParameterCoordinator | None
-    memory: MemoryParts
+    tensor_owners: TensorOwners
     state_offload: StateOffload
     activation_checkpointing: Attached
     parameter_access: ParameterAccess

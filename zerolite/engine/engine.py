@@ -58,7 +58,7 @@ class Engine:
         self.runner = c.runner
         self.internals = EngineInternals(c.module, c.topology.data, c.reducer, c.pipeline.outcomes.counters)
         self.call = c.call
-        self.memory_parts = c.memory
+        self.tensor_owners = c.tensor_owners
         self.state_offload = c.state_offload
         self.activation_checkpointing = c.activation_checkpointing
         self.pending_gradients = c.pending_gradients
@@ -340,7 +340,7 @@ class Engine:
         ``str(report)`` is a table, ``report.to_dict()`` plain data. The call sends nothing and does not wait for the
         device, so one rank alone may make it.
         """
-        return memory_report(self.memory_parts)
+        return memory_report(self.tensor_owners)
 
     def offload_states(
         self,

@@ -15,7 +15,7 @@ from zerolite.engine.components import ModuleCall
 from zerolite.monitor import Monitor, StepLog, open_monitor
 from zerolite.monitor.comms_logger import CommsLogger
 from zerolite.monitor.flops_profiler import FlopsProfiler
-from zerolite.monitor.memory_report import MemoryParts, memory_report
+from zerolite.monitor.memory_report import TensorOwners, memory_report
 from zerolite.monitor.wall_clock import DEFAULT_STEPS, PhaseClock, PhaseObserver, describe, watch_forward
 from zerolite.precision.loss_scaler import LossScaler
 from zerolite.zero.observers import Observers
@@ -80,10 +80,10 @@ class Monitoring:
         self._observers.add(PhaseObserver(clock))
         return watch_forward(clock, module)
 
-    def watch_memory(self, parts: MemoryParts) -> None:
+    def watch_memory(self, owners: TensorOwners) -> None:
         """Report this rank's memory by item, if the config asks for it."""
         if self._config.memory_breakdown and self._main:
-            self._report_every(lambda step: self._report_memory(step, parts))
+            self._report_every(lambda step: self._report_memory(step, owners))
 
     def watch_communication(self, topology: Topology, coordinator: PartitionedParameterCoordinator | None) -> None:
         """Log the collectives, if the config asks for it. Called after other watchers of collectives are installed."""
@@ -116,8 +116,8 @@ class Monitoring:
         assert self.comms_logger is not None
         self.log.write(step, self.comms_logger.report(step), "Comms")
 
-    def _report_memory(self, step: int, parts: MemoryParts) -> None:
-        memory = memory_report(parts)
+    def _report_memory(self, step: int, owners: TensorOwners) -> None:
+        memory = memory_report(owners)
         _print(f"step {step}: {memory}")
         others = {name: getattr(memory, name) for name in _OF_THE_ALLOCATOR}
         known_ones = {name: nbytes for name, nbytes in others.items() if nbytes is not None}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zerolite.monitor.memory_report import MemoryParts
+from zerolite.monitor.memory_report import TensorOwners
 from zerolite.utils.memory_tags import BUCKETS, COMPUTE, GRADIENTS, HOST, MASTERS, STATES, resize, tag_memory
 from zerolite.utils.nested import Arguments, Function, Keywords, find_tensors
 from zerolite.utils.pinned_memory import host_memory
@@ -39,9 +39,9 @@ class StateOffload:
     parameters."""
 
     def __init__(
-        self, parts: MemoryParts, pipeline: StepPipeline, coordinator: PartitionedParameterCoordinator | None
+        self, owners: TensorOwners, pipeline: StepPipeline, coordinator: PartitionedParameterCoordinator | None
     ) -> None:
-        self._parts = parts
+        self._owners = owners
         self._pipeline = pipeline
         self._coordinator = coordinator
         self._out: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # emptied storages, and their bytes on the host
@@ -62,9 +62,9 @@ class StateOffload:
         self._pipeline.written.collect()
         if self._coordinator is not None:
             self._coordinator.collect_frozen_writes()
-        parameters = list(self._parts.module.named_parameters()) if "lp_params" in kinds else []
+        parameters = list(self._owners.module.named_parameters()) if "lp_params" in kinds else []
         self._check_class(parameters)
-        pin = pin_memory and self._parts.device.type == "cuda"
+        pin = pin_memory and self._owners.device.type == "cuda"
         chosen = self._chosen({KINDS[kind] for kind in kinds})
         out = [(storage, tag_memory(host_memory(storage.nbytes(), pin), item, HOST)) for item, storage in chosen]
         for storage, there in out:
@@ -77,7 +77,7 @@ class StateOffload:
             resize(storage, 0)
         for name, parameter in parameters:
             if handle_of(parameter) is None:
-                _put_away(parameter, name)
+                _move_to_host(parameter, name)
         self._out, self._items = out, [item for item, _ in chosen]
         self._pipeline.suspend(
             "engine.offload_states() has brought states of this engine to the host; call engine.reload_states() "
@@ -104,8 +104,8 @@ class StateOffload:
         self._pipeline.suspend("")
         if self._coordinator is not None:
             self._coordinator.context.set_listener(None)
-        for parameter in self._parts.module.parameters():
-            _take_back(parameter)
+        for parameter in self._owners.module.parameters():
+            _move_back(parameter)
 
     def memory(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that are on the host now, each with its memory item."""
@@ -120,7 +120,7 @@ class StateOffload:
             # In fp32 masters are the parameters themselves. Their storages count as parameters, which come first.
             first = storage._cdata not in seen
             seen.add(storage._cdata)
-            if item in items and first and _moves(tensor, self._parts.device):
+            if item in items and first and _moves(tensor, self._owners.device):
                 chosen.append((item, storage))
         return chosen
 
@@ -143,23 +143,23 @@ class StateOffload:
             self._coordinator.context.set_listener(_Refusal(self._pipeline))
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        parts = self._parts
-        yield from ((COMPUTE, flat) for flat in parts.buffer.compute)
-        for parameter in parts.module.parameters():
+        owners = self._owners
+        yield from ((COMPUTE, flat) for flat in owners.buffer.compute)
+        for parameter in owners.module.parameters():
             handle = handle_of(parameter)
             if handle is not None:
                 yield COMPUTE, handle.shard
             elif parameter.numel():
                 yield COMPUTE, parameter.data
-        yield from ((MASTERS, flat) for flat in parts.buffer.master)
-        yield from ((STATES, state) for state in parts.optimizer.method.memory())
-        yield from parts.reducer.memory()
+        yield from ((MASTERS, flat) for flat in owners.buffer.master)
+        yield from ((STATES, state) for state in owners.optimizer.method.memory())
+        yield from owners.reducer.memory()
 
     def _synchronize(self) -> None:
         """Let the host wait for the copies, before it uses or frees its own memory. The device needs no wait: later
         work that takes over its memory runs in the order of the stream."""
-        if self._parts.device.type == "cuda":
-            torch.cuda.current_stream(self._parts.device).synchronize()
+        if self._owners.device.type == "cuda":
+            torch.cuda.current_stream(self._owners.device).synchronize()
 
 
 class _Refusal:
@@ -211,9 +211,9 @@ class OffloadedParameter(torch.nn.Parameter):
                 return function(*args, **(kwargs or {}))
             if function is torch.Tensor.__repr__:
                 return f"Parameter '{vars(args[0])[_NAME]}' of shape {tuple(args[0].shape)}, offloaded"
-        away = find_tensors((args, kwargs), OffloadedParameter)
+        moved = find_tensors((args, kwargs), OffloadedParameter)
         raise RuntimeError(
-            f"parameter '{vars(away[0])[_NAME] if away else '?'}' is on the host, where engine.offload_states() "
+            f"parameter '{vars(moved[0])[_NAME] if moved else '?'}' is on the host, where engine.offload_states() "
             "has brought it; call engine.reload_states() before it is used"
         )
 
@@ -221,14 +221,14 @@ class OffloadedParameter(torch.nn.Parameter):
 _NAME = "_offloaded_name"
 
 
-def _put_away(parameter: object, name: str) -> None:
+def _move_to_host(parameter: object, name: str) -> None:
     """Let ``parameter``, of torch's own class, refuse to be used from here on."""
     vars(parameter)[_NAME] = name
     parameter.__class__ = OffloadedParameter
 
 
-def _take_back(parameter: object) -> None:
-    """Undo :func:`_put_away`, if it was done."""
+def _move_back(parameter: object) -> None:
+    """Undo :func:`_move_to_host`, if it was done."""
     if type(parameter) is OffloadedParameter:
         parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         del vars(parameter)[_NAME]

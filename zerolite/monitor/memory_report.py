@@ -121,13 +121,13 @@ class MemoryReport:
 
 
 @dataclass(frozen=True)
-class MemoryParts:
-    """The parts of an engine that hold tensors.
+class TensorOwners:
+    """Components of an engine that own tensors.
 
     Attributes:
         other_comms: returns the communicators of the model-parallel groups.
         activations: returns the buffers of activation checkpointing that are not in use.
-        away: returns (item, host copy) for the tensors that ``engine.offload_states()`` has moved to the host.
+        offloaded: returns (item, host copy) for the tensors that ``engine.offload_states()`` has moved to the host.
     """
 
     module: torch.nn.Module
@@ -139,7 +139,7 @@ class MemoryParts:
     transfers: Transfers | None = None
     other_comms: Callable[[], Iterable[Communicator]] = list
     activations: Callable[[], Iterable[torch.Tensor]] = list
-    away: Callable[[], Iterable[tuple[str, torch.Tensor]]] = list
+    offloaded: Callable[[], Iterable[tuple[str, torch.Tensor]]] = list
 
 
 class Holding(NamedTuple):
@@ -150,17 +150,17 @@ class Holding(NamedTuple):
     location: str
 
 
-def memory_report(parts: MemoryParts) -> MemoryReport:
-    """Report the memory of ``parts`` on this rank. Nothing is sent, and the host does not wait for the device."""
+def memory_report(owners: TensorOwners) -> MemoryReport:
+    """Report the memory of ``owners`` on this rank. Nothing is sent, and the host does not wait for the device."""
     items, host, disk = held = [dict.fromkeys(HELD, 0) for _ in LOCATIONS]
-    for item, nbytes, location in holdings(parts).values():
+    for item, nbytes, location in holdings(owners).values():
         held[LOCATIONS.index(location)][item] += nbytes
-    allocator = _allocator(parts.device)
+    allocator = _allocator(owners.device)
     allocated = allocator["allocated"]
     resident = psutil.Process().memory_info().rss
     return MemoryReport(
-        rank=parts.comm.rank,
-        device=str(parts.device),
+        rank=owners.comm.rank,
+        device=str(owners.device),
         items=items,
         host=host,
         disk=disk,
@@ -171,15 +171,15 @@ def memory_report(parts: MemoryParts) -> MemoryReport:
     )
 
 
-def holdings(parts: MemoryParts) -> dict[int, Holding]:
-    """Return every storage of ``parts`` once, by its identity (``storage._cdata``)."""
+def holdings(owners: TensorOwners) -> dict[int, Holding]:
+    """Return every storage of ``owners`` once, by its identity (``storage._cdata``)."""
     found: dict[int, Holding] = {}
-    for item, tensor in _held(parts):
+    for item, tensor in _held(owners):
         if tensor.layout is not torch.strided:  # a sparse buffer has no single storage to count
             continue
         storage = tensor.untyped_storage()
         if storage._cdata not in found:
-            found[storage._cdata] = Holding(item, storage.nbytes(), _location(tensor, parts.device))
+            found[storage._cdata] = Holding(item, storage.nbytes(), _location(tensor, owners.device))
     return found
 
 
@@ -189,15 +189,15 @@ def _location(tensor: torch.Tensor, device: torch.device) -> str:
     return HOST if location == DEVICE and tensor.device.type != device.type else location
 
 
-def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
+def _held(owners: TensorOwners) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (item, tensor) for every tensor of the engine.
 
     The order matters: if tensors share a storage, it counts for the item that comes first.
     """
-    buffer = parts.buffer
-    communicators = {id(comm): comm for comm in (parts.comm, *parts.other_comms())}
+    buffer = owners.buffer
+    communicators = {id(comm): comm for comm in (owners.comm, *owners.other_comms())}
     yield from ((COMPUTE, flat) for flat in buffer.compute)
-    for parameter in parts.module.parameters():
+    for parameter in owners.module.parameters():
         handle = handle_of(parameter)
         if handle is None:
             with as_plain_tensors():  # during engine.offload_states() other access raises
@@ -208,15 +208,15 @@ def _held(parts: MemoryParts) -> Iterator[tuple[str, torch.Tensor]]:
         yield COMPUTE, handle.shard
         yield (PERSISTENT if handle.persistent else GATHERED), handle.full
     yield from ((MASTERS, flat) for flat in buffer.master)
-    yield from ((STATES, state) for state in parts.optimizer.method.memory())
-    yield from ((BUFFERS, tensor) for tensor in parts.module.buffers())
+    yield from ((STATES, state) for state in owners.optimizer.method.memory())
+    yield from ((BUFFERS, tensor) for tensor in owners.module.buffers())
     for comm in communicators.values():
         yield from ((BUCKETS, tensor) for tensor in comm.memory())
-    yield from parts.reducer.memory()
-    if parts.transfers is not None:
-        yield from ((STAGING, tensor) for tensor in parts.transfers.pool.memory())
-    yield from ((ACTIVATIONS, tensor) for tensor in parts.activations())
-    yield from parts.away()
+    yield from owners.reducer.memory()
+    if owners.transfers is not None:
+        yield from ((STAGING, tensor) for tensor in owners.transfers.pool.memory())
+    yield from ((ACTIVATIONS, tensor) for tensor in owners.activations())
+    yield from owners.offloaded()
 
 
 def _allocator(device: torch.device) -> dict[str, int | None]:

@@ -146,7 +146,7 @@ class _LargestItems:
 
     def update(self, allocated: dict[int, Holding] | None = None) -> None:
         now = {location: dict.fromkeys(ITEMS, 0) for location in LOCATIONS}
-        for item, nbytes, location in (holdings(self._engine.memory_parts) | (allocated or {})).values():
+        for item, nbytes, location in (holdings(self._engine.tensor_owners) | (allocated or {})).values():
             now[location][item] += nbytes
         for location, items in self.items.items():
             items.update({item: max(nbytes, now[location][item]) for item, nbytes in items.items()})
