@@ -40,7 +40,7 @@ from zerolite.engine.arguments import (
     scheduler_of,
 )
 from zerolite.engine.build_stage3 import start_stage3
-from zerolite.engine.build_step import Setup, StepParts
+from zerolite.engine.build_step import Setup, StepComponents
 from zerolite.engine.components import Components, EngineRef, ModuleCall
 from zerolite.engine.connections import check_collectives, connect_backward, remove_hooks, watch_loading
 from zerolite.engine.decisions import (
@@ -136,7 +136,7 @@ def build_engine(
     adopts = not isinstance(optimizer, torch.optim.Optimizer) and model_parameters is None
     kind, whole = kind or device.type, chosen.whole
     setup = Setup(model, resolved, policy, precision, fp32, topology, device, kind, staged, trains, whole)
-    parts = StepParts(setup, chosen.make, groups)
+    parts = StepComponents(setup, chosen.make, groups)
     scheduler = scheduler_of(arguments.lr_scheduler, resolved, parts.sharded)
     loaders = _make_loaders(setup, arguments.collate_fn)
     return _make_engine(parts, adopts, arguments.broadcast_buffers, loss_fn, scheduler, loaders)
@@ -150,7 +150,7 @@ _NOT_IN_P_GRAD = (
 
 
 def _make_engine(
-    parts: StepParts,
+    parts: StepComponents,
     adopts: bool,
     broadcast_buffers: bool,
     loss_fn: LossFunction | None,
@@ -230,7 +230,7 @@ def _engine_class(setup: Setup) -> type[Engine]:
 
 
 def _watch_model(
-    parts: StepParts, reference: EngineRef, call: ModuleCall, schedule: LearningRateSchedule
+    parts: StepComponents, reference: EngineRef, call: ModuleCall, schedule: LearningRateSchedule
 ) -> tuple[Attached, Monitoring, list[RemovableHandle]]:
     """Install the hooks on the model that come before those of stage 3, and the observers; return the hooks."""
     setup, observers = parts.setup, parts.observers
@@ -251,7 +251,7 @@ def _watch_model(
     return attached, monitoring, hooks
 
 
-def _tensor_owners(parts: StepParts, attached: Attached) -> TensorOwners:
+def _tensor_owners(parts: StepComponents, attached: Attached) -> TensorOwners:
     return TensorOwners(
         parts.setup.model,
         parts.buffer,
@@ -265,7 +265,7 @@ def _tensor_owners(parts: StepParts, attached: Attached) -> TensorOwners:
     )
 
 
-def _communicators_beside(parts: StepParts) -> list[Communicator]:
+def _communicators_beside(parts: StepComponents) -> list[Communicator]:
     """Return the communicators that only the rest of the grid uses."""
     topology = parts.setup.topology
     if topology.trivial:
@@ -281,7 +281,7 @@ def _make_loaders(setup: Setup, collate_fn: Callable[[list[Any]], Any] | None) -
 
 
 def _make_checkpointer(
-    parts: StepParts, reference: EngineRef, adopts: bool, loaders: Loaders, schedule: LearningRateSchedule
+    parts: StepComponents, reference: EngineRef, adopts: bool, loaders: Loaders, schedule: LearningRateSchedule
 ) -> Checkpointer:
     """Make the checkpointer, and connect everything that must know when a parameter becomes trainable."""
     setup, pipeline, observers = parts.setup, parts.pipeline, parts.observers
@@ -298,7 +298,7 @@ def _make_checkpointer(
     return Checkpointer(EngineComponents(tensors, pipeline, setup.config, setup.device, host, register), loaders)
 
 
-def _same_inputs(parts: StepParts) -> SameInputs | None:
+def _same_inputs(parts: StepComponents) -> SameInputs | None:
     tensor = parts.setup.topology.tensor
     if tensor.world_size == 1:
         return None
@@ -306,7 +306,7 @@ def _same_inputs(parts: StepParts) -> SameInputs | None:
     return SameInputs(parts.note_inputs, tensor, ControlChannel(tensor, 1) if compares_shapes else None)
 
 
-def _make_runner(parts: StepParts, reference: EngineRef, boundary: GraphBoundary) -> LocalRunner | PipelineRunner:
+def _make_runner(parts: StepComponents, reference: EngineRef, boundary: GraphBoundary) -> LocalRunner | PipelineRunner:
     setup = parts.setup
     if setup.staged is None:
         return LocalRunner(reference, parts.accumulation, parts.comm, setup.device)
@@ -329,7 +329,7 @@ def _make_runner(parts: StepParts, reference: EngineRef, boundary: GraphBoundary
 
 
 def _clean_up_with(
-    engine: Engine, parts: StepParts, reference: EngineRef, offload: StateOffload, hooks: list[RemovableHandle]
+    engine: Engine, parts: StepComponents, reference: EngineRef, offload: StateOffload, hooks: list[RemovableHandle]
 ) -> None:
     """Register the clean-up for the time when ``engine`` is deleted."""
     for parameter in parts.owned:

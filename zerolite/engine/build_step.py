@@ -1,4 +1,4 @@
-"""Construction of the parts that make a step: buffer, gradients, optimizer, parameter all-gather and pipeline."""
+"""Construction of the components of a step: buffer, gradients, optimizer, parameter all-gather and pipeline."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class Setup:
     whole: bool
 
 
-class StepParts:
-    """The parts of a step, each made of those before it. Constructed on all ranks.
+class StepComponents:
+    """Components of a step, each made from earlier ones. Constructed on all ranks.
 
     Attributes:
         owned: parameters that belong to the engine.

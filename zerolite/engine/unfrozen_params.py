@@ -18,7 +18,7 @@ from zerolite.engine.model_values import fill_buckets
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 if TYPE_CHECKING:
-    from zerolite.engine.build_step import StepParts
+    from zerolite.engine.build_step import StepComponents
 
 _DIFFERENT = "zerolite: the ranks begin to train different parameters (unfrozen, or added in a param group)"
 
@@ -32,10 +32,10 @@ class UnfrozenParams:
     compare which parameters they register.
     """
 
-    def __init__(self, parts: StepParts, engine: EngineRef, adopts: bool, event: list[Callable[[], None]]) -> None:
+    def __init__(self, parts: StepComponents, engine: EngineRef, adopts: bool, event: list[Callable[[], None]]) -> None:
         """
         Args:
-            parts: the engine's parts, which must learn of such parameters.
+            parts: the engine's components, which must learn of such parameters.
             engine: the engine that owns such parameters from then on.
             adopts: an unfrozen parameter without a param group joins the only group. False if the user has chosen which
                 parameters are trained.
