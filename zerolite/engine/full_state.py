@@ -49,7 +49,7 @@ def _sharded_names(module: torch.nn.Module, prefix: str) -> list[str]:
     return [prefix + key for key, parameter in named if shard_spec_of(parameter) is not None]
 
 
-class _Guard(ModuleHook):
+class _RefusalHook(ModuleHook):
     """Hook that calls ``refuse``. A copy of the module keeps the hook if it has parts of parameters too."""
 
     def __init__(self, refuse: Callable[..., None], module: torch.nn.Module) -> None:
@@ -81,22 +81,22 @@ def _before_load(module: torch.nn.Module, state: object, prefix: str, *rest: Any
         )
 
 
-def _guard_state_dict(model: torch.nn.Module) -> None:
-    """Let ``state_dict`` and ``load_state_dict`` of all modules with cut parameters raise RuntimeError. For good."""
+def _forbid_shard_state_dicts(model: torch.nn.Module) -> None:
+    """Let ``state_dict`` and ``load_state_dict`` of modules with sharded parameters raise RuntimeError, for good."""
     for module in model.modules():
-        if not any(isinstance(hook, _Guard) for hook in module._state_dict_pre_hooks.values()):
-            _Guard(_before_save, module).install(module.register_state_dict_pre_hook)
-            _Guard(_before_load, module).install(module.register_load_state_dict_pre_hook)
+        if not any(isinstance(hook, _RefusalHook) for hook in module._state_dict_pre_hooks.values()):
+            _RefusalHook(_before_save, module).install(module.register_state_dict_pre_hook)
+            _RefusalHook(_before_load, module).install(module.register_load_state_dict_pre_hook)
 
 
-def guard_parts(model: torch.nn.Module, topology: Topology) -> None:
+def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> None:
     """Let ``state_dict`` and ``load_state_dict`` raise RuntimeError where a part would be taken for the full model.
 
     This holds for all modules with tensor-parallel shards, and for the model of a pipeline stage. The hooks are never
     removed, because the model stays a part of the full one when its engine is deleted.
     """
     if topology.tensor.world_size > 1:
-        _guard_state_dict(model)
+        _forbid_shard_state_dicts(model)
     if topology.pipe.world_size > 1:
         stage = f"this rank has stage {topology.pipe.rank + 1} of {topology.pipe.world_size} of the model only"
         model.register_state_dict_pre_hook(functools.partial(_refuse_stage, f"state_dict: {stage}", _WHOLE))

@@ -18,7 +18,7 @@ from zerolite.config import ZeroliteConfig
 from zerolite.data.micro_batch import MicroBatch
 from zerolite.engine.build import Arguments, build_engine, check_model
 from zerolite.engine.engine import Engine
-from zerolite.engine.parts import part_of_model
+from zerolite.engine.parallelize_model import parallelize_model
 from zerolite.engine.pipeline_engine import PipelineEngine
 from zerolite.planning.failures import as_plan_error, as_refusal
 from zerolite.planning.fake_backend import DryFakeMode, DryPlatform, as_fake, move_meta_to_fake_cpu
@@ -336,7 +336,7 @@ class _DryRun:
         with as_refusal():
             if not job.divided:
                 with self._mode.constructing():
-                    self._staged, loss_fn = part_of_model(model, job.config, topology, device, loss_fn)
+                    self._staged, loss_fn = parallelize_model(model, job.config, topology, device, loss_fn)
             staged = self._staged
             if job.batch is None:
                 # The hooks of a pipeline stage raise if it is called directly, as the walk below does.

@@ -26,7 +26,7 @@ from zerolite.diagnostics.watchdog import start_watchdog
 from zerolite.engine.arguments import OptimizerLike
 from zerolite.engine.build import Arguments, build_engine, check_model
 from zerolite.engine.engine import Engine
-from zerolite.engine.parts import keep_local_patterns, part_of_model
+from zerolite.engine.parallelize_model import keep_local_patterns, parallelize_model
 from zerolite.planning.fits import check_memory, choose_stage
 from zerolite.utils.accelerator import default_device, keep_freed_memory, make_current
 
@@ -81,7 +81,7 @@ def initialize(
     resolved = _resolved(given, topology)
     trained = None if model_parameters is None else [_listed_params(entry) for entry in model_parameters]
     arguments = Arguments(optimizer, trained, lr_scheduler, broadcast_buffers, collate_fn)
-    staged, loss_fn = part_of_model(model, resolved, topology, device, loss_fn)
+    staged, loss_fn = parallelize_model(model, resolved, topology, device, loss_fn)
     resolved = keep_local_patterns(model, resolved, topology)
     # Before the engine allocates, so that a job that cannot fit ends with a sentence and not out of memory.
     resolved, plan = choose_stage(model, resolved, arguments, topology, device)

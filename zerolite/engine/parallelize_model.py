@@ -11,13 +11,13 @@ from zerolite.comm import HostGroup, RaiseTogether, Topology
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.data.micro_batch import LossFunction
 from zerolite.diagnostics.rank_comparison import check_equal_on_ranks, describe_config, describe_process, joined
-from zerolite.engine.full_state import guard_parts
+from zerolite.engine.full_state import forbid_partial_state_dicts
 
 if TYPE_CHECKING:
     from zerolite.pipe.prepare import PreparedStage
 
 
-def part_of_model(
+def parallelize_model(
     model: torch.nn.Module,
     config: ZeroliteConfig,
     topology: Topology,
@@ -42,7 +42,7 @@ def part_of_model(
         staged = prepare(model, config.pipeline, topology, device, loss_fn)
     if topology.tensor.world_size > 1:
         _shard_layers(model, config, topology, device)
-    guard_parts(model, topology)
+    forbid_partial_state_dicts(model, topology)
     if staged is not None:
         loss_fn = staged.loss_fn
     return staged if topology.pipe.world_size > 1 else None, loss_fn
