@@ -80,7 +80,7 @@ class PipelineConfig(Block):
     stages: Annotated[Count, NULL_IS_DEFAULT, Field(title="an integer of at least 1 or null")] = 1
     """Groups of ranks, each with a part of the layers; a divisor of the number of ranks."""
     split: Texts | Literal["auto"] = "auto"
-    """For a model that is no sequence of layers: the first module of the second stage, of the third, and so on.
+    """For a model that is not an `nn.Sequential`: the first module of the second stage, of the third, and so on.
     `"auto"`: the longest list of equal modules is divided by `partition_method`."""
     partition_method: PartitionMethod = "parameters"
     """Divide the layers so that stages have equally many `"parameters"`, layers (`"uniform"`), or layers whose class

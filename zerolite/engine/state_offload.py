@@ -77,7 +77,7 @@ class StateOffload:
             resize(storage, 0)
         for name, parameter in parameters:
             if handle_of(parameter) is None:
-                _move_to_host(parameter, name)
+                _forbid_use(parameter, name)
         self._out, self._items = out, [item for item, _ in chosen]
         self._pipeline.suspend(
             "engine.offload_states() has brought states of this engine to the host; call engine.reload_states() "
@@ -105,7 +105,7 @@ class StateOffload:
         if self._coordinator is not None:
             self._coordinator.context.set_listener(None)
         for parameter in self._owners.module.parameters():
-            _move_back(parameter)
+            _allow_use(parameter)
 
     def memory(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that are on the host now, each with its memory item."""
@@ -221,14 +221,14 @@ class OffloadedParameter(torch.nn.Parameter):
 _NAME = "_offloaded_name"
 
 
-def _move_to_host(parameter: object, name: str) -> None:
-    """Let ``parameter``, of torch's own class, refuse to be used from here on."""
+def _forbid_use(parameter: object, name: str) -> None:
+    """Let every use of ``parameter``, of torch's own class, raise RuntimeError from here on."""
     vars(parameter)[_NAME] = name
     parameter.__class__ = OffloadedParameter
 
 
-def _move_back(parameter: object) -> None:
-    """Undo :func:`_move_to_host`, if it was done."""
+def _allow_use(parameter: object) -> None:
+    """Undo :func:`_forbid_use`, if it was done."""
     if type(parameter) is OffloadedParameter:
         parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
         del vars(parameter)[_NAME]

@@ -88,7 +88,7 @@ class SwapFile:
 
     @property
     def direct(self) -> bool:
-        """True if reads and writes go past the page cache."""
+        """True if reads and writes bypass the page cache."""
         return self._direct is not None
 
     @property
@@ -237,7 +237,7 @@ class SwapFile:
                 self._used -= nbytes
 
     def _open_direct(self) -> int | None:
-        """Open the file a second time for direct I/O, past the page cache. None if the file system has none."""
+        """Open the file again for direct I/O, which bypasses the page cache. Returns None if the file system refuses."""
         fd = None
         try:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
@@ -252,8 +252,8 @@ class SwapFile:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise self._allocation_error(BLOCK, error) from error
             _warn_once(
-                f"The file system of {self.directory} ({self._key}) does not allow direct I/O ({error.strerror}): what "
-                "is offloaded goes through the page cache, which is slower and takes memory of the host."
+                f"The file system of {self.directory} ({self._key}) does not allow direct I/O ({error.strerror}), "
+                "so offloaded tensors go through the page cache, which is slower and uses host memory."
             )
             return None
         os.ftruncate(self._fd, 0)
