@@ -237,7 +237,7 @@ class SwapFile:
                 self._used -= nbytes
 
     def _open_direct(self) -> int | None:
-        """Open the file again for direct I/O, which bypasses the page cache. Returns None if the file system refuses."""
+        """Open the file again for direct I/O, which bypasses the page cache; None if the file system refuses."""
         fd = None
         try:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
