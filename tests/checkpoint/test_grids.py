@@ -33,7 +33,7 @@ from zerolite.checkpoint.manifest import SavedGrid, read_manifest
 from zerolite.comm import create_communicator, create_topology
 from zerolite.config import load_config
 from zerolite.engine.build import Arguments, build_engine
-from zerolite.engine.full_state import guard_parts
+from zerolite.engine.full_state import forbid_partial_state_dicts
 from zerolite.tensor_parallel.shard_spec import mark_partial, set_shard_spec, shard_spec_of
 
 GRIDS: dict[int, list[Grid]] = {
@@ -251,7 +251,7 @@ def test_what_only_the_whole_can_do(tmp_path: Path, grid: Grid, partial: bool, w
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path / "within an accumulation")
     train(engine, 1, 2)
-    guard_parts(engine.module, engine.topology)
+    forbid_partial_state_dicts(engine.module, engine.topology)
     for call, instead in (
         ("state_dict", "engine.full_state_dict()"),
         ("load_state_dict", "load_full_state_dict(state)"),
