@@ -178,7 +178,8 @@ class StepPipeline:
         if self._accumulation.weighted not in (None, weighted):
             raise RuntimeError(
                 "engine.backward: expected all backwards of a step to have a weight, or none of them; got one "
-                f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'}"
+                f"{'with' if weighted else 'without'} after one {'without' if weighted else 'with'} "
+                "(torch.autograd.grad through the engine's outputs is one without)"
             )
         # This depends on counters, which are equal on all ranks, and not on gradients: all ranks must launch the same
         # collectives.
