@@ -45,8 +45,8 @@ class _Without(NullCommunicator):
     """Notes nothing but what a recorder asks for."""
 
     def _note(self, op: str, tensor: torch.Tensor, tag: str, key: int = 0) -> None:
-        if self._guard is not None:
-            self._guard(op)
+        if self._launch_hook is not None:
+            self._launch_hook(op)
         if self.world_size == 1:
             return
         if recorder.active:

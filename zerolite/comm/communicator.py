@@ -130,7 +130,7 @@ class Communicator:
         self.main = transport is None or transport.main  # this is the job's first rank, which prints for all
         # A dry run: the other ranks are taken for copies of this one.
         self.peers_agree = transport is not None and transport.peers_agree
-        self._guard: Callable[[str], None] | None = None
+        self._launch_hook: Callable[[str], None] | None = None
         self.flight_recorder = FlightRecorder()
         self._watchers: tuple[Watcher, ...] = ()
         self._second: Communicator | None = None
@@ -155,9 +155,9 @@ class Communicator:
         """Pass every collective through ``watcher`` from now on, inside of earlier watchers."""
         self._watchers = (*self._watchers, watcher)
 
-    def guard_with(self, guard: Callable[[str], None] | None) -> None:
-        """Call ``guard(name of the collective)`` before every collective from now on; None: call nothing."""
-        self._guard = guard
+    def set_launch_hook(self, hook: Callable[[str], None] | None) -> None:
+        """Call ``hook(name of the collective)`` before every collective from now on; None: call nothing."""
+        self._launch_hook = hook
 
     def serve(self, dimension: str, main: bool) -> Communicator:
         """Set the dimension of the grid of ranks that this communicator serves. Returns the communicator."""
@@ -234,8 +234,8 @@ class Communicator:
             key: says which parameter is gathered. Over shared memory, ranks with different keys raise RuntimeError.
             lasting: tensors that the flight recorder keeps in place of ``shards``, if these are copies for this launch.
         """
-        if self._guard is not None:
-            self._guard("gather_shards")
+        if self._launch_hook is not None:
+            self._launch_hook("gather_shards")
         if self.world_size == 1:
             return self._gather_shards(fulls, shards, tag, key)
         if recorder.active:
@@ -272,8 +272,8 @@ class Communicator:
         at_once: bool = False,
     ) -> Pending:
         """Record a collective over ``tensor`` and launch it by ``start(*arguments)``."""
-        if self._guard is not None:
-            self._guard(op)
+        if self._launch_hook is not None:
+            self._launch_hook(op)
         if self.world_size == 1:
             return start(*arguments)
         if recorder.active:

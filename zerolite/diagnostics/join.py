@@ -101,14 +101,14 @@ class Join:
         # While all ranks have batches, each does these by itself in its own forward and backward.
         within = command in _STAGE3 and not (self._finished and self._engine.coordinator is not None)
         if not (self._depth or self._serving or within):
-            self._tell(command, numbers)
+            self._send_command(command, numbers)
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
 
-    def _tell(self, command: Command, numbers: Sequence[int]) -> None:
+    def _send_command(self, command: Command, numbers: Sequence[int]) -> None:
         if self._over:
             raise RuntimeError("engine.join: it has ended with an error, and nothing can follow inside its block")
         rows = self._channel.exchange([_ACTIVE, command, len(numbers), *numbers[:_ROOM]])
@@ -230,19 +230,19 @@ class Join:
 
     def _install(self) -> None:
         self._pipeline.announce.use(self.announce)
-        self._comm.guard_with(self._guard)
+        self._comm.set_launch_hook(self._announce_other)
         coordinator = self._engine.coordinator
         if coordinator is not None:
-            coordinator.comm.guard_with(self._guard_gathers)
+            coordinator.comm.set_launch_hook(self._announce_unless_gather)
             coordinator.context.set_listener(self)
 
     def _remove(self) -> None:
         self._pipeline.announce.use(None)
-        self._comm.guard_with(None)
+        self._comm.set_launch_hook(None)
         self._reducer.set_rank_factor(1.0)
         coordinator = self._engine.coordinator
         if coordinator is not None:
-            coordinator.comm.guard_with(None)
+            coordinator.comm.set_launch_hook(None)
             coordinator.context.set_listener(None)
             coordinator.schedule.resume()
 
@@ -261,16 +261,16 @@ class Join:
         """Announce a parameter that a module will gather from now on. Called by the coordinator."""
         self._note(Command.EXTERNAL, group, index)
 
-    def _guard(self, op: str) -> None:
+    def _announce_other(self, op: str) -> None:
         """Announce an unknown command before any other collective, so that it fails on all ranks if one has
         finished."""
         if not self._reducer.current.open:
             self._note(Command.OTHER)
 
-    def _guard_gathers(self, op: str) -> None:
-        """The same for the communicator of gathers, which :meth:`before_launch` announces."""
+    def _announce_unless_gather(self, op: str) -> None:
+        """Announce as :meth:`_announce_other` does, except before gathers, which :meth:`before_launch` announces."""
         if op != "gather_shards":
-            self._guard(op)
+            self._announce_other(op)
 
 
 def _hyperparameters(groups: Sequence[dict[str, object]]) -> list[dict[str, object]]:
