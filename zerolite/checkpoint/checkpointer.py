@@ -51,7 +51,7 @@ class Checkpointer:
         with self.components.pipeline.announce(Command.SAVE), _undisturbed():
             return self._saver.save(request, user, scheduler)
 
-    def follow_save(self, scheduler: object) -> None:
+    def mirror_save(self, scheduler: object) -> None:
         """Take part in a save of the ranks that still have batches, with the states of this rank."""
         with _undisturbed():
             self._saver.save(None, None, scheduler)

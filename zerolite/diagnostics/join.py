@@ -42,13 +42,13 @@ class _Engine(Protocol):
     optimizer: ShardedOptimizer
     coordinator: PartitionedParameterCoordinator | None
 
-    def follow_step(self, flush: bool, forced: int) -> None: ...
+    def mirror_step(self, flush: bool, forced: int) -> None: ...
 
     def send_buffers(self) -> None: ...
 
     def absent_from_metric(self) -> None: ...
 
-    def follow_save(self) -> None: ...
+    def mirror_save(self) -> None: ...
 
 
 class Join:
@@ -295,7 +295,7 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.BACKWARD_END: lambda join: join._reducer.end_backward(complete=False),
     Command.GATHER: Join._gather,
     Command.EXTERNAL: Join._external,
-    Command.ENGINE_STEP: lambda join, flush, forced: join._engine.follow_step(bool(flush), forced),
+    Command.ENGINE_STEP: lambda join, flush, forced: join._engine.mirror_step(bool(flush), forced),
     Command.STEP: lambda join: join._pipeline.step(),
     Command.UPDATE: lambda join, gather: join._pipeline.update(bool(gather)),
     Command.PUBLISH: lambda join: join._pipeline.publish(),
@@ -304,5 +304,5 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.STATS: lambda join: join._pipeline.stats(),
     Command.CLIP: lambda join, bits: join._pipeline.clip(float_from_bits(bits)),
     Command.METRIC: lambda join: join._engine.absent_from_metric(),
-    Command.SAVE: lambda join: join._engine.follow_save(),
+    Command.SAVE: lambda join: join._engine.mirror_save(),
 }

@@ -200,7 +200,7 @@ class Engine:
                 self._pipeline.step()
         return closes
 
-    def follow_step(self, flush: bool, forced: int) -> None:
+    def mirror_step(self, flush: bool, forced: int) -> None:
         """Run the :meth:`step` of the ranks that still have batches, with their boundary. Called by :class:`Join`."""
         self._accumulation.force_boundary(_FORCED[forced])
         self.step(flush)
@@ -560,9 +560,9 @@ class Engine:
         request = save_dir, tag, save_latest, exclude_frozen_parameters, async_save
         return self.checkpointer.save(self.lr_scheduler, client_state, *request)
 
-    def follow_save(self) -> None:
+    def mirror_save(self) -> None:
         """Take part in a save of the ranks that still have batches. Called by :class:`Join`."""
-        self.checkpointer.follow_save(self.lr_scheduler)
+        self.checkpointer.mirror_save(self.lr_scheduler)
 
     def load_checkpoint(
         self,
