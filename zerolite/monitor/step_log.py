@@ -85,7 +85,7 @@ class StepLog(StepObserver):
         rates, self._rates = self._rates or self._current_rates(), None
         scale, self._scale = self._scale, self._scaler.scale if self._scaler is not None else 1.0
         values = {"lr" if group == 0 else f"lr_group{group}": rate for group, rate in enumerate(rates)}
-        loss = self._take_loss(step - 1)
+        loss = self._pop_loss(step - 1)
         if loss is not None:
             values = {"train_loss": loss, **values}
         values |= {"grad_norm": norm, "loss_scale": scale, "global_steps": step}
@@ -107,7 +107,7 @@ class StepLog(StepObserver):
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
-    def _take_loss(self, steps: int) -> float | None:
+    def _pop_loss(self, steps: int) -> float | None:
         """Return the loss of the accumulation after ``steps`` steps; None if ``engine.backward`` was not used."""
         parts, factor = self._losses.pop(steps, []), self._factors.pop(steps, 1.0)
         factor /= self._weights.pop(steps, 1.0) or 1.0

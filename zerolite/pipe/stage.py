@@ -73,13 +73,13 @@ class _MicroBatchState:
 
     def backward(self) -> None:
         """Compute the gradients of the received tensors and of the parameters."""
-        outputs, gradients = self._take_roots()
+        outputs, gradients = self._pop_roots()
         if outputs:
             torch.autograd.backward(outputs, gradients)
 
     def backward_inputs(self, parameters: Sequence[nn.Parameter]) -> None:
         """Compute the gradients of the received tensors; :meth:`backward_weights` computes those of the parameters."""
-        outputs, gradients = self._take_roots()
+        outputs, gradients = self._pop_roots()
         # torch calls detach_() on them, which autograd refuses for views and leaves.
         roots = [output.clone() if output._is_view() or output.is_leaf else output for output in outputs]
         given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
@@ -104,7 +104,7 @@ class _MicroBatchState:
                 for hook in list(hooks.values()):
                     hook(parameter)
 
-    def _take_roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def _pop_roots(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Return the outputs that have a graph, and their gradients. Drop both, so that backward frees their memory."""
         gradients = self.gradients or (None,) * len(self.outputs)
         pairs = [(o, g) for o, g in zip(self.outputs, gradients, strict=True) if o.requires_grad]
@@ -112,7 +112,7 @@ class _MicroBatchState:
         return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 
     def collect_input_gradients(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
-        """Take the gradients of the received tensors, to be sent; zeros for tensors that were not used."""
+        """Store the gradients of the received tensors, to be sent; zeros for tensors that were not used."""
         gradients: list[torch.Tensor | None] = []
         for index, spec in enumerate(specs):
             gradient = None
@@ -123,7 +123,7 @@ class _MicroBatchState:
             gradients.append(gradient if spec.requires_grad else None)
         self.received, self.input_gradients = (), tuple(gradients)
 
-    def take_input_gradients(self) -> tuple[torch.Tensor | None, ...]:
+    def pop_input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         gradients, self.input_gradients = self.input_gradients, ()
         return gradients
 
@@ -312,7 +312,7 @@ class ChunkStage(PipelineStage):
         state = self._micro_batches[mb_index]
         if state.param_groups is None:
             del self._micro_batches[mb_index]
-        return state.take_input_gradients()
+        return state.pop_input_gradients()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         if self.has_backward:

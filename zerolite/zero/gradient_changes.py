@@ -160,7 +160,7 @@ class GradientChanges:
     @torch.no_grad()
     def apply_factors(self) -> None:
         """Multiply the stored gradients by the user's factors, which the update would do otherwise."""
-        factors = self._reducer.shown.take_factors()
+        factors = self._reducer.shown.pop_factors()
         for index, factor in factors.items():
             part = self._reducer.part(index)
             if part is not None:
@@ -180,7 +180,7 @@ class GradientChanges:
         if common is None:
             self.apply_factors()
             return 1.0
-        self._reducer.shown.take_factors()
+        self._reducer.shown.pop_factors()
         stats.rescale({}, common)
         return common
 

@@ -316,7 +316,7 @@ class ShownGradients:
                 self._products[id(old)] = old, own if old is None else old * own
             self.factors[index] = self._products[id(old)][1]
 
-    def take_factors(self) -> dict[int, Factor]:
+    def pop_factors(self) -> dict[int, Factor]:
         """Return ``factors`` and clear them."""
         factors, self.factors = self.factors, {}
         return factors
