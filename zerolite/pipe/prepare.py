@@ -98,12 +98,10 @@ def prepare(
         _apply_config(model, settings, stages, loss_fn)
         loss_fn = model.loss_fn if loss_fn is None else loss_fn
         bounds = _bounds(model, host, len(ranks))
-        _take_first_stage_values(
-            [layer for layer in model.specs if isinstance(layer, nn.Module)], topology.pipe, device
-        )
+        _broadcast_first_stage([layer for layer in model.specs if isinstance(layer, nn.Module)], topology.pipe, device)
         divide = functools.partial(_divide_layers, model, bounds, own)
     else:
-        _take_first_stage_values([model], topology.pipe, device)
+        _broadcast_first_stage([model], topology.pipe, device)
         function: Any = _divide_sequential if type(model) is nn.Sequential else split_by_names
         divide = functools.partial(function, model, settings, len(ranks), own)
     chunks, assignments = _divide_together(host, divide)
@@ -159,7 +157,7 @@ def _check_trained(chunks: Iterable[Chunk]) -> None:
 
 
 @torch.no_grad()
-def _take_first_stage_values(models: Iterable[nn.Module], pipe: Communicator, device: torch.device) -> None:
+def _broadcast_first_stage(models: Iterable[nn.Module], pipe: Communicator, device: torch.device) -> None:
     """Broadcast the values of the first stage's ranks. Every rank still has the full model, maybe from another seed."""
     if pipe.world_size > 1:
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]

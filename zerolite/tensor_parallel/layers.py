@@ -116,7 +116,7 @@ class ColumnParallelLinear(TensorParallelLayer, nn.Linear):
             parts: number of equal layers that are fused in this one, or their sizes; each part is sharded by itself.
         """
         nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
-        _take_first_ranks_values(self, comm)
+        _broadcast_first_rank(self, comm)
         shard_column(self, comm, parts, gather_output)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class RowParallelLinear(TensorParallelLayer, nn.Linear):
         Called on all ranks of ``comm``. Raises ValueError for a size that cannot be shared equally.
         """
         nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
-        _take_first_ranks_values(self, comm)
+        _broadcast_first_rank(self, comm)
         shard_row(self, comm, input_is_parallel)
 
     def set_sequence(self, dim: int, sequence: SequenceState) -> None:
@@ -259,7 +259,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         Called on all ranks of ``comm``.
         """
         nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        _take_first_ranks_values(self, comm)
+        _broadcast_first_rank(self, comm)
         shard_embedding(self, comm)
 
     def forward(self, indices: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         return functions.reduce(out, self.comm, in_place=True)
 
 
-def _take_first_ranks_values(module: nn.Module, comm: Communicator) -> None:
+def _broadcast_first_rank(module: nn.Module, comm: Communicator) -> None:
     parameters = list(module.parameters())
     synchronize_tensors(parameters, comm, parameters[0].device, "initial_sync")
 
