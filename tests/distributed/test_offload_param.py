@@ -30,7 +30,7 @@ from zerolite.offload.placements import Transfer
 from zerolite.offload.swap_file import SwapFile
 from zerolite.utils.memory_tags import COMPUTE, GATHERED, HOST, STAGING
 from zerolite.zero import GatheredParameters, ZeroParamStatus
-from zerolite.zero.layout import part_numel
+from zerolite.zero.layout import shard_numel
 from zerolite.zero.stage3.partitioned_parameter import handle_of
 
 PREFETCH = "stage3_prefetch_bucket_size"
@@ -133,7 +133,7 @@ def assert_nothing_is_whole(engine: Any) -> None:
     ahead = [] if reader is None else [h.name for h in engine.coordinator.handles if reader.is_read_ahead(h)]
     assert not ahead, "read, and not dropped"
     for handle in engine.coordinator.handles:
-        assert handle.shard.numel() == part_numel(handle.numel, dist.get_world_size())
+        assert handle.shard.numel() == shard_numel(handle.numel, dist.get_world_size())
         if not handle.persistent:
             assert handle.status is ZeroParamStatus.NOT_AVAILABLE, handle.name
             assert handle.storage is None or handle.full.untyped_storage().nbytes() == 0, handle.name
@@ -287,7 +287,7 @@ def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
 @on_ranks(2, 3)
 def test_shards_rest_at_their_tier_and_nothing_is_whole_between_uses(tmp_path: Path) -> None:
     world = dist.get_world_size()
-    part = 4 * part_numel(ELEMENTS, world)  # bytes of a layer, frozen or trained
+    part = 4 * shard_numel(ELEMENTS, world)  # bytes of a layer, frozen or trained
     for name, settings in placements(tmp_path, "moving", {PREFETCH: 1}).items():
         found = memory(settings)
         assert found["rests"] == {(COMPUTE, name): LAYERS * part}

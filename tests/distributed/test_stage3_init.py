@@ -26,7 +26,7 @@ from tests.toolkit.pool import Pool
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises, run_steps
 from zerolite import zero
-from zerolite.zero.layout import part_numel
+from zerolite.zero.layout import shard_numel
 
 
 class Block(nn.Module):
@@ -394,7 +394,7 @@ def test_attributes_of_a_parameter(settings: str) -> None:
     before = list(model.parameters())
     engine = zerolite.initialize(model, stage3(settings))
     for parameter, (name, value) in zip(before, values.items(), strict=True):
-        part = part_numel(value.numel(), world)
+        part = shard_numel(value.numel(), world)
         persistent = settings == "defaults" or not value.numel()
         assert (parameter.ds_shape, parameter.ds_numel) == (value.shape, value.numel()), name
         assert parameter.ds_tensor.shape == (part,) and parameter.partition_numel() == part, name

@@ -228,9 +228,9 @@ class ParameterAccess:
     # ---------------------------------------------------------------- masters
 
     def masters(self, indices: list[int]) -> list[torch.Tensor]:
-        return self._full(indices, self.parts_of_masters(indices))
+        return self._full(indices, self.tensor_parallel_masters(indices))
 
-    def parts_of_masters(self, indices: list[int]) -> list[torch.Tensor]:
+    def tensor_parallel_masters(self, indices: list[int]) -> list[torch.Tensor]:
         """Return the masters that this rank's data-parallel ranks have together: without tensor parallelism the full
         ones, otherwise this rank's shards."""
         self._pipeline.check_available()

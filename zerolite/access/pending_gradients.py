@@ -148,7 +148,7 @@ class PendingGradients:
         return found
 
     @torch.no_grad()
-    def norms_of_parts(self, parts: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    def norms_of_shards(self, parts: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
         """Return norms of any order over all ranks, 0-dim float64, in one collective.
 
         Args:

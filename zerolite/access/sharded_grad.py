@@ -370,7 +370,7 @@ def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]
 def _norms_of_one(source: PendingGradients, gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]:
     if order == 2 and all(g.part is None for g in gradients):
         return source.norms([g.spec.index for g in gradients])
-    return source.norms_of_parts([g.read() for g in gradients], order)
+    return source.norms_of_shards([g.read() for g in gradients], order)
 
 
 def _over_all(gradient: ShardedGradient, dim: Dims) -> bool:

@@ -225,7 +225,7 @@ class ModelState:
                 everywhere.append(range_of(PARAMETERS + name, parameter.data, shard_spec_of(parameter)))
             elif (part := self._partitioned(PARAMETERS + name, parameter)).values.numel():
                 # The user may have written into a gathered parameter; its shard does not have that value yet.
-                sharded.append(replace(part, values=handle.local_part()) if handle.status is AVAILABLE else part)
+                sharded.append(replace(part, values=handle.local_shard()) if handle.status is AVAILABLE else part)
         return [*sharded, *split_evenly(everywhere, self.comm.rank, self.comm.world_size)]
 
     def _writes_scalars(self, param_shard: OptimParamShard) -> bool:

@@ -173,7 +173,7 @@ class FullModel:
         target = exported_dtype(value.dtype, dtype)
         index = self._trained.get(id(owner)) if target != value.dtype else None
         if index is not None:
-            (master,) = self._masters.parts_of_masters([index])
+            (master,) = self._masters.tensor_parallel_masters([index])
             return master.to("cpu", target) if needed else None
         partitioned = handle_of(owner) is not None
         with GatheredParameters(owner, modifier_rank=None, enabled=partitioned, check=False):

@@ -399,7 +399,7 @@ class GradReducer:
         assert value is not None, "it is read after finish()"
         return value
 
-    def owned_parts(self, without: Collection[int]) -> list[torch.Tensor | None]:
+    def owned_shards(self, without: Collection[int]) -> list[torch.Tensor | None]:
         """Return this rank's shard of the mean gradient of each bucket, at every stage, on the device; None for the
         buckets in ``without``."""
         found: list[torch.Tensor | None] = []

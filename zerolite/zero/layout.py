@@ -17,7 +17,7 @@ rank, and the part of a slot in a shard is a :class:`Fragment`. There are three 
 Every bucket is divided into world_size equal shards. ZeRO (Rajbhandari et al., 2020, section 5) divides the whole model
 once. With equal shards of every bucket, a bucket is one uniform reduce-scatter and one all-gather.
 
-**Sliced** buckets (stage 3). Each rank keeps an equal, aligned part of *each parameter* (:func:`part_numel`). The
+**Sliced** buckets (stage 3). Each rank keeps an equal, aligned part of *each parameter* (:func:`shard_numel`). The
 bucket is a table with one row per rank. A slot is a column of the table: it has the same offset in each row. ::
 
           slot a       slot b
@@ -92,7 +92,7 @@ class Slot:
         bucket: index of the bucket.
         start: first element in the bucket; in a sliced one, in each row.
         numel: elements of the parameter.
-        part: ``part_numel(numel, world_size)`` in a sliced bucket, otherwise 0.
+        part: ``shard_numel(numel, world_size)`` in a sliced bucket, otherwise 0.
         whole: one rank owns all of it.
     """
 
@@ -243,7 +243,7 @@ class PartitionLayout:
                 slots, row = [], 0
                 for index in members:
                     numel = specs[index].numel
-                    part = part_numel(numel, world_size)
+                    part = shard_numel(numel, world_size)
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
                     row += _round_up(part, PART_ALIGNMENT)
                 numel = max(PART_ALIGNMENT, row) * world_size
@@ -307,7 +307,7 @@ class PartitionLayout:
                     yield Fragment(slot, slot.numel, 0, slot.start, slot.start)
 
 
-def part_numel(numel: int, world_size: int) -> int:
+def shard_numel(numel: int, world_size: int) -> int:
     """Return the elements of each rank's part of a parameter: ceil(numel / world_size), rounded up if there are several
     ranks.
 

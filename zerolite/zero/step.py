@@ -287,7 +287,7 @@ class StepPipeline:
             self.finish_reductions()
             schedules = self.outcomes.schedules
             stats = self._collector.collect(
-                self._reducer.owned_parts(self._collector.noted),
+                self._reducer.owned_shards(self._collector.noted),
                 self._reducer.used,
                 self._reducer.bucket_sums,
                 0 if schedules is None else schedules.schedule_hash(),

@@ -33,7 +33,7 @@ from zerolite.offload.placements import Placement
 from zerolite.utils.accelerator import address
 from zerolite.utils.memory_tags import COMPUTE, DEVICE, resize, tag_memory
 from zerolite.zero.buffer import dense_strides, flattened
-from zerolite.zero.layout import part_numel
+from zerolite.zero.layout import shard_numel
 from zerolite.zero.stage3.released_parameter import restore_class, set_released_class
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class PartitionedParameter:
         self.holds = 0
         self.writes = 0
         self.replaced_at: list[tuple[int, int]] = []
-        comm, part = context.comm, part_numel(self.numel, context.comm.world_size)
+        comm, part = context.comm, shard_numel(self.numel, context.comm.world_size)
         placement = placement or context.placement_of(part)
         values = flattened(parameter.data)
         shard = placement.zeros(part, parameter.dtype, COMPUTE)
@@ -144,7 +144,7 @@ class PartitionedParameter:
     # ---------------------------------------------------------------- memory
 
     def _set_shard(self, parameter: torch.nn.Parameter, shard: torch.Tensor, placement: Placement) -> None:
-        """Make ``shard`` [part_numel(numel, world_size)], which lies in ``placement``, this rank's shard, and release
+        """Make ``shard`` [shard_numel(numel, world_size)], which lies in ``placement``, this rank's shard, and release
         the parameter. The parameter takes the dtype of the shard."""
         if self.context.reader is not None:
             self.context.reader.drop_reads()  # it may have read the old shard ahead
@@ -248,7 +248,7 @@ class PartitionedParameter:
         """Numbers of updates by the engine and of writes by the user so far; the same on all ranks."""
         return self.context.updates, self.writes
 
-    def local_part(self, full: torch.Tensor | None = None) -> torch.Tensor:
+    def local_shard(self, full: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's part of ``full``, without padding.
 
         Args:
@@ -269,7 +269,7 @@ class PartitionedParameter:
         if full is not None and full is not self.full and self.has_full_values:
             self.full.copy_(full)
         if self.storage is not None:
-            part = self.local_part(full)
+            part = self.local_shard(full)
             self.shard[: part.numel()].copy_(part)
             if self.context.reader is not None:
                 self.context.reader.on_written(self)

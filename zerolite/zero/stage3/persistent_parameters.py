@@ -47,7 +47,7 @@ class AvailableParameters:
         self._parameters = [member.parameter for member in self._members]
         self._views = [member.view for member in self._members]
         sharded = [member for member in self._members if member.storage is not None]
-        self._parts = [member.local_part() for member in sharded]
+        self._parts = [member.local_shard() for member in sharded]
         self._shards = [member.shard[: len(part)] for member, part in zip(sharded, self._parts, strict=True)]
         self._offloaded = [member for member in sharded if member.placement.location != DEVICE]
         # Without the empty ones: torch's split_with_sizes_copy divides by zero on CUDA where a size is 0.
