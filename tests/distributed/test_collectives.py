@@ -60,7 +60,7 @@ class Reduction:
     def __init__(self, comm: Communicator, numel: int, salt: int = 0) -> None:
         total = numel * comm.world_size
         fulls = [torch.arange(total).add(salt + 3 * rank).remainder(64).float() for rank in range(comm.world_size)]
-        self.expected = comm.part(sum(fulls[1:], fulls[0]) / 2).clone()
+        self.expected = comm.shard(sum(fulls[1:], fulls[0]) / 2).clone()
         self.pending = comm.reduce_scatter(fulls[comm.rank].clone(), "gradients", divisor=2.0)
 
     def check(self) -> None:

@@ -36,9 +36,9 @@ class Late(Simulated):
 
     def all_gather(self, full: Tensor, tag: str, key: int = 0) -> Pending:
         super().all_gather(full, tag, key)
-        own, values, bucket = self.part(full).clone(), full.clone(), key - 1
+        own, values, bucket = self.shard(full).clone(), full.clone(), key - 1
         full.fill_(torch.nan)
-        self.part(full).copy_(own)
+        self.shard(full).copy_(own)
         self.events.append(("launch", bucket))
 
         def finish() -> Tensor:

@@ -369,7 +369,7 @@ class ParameterAccess:
         widths = [max((owned.numel for owned in of_ranks), default=0) for of_ranks in ranges]
         row = sum(widths)
         full = torch.zeros(row * self._comm.world_size, dtype=dtype, device=self._buffer.placements.device)
-        own = self._comm.part(full)
+        own = self._comm.shard(full)
         position = 0
         for index, width in zip(indices, widths, strict=True):
             if index in parts:

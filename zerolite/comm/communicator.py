@@ -256,8 +256,8 @@ class Communicator:
         if self.world_size > 1:
             self._launch("broadcast", tensor, tag, 0, self._broadcast, tensor, source, at_once=True).wait()
 
-    def part(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
-        """Return rank ``rank``'s part of ``full`` (default: this rank's), as a view."""
+    def shard(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Return rank ``rank``'s shard of ``full`` (default: this rank's), as a view."""
         numel = full.numel() // self.world_size
         return full.narrow(0, (self.rank if rank is None else rank) * numel, numel)
 
@@ -354,7 +354,7 @@ class NativeCommunicator(Communicator):
         return Pending((work,), (full, out), lambda: tag_memory(divide(out, divisor).to(dtype), BUCKETS))
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
-        return Pending((self.transport.all_gather(full, self.part(full)),), (full,), lambda: full)
+        return Pending((self.transport.all_gather(full, self.shard(full)),), (full,), lambda: full)
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int

@@ -64,7 +64,7 @@ class GlooCommunicator(Communicator):
             self._half = None
             return self._all_gather(tensor, tag)
 
-        self._half = _TwoHalves(scattered, tensor, self.part(tensor), second_half)
+        self._half = _TwoHalves(scattered, tensor, self.shard(tensor), second_half)
         return self._half
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
@@ -72,14 +72,14 @@ class GlooCommunicator(Communicator):
         received = {peer: empty(full.numel() // self.world_size, full.dtype, sent) for peer in self._peers}
         number = self._next_tag("reduce_scatter", tag, full.numel() * full.element_size())
         works = [self.transport.receive(received[peer], peer, number) for peer in self._peers]
-        works += [self.transport.send(self.part(sent, peer), peer, number) for peer in self._peers]
+        works += [self.transport.send(self.shard(sent, peer), peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
             # The first received tensor is written to no more: the sum goes there, which saves an allocation.
             out = received[1 if self.rank == 0 else 0]
             if dtype != full.dtype:
                 out = empty(out.numel(), torch.float32 if full.dtype in HALF else full.dtype, sent)
-            received[self.rank] = self.part(sent)
+            received[self.rank] = self.shard(sent)
             parts = [received[peer] for peer in range(self.world_size)]
             return tag_memory(mean_in_order(parts, divisor, out).to(device=full.device, dtype=dtype), BUCKETS)
 
@@ -87,9 +87,9 @@ class GlooCommunicator(Communicator):
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         host = full.cpu()
-        part = self.part(host)
+        part = self.shard(host)
         number = self._next_tag("all_gather", tag, full.numel() * full.element_size())
-        works = [self.transport.receive(self.part(host, peer), peer, number) for peer in self._peers]
+        works = [self.transport.receive(self.shard(host, peer), peer, number) for peer in self._peers]
         works += [self.transport.send(part, peer, number) for peer in self._peers]
 
         def finish() -> torch.Tensor:
@@ -119,7 +119,7 @@ class GlooCommunicator(Communicator):
 
         def finish() -> torch.Tensor:
             for full, shard in zip(fulls, shards, strict=True):
-                self.part(full).copy_(shard)
+                self.shard(full).copy_(shard)
             return NOTHING
 
         return Pending(works, (*fulls, *shards), finish)

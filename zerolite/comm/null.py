@@ -26,7 +26,7 @@ class NullCommunicator(Communicator):
         return done(divide(tensor, divisor / self.world_size))
 
     def _reduce_scatter(self, full: torch.Tensor, tag: str, divisor: float, dtype: torch.dtype) -> Pending:
-        return done(divide(self.part(full), divisor / self.world_size).to(dtype, copy=True))
+        return done(divide(self.shard(full), divisor / self.world_size).to(dtype, copy=True))
 
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int

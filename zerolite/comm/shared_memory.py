@@ -221,11 +221,11 @@ class SharedMemoryCommunicator(GlooCommunicator):
                 return  # it was filled there: see staging()
             target = region.view(full.dtype)
             for peer in self._peers:
-                self.part(target, peer).copy_(self.part(full, peer))
+                self.shard(target, peer).copy_(self.shard(full, peer))
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
-            parts = [self.part(region.view(full.dtype)) for region in regions]
-            parts[self.rank] = self.part(full)
+            parts = [self.shard(region.view(full.dtype)) for region in regions]
+            parts[self.rank] = self.shard(full)
             exact = full.dtype if full.dtype not in HALF or dtype in HALF else torch.float32
             return tag_memory(mean_in_order(parts, divisor, empty(parts[0].numel(), exact, full)).to(dtype), BUCKETS)
 
@@ -236,11 +236,11 @@ class SharedMemoryCommunicator(GlooCommunicator):
 
     def _all_gather(self, full: torch.Tensor, tag: str) -> Pending:
         def copy_in(region: torch.Tensor) -> None:
-            self.part(region.view(full.dtype)).copy_(self.part(full))
+            self.shard(region.view(full.dtype)).copy_(self.shard(full))
 
         def finish(regions: list[torch.Tensor]) -> torch.Tensor:
             for peer in self._peers:
-                self.part(full, peer).copy_(self.part(regions[peer].view(full.dtype), peer))
+                self.shard(full, peer).copy_(self.shard(regions[peer].view(full.dtype), peer))
             return full
 
         pending = self._exchange(self._large, _Announcement("all_gather", tag, _bytes(full)), (full,), copy_in, finish)

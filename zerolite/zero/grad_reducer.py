@@ -405,7 +405,7 @@ class GradReducer:
         found: list[torch.Tensor | None] = []
         for index, bucket in enumerate(self._buckets):
             value = None if index in without else bucket.fetch()
-            found.append(value if value is None or self.keeps_shards else self._comm.part(value))
+            found.append(value if value is None or self.keeps_shards else self._comm.shard(value))
         return found
 
     def is_offloaded(self, bucket: int) -> bool:

@@ -343,7 +343,7 @@ class GradientBucket:
         total, options, comm = self.pending.wait(), self._memory.options, self._memory.comm
         self.pending = None
         if options.shard and not options.use_reduce_scatter:
-            total = comm.part(total).clone()
+            total = comm.shard(total).clone()
         dtype = self.mean_dtype
         mean = total.to(dtype) if self.reduced is None else self.fetch().to(dtype).add_(total)
         self.store(mean)

@@ -102,6 +102,6 @@ def _full(param: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
             f"{value.numel()}; pass full values to the function with 'full' in its name"
         )
     full = torch.empty(value.numel() * record.comm.world_size, dtype=value.dtype, device=record.context.device)
-    record.comm.part(full).copy_(value.detach().flatten())
+    record.comm.shard(full).copy_(value.detach().flatten())
     record.comm.all_gather(full, tag="access").wait()
     return full[: record.numel].view(record.shape)
