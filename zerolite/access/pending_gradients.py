@@ -83,7 +83,7 @@ class PendingGradients:
     @torch.no_grad()
     def close(self, index: int, part: torch.Tensor) -> None:
         """Store ``part``, as :meth:`open` returned it, after it has been written to."""
-        kept, scale = self._reducer.part(index), self._scale(index)
+        kept, scale = self._reducer.local_grad(index), self._scale(index)
         if kept is not None and (kept.device != part.device or kept.data_ptr() != part.data_ptr()):
             kept.copy_(part if scale is None else part / scale)
         self._pipeline.changes.on_written(index)
@@ -100,7 +100,7 @@ class PendingGradients:
         self._finish([index])
         if index in self._reducer.shown.factors:
             self._pipeline.changes.apply_factors()
-        part, parameter = self._reducer.part(index), self._reducer.parameters[index]
+        part, parameter = self._reducer.local_grad(index), self._reducer.parameters[index]
         wanted = self._device, parameter.dtype
         if part is None or (part.device, part.dtype) != wanted or self._scale(index) is not None:
             return None
@@ -113,7 +113,7 @@ class PendingGradients:
 
     def _part(self, index: int) -> torch.Tensor:
         """Return this rank's part on the device, as it is stored."""
-        part = self._reducer.part(index)
+        part = self._reducer.local_grad(index)
         if part is not None:
             return part.to(self._device)
         parameter = self._reducer.parameters[index]

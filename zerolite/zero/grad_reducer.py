@@ -428,14 +428,14 @@ class GradReducer:
         return self.reduced(bucket)
 
     def fragment(self, index: int) -> Fragment:
-        """Return the range of a parameter's elements that :meth:`part` has."""
+        """Return the range of a parameter's elements that :meth:`local_grad` has."""
         return self._fragments[index]
 
     def mean_dtype(self, index: int) -> torch.dtype:
         """Return the dtype of a parameter's mean gradient, the same on all ranks. Valid after :meth:`finish`."""
         return self.stored_reduced(self.layout.slots[index].bucket).dtype
 
-    def part(self, index: int) -> torch.Tensor | None:
+    def local_grad(self, index: int) -> torch.Tensor | None:
         """Return this rank's part of a parameter's mean gradient, a view of its storage: flat, at stage 0 in the
         parameter's shape. None if this rank owns nothing of the parameter. Valid after :meth:`finish`."""
         fragment = self._fragments.get(index)
@@ -454,7 +454,7 @@ class GradReducer:
         self._wait_for_all()
         slot = self.layout.slots[index]
         self.arrivals.drop(slot)
-        if self._buckets[slot.bucket].reduced is not None and (part := self.part(index)) is not None:
+        if self._buckets[slot.bucket].reduced is not None and (part := self.local_grad(index)) is not None:
             part.zero_()
 
     @torch.no_grad()

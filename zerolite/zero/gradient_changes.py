@@ -110,7 +110,7 @@ class GradientChanges:
         """
         assigned, self.assigned = self.assigned, {}
         for index, value in assigned.items():
-            gradient, part = _full_tensor(value), self._reducer.part(index)
+            gradient, part = _full_tensor(value), self._reducer.local_grad(index)
             # All ranks round the whole gradient, not only their own part: if it overflows, the statistics of every
             # rank must say so and skip the step.
             wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -162,7 +162,7 @@ class GradientChanges:
         """Multiply the stored gradients by the user's factors, which the update would do otherwise."""
         factors = self._reducer.shown.pop_factors()
         for index, factor in factors.items():
-            part = self._reducer.part(index)
+            part = self._reducer.local_grad(index)
             if part is not None:
                 part.mul_(factor.to(part.device) if isinstance(factor, torch.Tensor) else factor)
             self._collector.forget(self._bucket(index))
@@ -217,7 +217,7 @@ class GradientChanges:
         if stats is None or not self.exposed:
             return
         for index in self.exposed.keys() if indices is None else self.exposed.keys() & set(indices):
-            if self._was_written(index) and (gradient := self._reducer.part(index)) is not None:
+            if self._was_written(index) and (gradient := self._reducer.local_grad(index)) is not None:
                 stats.replace_square(index, gradient)
 
     def _was_written(self, index: int) -> bool:
