@@ -85,7 +85,7 @@ class ShardedGradient(GradientPlaceholder):
 
     def store(self, whole: torch.Tensor) -> None:
         """Store this rank's part of ``whole``, which has the parameter's shape."""
-        values, own = self.spec.part_of(whole), self.open()
+        values, own = self.spec.shard_of(whole), self.open()
         if own.device != values.device or own.data_ptr() != values.data_ptr():
             own.copy_(values)
         self.close(own)
@@ -128,14 +128,14 @@ class ShardedGradient(GradientPlaceholder):
         if result is NotImplemented and _is_foreach(function):
             result = _on_lists(function, args, kwargs)
         elif result is NotImplemented and (torch.Tag.pointwise in function.tags or function in _ELEMENTWISE):
-            result = _on_parts(function, args, kwargs)
+            result = _on_shards(function, args, kwargs)
         return _on_full_tensors(function, args, kwargs) if result is NotImplemented else result
 
 
-# -------------------------------------------------------------------- on parts
+# -------------------------------------------------------------------- on shards
 
 
-def _on_parts(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
+def _on_shards(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
     """Run an elementwise operation on this rank's part. Return NotImplemented if it needs other elements."""
     gradients = find_tensors((args, kwargs), ShardedGradient)
     spec, written = gradients[0].spec, written_arguments(function, args, kwargs)
@@ -143,13 +143,13 @@ def _on_parts(function: OpOverload, args: Arguments, kwargs: Keywords) -> object
     if any(g.spec is not spec for g in gradients) or not all(spec.fits(other) for other in others):
         return NotImplemented
     if not written:
-        result = function(*map_tensors(_part_of(spec), args), **map_tensors(_part_of(spec), kwargs))
+        result = function(*map_tensors(_shard_of(spec), args), **map_tensors(_shard_of(spec), kwargs))
         return ShardedGradient.of(spec, result, result) if isinstance(result, torch.Tensor) else NotImplemented
     target = written[0]
     if len(written) > 1 or target is not args[0] or not isinstance(target, ShardedGradient):
         return NotImplemented
     part = target.open()
-    function(part, *map_tensors(_part_of(spec), args[1:]), **map_tensors(_part_of(spec), kwargs))
+    function(part, *map_tensors(_shard_of(spec), args[1:]), **map_tensors(_shard_of(spec), kwargs))
     target.close(part)
     return target
 
@@ -165,7 +165,7 @@ def _on_lists(function: OpOverload, args: Arguments, kwargs: Keywords) -> object
         if isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument):
             if not all(_belongs(item, spec) for item, spec in zip(argument, specs, strict=True)):
                 return NotImplemented
-            argument = [_part_of(spec)(item) for item, spec in zip(argument, specs, strict=True)]
+            argument = [_shard_of(spec)(item) for item, spec in zip(argument, specs, strict=True)]
         rest.append(argument)
     if not written_arguments(function, args, kwargs):
         results = function([target.read() for target in targets], *rest, **kwargs)
@@ -183,13 +183,13 @@ def _belongs(item: object, spec: GradientSpec) -> bool:
     return isinstance(item, torch.Tensor) and spec.fits(item)
 
 
-def _part_of(spec: GradientSpec) -> Callable[[object], object]:
-    def part(item: object) -> object:
+def _shard_of(spec: GradientSpec) -> Callable[[object], object]:
+    def shard(item: object) -> object:
         if isinstance(item, ShardedGradient):
             return item.read()
-        return spec.part_of(item) if isinstance(item, torch.Tensor) else item
+        return spec.shard_of(item) if isinstance(item, torch.Tensor) else item
 
-    return part
+    return shard
 
 
 # -------------------------------------------------------------------- on full tensors

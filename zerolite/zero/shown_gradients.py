@@ -57,7 +57,7 @@ class GradientSpec:
         """Note that a step has used the gradient, or that it was dropped."""
         self.used = True
 
-    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor that broadcasts to the parameter's shape."""
         if not self.sharded or not tensor.dim():
             return tensor
