@@ -169,7 +169,7 @@ class SampleOrder:
             return list(self)
         # A RandomSampler with a generator of its own draws from it at the end of a pass, too. So that generator keeps
         # the state that drawing the indices again gives it; only torch's default generator is put back.
-        with kept_random_state(torch.default_generator):
+        with preserve_rng_state(torch.default_generator):
             self._generator.set_state(_from_text(position.drawn_from))
             return list(self)
 
@@ -183,19 +183,19 @@ class SampleOrder:
         return torch.default_generator if own is None else own
 
 
-def rest_numel(samples: int, world_size: int, drop_last: bool) -> int:
+def remaining_per_rank(samples: int, world_size: int, drop_last: bool) -> int:
     """Return the indices of each rank for `samples` remaining samples. drop_last: leave out samples that would not give
     every rank one more."""
     return samples // world_size if drop_last else -(-samples // world_size)
 
 
-def rest_of_pass(indices: Sequence[int], start: int, rank: int, world_size: int, drop_last: bool) -> list[int]:
-    """Return this rank's part of ``indices[start:]``, equally long on all ranks.
+def remaining_indices(indices: Sequence[int], start: int, rank: int, world_size: int, drop_last: bool) -> list[int]:
+    """Return this rank's share of ``indices[start:]``, equally long on all ranks.
 
     Missing indices at the end are repeated from the beginning of `indices`, as a DistributedSampler does. So a pass
     that continues with the same number of ranks has the same indices as without the interruption.
     """
-    total = rest_numel(len(indices) - start, world_size, drop_last) * world_size
+    total = remaining_per_rank(len(indices) - start, world_size, drop_last) * world_size
     rest = list(indices[start : start + total])
     rest += itertools.islice(itertools.cycle(indices), total - len(rest))
     return rest[rank::world_size]
@@ -212,8 +212,8 @@ def with_indices(loader: DataLoader[object], indices: Iterable[int]) -> DataLoad
 
 
 @contextlib.contextmanager
-def kept_random_state(*generators: torch.Generator | None) -> Iterator[None]:
-    """Context that puts the generators' states back at its end."""
+def preserve_rng_state(*generators: torch.Generator | None) -> Iterator[None]:
+    """Context that restores the generators' states at its end."""
     states = [(generator, generator.get_state()) for generator in generators if generator is not None]
     try:
         yield

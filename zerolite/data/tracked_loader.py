@@ -13,9 +13,9 @@ from zerolite.data.position import (
     DataPosition,
     EpochSampler,
     SampleOrder,
-    kept_random_state,
-    rest_numel,
-    rest_of_pass,
+    preserve_rng_state,
+    remaining_per_rank,
+    remaining_indices,
     with_indices,
 )
 
@@ -62,7 +62,7 @@ class Share:
     def after(self, start: int, drop_last: bool) -> Share:
         """Return the split of the samples behind the first `start`. drop_last: the sampler's option."""
         left = self.total - start
-        return replace(self, numel=rest_numel(left, self.world_size, drop_last), total=left)
+        return replace(self, numel=remaining_per_rank(left, self.world_size, drop_last), total=left)
 
     def batch(self, number: int) -> Rows:
         """Return the rows of batch `number`, counted from 0."""
@@ -248,8 +248,8 @@ class TrackedLoader:
             return iter(self.loader)
         current.begin(self.share.after(start, self._order.drop_last), start, epoch)
         indices = self._order.begin_again(restored)
-        rest = rest_of_pass(indices, start, self._rank, self.share.world_size, self._order.drop_last)
+        rest = remaining_indices(indices, start, self._rank, self.share.world_size, self._order.drop_last)
         # torch draws a seed for the workers at each iter(). The interrupted pass has drawn its own already, so a second
         # draw would change the random numbers that the user's code gets after it.
-        with kept_random_state(torch.default_generator, self.loader.generator):
+        with preserve_rng_state(torch.default_generator, self.loader.generator):
             return iter(with_indices(self.loader, rest))
