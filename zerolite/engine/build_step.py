@@ -30,7 +30,7 @@ from zerolite.engine.decisions import (
 )
 from zerolite.engine.evaluation_engine import EvaluationPipeline
 from zerolite.engine.model_parallel import GradientSums, ModelParallelStats, ModelParallelStepPipeline, counts_once
-from zerolite.engine.model_values import fill_buckets, synchronize_rest
+from zerolite.engine.model_values import fill_buckets, synchronize_untrained
 from zerolite.offload.from_config import check_optimizer, placements_of, warn_of_few_threads
 from zerolite.offload.offloaded_gradients import OffloadedGradients
 from zerolite.offload.transfers import Transfers
@@ -122,7 +122,7 @@ class StepComponents:
         self._specs = self._specs_of(trained, names, groups)
         self.partitioned = self._partition() if setup.policy.shard_parameters else None
         self.buffer = self._make_buffer(trained)
-        synchronize_rest(setup.model, trained, setup.precision, comm, setup.device)
+        synchronize_untrained(setup.model, trained, setup.precision, comm, setup.device)
         chunks = 1 if setup.staged is None else len(setup.staged.chunks)  # each has its own backward
         self.accumulation = GradAccumulation((setup.config.gradient_accumulation_steps or 1) * chunks)
         parallel = setup.trains and not setup.topology.trivial

@@ -28,7 +28,7 @@ def fill_buckets(buffer: ParameterBuffer, precision: Precision, comm: Communicat
     buffer.fill(device, precision.compute_dtype, precision.master_dtype, synchronize)
 
 
-def synchronize_rest(
+def synchronize_untrained(
     model: torch.nn.Module,
     trained: list[torch.nn.Parameter],
     precision: Precision,
@@ -43,14 +43,14 @@ def synchronize_rest(
     for buffer in model.buffers():
         if buffer.dtype != precision.buffer_dtype(buffer):
             buffer.data = buffer.data.to(precision.buffer_dtype(buffer))
-    _move_rest(model, device)
+    _move_buffers(model, device)
     rest += list(model.buffers())
     synchronize_tensors(rest, comm, device, "initial_sync")
     for parameter in others:
         parameter.data = parameter.data.to(device, precision.compute_dtype(parameter))
 
 
-def _move_rest(model: torch.nn.Module, device: torch.device) -> None:
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
     """Move buffers to ``device``, and all tensors that a user's module moves in its own ``_apply``. A shared buffer is
     moved once. Parameters stay where they are."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the original, which is kept alive
