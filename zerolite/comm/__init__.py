@@ -3,7 +3,7 @@
 No other package calls torch.distributed.
 """
 
-from zerolite.comm.collective_check import CollectiveCheck, check_is_wanted
+from zerolite.comm.collective_check import CollectiveCheck, check_is_enabled
 from zerolite.comm.collective_errors import RaiseTogether, raise_together
 from zerolite.comm.communicator import Communicator, Pending, Watcher
 from zerolite.comm.control import ControlChannel, HostMaximum, largest
@@ -42,7 +42,7 @@ __all__ = [
     "SharedStore",
     "Topology",
     "Watcher",
-    "check_is_wanted",
+    "check_is_enabled",
     "create_communicator",
     "create_topology",
     "data_topology",

@@ -34,8 +34,8 @@ _WIDTH = 5 + _TEXT // 8
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def check_is_wanted(config_value: bool) -> bool:
-    """True if the config or the environment asks for the check."""
+def check_is_enabled(config_value: bool) -> bool:
+    """Return True if the config or the environment enables the check."""
     return config_value or os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
@@ -99,7 +99,7 @@ class CollectiveCheck:
         """Launch ``entry`` by ``start()``. If the caller waits ``at_once``, it is launched only when all ranks have
         announced it."""
         announced = self._announce(entry)
-        if at_once or announced.is_known_soon():
+        if at_once or announced.all_announce_soon():
             announced.compare()
             return start()
         return _ComparedLater(start(), announced)
@@ -149,8 +149,8 @@ class _Announced:
         self._check, self._number, self._entry = check, number, entry
         self._own, self._rows, self._work = own, rows, work
 
-    def is_known_soon(self) -> bool:
-        """True if all ranks announce the collective within a second."""
+    def all_announce_soon(self) -> bool:
+        """Return True if all ranks announce the collective within a second."""
         until = time.monotonic() + _PATIENCE_S
         while not self._work.is_completed():
             if time.monotonic() > until:

@@ -102,7 +102,7 @@ class GlooCommunicator(Communicator):
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
     ) -> Pending:
-        _, total = places_in_pack(shards)
+        _, total = pack_offsets(shards)
         if total == 0:
             return done(NOTHING)
         if total <= _PACKED or shards[0].device.type != "cpu":
@@ -126,7 +126,7 @@ class GlooCommunicator(Communicator):
 
     def _gather_packed(self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], number: int) -> Pending:
         """Send all tensors in one message for each pair of ranks, with the tag ``number``."""
-        starts, total = places_in_pack(shards)
+        starts, total = pack_offsets(shards)
         device = shards[0].device
         rows = empty(self.world_size * total, torch.uint8, shards[0], "cpu").view(self.world_size, total)
         row = rows[self.rank] if device.type == "cpu" else empty(total, torch.uint8, shards[0])
@@ -178,8 +178,8 @@ class _TwoHalves(Pending):
         return [*super().memory(), *self._scattered.memory()]
 
 
-def places_in_pack(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Return where each tensor begins in a row of bytes, at multiples of 64, and the length of the row."""
+def pack_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Return the offset of each tensor in a row of bytes, a multiple of 64, and the length of the row."""
     starts, total = [], 0
     for tensor in tensors:
         starts.append(total)

@@ -188,7 +188,7 @@ def init_distributed(
     _let_gloo_wait(backend)
     os.environ.update(nccl_environment(torch.__version__, os.environ))
     if init_method is not None and init_method != "env://":
-        rank, world_size = _checked_place(init_method, rank, world_size)
+        rank, world_size = _check_rank(init_method, rank, world_size)
         _start(backend, init_method, rank, world_size, timeout)
     else:
         _start_from_environment(backend, rank, world_size, timeout)
@@ -305,7 +305,7 @@ def _let_gloo_wait(backend: str) -> None:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-def _checked_place(init_method: str, rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _check_rank(init_method: str, rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None:
         raise ValueError(
             f"init_distributed: init_method={init_method!r} needs rank and world_size, got rank={rank}, "

@@ -10,7 +10,7 @@ import torch
 
 from zerolite.comm.communicator import NOTHING, Pending, divide, done, empty
 from zerolite.comm.flight_recorder import WAIT, Mismatch, wait_for
-from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, places_in_pack
+from zerolite.comm.gloo import GlooCommunicator, mean_in_order, pack, pack_offsets
 from zerolite.comm.host_memory import HostMemory
 from zerolite.comm.transport import DryTransport
 from zerolite.utils.accelerator import address
@@ -249,7 +249,7 @@ class SharedMemoryCommunicator(GlooCommunicator):
     def _gather_shards(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], tag: str, key: int
     ) -> Pending:
-        starts, total = places_in_pack(shards)
+        starts, total = pack_offsets(shards)
         if total == 0:
             return done(NOTHING)
 

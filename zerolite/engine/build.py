@@ -24,7 +24,7 @@ from zerolite.comm import (
     ControlChannel,
     HostGroup,
     Topology,
-    check_is_wanted,
+    check_is_enabled,
 )
 from zerolite.config import ZeroliteConfig
 from zerolite.data.dataloader import Loaders
@@ -217,7 +217,7 @@ def _make_engine(
     engine = _engine_class(setup)(components)
     monitoring.end_with(engine)
     _clean_up_with(engine, parts, reference, offload, hooks)
-    if check_is_wanted(setup.config.check_collectives):
+    if check_is_enabled(setup.config.check_collectives):
         check_collectives(reference, topology, coordinator)
     monitoring.watch_communication(topology, coordinator)
     return engine

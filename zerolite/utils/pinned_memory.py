@@ -36,16 +36,16 @@ def host_memory(nbytes: int, pin: bool) -> torch.Tensor:
         if int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0:
             finalize_before_exit(exporter, runtime.cudaHostUnregister, memory.data_ptr())
         else:
-            _told_of_failure(nbytes)
+            _warn_of_failure(nbytes)
     return memory
 
 
-def _told_of_failure(nbytes: int) -> None:
+def _warn_of_failure(nbytes: int) -> None:
     """Clear the sticky error of a failed registration, so that the next CUDA call does not report it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
-    if not _told:
-        _told.append(nbytes)
+    if not _warned:
+        _warned.append(nbytes)
         logger.warning(
             "CUDA cannot pin %d bytes of the host's memory: copies between host and device wait for each other and are "
             "slow. The limit of locked memory (ulimit -l) or the host's memory may be too small",
@@ -53,7 +53,7 @@ def _told_of_failure(nbytes: int) -> None:
         )
 
 
-_told: list[int] = []  # the warning has been logged
+_warned: list[int] = []  # the warning has been logged
 
 
 def _huge(nbytes: int) -> mmap.mmap:
