@@ -14,8 +14,8 @@ from zerolite.data.position import (
     EpochSampler,
     SampleOrder,
     preserve_rng_state,
-    remaining_per_rank,
     remaining_indices,
+    remaining_per_rank,
     with_indices,
 )
 
