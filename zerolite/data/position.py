@@ -228,7 +228,7 @@ def _to_text(state: torch.Tensor) -> str:
 
 
 def _from_text(text: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8, device="cpu")
 
 
 def _fits(text: str, generator: torch.Generator) -> bool:

@@ -76,7 +76,7 @@ class CudaKernels:
         size = entry.bytes(arguments.segments)
         with torch.cuda.device(device):
             if size and not torch.cuda.is_current_stream_capturing():
-                filled = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                filled = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
                 self._check(entry.fill(call, filled.data_ptr()), entry, device)
                 copied = filled.to(device, non_blocking=True)
             tables = [None if table is None else table.data_ptr() for table in (filled, copied)]

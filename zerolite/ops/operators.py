@@ -83,7 +83,7 @@ def _check_bounds(table: torch.Tensor, tensors: Tensors, rows: int) -> None:
     """Check that every segment is within its tensor and names an existing row or owner. Needs real tables."""
     which, start, numel, row = table.unbind(1)
     inside = (which >= 0) & (which < len(tensors)) & (start >= 0) & (numel >= 0) & (row >= 0) & (row < rows)
-    sizes = torch.tensor([tensor.numel() for tensor in tensors])
+    sizes = torch.tensor([tensor.numel() for tensor in tensors], device="cpu")
     inside &= numel <= sizes[which.clamp(0, len(tensors) - 1)] - start
     if not bool(inside.all()):
         segment = int((~inside).nonzero()[0])

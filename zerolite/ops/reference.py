@@ -39,7 +39,9 @@ def update(call: UpdateCall) -> None:
             exact_states = [state.float() for state in states]
             scaled = grad.float() * rows[row][0]
             if call.factor is not None:
-                scaled = grad.float() * (call.factor * torch.tensor(rows[row][0], dtype=torch.float32)).to(grad.device)
+                scaled = grad.float() * (
+                    call.factor * torch.tensor(rows[row][0], dtype=torch.float32, device="cpu")
+                ).to(grad.device)
             rule(rows[row], exact, scaled, exact_states)
             for kept, value in zip([param, *states], [exact, *exact_states], strict=True):
                 if kept.data_ptr() != value.data_ptr():

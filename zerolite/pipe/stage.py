@@ -224,10 +224,10 @@ class ChunkStage(PipelineStage):
     # ------------------------------------------------ torch's preparations, which are not needed here
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.ones(1, dtype=torch.int32)
+        return torch.ones(1, dtype=torch.int32, device="cpu")
 
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.ones(1, dtype=torch.int32)
+        return torch.ones(1, dtype=torch.int32, device="cpu")
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         self.chunks = num_microbatches

@@ -169,10 +169,10 @@ class BucketFiller:
         self._formats = {s.index: strides[s.index] for s in filled if not _row_major(strides[s.index])}
         self._zero: dict[torch.dtype, torch.Tensor] = {}
         # Position of each element of the bucket in the concatenated gradients. Padding points to the zero at their end.
-        source = torch.full((bucket.numel,), sum(slot.numel for slot in bucket.slots), dtype=torch.int32)
+        source = torch.full((bucket.numel,), sum(slot.numel for slot in bucket.slots), dtype=torch.int32, device="cpu")
         position = 0
         for slot in bucket.slots:
-            values = torch.arange(position, position + slot.numel, dtype=torch.int32)
+            values = torch.arange(position, position + slot.numel, dtype=torch.int32, device="cpu")
             for target, part in destinations(source, bucket, slot, values, (1,)):
                 target.copy_(part)
             position += slot.numel
