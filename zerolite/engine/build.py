@@ -270,7 +270,7 @@ def _communicators_beside(parts: StepComponents) -> list[Communicator]:
     topology = parts.setup.topology
     if topology.trivial:
         return []
-    shared = [] if parts.sums is None else parts.sums.comms
+    shared = [] if parts.shared_grads is None else parts.shared_grads.comms
     return [topology.world, topology.tensor, topology.pipe, topology.model, *shared]
 
 

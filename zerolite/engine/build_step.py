@@ -29,7 +29,12 @@ from zerolite.engine.decisions import (
     step_options,
 )
 from zerolite.engine.evaluation_engine import EvaluationPipeline
-from zerolite.engine.model_parallel import GradientSums, ModelParallelStats, ModelParallelStepPipeline, counts_once
+from zerolite.engine.model_parallel import (
+    ModelParallelStats,
+    ModelParallelStepPipeline,
+    SharedGradReducer,
+    counts_once,
+)
 from zerolite.engine.model_values import fill_buckets, synchronize_untrained
 from zerolite.offload.from_config import check_optimizer, placements_of, warn_of_few_threads
 from zerolite.offload.offloaded_gradients import OffloadedGradients
@@ -96,7 +101,7 @@ class StepComponents:
     Attributes:
         owned: parameters that belong to the engine.
         partitioned: the model's partitioned parameters at stage 3, else None.
-        sums: sums of gradients over ranks that have other parts of the model; None where there are none.
+        shared_grads: all-reduce of gradients over ranks that have other parts of the model; None where there are none.
         note_inputs: function that notes the inputs of a forward, to compare them in the next statistics.
     """
 
@@ -129,8 +134,8 @@ class StepComponents:
         collector = self._make_collector(parallel)
         self.note_inputs = collector.note_inputs if isinstance(collector, ModelParallelStats) else None
         self.reducer = self._make_reducer(trained, collector)
-        self.sums = (
-            GradientSums(setup.topology, self.buffer, self._ties, self.reducer, setup.device) if parallel else None
+        self.shared_grads = (
+            SharedGradReducer(setup.topology, self.buffer, self._ties, self.reducer, setup.device) if parallel else None
         )
         self.sharded = self._make_optimizer(make_inner, groups)
         self.param_gatherer = self._make_gatherer()
@@ -242,8 +247,8 @@ class StepComponents:
         options = step_options(config, numel, setup.kind in SKIPS_ON_DEVICE)
         checks, observe_update = self._make_checks(options.check_finite)
         make: Callable[..., StepPipeline] = StepPipeline if setup.trains else EvaluationPipeline
-        if self.sums is not None:
-            make = functools.partial(ModelParallelStepPipeline, sums=self.sums)
+        if self.shared_grads is not None:
+            make = functools.partial(ModelParallelStepPipeline, shared_grads=self.shared_grads)
         return make(
             buffer,
             self.reducer,

@@ -29,14 +29,14 @@ from zerolite.zero.observers import REDUCE_WAIT
 from zerolite.zero.step import StepPipeline
 
 if TYPE_CHECKING:
-    from zerolite.pipe.prepare import Tie
+    from zerolite.pipe.prepare import TiedParam
 
 
 _COMPARED = 1 << 16  # at most about so many elements of an input are hashed
 
 
 @dataclass(frozen=True)
-class SharedGradients:
+class SharedParams:
     """Trained parameters whose gradient is the sum over the ranks of ``comm``.
 
     Attributes:
@@ -98,20 +98,20 @@ class ModelParallelStats(StatsCollector):
         vector[LOCAL] = torch.cat([different, all_unused - unused, totals])
 
 
-class GradientSums:
-    """Sums of the gradients of shared parameters. All methods are called on all ranks, in the same order."""
+class SharedGradReducer:
+    """All-reduce of the gradients of shared parameters. All methods are called on all ranks, in the same order."""
 
     def __init__(
         self,
         topology: Topology,
         buffer: ParameterBuffer,
-        ties: Mapping[int, Tie],
+        ties: Mapping[int, TiedParam],
         reducer: GradReducer,
         device: torch.device,
     ) -> None:
         """
         Args:
-            ties: the ``Tie`` of each parameter that several stages have, by the parameter's id.
+            ties: the ``TiedParam`` of each parameter that several stages have, by the parameter's id.
         """
         self._topology, self._buffer, self._ties = topology, buffer, ties
         self._reducer, self._device = reducer, device
@@ -133,17 +133,17 @@ class GradientSums:
                 f"zero_optimization.offload_optimizer: expected no parameter whose gradient tensor-parallel ranks must "
                 f"sum on the device, got '{slots[offloaded[0]].name}'; leave the block out"
             )
-        groups = [SharedGradients(topology.tensor, partial)]
+        groups = [SharedParams(topology.tensor, partial)]
         indices = {id(parameter): index for index, parameter in enumerate(trained)}
         for tie in sorted(self._ties.values(), key=lambda tie: str(tie.key)):
             if tie.key not in self._shared:
                 self._shared[tie.key] = self._communicator(tie)
             if id(tie.parameter) in indices:
-                groups.append(SharedGradients(self._shared[tie.key], (indices[id(tie.parameter)],)))
+                groups.append(SharedParams(self._shared[tie.key], (indices[id(tie.parameter)],)))
         self._groups = [group for group in groups if group.indices and group.comm.world_size > 1]
         self._fragments = {group.indices: self._fragments_of(group) for group in self._groups}
 
-    def _communicator(self, tie: Tie) -> Communicator:
+    def _communicator(self, tie: TiedParam) -> Communicator:
         comm = stages_communicator(self._topology, tuple(tie.ranks), self._device)
         dtype = {f"parameter '{tie.key}', which stages share,": {"dtype": str(tie.parameter.dtype)}}
         different = "zerolite.initialize: stages compute in different dtypes"
@@ -194,7 +194,7 @@ class GradientSums:
         """Forget the sum, after the gradients have been used or dropped."""
         self._summed = False
 
-    def _local_gradients(self, group: SharedGradients) -> list[torch.Tensor]:
+    def _local_gradients(self, group: SharedParams) -> list[torch.Tensor]:
         """Return this rank's gradients of the group, flat, in the order of its indices."""
         sharded = self._reducer.keeps_shards
         return [
@@ -202,7 +202,7 @@ class GradientSums:
             for f in self._fragments[group.indices]
         ]
 
-    def _fragments_of(self, group: SharedGradients) -> list[Fragment]:
+    def _fragments_of(self, group: SharedParams) -> list[Fragment]:
         layout, sharded = self._reducer.layout, self._reducer.keeps_shards
         order = {index: place for place, index in enumerate(group.indices)}
         fragments = layout.fragments(self._topology.data.rank) if sharded else layout.full_fragments()
@@ -214,26 +214,26 @@ class ModelParallelStepPipeline(StepPipeline):
 
     _same_gathers = False  # a tensor shard may be small enough to stay whole on one rank and not on another
 
-    def __init__(self, *args: Any, sums: GradientSums, **kwargs: Any) -> None:
-        self._sums = sums
+    def __init__(self, *args: Any, shared_grads: SharedGradReducer, **kwargs: Any) -> None:
+        self._shared_grads = shared_grads
         super().__init__(*args, **kwargs)
 
     def use_layout(self) -> None:
         super().use_layout()
-        self._sums.use_layout()
+        self._shared_grads.use_layout()
 
     def _begin_accumulation(self) -> None:
-        self._sums.clear()
+        self._shared_grads.clear()
         super()._begin_accumulation()
 
     def _begin(self, *args: Any, **kwargs: Any) -> None:
-        self._sums.reopen()
+        self._shared_grads.reopen()
         super()._begin(*args, **kwargs)
 
     def finish_reductions(self) -> None:
         with self._observers.phase(REDUCE_WAIT), self.announce(Command.REDUCE):
             super().finish_reductions()
-            self._sums.run()
+            self._shared_grads.run()
 
     def _take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
         if not self.changes.all_dropped(found):
@@ -245,7 +245,7 @@ class ModelParallelStepPipeline(StepPipeline):
         super()._take_over(found)
 
 
-def counts_once(topology: Topology, buffer: ParameterBuffer, ties: Mapping[int, Tie]) -> Callable[[int], bool]:
+def counts_once(topology: Topology, buffer: ParameterBuffer, ties: Mapping[int, TiedParam]) -> Callable[[int], bool]:
     """Return the rule of the norm: of a parameter that several ranks hold, the first stage and tensor rank counts."""
 
     def counts(index: int) -> bool:

@@ -25,7 +25,7 @@ from zerolite.tensor_parallel.shard_spec import set_names
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedParam:
     """A parameter of this rank that several stages have.
 
     Attributes:
@@ -54,7 +54,7 @@ class PreparedStage:
 
     module: nn.Module
     loss_fn: LossFunction | None
-    ties: list[Tie]
+    ties: list[TiedParam]
     chunks: list[Chunk]
     parts: int
     schedule: str
@@ -126,18 +126,18 @@ def _divide_together(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], lis
     return RaiseTogether(host, "zerolite.initialize", failed="could not make its stage:").run(checked)
 
 
-def _ties(assignments: Iterable[ParameterAssignment], ranks: Sequence[int], here: int) -> list[Tie]:
+def _ties(assignments: Iterable[ParameterAssignment], ranks: Sequence[int], here: int) -> list[TiedParam]:
     """Return the ties of the parameters that are on this stage and on others."""
     ties = []
     for assignment in assignments:
         on = tuple(sorted({ranks[part] for part in assignment.parts}))
         if here in on and len(on) > 1:
             set_names(assignment.parameter, assignment.names)
-            ties.append(Tie(assignment.parameter, assignment.names[0], on))
+            ties.append(TiedParam(assignment.parameter, assignment.names[0], on))
     return sorted(ties, key=lambda tie: tie.key)
 
 
-def _synchronize_ties(ties: Sequence[Tie], host: HostGroup, topology: Topology, device: torch.device) -> None:
+def _synchronize_ties(ties: Sequence[TiedParam], host: HostGroup, topology: Topology, device: torch.device) -> None:
     """Make the process groups of stages with tied parameters, and give the parameters equal values."""
     # A process group is made on all ranks in the same order, so all ranks need the combinations of all stages.
     shared_by = {tie.ranks for tie in ties}
