@@ -16,7 +16,7 @@ from zerolite.optim.optimizers import (
     NOT_ELEMENTWISE,
     TORCH_OPTIMIZERS,
     check_elementwise,
-    needs_whole,
+    needs_whole_parameters,
     resolve_optimizer,
 )
 
@@ -184,7 +184,9 @@ def test_unknown_classes_are_taken_at_their_own_word_only():
     inherits = type("Inherits", (promises,), {})
     denies = type("Denies", (torch.optim.SGD,), {"zerolite_elementwise": False})
     decomposed = type("Decomposed", (torch.optim.Adafactor,), {})
-    assert [needs_whole(cls) for cls in (silent, inherits, promises, denies, decomposed)] == [False] * 3 + [True] * 2
+    assert [needs_whole_parameters(cls) for cls in (silent, inherits, promises, denies, decomposed)] == [False] * 3 + [
+        True
+    ] * 2
     for cls in (silent, inherits):
         assert re.search(rf"{cls.__name__}.*zerolite_elementwise = True", check_elementwise(cls))
     assert check_elementwise(promises) is None

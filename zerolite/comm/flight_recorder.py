@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-KEPT = 128
+CAPACITY = 128
 
 
 class Mismatch(RuntimeError):
@@ -52,7 +52,7 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self.count = 0
-        self.latest: deque[Raw] = deque(maxlen=KEPT)
+        self.latest: deque[Raw] = deque(maxlen=CAPACITY)
 
     def numbered(self) -> list[tuple[int, Entry]]:
         """Return the latest entries with their numbers, counted from 1. May be called by another thread."""

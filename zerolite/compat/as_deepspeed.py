@@ -52,27 +52,27 @@ class AliasFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if not fullname.startswith("deepspeed."):
             return None
-        home = PACKAGE + fullname.removeprefix("deepspeed")
+        original = PACKAGE + fullname.removeprefix("deepspeed")
         try:
-            found = importlib.util.find_spec(home)
+            found = importlib.util.find_spec(original)
         except ModuleNotFoundError:
             found = None
         if found is None:
             message = f"zerolite's deepspeed has no module {fullname!r}; docs/deepspeed.md lists its modules"
             raise ModuleNotFoundError(message, name=fullname)
         return importlib.machinery.ModuleSpec(
-            fullname, _SameModule(home), is_package=found.submodule_search_locations is not None
+            fullname, _SameModule(original), is_package=found.submodule_search_locations is not None
         )
 
 
 class _SameModule(importlib.abc.Loader):
     """Loader that returns a module that is already imported under another name."""
 
-    def __init__(self, home: str) -> None:
-        self._home = home
+    def __init__(self, original: str) -> None:
+        self._original = original
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._home)
+        module = importlib.import_module(self._original)
         self._own_spec = module.__spec__
         return module
 

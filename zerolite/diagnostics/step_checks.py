@@ -54,14 +54,14 @@ class StepChecks:
         self._device = device
         self._consistency = consistency
         self._updated = updated
-        self._parts = [part for part in (consistency, updated) if part is not None]
+        self._checks = [check for check in (consistency, updated) if check is not None]
         self.nonfinite_update = ""  # a sentence about the update that made weights non-finite
 
     # ---------------------------------------------------------------- statistics
 
     @property
     def size(self) -> int:
-        return sum(part.size for part in self._parts)
+        return sum(check.size for check in self._checks)
 
     def write(self, values: torch.Tensor) -> list[_CheckValues]:
         """Write this rank's values into ``values``, which are then added over all ranks.
@@ -69,10 +69,10 @@ class StepChecks:
         The returned list belongs to these values: the next statistics may begin before these have been read.
         """
         written = []
-        for part in self._parts:
-            of_part, values = values[: part.size], values[part.size :]
-            part.write(of_part)
-            written.append(_CheckValues(len(of_part), part.numbers))
+        for check in self._checks:
+            own, values = values[: check.size], values[check.size :]
+            check.write(own)
+            written.append(_CheckValues(len(own), check.numbers))
         return written
 
     def on_stats_read(self, extra: tuple[list[_CheckValues], torch.Tensor] | None) -> None:
@@ -84,13 +84,13 @@ class StepChecks:
         if extra is None:
             return
         written, values = extra
-        for part, (size, numbers) in zip(self._parts, written, strict=True):
-            of_part, values = values[:size], values[size:]
+        for check, (size, numbers) in zip(self._checks, written, strict=True):
+            own, values = values[:size], values[size:]
             if numbers is None:
                 continue
-            if isinstance(part, ConsistencyCheck):
-                part.note(of_part, numbers)
-            elif groups := part.nonfinite_groups(of_part):
+            if isinstance(check, ConsistencyCheck):
+                check.note(own, numbers)
+            elif groups := check.nonfinite_groups(own):
                 self.nonfinite_update = _describe_update(groups, numbers)
 
     def raise_errors(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerolite.access.parameter_access import OWNERS
 from zerolite.config import ConfigError, ZeroliteConfig
 from zerolite.optim.lr_schedules import build_scheduler
-from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole, resolve_optimizer
+from zerolite.optim.optimizers import check_elementwise, check_usable, needs_whole_parameters, resolve_optimizer
 from zerolite.utils.accelerator import host_value
 from zerolite.zero.sharded_optimizer import Groups, ShardedOptimizer
 from zerolite.zero.stages import StagePolicy
@@ -156,10 +156,10 @@ class OptimizerChoice:
 
 
 def choose_optimizer(
-    optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups, cut: bool = False
+    optimizer: OptimizerLike | None, config: ZeroliteConfig, policy: StagePolicy, groups: Groups, tp: bool = False
 ) -> OptimizerChoice:
     """Choose the optimizer, and decide if a rank updates parts of parameters or whole ones. Raises ConfigError or
-    ValueError if it cannot work at this stage. ``cut``: ranks have parts of layers (tensor parallelism)."""
+    ValueError if it cannot work at this stage. ``tp``: ranks have shards of layers."""
     if optimizer is not None and config.optimizer is not None:
         sentence = "expected an optimizer in the config or in zerolite.initialize(optimizer=…), got both; leave one out"
         raise ConfigError([("optimizer", sentence)])
@@ -167,16 +167,16 @@ def choose_optimizer(
         return OptimizerChoice(functools.partial(torch.optim.SGD, lr=0.0))  # nothing is trained
     make, kind = _maker(optimizer, config, groups)
     reason, asked = check_elementwise(kind), config.zero_optimization.whole_parameters
-    whole = asked or needs_whole(kind)
+    whole = asked or needs_whole_parameters(kind)
     untested = reason is not None and not whole and config.zero_allow_untested_optimizer
-    if cut and (whole or (reason is not None and not untested)):
+    if tp and (whole or (reason is not None and not untested)):
         why = reason or "zero_optimization.whole_parameters is true."
         raise ValueError(
             f"tensor_parallel gives each rank a part of the parameters of a layer to update. {why} Use an optimizer "
             "that updates each element by itself, such as AdamW."
         )
     if not policy.shard_optimizer:
-        return OptimizerChoice(make, untested and cut)
+        return OptimizerChoice(make, untested and tp)
     if whole and policy.shard_parameters:
         cause = "zero_optimization.whole_parameters is true." if asked else reason
         raise ValueError(

@@ -43,13 +43,13 @@ def connect_backward(
 
 
 def check_collectives(
-    known: EngineRef, topology: Topology, coordinator: PartitionedParameterCoordinator | None
+    engine_ref: EngineRef, topology: Topology, coordinator: PartitionedParameterCoordinator | None
 ) -> None:
     """Compare the collectives of all communicators between their ranks before they are launched."""
     comm = topology.data
 
     def names_of(gathered: bool, key: int) -> list[str]:
-        engine = known()
+        engine = engine_ref()
         if engine is None:
             return []
         names = Names(engine)

@@ -99,12 +99,14 @@ def forbid_partial_state_dicts(model: torch.nn.Module, topology: Topology) -> No
         _forbid_shard_state_dicts(model)
     if topology.pipe.world_size > 1:
         stage = f"this rank has stage {topology.pipe.rank + 1} of {topology.pipe.world_size} of the model only"
-        model.register_state_dict_pre_hook(functools.partial(_refuse_stage, f"state_dict: {stage}", _WHOLE))
-        model.register_load_state_dict_pre_hook(functools.partial(_refuse_stage, f"load_state_dict: {stage}", _INTO))
+        model.register_state_dict_pre_hook(functools.partial(_refuse_stage, f"state_dict: {stage}", _SAVE_REMEDY))
+        model.register_load_state_dict_pre_hook(
+            functools.partial(_refuse_stage, f"load_state_dict: {stage}", _LOAD_REMEDY)
+        )
 
 
-_WHOLE = "Call engine.full_state_dict() on all ranks, which gives the whole one."
-_INTO = "Call engine.load_full_state_dict(state) on all ranks, which takes the whole one's."
+_SAVE_REMEDY = "Call engine.full_state_dict() on all ranks, which gives the whole one."
+_LOAD_REMEDY = "Call engine.load_full_state_dict(state) on all ranks, which takes the whole one's."
 
 
 def _refuse_stage(what: str, remedy: str, module: torch.nn.Module, *rest: Any) -> None:

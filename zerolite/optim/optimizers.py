@@ -181,7 +181,7 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> str | None:
     )
 
 
-def needs_whole(optimizer: Optimizer | type[Optimizer]) -> bool:
+def needs_whole_parameters(optimizer: Optimizer | type[Optimizer]) -> bool:
     """Return True if this class is known to need whole parameters.
 
     These are some classes of torch, some classes of other libraries (by name), and classes whose own body has

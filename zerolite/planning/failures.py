@@ -14,7 +14,7 @@ from zerolite.config import ConfigError
 from zerolite.planning.errors import PlanError, RefusedError
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def as_refusal() -> Iterator[None]:
 def _location(where: str, module: Callable[[], str] | None, error: BaseException) -> str:
     """Return the failing part for a message, with the innermost line of the user's code."""
     name = module() if module is not None else ""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _PACKAGE))]
     line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
     return f"{where}{f', in module {name!r},' if name else ''}{line}"
 

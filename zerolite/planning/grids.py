@@ -75,12 +75,12 @@ class Blocks(NamedTuple):
     Attributes:
         number: number of blocks.
         block: share of the model's operations in the smallest block.
-        rest: share of the operations in the largest module outside of the blocks.
+        other: share of the operations in the largest module outside the blocks.
     """
 
     number: int = 0
     block: float = 0.0
-    rest: float = 0.0
+    other: float = 0.0
 
     def largest_stage(self, pipe: int) -> float:
         """Return a lower bound of the share of operations in the largest of ``pipe`` stages.
@@ -89,7 +89,7 @@ class Blocks(NamedTuple):
         """
         ends = range(1, self.number - pipe + 2) if pipe > 1 else ()  # possible numbers of blocks of that stage
         others = {end: -(-(self.number - end) // (pipe - 1)) for end in ends}
-        return min((max(n * self.block, end * self.block + self.rest) for end, n in others.items()), default=0.0)
+        return min((max(n * self.block, end * self.block + self.other) for end, n in others.items()), default=0.0)
 
 
 _MANY = 8

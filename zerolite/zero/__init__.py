@@ -29,15 +29,15 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
-_HOME = "zerolite.zero.stage3"
+_STAGE3 = "zerolite.zero.stage3"
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "GatheredParameters": f"{_HOME}.gathered_parameters",
-        "Init": f"{_HOME}.init_context",
-        "ZeroParamStatus": f"{_HOME}.partitioned_parameter",
-        "register_external_parameter": f"{_HOME}.partition_parameters",
-        "unregister_external_parameter": f"{_HOME}.partition_parameters",
+        "GatheredParameters": f"{_STAGE3}.gathered_parameters",
+        "Init": f"{_STAGE3}.init_context",
+        "ZeroParamStatus": f"{_STAGE3}.partitioned_parameter",
+        "register_external_parameter": f"{_STAGE3}.partition_parameters",
+        "unregister_external_parameter": f"{_STAGE3}.partition_parameters",
     },
 )

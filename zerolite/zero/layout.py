@@ -42,7 +42,7 @@ from typing import NamedTuple
 # Elements: 128 bytes in fp32 and 64 in 16 bits, so that every slot and every shard starts on a cache line.
 ALIGNMENT = 32
 # Elements: at least 16 bytes in every dtype. Parts of sliced buckets are many and often small.
-PART_ALIGNMENT = 16
+SHARD_ALIGNMENT = 16
 # Elements of a bucket: auto_bucket_numel says why.
 MIN_AUTO_BUCKET = 4 << 20
 AUTO_BUCKET = 40_000_000
@@ -245,10 +245,10 @@ class PartitionLayout:
                     numel = specs[index].numel
                     part = shard_numel(numel, world_size)
                     slots.append(Slot(specs[index].name, index, len(buckets), row, numel, part))
-                    row += _round_up(part, PART_ALIGNMENT)
-                numel = max(PART_ALIGNMENT, row) * world_size
+                    row += _round_up(part, SHARD_ALIGNMENT)
+                numel = max(SHARD_ALIGNMENT, row) * world_size
                 buckets.append(Bucket(len(buckets), kind, numel, tuple(slots), rows=world_size))
-        return cls(world_size, PART_ALIGNMENT, tuple(buckets))
+        return cls(world_size, SHARD_ALIGNMENT, tuple(buckets))
 
     def extended(self, more: PartitionLayout) -> PartitionLayout:
         """Return a layout with the buckets of ``more`` after those of this one, which do not move."""
@@ -314,7 +314,7 @@ def shard_numel(numel: int, world_size: int) -> int:
     An all-gather writes rank r's part at r × part, and NCCL is slow if an address is not a multiple of 16 bytes. The
     price of rounding up: the last ranks may own fewer elements of a small parameter than the others, or none.
     """
-    return numel if world_size == 1 else _round_up(-(-numel // world_size), PART_ALIGNMENT)
+    return numel if world_size == 1 else _round_up(-(-numel // world_size), SHARD_ALIGNMENT)
 
 
 def auto_bucket_numel(total_numel: int, world_size: int) -> int:

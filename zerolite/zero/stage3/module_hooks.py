@@ -173,16 +173,18 @@ class GatherOnReadDict(dict[str, torch.nn.Parameter | None]):
     ) -> None:
         super().__init__(parameters)
         self._coordinator = weakref.ref(coordinator)
-        self._kept = coordinator.kept_for_backward
+        self._kept_for_backward = coordinator.kept_for_backward
 
     def __getitem__(self, name: str) -> torch.nn.Parameter | None:
         parameter = dict.__getitem__(self, name)
         if parameter is None:
             return None
         available = getattr(parameter, "ds_status", AVAILABLE) is AVAILABLE
-        if not available or (self._kept and handle_of(parameter) is not None):
+        if not available or (self._kept_for_backward and handle_of(parameter) is not None):
             coordinator, handle = self._coordinator(), vars(parameter)["_zero_handle"]
-            if coordinator is not None and (coordinator.is_kept_only(handle) if available else coordinator.busy):
+            if coordinator is not None and (
+                coordinator.only_kept_for_backward(handle) if available else coordinator.busy
+            ):
                 frame = sys._getframe(1)
                 reader = frame.f_back if frame.f_code is _GETATTR else None
                 if reader is None or not reads_metadata(reader):

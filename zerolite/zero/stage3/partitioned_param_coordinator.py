@@ -425,7 +425,7 @@ class PartitionedParameterCoordinator:
         else:
             handle.context.gather([handle])
 
-    def is_kept_only(self, handle: PartitionedParameter) -> bool:
+    def only_kept_for_backward(self, handle: PartitionedParameter) -> bool:
         """True in a forward for a parameter that is available only because its own group keeps it for its backward.
         Another module that reads it now needs it in its own backward too, whose step may have released it by then."""
         if handle.index not in self.kept_for_backward or handle.context is not self.context or handle.holds:

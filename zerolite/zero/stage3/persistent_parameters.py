@@ -47,8 +47,8 @@ class AvailableParameters:
         self._parameters = [member.parameter for member in self._members]
         self._views = [member.view for member in self._members]
         sharded = [member for member in self._members if member.storage is not None]
-        self._parts = [member.local_shard() for member in sharded]
-        self._shards = [member.shard[: len(part)] for member, part in zip(sharded, self._parts, strict=True)]
+        self._full_views = [member.local_shard() for member in sharded]
+        self._shards = [member.shard[: len(part)] for member, part in zip(sharded, self._full_views, strict=True)]
         self._offloaded = [member for member in sharded if member.placement.location != DEVICE]
         # Without the empty ones: torch's split_with_sizes_copy divides by zero on CUDA where a size is 0.
         on_device = [m for m in sharded if m.placement.location == DEVICE and m.shard.numel()]
@@ -74,9 +74,9 @@ class AvailableParameters:
                     copy_assigned_data(member.name, member.parameter, member.view)
         reader = self._context.reader
         if self._shards and reader is None:
-            torch._foreach_copy_(self._shards, self._parts)
+            torch._foreach_copy_(self._shards, self._full_views)
         elif self._shards and reader is not None:
-            reader.write_back(self._shards, self._parts)
+            reader.write_back(self._shards, self._full_views)
 
     def refresh(self) -> None:
         """Gather the values of an update into the memory that the parameters have, in one launch for those on the
