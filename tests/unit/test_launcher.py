@@ -25,10 +25,10 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     for nproc, threads in ((1, 8), (3, 2), (16, 1)):
         job = NodeJob(["t.py"], job_id="1", nproc=nproc)
         assert threads_per_rank(job, {}) == threads
-        supervisor.say_threads_per_rank(job)
+        supervisor.print_threads_per_rank(job)
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"zerolite: OMP_NUM_THREADS={threads} ") and "8 cores" in line
-        supervisor.say_threads_per_rank(dataclasses.replace(job, node_rank=1))
+        supervisor.print_threads_per_rank(dataclasses.replace(job, node_rank=1))
         assert capsys.readouterr().err == "", "said once for the job, not on each node"
 
 

@@ -116,7 +116,7 @@ def read_job(argv: Sequence[str], environ: Mapping[str, str]) -> NodeJob:
     return NodeJob.from_json(content["jobs"][node_index(argv[1], content["hosts"], environ)])
 
 
-def tell_launcher(**content: Any) -> None:
+def send_to_launcher(**content: Any) -> None:
     """Write a line for the launcher; do nothing if it has gone."""
     with suppress(OSError):
         sys.stderr.flush()
@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"this node's part of the job cannot be read ({error}): install the same version of zerolite on all hosts")
         return 2
     if by_ssh:
-        tell_launcher(**check(job))
+        send_to_launcher(**check(job))
         if os.read(0, 1) != GO:
             return 2
     if by_tool:
@@ -157,4 +157,4 @@ def main(argv: Sequence[str]) -> int:
         return run_node(job)
     finally:
         if by_ssh:
-            tell_launcher(ended=True)
+            send_to_launcher(ended=True)

@@ -122,7 +122,7 @@ class Supervisor:
         self._read_outcome()
         if self._interrupted_at is not None:
             self._end_all()
-            self._say_log_dir(only_if_filled=True)
+            self._print_log_dir(only_if_filled=True)
             return 128 + signal.SIGINT
         lines = self._text.decode().splitlines()
         if not lines or lines[-1] == READY:
@@ -134,7 +134,7 @@ class Supervisor:
         self._end_all(LATE_GRACE_S)
         for line in describe(outcome, os.uname().nodename) if outcome.prints_summary else []:
             write(line)
-        self._say_log_dir()
+        self._print_log_dir()
         return exit_status(outcome.failures)
 
     def _wait(self) -> None:
@@ -199,7 +199,7 @@ class Supervisor:
             return None
         self._end_all(0.0 if self._interrupted_at is not None else GRACE_S)
         say(f"received {signal_name(number)} and ended {count(self._job.nproc, 'rank')}")
-        self._say_log_dir(only_if_filled=True)
+        self._print_log_dir(only_if_filled=True)
         return 128 + (signal.SIGINT if self._interrupted_at is not None else number)
 
     def _ranks_have_started(self) -> bool:
@@ -210,7 +210,7 @@ class Supervisor:
         how = f"by signal {-code} ({signal_name(-code)})" if code < 0 else f"with exit status {code}"
         say(f"the agent (process {self._agent.pid}), which runs the ranks, ended {how}; the ranks are ended too")
         self._end_all()
-        self._say_log_dir()
+        self._print_log_dir()
         return 128 - code if code < 0 else code or 1
 
     def _end_all(self, grace_s: float = GRACE_S) -> None:
@@ -240,7 +240,7 @@ class Supervisor:
             time.sleep(0.1)
             self._reap()
 
-    def _say_log_dir(self, only_if_filled: bool = False) -> None:
+    def _print_log_dir(self, only_if_filled: bool = False) -> None:
         """Print where the output is, and keep it."""
         if not only_if_filled or has_output(self._log_dir):
             self.keeps_logs = True
@@ -264,7 +264,7 @@ def run_node(job: NodeJob) -> int:
         where = "a temporary directory" if job.log_dir is None else f"--log-dir {job.log_dir!r}"
         say(f"nothing was started: {where} cannot be made ({error.strerror}: {error.filename!r})")
         return 2
-    say_threads_per_rank(job)
+    print_threads_per_rank(job)
     supervisor = Supervisor(job, log_dir)
     status = supervisor.run()
     if job.log_dir is None and not supervisor.keeps_logs:
@@ -286,7 +286,7 @@ def has_output(directory: str) -> bool:
     return any(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
 
 
-def say_threads_per_rank(job: NodeJob) -> None:
+def print_threads_per_rank(job: NodeJob) -> None:
     """Print the number of threads if the launcher has chosen it, once per job: on the first node."""
     threads = threads_per_rank(job, os.environ)
     if threads is None or job.node_rank != 0:
