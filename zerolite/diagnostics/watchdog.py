@@ -142,7 +142,7 @@ class Watchdog:
         """
         if self._closed or os.getpid() != self._process:  # a forked worker has a copy of this object
             return
-        self._say_ended(how or describe_end(sys.exc_info()[1]))
+        self._leave_exit_message(how or describe_end(sys.exc_info()[1]))
         self._closed = True
         WAIT.forget()
         self._nudge()
@@ -154,7 +154,7 @@ class Watchdog:
         if not self._thread.is_alive():
             self._store.close()
 
-    def _say_ended(self, how: str) -> None:
+    def _leave_exit_message(self, how: str) -> None:
         if self._store.alone or self._alone:
             return
         steps = max((engine.global_steps for engine in list(self._engines.values())), default=self._steps)
@@ -270,21 +270,21 @@ class Watchdog:
         if not verdict.startswith("zerolite"):
             verdict = f"zerolite: the ranks launched different collectives, so the job is ended.\n\n{verdict}"
         failure_record.write(verdict, "")
-        farewell = threading.Thread(target=self._say_farewell, args=(verdict,), name=WATCHDOG_THREAD, daemon=True)
+        farewell = threading.Thread(target=self._print_verdict, args=(verdict,), name=WATCHDOG_THREAD, daemon=True)
         with contextlib.suppress(RuntimeError):  # where the interpreter is ending
             farewell.start()
             # In a thread with a limit: neither the store nor the terminal has to answer, and the process must end.
             farewell.join(_FAREWELL_S)
         os._exit(EXIT_STATUS)
 
-    def _say_farewell(self, verdict: str) -> None:
+    def _print_verdict(self, verdict: str) -> None:
         with contextlib.suppress(Exception):
             print(verdict, file=sys.stderr, flush=True)
             sys.stdout.flush()
         with contextlib.suppress(RuntimeError, OSError):
-            self._leave_together()
+            self._wait_for_readers()
 
-    def _leave_together(self) -> None:
+    def _wait_for_readers(self) -> None:
         """Wait until all ranks have read the verdict, but not for long.
 
         If the first rank to end hosts the store, the others cannot read it any more. And its end makes the launcher end
@@ -381,7 +381,7 @@ class Watchdog:
                     f"which is shorter than desync_timeout_s ({self._timeout_s:g} s), so the job is ended."
                 )
                 verdict = self._consult(reason, fatal=True)
-                self._leave_together()
+                self._wait_for_readers()
                 return TimedOut(f"{verdict}\n\n({error})")
             if _LOST.search(str(error)):
                 return lost_peer(error, self._rank, self._report().summary(), self._exit_messages.await_ended_ranks())
