@@ -2,7 +2,7 @@
 
 | in the user's loop                   | here                                                              |
 |--------------------------------------|-------------------------------------------------------------------|
-| ``p.grad = None``                    | the gradient is dropped (``take_over``)                           |
+| ``p.grad = None``                    | the gradient is dropped (``adopt``)                               |
 | ``p.grad = tensor``, then a backward | counts as a gradient of this rank (``accumulate_assigned``)       |
 | ``p.grad = tensor``, then a step     | is the mean gradient, the same on all ranks (``store_assigned``)  |
 | ``p.grad.mul_(factor)``              | the update multiplies by it (``common_factor``)                   |
@@ -59,7 +59,7 @@ class GradientChanges:
         """Return True if the user has set ``p.grad`` of all parameters to None. found: what ``changed`` returned."""
         return all(value is None for value in found.values()) and self._reducer.shown.all_none(self._reducer.parameters)
 
-    def take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
+    def adopt(self, found: Mapping[int, torch.Tensor | None]) -> None:
         """Drop gradients that were set to None, and note assigned tensors.
 
         Args:

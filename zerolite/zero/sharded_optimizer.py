@@ -91,7 +91,7 @@ class ShardedOptimizer(Optimizer):
                 group["params"] = list(groups[index]["params"])
         self.method = self._choose_method(choose_rule, make_update)
         if isinstance(make_inner, Optimizer):
-            self._take_over_states()
+            self._adopt_states()
         optimizer_ref = weakref.ref(self)
         self.inner.state = self._state = make_state_view(
             self.inner.state, lambda index: _states_of(optimizer_ref, index)
@@ -291,7 +291,7 @@ class ShardedOptimizer(Optimizer):
         for shards in self.shards_by_bucket:
             yield from shards
 
-    def _take_over_states(self) -> None:
+    def _adopt_states(self) -> None:
         """Move states that the user's optimizer has made before to the shards."""
         for shard in self.shards():
             parameter = self._buffer.parameters[shard.index]

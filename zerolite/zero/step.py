@@ -261,17 +261,17 @@ class StepPipeline:
             self.changes.refresh_stats()
         found = self._reducer.shown.changed(self._reducer.parameters)
         if found:
-            self._take_over(found)
+            self._adopt_changes(found)
         stats = self._collector.latest
         if self.changes.assigned and stats is not None and not (before_backward or self._updated):
             self.changes.store_assigned(stats, self.gradient_scale.device_divisor(stats))
 
-    def _take_over(self, found: Mapping[int, torch.Tensor | None]) -> None:
+    def _adopt_changes(self, found: Mapping[int, torch.Tensor | None]) -> None:
         if self.changes.all_dropped(found):
             self.zero_grad()
             return
         with self.announce(Command.OTHER):  # a rank without data cannot know of it
-            self.changes.take_over(found)
+            self.changes.adopt(found)
 
     def stats(self) -> StatsVector:
         """Return the statistics of the accumulated gradients; collect them if that has not been done."""
