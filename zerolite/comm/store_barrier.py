@@ -105,7 +105,7 @@ class StoreBarrier:
         if self._rank in missing:
             return False
         if failure:
-            self._stay_for_others(how_many_is_known=bool(missing))
+            self._wait_for_readers(how_many_is_known=bool(missing))
             raise RuntimeError(f"{self._what}: {failure}")
         return True
 
@@ -115,7 +115,7 @@ class StoreBarrier:
         if self._store.check(["outcome"]):
             return True
         if exited := self._exited():
-            self.decide(self._never_come(exited), exited)
+            self.decide(self._exited_message(exited), exited)
         elif too_late is not None and (missing := self._missing()):
             self.decide(too_late(missing), missing)
         return False
@@ -134,7 +134,7 @@ class StoreBarrier:
         exited = exited_ranks(self._store, self._rank, world_size)
         return [rank for rank in exited if rank in self._ranks and not self._store.check([f"here/{rank}"])]
 
-    def _never_come(self, exited: list[int]) -> str:
+    def _exited_message(self, exited: list[int]) -> str:
         who = name_ranks(exited)
         return (
             f"{who} of {len(self._ranks)} exited with status 0 before this call, and the others wait for "
@@ -148,7 +148,7 @@ class StoreBarrier:
         have = "has" if len(missing) == 1 else "have"
         return f"{self._what}: {name_ranks(missing)} of {len(self._ranks)} {have} not arrived yet"
 
-    def _stay_for_others(self, how_many_is_known: bool) -> None:
+    def _wait_for_readers(self, how_many_is_known: bool) -> None:
         """Wait a little until the other ranks have read the outcome, because the store may end with this process.
 
         If processes contradict each other (two with the same rank), it is unknown how many will read it: wait the full

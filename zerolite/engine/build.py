@@ -260,12 +260,12 @@ def _tensor_owners(parts: StepComponents, attached: Attached) -> TensorOwners:
         parts.comm,
         parts.setup.device,
         parts.transfers,
-        other_comms=functools.partial(_communicators_beside, parts),
+        other_comms=functools.partial(_other_communicators, parts),
         activations=attached.memory,
     )
 
 
-def _communicators_beside(parts: StepComponents) -> list[Communicator]:
+def _other_communicators(parts: StepComponents) -> list[Communicator]:
     """Return the communicators that only the rest of the grid uses."""
     topology = parts.setup.topology
     if topology.trivial:

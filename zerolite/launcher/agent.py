@@ -119,7 +119,7 @@ class NodeAgent(LocalElasticAgent):
         if self.stopping:
             os._exit(1)
         started: dict[int, Any] = super()._start_workers(worker_group)
-        tell(self._outcome, READY)
+        write_line(self._outcome, READY)
         # torch's handlers would raise an exception here. SIGTERM ends this process, and with it the ranks; the other
         # signals are for the supervisor, which tells the agent by a letter.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -358,7 +358,7 @@ class SupervisorListener:
         assert self._agent is not None
         sentence = f"host {self._agent.host} had no answer from the first node, {self._agent.rendezvous.address}, for "
         failure = Failure(host=self._agent.host, node_failure=f"{sentence}{HEARTBEAT_TIMEOUT_S:.0f} s")
-        tell(self._outcome, NodeOutcome([failure]).to_json())
+        write_line(self._outcome, NodeOutcome([failure]).to_json())
         self._end_everything()
 
     def _end_everything(self) -> NoReturn:
@@ -368,7 +368,7 @@ class SupervisorListener:
         os._exit(1)
 
 
-def tell(outcome: int, line: str) -> None:
+def write_line(outcome: int, line: str) -> None:
     """Write a line to the supervisor; do nothing if it has ended."""
     with contextlib.suppress(BrokenPipeError):
         os.write(outcome, f"{line}\n".encode())
@@ -396,7 +396,7 @@ def main(argv: list[str]) -> NoReturn:
         sentence = f"the agent on host {host_name()} failed: {type(error).__name__}: {error}"
         record = FailureRecord("", traceback.format_exc() if not isinstance(error, NodeRendezvousError) else "")
         result = NodeOutcome([Failure(host=host_name(), node_failure=sentence, record=record)])
-    tell(outcome, result.to_json())
+    write_line(outcome, result.to_json())
     if agent is not None:
         agent.leave()
     with contextlib.suppress(OSError):

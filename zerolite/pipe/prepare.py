@@ -104,7 +104,7 @@ def prepare(
         _broadcast_first_stage([model], topology.pipe, device)
         function: Any = _divide_sequential if type(model) is nn.Sequential else split_by_names
         divide = functools.partial(function, model, settings, len(ranks), own)
-    chunks, assignments = _divide_together(host, divide)
+    chunks, assignments = _divide_on_all_ranks(host, divide)
     vars(model)[_STAGED] = stages > 1
     ties = _ties(assignments, ranks, topology.pipe.rank)
     _synchronize_ties(ties, host, topology, device)
@@ -115,7 +115,7 @@ _STAGED = "_zerolite_staged"
 _Divide = Callable[[], tuple[list[Chunk], list[ParameterAssignment]]]
 
 
-def _divide_together(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[ParameterAssignment]]:
+def _divide_on_all_ranks(host: HostGroup, divide: _Divide) -> tuple[list[Chunk], list[ParameterAssignment]]:
     """Return the result of ``divide``. If it fails on some ranks, which have other layers, all ranks raise."""
 
     def checked() -> tuple[list[Chunk], list[ParameterAssignment]]:

@@ -65,7 +65,7 @@ class Screen(NamedTuple):
             lines.append("  ".join(f"{cell:{'<' if head[0] in _LEFT else '>'}{width}}" for cell, width, head in cells))
         return [line.rstrip() for line in lines]
 
-    def beside(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
+    def with_bars(self, lines: list[str], bars: Sequence[tuple[int, int]], limit: int | None = None) -> list[str]:
         """Return the lines of a table with a bar after each line but the first, if there is room.
 
         Args:
@@ -153,7 +153,7 @@ def _memory(plan: Plan, screen: Screen) -> list[str]:
     rows.append(["  model states", *map(_size, states), _share(states[2], plan)])
     whole = [_size(sum(column.values())) for column in held.values()]
     rows.append(["  all", whole[0], "", *whole[2:], _share(plan.peak.bytes, plan)])
-    return screen.beside(screen.table(rows, ("share", "in a step", "at rest")), bars)
+    return screen.with_bars(screen.table(rows, ("share", "in a step", "at rest")), bars)
 
 
 def _peaks(plan: Plan) -> Iterator[str]:
@@ -316,7 +316,10 @@ def _side_by_side(comparison: Comparison, screen: Screen) -> Iterator[list[str]]
     end = "" if plans[0].device_memory is None else "; the device's memory ends at |"
     names = [line[: screen.width // 2] for line in ("", *(name for name, _ in comparison.rows))]
     bars = [(total(plan.peak.items, AT_REST), plan.peak.bytes) for plan in plans]
-    yield [*screen.paragraph(f"at the peak: {_LEGEND}{end}"), *screen.beside(names, bars, plans[0].device_memory)[1:]]
+    yield [
+        *screen.paragraph(f"at the peak: {_LEGEND}{end}"),
+        *screen.with_bars(names, bars, plans[0].device_memory)[1:],
+    ]
 
 
 def _cells(plan: Plan) -> dict[str, str]:

@@ -161,7 +161,7 @@ class MemoryTracker(TorchDispatchMode):
         # The latest storage is reported only at the next change, because its tag comes after the operator has made it.
         self._unreported: tuple[int, TracePoint] | None = None
         self._peak = PeakMoment(0, self._on_device(), _NOWHERE)
-        self._largest = self._items_by_place()
+        self._largest = self._items_by_location()
         self._host_peak = 0
         self._op = ""
         self._events: list[tuple[str, int, str, str]] | None = None  # item, bytes, phase, module
@@ -249,7 +249,7 @@ class MemoryTracker(TorchDispatchMode):
         """Reset :attr:`peak` and :attr:`largest` to the current memory."""
         self._report_last()
         self._peak = PeakMoment(self.nbytes[DEVICE], self._on_device(), TracePoint(self.phase, "", ""))
-        self._largest = self._items_by_place()
+        self._largest = self._items_by_location()
 
     def reset_host_peak(self) -> None:
         """Reset :attr:`host_peak` to the current memory."""
@@ -397,7 +397,7 @@ class MemoryTracker(TorchDispatchMode):
     def _on_device(self) -> dict[str, int]:
         return {item: self.items[DEVICE][item] for item in ITEMS}
 
-    def _items_by_place(self) -> dict[str, dict[str, int]]:
+    def _items_by_location(self) -> dict[str, dict[str, int]]:
         return {location: dict(items) for location, items in self.items.items()}
 
 

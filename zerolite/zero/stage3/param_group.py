@@ -169,13 +169,13 @@ class _GroupPlanner:
             return
         size = _numel(module)
         small = size <= self._granularity and _has_forward(module)
-        if size and (small or self._is_asked_for(name, module)):
+        if size and (small or self._is_leaf_or_compiled(name, module)):
             self._add(name, module, list(module.modules()))
         elif size and in_block and _has_forward(module) and self._fits(module, size):
             separate = {
                 f"{name}.{inside}": child
                 for inside, child in module.named_modules()
-                if inside and self._is_asked_for(f"{name}.{inside}", child)
+                if inside and self._is_leaf_or_compiled(f"{name}.{inside}", child)
             }
             self._add(name, module, list(_subtree(module, {id(child) for child in separate.values()})))
             for child_name, child in separate.items():
@@ -187,7 +187,7 @@ class _GroupPlanner:
                 of_block = in_block or type(child) in repeated
                 self._walk(f"{name}.{child_name}" if name else child_name, child, of_block)
 
-    def _is_asked_for(self, name: str, module: torch.nn.Module) -> bool:
+    def _is_leaf_or_compiled(self, name: str, module: torch.nn.Module) -> bool:
         return self._is_leaf(name, module) or is_compiled(module)
 
     def _fits(self, module: torch.nn.Module, size: int) -> bool:
