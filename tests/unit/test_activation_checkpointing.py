@@ -17,18 +17,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from tests.toolkit.memory import tagged
 from zerolite import checkpointing
 from zerolite.activation_checkpointing import attach, current
 from zerolite.activation_checkpointing.copies import Copies
 from zerolite.config import ActivationCheckpointingConfig, ConfigError
-from zerolite.utils.memory_tags import ACTIVATIONS, HOST, listeners
+from zerolite.utils.memory_tags import ACTIVATIONS, HOST
 
 ROWS, WIDTH = 24, 64  # inputs of 6144 bytes
-
-
 over_host = pytest.mark.parametrize("host", [False, True], ids=["plain", "host"])
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -90,10 +87,8 @@ def with_everything(call: Call, blocks: nn.ModuleList, x: Tensor) -> Tensor:
     for number, block in enumerate(blocks):
         pair = [x * 0.5, torch.rand(ROWS, WIDTH, requires_grad=True).tanh()]
 
-        def several(
-            x: Tensor, t: Tensor, small: Tensor, *, mask: Tensor, number: int, more: Any, block: Any = block
-        ) -> dict[str, Any]:
-            hidden = block(x, mask, scale=0.5 + number, more=more)
+        def several(x: Tensor, t: Tensor, small: Tensor, *, number: int, block: Any = block, **more: Any) -> Any:
+            hidden = block(x, scale=0.5 + number, **more)
             return {"hidden": hidden + t.t() * small, "list": [hidden.sin(), number]}
 
         outputs = call(several, x * 1.0, (x * 2).t(), x[0, :1], mask=mask, number=number, more={"pair": pair})
@@ -133,29 +128,8 @@ def test_the_numbers_are_torchs(host: bool, forward: Call) -> None:
 # -------------------------------------------------------------------- where inputs are
 
 
-class Owned:
-    """Notes who owns what from now on."""
-
-    def __init__(self) -> None:
-        self.notes: list[tuple[int, str, str]] = []
-
-    def tag_memory(self, storage: torch.UntypedStorage, item: str, place: str) -> None:
-        self.notes.append((storage.nbytes(), item, place))
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        raise AssertionError
-
-
-@pytest.fixture
-def owned() -> Iterator[Owned]:
-    notes = Owned()
-    listeners.append(notes)
-    yield notes
-    listeners.remove(notes)
-
-
-@pytest.mark.parametrize("host", [False, True])
-def test_inputs_leave_the_device(owned: Owned, host: bool) -> None:
+@over_host
+def test_inputs_leave_the_device(host: bool) -> None:
     checkpointing.configure(checkpoint_in_cpu=host)
     inputs = []
 
@@ -166,9 +140,10 @@ def test_inputs_leave_the_device(owned: Owned, host: bool) -> None:
             x = checkpointing.checkpoint(block, x)
         return x.sum()
 
-    loss = forward(torch.ones(ROWS, WIDTH, requires_grad=True))
+    with tagged() as owned:
+        loss = forward(torch.ones(ROWS, WIDTH, requires_grad=True))
     assert [ref() is None for ref in inputs] == [host] * 3
-    assert owned.notes == ([(8192, ACTIVATIONS, HOST)] * 3 if host else [])
+    assert owned.nbytes == ({(ACTIVATIONS, HOST): 3 * 8192} if host else {})
     assert len(current().memory()) == 0
     loss.backward()
     del loss
@@ -195,31 +170,27 @@ def test_the_previous_inputs_come_while_these_are_used(monkeypatch: pytest.Monke
     for block in stack():
         x = checkpointing.checkpoint(follow, block, x * 1.0)
     x.sum().backward()
-    forward, backward = events[:6], events[6:]
-    assert forward == ["copy", "run"] * 3
-    assert backward == ["copy", "copy", "run", "copy", "run", "run"]
+    assert events == ["copy", "run"] * 3 + ["copy", "copy", "run", "copy", "run", "run"]
 
 
 def test_backwards_in_another_order_than_forwards() -> None:
+    """What was fetched with the last one's inputs is not the next one's."""
     checkpointing.configure(checkpoint_in_cpu=True)
     results = []
     for call in (of_torch, checkpointing.checkpoint):
         inputs = [torch.full((ROWS, WIDTH), 0.1 * n, requires_grad=True) for n in range(3)]
         torch.manual_seed(3)
         losses = [call(block, x * 1.0).sum() for block, x in zip(stack(), inputs, strict=True)]
-        for number in (2, 0, 1):  # what was fetched with the last one's is not the next one's
+        for number in (2, 0, 1):
             losses[number].backward()
         results.append([x.grad for x in inputs])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-# -------------------------------------------------------------------- what else may happen
+    assert all(map(torch.equal, *results))
 
 
 @over_host
 def test_an_exception_in_forward_leaves_nothing(host: bool) -> None:
     checkpointing.configure(checkpoint_in_cpu=host)
-    blocks, x = stack(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
 
     def fails(x: Tensor) -> Tensor:
         raise KeyError("midway")
@@ -232,7 +203,6 @@ def test_an_exception_in_forward_leaves_nothing(host: bool) -> None:
     gc.collect()
     assert known() is None
     assert all(map(torch.equal, numbers(checkpointing.checkpoint, nested), numbers(of_torch, nested)))
-    simple(checkpointing.checkpoint, blocks, x).sum().backward()
 
 
 @over_host
@@ -273,9 +243,6 @@ def test_a_compiled_model_is_checkpointed(attaches: bool) -> None:
     assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
 
 
-# -------------------------------------------------------------------- what the user says
-
-
 def test_configure_and_reset() -> None:
     with pytest.raises(ValueError, match="got list, which has neither; pass group="):
         checkpointing.configure([])
@@ -287,8 +254,7 @@ def test_configure_and_reset() -> None:
     assert checkpointing.is_configured()
     assert current().settings == ActivationCheckpointingConfig(cpu_checkpointing=True)
     checkpointing.reset()
-    assert not checkpointing.is_configured()
-    assert current().settings == ActivationCheckpointingConfig()
+    assert not checkpointing.is_configured() and current().settings == ActivationCheckpointingConfig()
 
 
 # -------------------------------------------------------------------- modules that an engine checkpoints
@@ -330,7 +296,7 @@ def test_modules_are_checkpointed_by_name_and_class(patterns: tuple[str, ...], n
         loss = model(torch.ones(ROWS, WIDTH)).square().mean()
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(map(torch.equal, *results))
 
 
 def test_copies_of_the_model_are_as_it_was() -> None:
@@ -376,27 +342,22 @@ def test_patterns_that_match_nothing() -> None:
 
 def test_copies_run_beside_the_device_and_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen through a stand-in for torch.cuda."""
-    cuda = mock.MagicMock()
-    copying, now, event = cuda.Stream.return_value, cuda.current_stream.return_value, cuda.Event.return_value
-    for name in ("Stream", "Event", "current_stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    waits = mock.Mock()  # in one order
-    for stream, name in ((copying, "copying"), (now, "now"), (event, "event")):
-        waits.attach_mock(stream, name)
-    launched = [mock.call.copying.wait_stream(now), mock.call.event.record(copying)]
-    waited = [mock.call.now.wait_event(event)]
+    waits = mock.MagicMock()  # in one order
+    for name, made in (("Stream", waits.copying), ("current_stream", waits.now), ("Event", waits.event)):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=made))
+    monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())
+    launched = [mock.call.copying.wait_stream(waits.now), mock.call.event.record(waits.copying)]
+    waited = [mock.call.now.wait_event(waits.event)]
     copies = Copies(torch.device("cuda"))
     source, target = torch.ones(3), torch.zeros(3)
     known = weakref.ref(source)
     copy = copies.launch([(source, target)])
-    assert torch.equal(target, source)
-    assert waits.mock_calls == launched
+    assert torch.equal(target, source) and waits.mock_calls == launched
     del source
     assert known() is not None  # until the current stream waits
     copy.wait()
     copy.wait()
-    assert waits.mock_calls == launched + waited
-    assert known() is None
+    assert waits.mock_calls == launched + waited and known() is None
     copies.launch([(torch.ones(3), target)])  # without a reference to it
     assert waits.mock_calls == (launched + waited) * 2
     copies.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -91,14 +92,10 @@ def test_what_has_an_effect_or_is_the_default_is_not_warned_of(source: dict[str,
 
 
 def test_infinitely_many_steps_per_print_are_never() -> None:
-    for source in (
-        {"steps_per_print": float("inf")},
-        '{"steps_per_print": Infinity}',
-        "{\n steps_per_print: Infinity\n}",
-    ):
+    for source in ({"steps_per_print": math.inf}, '{"steps_per_print": Infinity}', "{\n steps_per_print: Infinity\n}"):
         assert load_config(source).steps_per_print is None
     with pytest.raises(ConfigError, match="got NaN"):
-        load_config({"steps_per_print": float("nan")})
+        load_config({"steps_per_print": math.nan})
 
 
 @pytest.mark.parametrize("key", ["zero_hpz_partition_size", "zero_quantized_weights"])
@@ -116,13 +113,8 @@ def test_initialize_says_once_what_has_no_effect(caplog: pytest.LogCaptureFixtur
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
     said = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
-    assert [sentence.partition(":")[0] for sentence in said] == [
-        "zero_optimization.round_robin_gradients has no effect",
-        "zero_optimization.offload_param.device has no effect",
-    ]
-
-
-# ------------------------------------------------------------------ other clients' configurations
+    keys = [sentence.partition(" has no effect:")[0] for sentence in said]
+    assert keys == ["zero_optimization.round_robin_gradients", "zero_optimization.offload_param.device"]
 
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "max_grad_norm": 0.0}}

@@ -25,27 +25,23 @@ MLP = {"blocks.*.up": "column", "blocks.*.down": "row"}
 class Plain(nn.Module):
     """A feed-forward block with names of its own."""
 
-    def __init__(self, width: int = 8, middle: int = 16, bias: bool = True) -> None:
+    def __init__(self, middle: int = 16) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, middle, bias), nn.Linear(middle, width, bias)
+        self.up, self.down = nn.Linear(8, middle), nn.Linear(middle, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).relu())
 
 
 def cut(model: nn.Module, plan: Any = "auto", size: int = 2, rank: int = 0, **others: Any) -> nn.Module:
-    stage = others.pop("stage", False)
     comm = dry_communicator("gloo", rank, size)
     comm.main = True  # a dry run says nothing by itself
-    parallelize_module(model, Settings(size, plan, **others), comm, CPU, stage=stage)
+    parallelize_module(model, Settings(size, plan, **others), comm, CPU)
     return model
 
 
 def parts_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters() if shard_spec_of(p) is not None}
-
-
-# ------------------------------------------------------------------------------------------------------------ patterns
 
 
 @pytest.mark.parametrize(
@@ -60,17 +56,10 @@ def test_a_star_stands_for_one_or_more_parts(pattern: str, name: str, expected: 
 
 def test_the_pattern_with_most_literal_parts_counts() -> None:
     plan = {"*.up": Style("column"), "blocks.0.up": Style("whole"), "blocks.*": Style("row")}
-    found, unused = resolve(plan, ["blocks.0.up", "blocks.1.up", "blocks.1.down", "x.up"], optional=True)
-    assert {name: match.style.kind for name, match in found.items()} == {
-        "blocks.0.up": "whole",
-        "blocks.1.up": "row",  # "blocks" says more letters than "up"
-        "blocks.1.down": "row",
-        "x.up": "column",
-    }
-    assert not unused
-
-
-def test_equally_specific_patterns_have_to_agree() -> None:
+    names = ["blocks.0.up", "blocks.1.up", "blocks.1.down", "x.up"]
+    found, unused = resolve(plan, names, optional=True)
+    # Between equally many parts, "blocks" says more letters than "up".
+    assert [found[name].style.kind for name in names] == ["whole", "row", "row", "column"] and not unused
     with pytest.raises(TensorPlanError, match=r"one style for 'a\.b', got column from 'a\.\*' and row from '\*\.b'"):
         resolve({"a.*": Style("column"), "*.b": Style("row")}, ["a.b"])
     resolve({"a.*": Style("column"), "*.b": Style("column")}, ["a.b"])
@@ -92,17 +81,13 @@ def test_styles_that_are_refused(given: Any, expected: str) -> None:
         parse_style("x", given)
 
 
-# ---------------------------------------------------------------------------------------------------------------- cuts
-
-
 @pytest.mark.parametrize("size, rows", [(2, [4, 3]), (4, [2, 2, 2, 1]), (8, [1] * 7 + [0]), (5, [2, 2, 2, 1, 0])])
 def test_a_vocabulary_is_padded(size: int, rows: list[int]) -> None:
-    cuts = [ShardSpec.of_rows((7, 2), 0, dry_communicator("gloo", rank, size)) for rank in range(size)]
-    assert [sum(length for _, _, length in cut.ranges) for cut in cuts] == rows
-    assert len({cut.length for cut in cuts}) == 1
+    specs = [ShardSpec.of_rows((7, 2), 0, dry_communicator("gloo", rank, size)) for rank in range(size)]
+    assert [sum(length for _, _, length in spec.ranges) for spec in specs] == rows
+    assert len({spec.length for spec in specs}) == 1
     full = torch.randn(7, 2)
-    joined = torch.cat([cut.of(full)[:own] for cut, own in zip(cuts, rows, strict=True)])
-    assert torch.equal(joined, full)
+    assert torch.equal(torch.cat([spec.of(full)[:own] for spec, own in zip(specs, rows, strict=True)]), full)
 
 
 # ------------------------------------------------------------------------------------------------------- what is cut
@@ -123,12 +108,10 @@ def test_the_example_and_layers_that_the_author_has_written_in_parts() -> None:
 
 def test_modules_parameters_and_hooks_stay_the_same_objects() -> None:
     model = Stack([Plain()], width=8, tied=True)
-    modules, parameters = list(model.modules()), list(model.parameters())
-    calls = []
+    before, calls = [*model.modules(), *model.parameters()], []
     model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
     cut(model, {**MLP, "embed": "vocab"})
-    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
-    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert all(a is b for a, b in zip(before, [*model.modules(), *model.parameters()], strict=True))
     assert model.head.weight is model.embed.weight and shard_spec_of(model.head.weight) is not None
     model(torch.tensor([[1, 2]]))
     assert calls == [1] and isinstance(model.blocks[0].up, nn.Linear)
@@ -147,16 +130,13 @@ def test_what_is_fused_is_cut_in_parts(
     make: Callable[[], nn.Module], name: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Stack([make()])
-    plan = {f"blocks.*.{child}": "row" if child in ("o", "down", "c_proj") else "column" for child in _linear(model)}
+    layers = [child for child, layer in model.blocks[0].named_children() if isinstance(layer, nn.Linear)]
+    plan = {f"blocks.*.{child}": "row" if child in ("o", "down", "c_proj") else "column" for child in layers}
     with caplog.at_level(logging.INFO, "zerolite"):
         cut(model, plan)
     found = shard_spec_of(getattr(model.blocks[0], name).weight)
     assert found is not None and tuple(length for _, _, length in found.ranges) == lengths
     assert (f"blocks.0.{name} is sharded in" in caplog.text) == (len(lengths) > 1)
-
-
-def _linear(model: nn.Module) -> list[str]:
-    return [name for name, child in model.blocks[0].named_children() if isinstance(child, nn.Linear)]
 
 
 @pytest.mark.parametrize(
@@ -267,6 +247,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         "brings a plan .base_model_tp_plan or _tp_plan.*got Sequential, which brings none; write the patterns",
     ),
     "parameter": (_with_parameter, MLP, 2, r"the parameter 'blocks\.0\.scale', of which it is unknown how it acts"),
+    "sequences in parts": (
+        lambda: _stack(Odd(mixer=nn.Conv1d(8, 8, 1))), MLP, 2, r"got 'blocks\.0\.mixer' \(Conv1d\), which is not",
+    ),
     "a weight used elsewhere": (
         _shared, {"blocks.0.up": "column", "blocks.0.down": "row"}, 2,
         r"same style wherever a weight is used, got column for 'blocks\.0\.up' and none",
@@ -280,13 +263,8 @@ def test_what_cannot_be_cut_is_said(case: str) -> None:
     model = make()
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
     with pytest.raises(TensorPlanError, match=expected):
-        cut(model, plan, size=size)
+        cut(model, plan, size=size, sequence_parallel=case == "sequences in parts")
     assert before == {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
-def test_blocks_that_mix_tokens_elsewhere_refuse_sequences_in_parts() -> None:
-    with pytest.raises(TensorPlanError, match=r"got 'blocks\.0\.mixer' \(Conv1d\), which is not"):
-        cut(_stack(Odd(mixer=nn.Conv1d(8, 8, 1))), MLP, sequence_parallel=True)
 
 
 def _of_library(folder: str, base: type[nn.Module], **settings: Any) -> nn.Module:
@@ -304,26 +282,23 @@ class Contiguous(nn.Module):
         self.num_heads, self.head_dim = 4, 8
 
 
-def _in_parts(parts: int) -> dict[str, Any]:
-    return {"style": "column", "parts": parts}
-
-
+IN_1, IN_2, IN_3 = ({"style": "column", "parts": parts} for parts in (1, 2, 3))
 CONTRADICTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "gpt2": (
-        lambda: _of_library("gpt2", Nano), {"*.c_attn": _in_parts(1), "*.c_proj": "row"},
+        lambda: _of_library("gpt2", Nano), {"*.c_attn": IN_1, "*.c_proj": "row"},
         r"parts \[32, 32, 32\] of '0\.c_attn', which gpt2Attention reads as query, key and value, got \[96\]",
     ),
     "gpt_neox": (
-        lambda: _of_library("gpt_neox", Contiguous), {"*.query_key_value": _in_parts(3), "*.dense": "row"},
+        lambda: _of_library("gpt_neox", Contiguous), {"*.query_key_value": IN_3, "*.dense": "row"},
         r"parts \[96\] of '0\.query_key_value', which gpt_neoxAttention reads as by heads.*got \[32, 32, 32\]",
     ),
     "phi3": (
         lambda: _of_library("phi3", Shapes, kind="fused"),
-        {"*.gate_up": _in_parts(1), "*.down": "row", "*.qkv": "column", "*.o": "row"},
+        {"*.gate_up": IN_1, "*.down": "row", "*.qkv": "column", "*.o": "row"},
         r"parts \[96, 96\] of '0\.gate_up', which phi3Attention reads as gate and up, got \[192\]",
     ),
     "a query": (
-        lambda: Shapes("separate"), {"*.q": _in_parts(2), "*.k": "column", "*.v": "column", "*.o": "row"},
+        lambda: Shapes("separate"), {"*.q": IN_2, "*.k": "column", "*.v": "column", "*.o": "row"},
         r"parts \[32\] of '0\.q', which Shapes reads as one layer",
     ),
 }  # fmt: skip
