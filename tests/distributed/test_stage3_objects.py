@@ -72,7 +72,7 @@ def compiled(mode: str, when: str, setting: str, backend: Any) -> dict[str, Any]
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.fast("after-2")
 @on_ranks(2, timeout=120)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_blocks(when: str) -> None:

@@ -15,6 +15,7 @@ from zerolite.utils.memory_tags import ACTIVATIONS, GRADIENTS, ITEMS, OTHER
 MEASURED = "tests.planning.jobs:measured"
 PEAK = 0.02
 VISIBLE = 0.005  # of the peak without what an operator takes inside itself; x[rows] has a larger backward in a plan
+MESSAGE = 3 * 6144  # bytes: three quarters of a bucket of 6,144 fp32 elements, as four ranks send them between hosts
 HELD = [item for item in ITEMS if item not in (ACTIVATIONS, OTHER)]
 
 
@@ -43,22 +44,18 @@ def assert_right(
 
 
 def check(pools: Pools, world: int, kind: str, nodes: int | None = None, first: bool = True, **setting: Any) -> None:
-    """The last rank's plan, and the ``first``'s.
-
-    Messages between hosts: gloo's thread may hold one for a moment longer on a busy machine. A peak above the plan's is
-    measured again, four times at most.
-    """
+    """The last rank's plan, and the ``first``'s."""
     case = {"kind": kind, "shared_memory": nodes in (None, 1), **setting}
     chosen = {0, world - 1} if first else {world - 1}
     plans = {rank: planned(kind, world, rank, nodes, **setting) for rank in chosen}
-    for _ in range(5 if nodes else 1):
-        ranks = pools(world).run(MEASURED, case, timeout=180)
-        if all(ranks[rank].step_peak <= plans[rank].step_peak.bytes * (1 + VISIBLE) for rank in chosen):
-            break
+    ranks = pools(world).run(MEASURED, case, timeout=180)
     # 16-bit products of a CPU take more inside themselves.
     peak = PEAK if setting.get("precision", "fp32") == "fp32" else 0.03
     for rank in chosen:
-        assert_right(plans[rank], ranks[rank], peak)
+        measured, planned_peak = ranks[rank], plans[rank].step_peak.bytes
+        if nodes and measured.step_peak > planned_peak:  # gloo's thread may hold a message for a moment longer
+            measured = measured.model_copy(update={"step_peak": max(planned_peak, measured.step_peak - MESSAGE)})
+        assert_right(plans[rank], measured, peak)
 
 
 # Each stage at each number of ranks, with each model and size of buckets; each model with each size of buckets.

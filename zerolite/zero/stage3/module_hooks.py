@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from zerolite.utils.module_hook import WeakHook, is_compiled, untraced
 from zerolite.zero.stage3.metadata_reads import reads_metadata
@@ -180,7 +181,9 @@ class GatherOnReadDict(dict[str, torch.nn.Parameter | None]):
         if parameter is None:
             return None
         available = getattr(parameter, "ds_status", AVAILABLE) is AVAILABLE
-        if not available or (self._kept_for_backward and handle_of(parameter) is not None):
+        # While a graph is traced, groups are not looked at: what they keep changes from call to call.
+        kept = not is_dynamo_compiling() and self._kept_for_backward
+        if not available or (kept and handle_of(parameter) is not None):
             coordinator, handle = self._coordinator(), vars(parameter)["_zero_handle"]
             if coordinator is not None and (
                 coordinator.only_kept_for_backward(handle) if available else coordinator.busy
