@@ -3,8 +3,8 @@
     python nvrtc.py LIBRARY --version
     python nvrtc.py LIBRARY FLAGS... -c kernels.cu -o device.s
 
-It writes device.cubin, the machine code for one compute capability, and device.s, which embeds that code in a library
-as `zl_image`, together with the names of the kernels: each name is a string at a symbol of the same name.
+It writes device.cubin, the machine code for one compute capability, and device.s. The latter embeds that code in a
+library as `zl_image`, and each kernel's name as a string at a symbol of the same name.
 
 It imports nothing of this package, because it runs as a program of its own.
 """

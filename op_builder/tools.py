@@ -57,8 +57,8 @@ def find_cxx() -> Command:
 def find_nvcc() -> Command:
     """Return nvcc: in `CUDA_HOME` or `CUDA_PATH`, else on the PATH, else in /usr/local/cuda.
 
-    torch.utils.cpp_extension searches the same places, but is not used: its import needs setuptools and takes a second,
-    it writes to stderr if there is a toolkit without a GPU, and it finds no toolkit if torch is built without CUDA.
+    torch.utils.cpp_extension searches the same directories, but is not used. Its import needs setuptools and takes a
+    second. It writes to stderr if there is a toolkit without a GPU, and finds none if torch is built without CUDA.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = f"{home}/bin" if home else f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin"

@@ -89,8 +89,8 @@ class PendingGradients:
         self._pipeline.changes.on_written(index)
 
     def full_grad_memory(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the bucket's own memory of a gradient, or None if this memory is not the full gradient as ``p.grad``
-        shows it (a shard, another dtype or device, or times a loss scale).
+        """Return the bucket's own memory of a gradient. None if ``p.grad`` shows another tensor: the memory is a shard,
+        has another dtype or device, or is times a loss scale.
 
         Args:
             gradient: the tensor through which the user gets this memory.

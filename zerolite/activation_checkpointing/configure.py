@@ -20,12 +20,11 @@ __all__ = ["checkpoint", "configure", "is_configured", "reset"]
 
 
 def checkpoint(function: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
-    """Return ``function(*args, **kwargs)``, of which only the inputs are saved and the rest is recomputed in backward.
+    """Return ``function(*args, **kwargs)``. Only the inputs are saved, and backward recomputes the rest.
 
-    It is equal to ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)`` in its numbers,
-    in random states and autocast, and in the accepted arguments: keywords, nested lists, tuples and dicts, and other
-    values. torch's own keywords (``preserve_rng_state``, ``context_fn``, ``determinism_check``, ``debug``,
-    ``early_stop``) are passed to it. Without gradients it is an ordinary call.
+    Numbers, random states, autocast and accepted arguments are those of ``torch.utils.checkpoint.checkpoint(function,
+    *args, use_reentrant=False, **kwargs)``. torch's own keywords (``preserve_rng_state``, ``context_fn``,
+    ``determinism_check``, ``debug``, ``early_stop``) are passed to it. Without gradients it is an ordinary call.
 
     With the config's settings, or those of :func:`configure`, tensors among the inputs are saved on the host or sharded
     over a group of ranks. These stay on the device: an input that several checkpoints share, such as a mask;

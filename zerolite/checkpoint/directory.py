@@ -1,8 +1,8 @@
 """Directory of checkpoints: list, begin, commit, prune, and the file `latest`.
 
 A checkpoint is a directory with a manifest. It is written under a name that begins with a dot, and renamed when it is
-complete. Then the file ``latest``, which contains its name, is replaced. A process that is killed at any point leaves
-all earlier checkpoints, ``latest`` pointing to one of them, and at most directories with dots, which the next save
+complete. Then the file ``latest``, which contains its name, is replaced. So a process may be killed at any point: all
+earlier checkpoints stay, and ``latest`` points to one of them. Directories with dots may be left, which the next save
 removes.
 """
 

@@ -1,9 +1,9 @@
 """JSON codec for nested plain data that keeps the types: loading returns a value equal to the saved one.
 
-Plain data: None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter, torch's
-tensors, dtypes, devices and sizes, and numpy's numbers and arrays (loaded as Python's numbers and as tensors). Any
-other type is refused when it is saved, so that loading never has to execute code. A type that JSON lacks is stored as
-an object with one key that begins with ``$``.
+Plain data: None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter; torch's
+tensors, dtypes, devices and sizes. numpy's numbers and arrays are loaded as Python's numbers and as tensors. Any other
+type is refused when it is saved, so that loading never has to execute code. A type that JSON lacks is stored as an
+object with one key that begins with ``$``.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class CollectiveCheck:
     order.
 
     Every rank announces the collective that it is about to launch, and launches it when all have announced the same.
-    After a second without the other announcements it launches anyway, and compares when it waits for the collective:
-    ranks may launch collectives of two communicators in different orders, and then each would wait for the other for
-    ever. If the ranks differ, :class:`Mismatch` is raised on all that have come so far.
+    After a second without the other announcements it launches anyway, and compares when it waits for the collective.
+    Otherwise ranks that launch collectives of two communicators in different orders would wait for each other for ever.
+    If the ranks differ, :class:`Mismatch` is raised on all that have come so far.
     """
 
     def __init__(self, comm: Communicator, label: str, names_of: NamesOf = lambda gathered, key: ()) -> None:

@@ -1,9 +1,9 @@
 """Collectives over flat buckets; each returns a handle to wait for.
 
 The input is a bucket of ``world_size`` equal parts; the algorithm depends on the backend. NCCL's own collectives are
-fast. Gloo's reduce-scatter and all-gather are several times slower than its point-to-point messages. So there a
-reduce-scatter is an exchange of parts and a sum in rank order, which also sums 16-bit gradients in fp32 at no extra
-traffic; a gather is an exchange. See gloo.py and shared_memory.py.
+fast. Gloo's reduce-scatter and all-gather are several times slower than its point-to-point messages. So there a gather
+is an exchange of parts, and a reduce-scatter an exchange and a sum in rank order. That also sums 16-bit gradients in
+fp32 at no extra traffic. See gloo.py and shared_memory.py.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ _KINDS: dict[str, Callable[[DryTransport], Communicator]] = {
 def second_communicator(comm: Communicator, device: torch.device) -> Communicator:
     """Return a communicator of ``comm``'s ranks and kind for tensors on ``device``, over a second process group.
 
-    Ranks may order collectives of the two communicators differently, as long as each communicator's own order is the
-    same on all ranks, and no rank waits for a collective that another rank launches only after one that it waits for.
-    (Over shared memory a second launch waits for the first.) With one process it is ``comm`` itself.
+    Each communicator's collectives have the same order on all ranks; between the two communicators ranks may order them
+    differently. But ranks must not wait for each other in a circle. (Over shared memory a second launch waits for the
+    first.) With one process it is ``comm`` itself.
 
     The group is made once for each parent group and lives as long as that. It is closed with ``comm``. Called on all
     ranks of ``comm``, in the same order as their other collectives.

@@ -54,7 +54,7 @@ _OTHER_PMI = _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 def read_environment(env: Mapping[str, str]) -> Rendezvous | None:
     """Read the rendezvous from the variables of torchrun, mpirun or SLURM; None if there are none.
 
-    torchrun's variables win, because torchrun may run inside of the others. mpirun's win over SLURM's: inside of an
+    torchrun's variables win, because torchrun may run inside the others. mpirun's win over SLURM's: inside an
     allocation mpirun starts its daemons by srun, so SLURM's variables describe the daemons.
 
     Raises ValueError if the variables of one kind are incomplete or not numbers, or if nothing says where rank 0 is.

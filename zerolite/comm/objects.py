@@ -1,6 +1,6 @@
 """Broadcast and gather of Python objects, without numpy, which torch's own functions need.
 
-Plain data is sent as JSON. Other objects are pickled and signed with the secret of the job, if it has one: unpickling
+Plain data is sent as JSON. Other objects are pickled, and signed with the secret of the job if it has one. Unpickling
 executes code, so a pickle from outside the job must not be loaded.
 
 All objects between ranks go through here, most of them by :class:`~zerolite.comm.HostGroup`. The watchdog does not time

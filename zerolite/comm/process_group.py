@@ -55,9 +55,9 @@ _second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str
 def second_group(parent: dist.ProcessGroup, backend: str, purpose: str = GATHERS) -> dist.ProcessGroup:
     """Return a process group of ``parent``'s ranks, with its timeout and one ``backend`` (a name such as "gloo").
 
-    Every call with the same ``purpose`` returns the same group. It lives as long as ``parent``: the end of a group may
-    wait for other ranks, and Python may collect the engine that used it at different times on different ranks. Called
-    on all ranks of ``parent``, in the order of their collectives.
+    Every call with the same ``purpose`` returns the same group. It lives as long as ``parent``, not as its engine. The
+    end of a group may wait for other ranks, but Python may collect an engine at different times on different ranks.
+    Called on all ranks of ``parent``, in the order of their collectives.
     """
     known = _second_groups.setdefault(parent, {})
     key = (backend, purpose)

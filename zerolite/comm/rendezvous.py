@@ -118,8 +118,8 @@ def first_barrier(
     A warning names the missing ranks after 30 s and then once a minute.
 
     Raises:
-        RuntimeError: on all ranks that have come: after ``timeout_s`` seconds, with the missing ranks; at once, if two
-            processes say they are the same rank, or if processes differ in ``world_size``.
+        RuntimeError: on all ranks that have come. After ``timeout_s`` seconds, with the missing ranks. At once if two
+            processes have the same rank or processes differ in ``world_size``.
     """
     store = dist.PrefixStore("arrival", store)
     barrier = StoreBarrier(store, rank, range(world_size), what)

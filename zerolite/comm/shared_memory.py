@@ -66,9 +66,9 @@ class SharedMemoryCommunicator(GlooCommunicator):
     quarter of the processor time of messages over the loopback interface. If shared memory runs out (a container's
     /dev/shm often has 64 MB), all ranks fall back to messages.
 
-    One collective of large tensors is in flight at a time: a launch waits until the one before has arrived, and a
-    launch that needs larger memory than before waits for all ranks to launch it. So a rank whose next launch others
-    wait for must not launch a second one here first: see ``Pending.arrived``.
+    One collective of large tensors is in flight at a time, so a launch waits until the one before has arrived. A launch
+    that needs larger memory than before waits for all ranks to launch it. So a rank whose next launch others wait for
+    must not launch a second one here first: see ``Pending.arrived``.
     """
 
     def __init__(self, transport: DryTransport) -> None:

@@ -86,8 +86,8 @@ class StoreBarrier:
         A warning names the missing ranks after 30 s and then once a minute.
 
         Raises:
-            RuntimeError: on all ranks that have come, with a sentence about the missing ones: after ``timeout_s``
-                seconds with ``too_late(missing)``, or as soon as one is known to have exited.
+            RuntimeError: on all ranks that have come, with a sentence about the missing ones. After ``timeout_s``
+                seconds it is ``too_late(missing)``. A rank that is known to have exited raises it at once.
             StoreSilent: the store does not answer.
         """
         store, patience = self._store, Patience(timeout_s, len(self._ranks))

@@ -41,7 +41,7 @@ def choose_batch(max_train: int, micros: tuple[int, ...], worlds: range, prefer_
     """Return the batch size of at most `max_train` that the most world sizes fit; None if no world size fits any.
 
     The method counts for all batch sizes at once. A world size fits a batch if the samples of one rank are a multiple
-    of a micro-batch size; so each world size adds 1 at those of its multiples. The additions work on slices of bytes,
+    of a micro-batch size. So each world size adds 1 at those of its multiples. The additions work on slices of bytes,
     and a million batch sizes take well below a second. A byte is enough, since no number up to MAX_CHOICE has 256
     divisors.
 

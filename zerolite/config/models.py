@@ -106,8 +106,8 @@ class ZeroliteConfig(Block):
     """Micro-batches in one optimizer step. null: derived from the other two sizes, or 1."""
     elasticity: ElasticityConfig = ElasticityConfig()
     dataloader_drop_last: Bool = False
-    """Leave out the last samples of `training_data` if they do not fill a batch on every rank. false: use every sample;
-    some are repeated to give all ranks equally many, and the last batch may be smaller."""
+    """Leave out the last samples of `training_data` if they do not fill a batch on every rank. false: use every sample.
+    Some are then repeated to give all ranks equally many, and the last batch may be smaller."""
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
@@ -167,9 +167,9 @@ class ZeroliteConfig(Block):
     """Compare the size of the model states with the free memory of the device (on CPU ranks: of the host) before
     `initialize` allocates anything. If they do not fit, raise or warn; `"off"`: no comparison. (zerolite's own key.)"""
     desync_timeout_s: Seconds = 300.0
-    """Seconds that a rank may wait for the others, within a step or between two, before the job is ended and all ranks
-    print where each of them is; 0 = never. Choose it longer than any time that one rank works alone while others wait.
-    (zerolite's own key.)"""
+    """Seconds that a rank may wait for the others, within a step or between two. After them all ranks print where each
+    of them is, and the job is ended. 0 = never. Choose it longer than any time that one rank works alone while others
+    wait. (zerolite's own key.)"""
     check_collectives: Bool = False
     """Before each collective, compare its operation, number of elements and dtype between ranks, and raise if they
     differ. Slow; to find the cause of a hang. (zerolite's own key.)"""

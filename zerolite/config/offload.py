@@ -100,7 +100,7 @@ class ActivationCheckpointingConfig(Block):
     cpu_checkpointing: Bool = False
     """Keep the inputs in the host's memory, and copy them back ahead of their use in backward."""
     modules: Texts = ()
-    """Modules whose forward is checkpointed without a change to the model, such as `["blocks.*"]` or `["*Block"]`:
-    patterns (`*`, `?`, `[...]`; case-sensitive) of qualified names in the model or of class names. Modules inside of a
+    """Modules whose forward is checkpointed without a change to the model, such as `["blocks.*"]` or `["*Block"]`. The
+    patterns (`*`, `?`, `[...]`; case-sensitive) match qualified names in the model or class names. Modules inside of a
     checkpointed one are not checkpointed again, and containers (ModuleList, ModuleDict) never match. (zerolite's own
     key.)"""

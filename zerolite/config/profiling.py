@@ -86,5 +86,5 @@ class FlopsProfilerConfig(Block):
     output_file: Text | None = None
     """File for the profile. null: print it on rank 0."""
     peak_tflops: Positive | None = None
-    """Peak of one device in the dtype of the computation, dense, in TFLOP/s (10^12 a second), such as 989 for bf16 on
-    an H100 SXM. null: leave out the shares of it (MFU, HFU). (zerolite's own key.)"""
+    """Dense peak of one device in the dtype of the computation, in TFLOP/s, such as 989 for bf16 on an H100 SXM. null:
+    leave out the shares of it (MFU, HFU). (zerolite's own key.)"""

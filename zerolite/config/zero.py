@@ -35,15 +35,15 @@ class ZeroConfig(Block):
     `initialize` plans the job at each stage and takes the one with the least traffic that fits into the device.
     (`"auto"` is zerolite's own value.)"""
     reduce_bucket_size: Count | None = None
-    """Elements in a bucket, which one collective reduces or gathers. null or `"auto"`: 40 M, or 1 M for each
-    data-parallel rank if that is more, but at most an eighth of the model (and at least 4 Mi)."""
+    """Elements in a bucket, which one collective reduces or gathers. null or `"auto"`: the larger of 40 M and 1 M for
+    each data-parallel rank; at most an eighth of the model, at least 4 Mi."""
     allgather_bucket_size: Count | None = None
     """Elements that one all-gather gathers. Both collectives use the same buckets, so the smaller of the two sizes
     counts. null or `"auto"`: `reduce_bucket_size`."""
     overlap_comm: Bool | None = None
-    """true: (1) buckets are reduced while backward still runs, and (2) at stages 1 and 2 the next forward waits for
-    updated parameters only where a module needs them. null: only (1). false: neither. The results are the same. With
-    (2), PyTorch's functions that read a parameter earlier wait for it. C++ extensions, constructors (`torch.tensor(p)`,
+    """true: (1) buckets are reduced while backward still runs; (2) at stages 1 and 2, a module of the next forward
+    waits only for its own updated parameters. null: only (1). false: neither. The results are the same. With (2),
+    PyTorch's functions that read a parameter earlier wait for it. C++ extensions, constructors (`torch.tensor(p)`,
     `nn.Parameter(p)`), scripted functions, CUDA graphs and views taken before the step do not wait: access
     `engine.module` first, which waits for all parameters."""
     contiguous_gradients: Bool = True
@@ -75,15 +75,16 @@ class ZeroConfig(Block):
     0: release it after every use."""
     stage3_module_granularity_threshold: Natural | None = None
     """Stage 3: a module with at most so many elements, including those of all modules in it, is gathered as one unit.
-    null or `"auto"`: 1048576, and repeated blocks (several children of one class in a `ModuleList` or `Sequential`) are
-    units too if two of them fit into `stage3_max_live_parameters`. 0: every module that owns parameters is a unit."""
+    null or `"auto"`: 1048576; repeated blocks are units too if two of them fit into `stage3_max_live_parameters`.
+    Blocks repeat if a `ModuleList` or `Sequential` has several children of their class. 0: every module that owns
+    parameters is a unit."""
     stage3_gather_16bit_weights_on_model_save: Bool = False
     """Accepted, without effect: `engine.full_state_dict()` and `engine.save_16bit_model()` return and save whole
     weights at every stage."""
     leaf_modules: Texts = ()
-    """Stage 3: modules that are gathered as one unit at any size, such as `["*MoeBlock"]`: patterns (`*`, `?`, `[...]`;
-    case-sensitive) of class names or of qualified names in the model. Each pattern must match a module. (zerolite's own
-    key.)"""
+    """Stage 3: modules that are gathered as one unit at any size, such as `["*MoeBlock"]`. The patterns (`*`, `?`,
+    `[...]`; case-sensitive) match class names or qualified names in the model. Each pattern must match a module.
+    (zerolite's own key.)"""
     leaf_module: LeafModuleConfig = LeafModuleConfig()
 
     @property

@@ -80,8 +80,8 @@ class Share:
 def share_of(loader: object, rank: int, world_size: int) -> Share:
     """Return the split of a pass of `loader` over the ranks.
 
-    The split is known only of a DataLoader that makes its batches with torch's BatchSampler from a DistributedSampler
-    for this rank (on one process: from any sampler with a length). Raises ValueError for every other loader.
+    The split is known only of a DataLoader with torch's BatchSampler over a DistributedSampler for this rank. On one
+    process it may be any sampler with a length. Raises ValueError for every other loader.
     """
     remedy = "Give it such a sampler, pass its dataset to engine.deepspeed_io, or iterate over it as it is."
     batches: Any = getattr(loader, "batch_sampler", None)

@@ -69,7 +69,7 @@ class ExitMessages:
     def _under_torchrun(self) -> dict[int, str]:
         """Return the ranks started by this process's torchrun whose processes are gone.
 
-        torchrun does not say how they ended. But after any status except 0 it ends the whole job within a second, so a
+        torchrun does not say how they ended. But it ends the whole job within a second after any status except 0. So a
         process that is gone while this one still runs has exited with status 0.
         """
         ended = {}

@@ -1,7 +1,7 @@
 """Report of this rank (engine call, user's line, module, step), read from the stack on request.
 
 Nothing is recorded for it while training runs. The engine's call, the user's line that made it and the module in its
-forward are frames on the main thread's stack; steps are counted anyway; and each communicator remembers its latest
+forward are frames on the main thread's stack. Steps are counted anyway, and each communicator remembers its latest
 collectives. Another thread may ask while the main thread goes on: then the report may be slightly old.
 """
 

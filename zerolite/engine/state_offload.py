@@ -30,8 +30,8 @@ KINDS = {
 }
 """DeepSpeed's names (OffloadStateTypeEnum), and the memory item that each stands for.
 
-In this order: optimizer states, separate master weights, parameters that the modules compute with, reduced gradients
-before the step, and gradient buckets that are kept for the next backward."""
+In this order: optimizer states, separate master weights, compute parameters, reduced gradients before the step, and
+gradient buckets for reuse."""
 
 
 class StateOffload:

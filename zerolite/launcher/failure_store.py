@@ -28,8 +28,8 @@ class FailureStore:
     """Failures of one attempt, shared by all nodes. A thread polls the store until :meth:`close`.
 
     Args:
-        store: a connection to the first node's store for this object alone: a TCPStore serves one call at a time, and
-            one that blocks would block every other user.
+        store: a connection to the first node's store for this object alone. A TCPStore serves one call at a time, so a
+            call that blocks would block every other user.
         attempt: number of the attempt; nodes of different attempts do not see each other's posts.
         node: this node's number.
         hosts: the nodes' host names, by number.

@@ -135,7 +135,7 @@ class _TailedFile:
 class LogTail:
     """Thread that copies lines of several files to the terminal until :meth:`stop`.
 
-    torch's TailLog is not used: it writes half a line if a write crosses a page of the file, and takes the `\\r` of a
+    torch's TailLog is not used. It writes half a line if a write crosses a page of the file, and takes the `\\r` of a
     progress bar for the end of a line.
 
     Args:

@@ -26,8 +26,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 class JobProcesses:
     """Processes of a job on this machine.
 
-    A process belongs to the job if it descends from this process, if it has the job's marker in its environment, or if
-    it is in a session in which a process of the job was ever seen.
+    A process belongs to the job if it descends from this process or has the job's marker in its environment. It also
+    belongs to the job if a process of the job was ever seen in its session.
 
     Args:
         job_id: the marker, the value of :data:`JOB_ID_VARIABLE`.

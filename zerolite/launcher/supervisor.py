@@ -255,8 +255,8 @@ def run_node(job: NodeJob) -> int:
     handles signals.
 
     Returns:
-        0 if every rank succeeded; the exit status of the rank that failed first, 128 + n if signal n ended it; 128 + n
-        if signal n ended the job; 2 if the directory for the output cannot be made.
+        0 if every rank succeeded. 2 if the directory for the output cannot be made. 128 + n if signal n ended the job
+        or the rank that failed first. Otherwise the exit status of that rank.
     """
     try:
         log_dir = make_log_dir(job)

@@ -26,8 +26,8 @@ class _HasScale(Protocol):
 class StepLog(StepObserver):
     """Observer on rank 0 that writes the values of every step to the monitors.
 
-    A step is written when its outcome is known (applied, or skipped after an overflow): on CUDA up to one step later,
-    because the host does not wait for the device. Nothing is sent either, so the loss is the one of this rank.
+    A step is written when it is known to be applied, or skipped after an overflow. On CUDA this is up to one step
+    later, because the host does not wait for the device. Nothing is sent either, so the loss is the one of this rank.
 
     Args:
         monitor: receives the values.

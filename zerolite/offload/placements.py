@@ -1,9 +1,9 @@
 """Placement of a rank's shards between uses: on the device, on the host or on disk.
 
-A placement allocates flat tensors. All of them can be read and written as tensors, so everything outside of the step
-(checkpoints, access by parameter) does not depend on the placement: a tensor on disk is a part of a file, mapped into
-memory, whose pages the kernel reads and writes back. The step does not use the mapping. It copies what it needs next
-into staging buffers while it works: see :mod:`zerolite.offload.transfers`.
+A placement allocates flat tensors. All of them can be read and written as tensors, so checkpoints and access by
+parameter do not depend on the placement. A tensor on disk is a part of a file that is mapped into memory; the kernel
+reads its pages and writes them back. The step does not use the mapping. It copies what it needs next into staging
+buffers while it works: see :mod:`zerolite.offload.transfers`.
 """
 
 from __future__ import annotations

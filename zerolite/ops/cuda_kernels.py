@@ -34,9 +34,9 @@ class _Entry:
 class CudaKernels:
     """Kernels for CUDA devices. The operators of zerolite/ops/operators.py have checked the arguments.
 
-    A call is one launch on the current stream of its tensors' device, and never waits for the device. A table of
-    segments that does not fit into the arguments of a launch (4 KB: 42 segments of an update, 126 of a norm) is copied
-    through pinned memory, which torch keeps until the copy is done.
+    A call is one launch on the current stream of its tensors' device, and never waits for the device. The arguments of
+    a launch hold 4 KB: 42 segments of an update, or 126 of a norm. A longer table of segments is copied through pinned
+    memory, which torch keeps until the copy is done.
 
     During the capture of a CUDA graph there is no copy: a longer table becomes several launches. A replay uses the
     addresses, the table and the rows of scalars (lr, bias correction) of the captured call. It reads anew only what is

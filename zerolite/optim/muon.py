@@ -95,8 +95,8 @@ def muon_groups(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> 
     """Split each group without the key ``use_muon`` into two: the parameters for Muon, and the others.
 
     If any parameter of the model has the attribute ``use_muon``, the attribute decides, and parameters without it are
-    not for Muon. Otherwise Muon updates all matrices of hidden layers: not the weights of embeddings, and no parameter
-    with a part of its name such as "lm_head", "head", "classifier", "score" or "*embed*".
+    not for Muon. Otherwise Muon updates all matrices of hidden layers. Weights of embeddings are left out, and
+    parameters with a part of their name such as "lm_head", "head", "classifier", "score" or "*embed*".
 
     Raises:
         ValueError: the attribute is True for a parameter that is no matrix.

@@ -164,9 +164,9 @@ _RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
 def rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     """Return the rule of the kernels for an optimizer, or None if they do not support it.
 
-    They support exactly the classes of the table, and no subclass. They do not support a group that chooses an
-    implementation of torch's (``foreach``, ``fused``, ``capturable``) or a variant that only torch has (``amsgrad``, a
-    learning rate in a CUDA tensor).
+    They support exactly the classes of the table, and no subclass. They do not support a group that chooses one of
+    torch's implementations (``foreach``, ``fused``, ``capturable``). Nor do they support variants that only torch has:
+    ``amsgrad``, or a learning rate in a CUDA tensor.
     """
     rule = _RULES.get(type(optimizer))
     if rule is None or any(unsupported(group) for group in optimizer.param_groups):

@@ -1,7 +1,7 @@
 """Partition of layers into pipeline stages. Standard library only.
 
-A partition of n layers into p parts is p + 1 ascending numbers, from 0 to n: part i has the layers from the i-th number
-up to the next one, at least one.
+A partition of n layers into p parts is p + 1 ascending numbers, from 0 to n. Part i has the layers from the i-th number
+up to the next one. No part is empty.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Stages for torch's pipeline schedules. Only this file and schedules.py use torch's private pipeline interfaces.
 
 A schedule (``torch.distributed.pipelining``) decides when a stage receives, computes and sends. The stage is zerolite's
-own. It frees an activation as soon as its backward has used it, takes micro-batches from a list, learns shapes from the
-forwards themselves, and tells the engine of each backward. After a failed computation it sends zeros, so that no other
-rank waits for it.
+own. It frees an activation as soon as its backward has used it. It takes micro-batches from a list, learns shapes from
+the forwards, and tells the engine of each backward. After a failed computation it sends zeros, so that no other rank
+waits for it.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def local_ranks(environ: Mapping[str, str]) -> int | None:
 
 _VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 _VERSION_2 = "memory.max", "memory.current", "inactive_file"
-"""For each version of control groups, the file with the limit, the file with the usage, and the entry of memory.stat
-for the page cache, which the kernel can drop."""
+"""Files with the limit and the usage for each version of control groups, and the entry of memory.stat for the page
+cache. The kernel can drop that."""
 _NO_LIMIT = 2**60  # version 1 has a larger number instead of "max"
 
 

@@ -114,8 +114,9 @@ def _plan_stages(
 def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
     """True if a stage needs no plan.
 
-    These are stages 2 and 3 if a lower one fits, which sends no more; stage 2 if the states that it shares with stage 1
-    are too large; and stage 0 if the states that stage 1 shards are too large without sharding.
+    Stages 2 and 3 need none if a lower one fits, because that one sends no more. Stage 2 needs none if the states that
+    it shares with stage 1 are too large. Stage 0 needs none if the states that stage 1 shards are too large without
+    sharding.
     """
     if stage >= 2 and any(plan.fits for plan in plans):
         return True

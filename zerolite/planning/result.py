@@ -53,9 +53,9 @@ class Traffic(_Frozen):
     Attributes:
         count: launches. Several tensors in one group (NCCL's ncclGroup) are one launch.
         nbytes: size of the full tensors: a gather of P bytes on N ranks counts P, not P / N.
-        sent: bytes that this rank sends if the collectives run as rings, the bandwidth-optimal algorithm: (N - 1) / N
-            of ``nbytes`` for a gather or a reduce-scatter, twice that for an all-reduce, all of it for a broadcast and
-            a message between pipeline stages.
+        sent: bytes that this rank sends if the collectives run as rings, the bandwidth-optimal algorithm. A gather or a
+            reduce-scatter sends (N - 1) / N of ``nbytes``, an all-reduce twice that. A broadcast and a message between
+            pipeline stages send all of it.
         inter_node: the part of ``sent`` that leaves the node: the average over the ranks of a node, for messages
             between stages over the ranks of a stage.
         unaligned: number of buffers (full tensors, ranks' parts, shards) that are not aligned to 16 bytes, for which

@@ -26,7 +26,8 @@ class Fp32Forward:
     """Replacement for a module's ``forward``, which runs it in fp32 and without autocast.
 
     Floating 16-bit tensors among the arguments, at any depth, become fp32. fp32 tensors in the result become 16-bit if
-    an argument was, stay fp32 if all floating arguments were wider, and become ``compute`` without floating arguments.
+    an argument was, and stay fp32 if all floating arguments were wider. Without floating arguments they become
+    ``compute``.
 
     It replaces ``forward`` in the module's own attributes and is no hook. So an exception leaves nothing behind, the
     module's hooks see the same dtypes as its neighbours, and copies of the module have a replacement of their own.

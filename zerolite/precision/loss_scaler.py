@@ -127,7 +127,7 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Continue from a saved `state_dict()`.
 
-        This scaler's own configuration counts, not that of the saving run: a static scale stays as it is, and a smaller
+        This scaler's own configuration counts, not that of the saving run. A static scale stays as it is. A smaller
         window, a smaller hysteresis or a larger min_scale takes effect at once.
 
         Raises:

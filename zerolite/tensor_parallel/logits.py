@@ -24,8 +24,8 @@ from zerolite.utils.nested import Arguments, Function, Keywords
 class VocabParallelLogits(Tensor):
     """Logits [..., vocabulary], of which this rank has [..., ceil(vocabulary / ranks)].
 
-    ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed on the shards, also after
-    changes of dtype or of the leading dimensions, and after a multiplication with a number. Every other operation first
+    ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed on the shards. The dtype or the
+    leading dimensions may change before, and the logits may be multiplied by a number. Every other operation first
     gathers the logits, once, and continues with an ordinary tensor. So results are always those of the full logits, and
     each operation is called on all ranks of the tensor group, in the same order.
     """

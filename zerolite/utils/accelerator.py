@@ -1,7 +1,7 @@
 """Device of this process, and the only functions that read tensors on the host.
 
-Every ``.item()`` of the project is here, so that a step's synchronisations can be counted, and a dry run on fake
-tensors has a single place to answer from.
+Every ``.item()`` of the project is here. So a step's synchronisations can be counted, and a dry run on fake tensors
+replaces values in a single module.
 """
 
 from __future__ import annotations
@@ -220,9 +220,9 @@ def keep_freed_memory() -> bool:
     """Let this process keep host memory that tensors free, up to 2 GB, instead of returning it to the kernel at
     once. True if it was done.
 
-    A training step on the CPU frees and allocates the same tensors again and again, and memory that comes anew from
-    the kernel costs several times a copy to touch. Only with glibc; not if ZEROLITE_KEEP_FREED_MEMORY=0, nor if the
-    user has set malloc's own variables.
+    A training step on the CPU frees and allocates the same tensors again and again. New memory from the kernel costs
+    several times as much to touch as a copy. Only with glibc; not if ZEROLITE_KEEP_FREED_MEMORY=0, nor if the user has
+    set malloc's own variables.
     """
     told = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
     if told or os.environ.get("ZEROLITE_KEEP_FREED_MEMORY", "1") == "0" or platform.libc_ver()[0] != "glibc":

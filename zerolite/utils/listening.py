@@ -54,9 +54,8 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
         port: TCP port; 0 for a free one.
 
     Returns:
-        The file descriptor of the socket, which belongs to the caller, and its port. It is None and ``port`` if
-            ``host`` is no address of this machine (behind a port forwarding, for example), or a name of several: it is
-            unknown which of them others use.
+        The file descriptor of the socket, which belongs to the caller, and its port. None and ``port`` if ``host`` is
+        no address of this machine, as behind a port forwarding, or a name of several addresses.
 
     Raises:
         OSError: something listens there already, or the port may not be used.

@@ -2,8 +2,8 @@
 
 Containers are lists, tuples, named tuples, mappings (UserDict and transformers' ModelOutput too) and dataclasses, of
 any depth. Objects of other classes are leaves: a model changes its key-value cache in place, so no copy may take its
-place. torch's pytree, which knows neither unregistered mappings nor dataclasses, takes two to eight times as long on
-the arguments of an operation, and copies what it has not changed.
+place. torch's pytree knows neither unregistered mappings nor dataclasses. On the arguments of an operation it takes two
+to eight times as long, and it copies containers that it has not changed.
 """
 
 from __future__ import annotations

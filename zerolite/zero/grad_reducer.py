@@ -8,10 +8,10 @@ launch the same collectives, whatever their graphs look like.
 - Stage 3 launches a bucket when the backward of a parameter group has ended. All ranks see these ends in the same order
   (:class:`LaunchPlan`).
 
-**Late gradients.** In the first backwards it is not known which gradient of a bucket is its last: reentrant
+**Late gradients.** In the first backwards it is not known which gradient of a bucket is its last. Reentrant
 checkpointing runs a backward inside the backward, and a module may be used several times. A gradient that comes after
-the launch of its bucket is late. At the end of such a backward the ranks exchange which buckets had late gradients,
-reduce those once more, and take over when to launch buckets from then on. Later backwards exchange nothing.
+the launch of its bucket is late. At the end of such a backward the ranks exchange which buckets had late gradients, and
+reduce those once more. They also agree when to launch buckets from then on. Later backwards exchange nothing.
 
 **Between backwards** a bucket holds:
 

@@ -361,8 +361,8 @@ class GradientArrivals:
         """Show the gradients of the accumulation in ``p.grad`` after a backward.
 
         On several ranks a parameter that this rank has not used shows a gradient too, because another rank may have
-        used it: norms and the set of gradients that the user may drop must be the same on all ranks. Nothing is shown
-        after ``torch.autograd.grad`` alone, which leaves no gradient on any rank.
+        used it. So norms, and the gradients that the user may drop, are the same on all ranks. Nothing is shown after
+        ``torch.autograd.grad`` alone, which leaves no gradient on any rank.
 
         Args:
             all_ranks_know: all ranks have called the engine for this backward, so it was not ``torch.autograd.grad``.

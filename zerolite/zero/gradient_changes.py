@@ -30,8 +30,8 @@ class GradientChanges:
     Attributes:
         assigned: by index of the parameter, tensors that the user has put into ``p.grad``. Only the next backward or
             step tells if they are this rank's gradient or the mean.
-        exposed: by index of the parameter and id of the tensor, tensors through which the user can write to the memory
-            of a reduced gradient, with their version counters when it was looked at last.
+        exposed: tensors through which the user can write to the memory of a reduced gradient, by index of the parameter
+            and id of the tensor. Each has its version counter from the last look at it.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class GradientScale:
         """Return the number by which weights are divided before they multiply losses, so that fp16 gradients stay in
         range.
 
-        It is a power of two near the mean weight of the previous step, the same on all ranks and for the whole
-        accumulation; 1 without a loss scale.
+        It is a power of two near the mean weight of the previous step, or 1 without a loss scale. It is the same on all
+        ranks and for the whole accumulation.
         """
         self.loss_scale()
         return self._outcomes.counters.weight_unit

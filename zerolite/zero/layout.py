@@ -84,7 +84,7 @@ class Slot:
     """Position of one parameter in its bucket.
 
     It has the elements ``[start, start + numel)`` of the bucket. In a sliced bucket it has ``[start, start + part)`` of
-    every row, and row r has the elements ``[r × part, (r + 1) × part)`` of the parameter.
+    every row; row r has elements ``[r × part, (r + 1) × part)`` of the parameter.
 
     Attributes:
         name: qualified name of the parameter.
@@ -321,8 +321,8 @@ def auto_bucket_numel(total_numel: int, world_size: int) -> int:
     """Return the elements per bucket if the config names none. All ranks must get the same number, so it depends only
     on two numbers that are equal on all ranks.
 
-    - 40 M elements, or 1 M for each rank if that is more (Megatron's rule): a ring sends a bucket in ``world_size``
-      parts, and the time of parts below about a million elements is their latency.
+    - 40 M elements, or 1 M for each rank if that is more (Megatron's rule). A ring sends a bucket in ``world_size``
+      parts, and parts below about a million elements take no less time, because latency dominates.
     - At most an eighth of the model, so that the first reduction starts early and the last one is short. This bounds
       memory, too: up to three buckets exist at once (one fills, two are reduced). In fp32 they take 1.5 bytes for each
       element of the model; its 16-bit parameters take 2 bytes on every rank at stages 0 to 2.

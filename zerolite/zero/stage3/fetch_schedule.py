@@ -229,8 +229,8 @@ class FetchSchedule:
 
     @property
     def plan_progress(self) -> tuple[int, bool]:
-        """Return the serial number of the plan in use, the same on all ranks, 0 if there is none; and True if the step
-        has reached the plan's end."""
+        """Return the serial number of the plan in use, the same on all ranks, and True if the step has reached the
+        plan's end. The number is 0 if there is no plan."""
         return self._plan.serial, self._plan is not NO_PLAN and self._position == len(self._plan.order)
 
     @property
@@ -290,8 +290,8 @@ class FetchSchedule:
         """Return the state of the step for messages; another thread may call it.
 
         Returns:
-            The kind of the step; the number, from 1, of the first event that is returned; the events from there on: a
-            group that is entered, or ~group when it is left.
+            The kind of the step; the number, from 1, of the first event that is returned; and the events from there on.
+            An event is the group that is entered, or ~group when it is left.
         """
         plan, position, order, dropped = self._plan, self._position, tuple(self._order), self._dropped
         if plan is not NO_PLAN:

@@ -1,7 +1,7 @@
 """Parameter groups of stage 3: parameters that are gathered, released and reduced as one (FSDP2: ``FSDPParamGroup``).
 
-A group has the parameters of one module, or of a whole subtree: a repeated block, a subtree that is too small to be
-worth several collectives, a compiled one, or one that the user names (:func:`plan_param_groups`).
+A group has the parameters of one module, or of a whole subtree. A subtree is one group if it is a repeated block, too
+small to be worth several collectives, compiled, or named by the user (:func:`plan_param_groups`).
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ def plan_param_groups(
 
     - a subtree that ``is_leaf`` chooses, and a compiled one;
     - a subtree with at most ``granularity`` elements that can be released;
-    - a repeated block: a child of a ModuleList or Sequential that has another child of its class. It must fit twice
-      into ``max_live`` elements (0: no blocks), because the next block is gathered while this one computes, and have at
-      most a fourth of the model. The children of a larger block are treated as blocks. A module that holds a list of
+    - a repeated block: a child of a ModuleList or Sequential that has another child of its class. It must have at most
+      a fourth of the model, and fit twice into ``max_live`` elements (0: no blocks), because the next block is gathered
+      while this one computes. The children of a larger block are treated as blocks. A module that holds a list of
       repeated modules (experts) must fit only once: ranks may send their tokens to different experts, and still must
       gather the same.
 
