@@ -277,7 +277,7 @@ class ParameterAccess:
             counts = [float(own[i]["step"]) if own.get(i) else 0.0 for i in indices]
             steps = self._agree(counts)
             return [
-                torch.tensor(step, device="cpu") if kind != _NOTHING else None
+                torch.tensor(step, dtype=torch.float32, device="cpu") if kind != _NOTHING else None
                 for step, kind in zip(steps, kinds, strict=True)
             ]
         wanted = [index for index, kind in zip(indices, kinds, strict=True) if kind != _NOTHING]
@@ -309,7 +309,11 @@ class ParameterAccess:
         (kind,) = self._agree([_kind(own, name)])
         if kind in (_NOTHING, _OTHER):
             self._refuse_name(index, name, {index: own or {}})
-        new = torch.tensor(float(value), device="cpu") if name == "step" else self._flat(index, value)
+        new = (
+            torch.tensor(float(value), dtype=torch.float32, device="cpu")
+            if name == "step"
+            else self._flat(index, value)
+        )
         if shard is None or own is None:
             return
         if name != "step":

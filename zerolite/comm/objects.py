@@ -115,7 +115,7 @@ def read_objects_without_numpy() -> None:
     torch uses numpy only to read the bytes of a tensor. Called before each of these collectives; cheap.
     """
     try:
-        torch.empty(0, device="cpu").numpy()
+        torch.empty(0, dtype=torch.uint8, device="cpu").numpy()
     except RuntimeError:
         torchs: Any = distributed_c10d
         torchs._tensor_to_object = _unpickled

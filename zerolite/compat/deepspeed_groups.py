@@ -149,7 +149,7 @@ def common_number(group: Group, state: str, of_ranks: Sequence[object]) -> Any:
 
 def as_count(state: str, number: Any) -> Any:
     """Return a step count as a tensor, as in torch's optimizers; DeepSpeed's own have a Python number."""
-    return torch.tensor(float(number), device="cpu") if state == "step" else number
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu") if state == "step" else number
 
 
 def described(value: object) -> str:

@@ -164,7 +164,9 @@ class FlatUpdate:
         step = self._steps - self._steps_missed[shard.index]
         if self._states is None or step == 0:
             return {}
-        state: State = {"step": torch.full((), float(step), device="cpu")} if self._rule.counts_steps else {}
+        state: State = (
+            {"step": torch.full((), float(step), dtype=torch.float32, device="cpu")} if self._rule.counts_steps else {}
+        )
         bucket = shard.bucket
         for name, flats in zip(self._rule.states, self._states, strict=False):
             state[name] = self._buffer.view_of(shard.fragment, flats[bucket])
