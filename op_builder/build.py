@@ -33,9 +33,9 @@ class Recipe:
         capability: compute capability of the GPU as (major, minor); None for the CPU.
         torch_cuda: `torch.version.cuda`, whose major version nvcc must share; None skips the comparison.
         csrc: the directory of the sources.
-        file_name: name of the library's file: the op's name and a key. The key is a hash of everything that decides
-            what the library does: sources, headers, flags, kind of machine, and torch's major version of CUDA. The
-            compiler is not part of it, since a library of any compiler will do.
+        file_name: name of the library's file: the op's name and a key. The key is a hash of all inputs of the build:
+            sources, headers, flags, kind of machine, and torch's major version of CUDA. The compiler is not part of it,
+            since a library of any compiler will do.
     """
 
     op: Op

@@ -49,8 +49,8 @@ class Op:
 
     Attributes:
         name: name for `load`, and the beginning of the library's file name.
-        kind: "cpp" needs a C++ compiler alone. "cuda" is compiled by nvcc for one compute capability, and "nvrtc" by
-            NVRTC for one, with a C++ compiler for the sources that make an object file (.o).
+        kind: "cpp" needs a C++ compiler alone. "cuda" is compiled by nvcc, and "nvrtc" by NVRTC, for one compute
+            capability. With "nvrtc" a C++ compiler makes the object files (.o).
         sources: calls of the compiler, which run at the same time.
         headers: patterns, relative to csrc/, of the headers; a change of one of them causes a new build.
         flags: flags of every compilation.

@@ -1,8 +1,8 @@
 """Access to full gradients, master weights and optimizer states by parameter, at every stage.
 
 Each function takes one parameter or several. Several need one collective over the data-parallel ranks, and one more for
-each parameter that tensor parallelism shards. Values are those of the full parameter. The functions are called on all
-ranks that have the parameters (all, or those of a pipeline stage), with the same parameters in the same order.
+each parameter that tensor parallelism shards. Values are those of the full parameter. All ranks that have the
+parameters (all, or those of a pipeline stage) call the functions, with the same parameters in the same order.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _undisturbed() -> Iterator[None]:
     """Context without ``torch.inference_mode`` and without the cyclic garbage collector.
 
     Tensors made in inference mode could not be changed outside of it. And the plans of a save are many small objects
-    without cycles, while each collection looks at all objects of the program, which can take 0.2 s.
+    without cycles. A collection looks at all objects of the program, which can take 0.2 s.
     """
     with collector_off(), torch.inference_mode(False), torch.no_grad():
         yield

@@ -23,8 +23,8 @@ def _nothing(operation: str, path: Path) -> None:
 
 
 before_operation: Callable[[str, Path], None] = _nothing
-"""Called before each operation with its name ("mkdir", "create", "write", "fsync", "rename", "remove") and the path:
-where tests let a process die or a disk be full."""
+"""Hook for tests, in which a process dies or a disk is full. Called before each operation with its name ("mkdir",
+"create", "write", "fsync", "rename", "remove") and the path."""
 
 
 def make_directory(path: Path, exist_ok: bool = False) -> None:

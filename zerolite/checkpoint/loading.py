@@ -347,8 +347,8 @@ class Loader:
         """Return the saved rank whose random states this rank continues with; a number that did not exist if there is
         none.
 
-        If the grid has changed, all ranks that compute one batch together take the states of one rank, so that dropout
-        drops the same elements on them.
+        If the grid has changed, ranks that compute one batch together take the states of one rank. So dropout drops the
+        same elements on them.
         """
         if saved == self._grid:
             return self._host.rank

@@ -149,8 +149,8 @@ class Wait:
     def look(self, longest_s: float = math.inf) -> float:
         """Return for how many seconds earlier looks have seen the same wait; 0 if nothing is waited for.
 
-        It is called regularly, so that waiting itself needs no clock. If two looks are more than ``longest_s`` apart,
-        the rest is not counted: the process was suspended, and most likely the others too, and did not wait.
+        It is called regularly, so that waiting itself needs no clock. Of the time between two looks at most
+        ``longest_s`` is counted. In a longer gap the process was suspended, and most likely the others too.
         """
         number, now = self.number, time.monotonic()
         since, self._looked = now - self._looked, now

@@ -22,8 +22,8 @@ _PACKED = 1 << 16  # bytes up to which several tensors are sent as one message: 
 class GlooCommunicator(Communicator):
     """Exchanges over gloo's point-to-point messages.
 
-    Every rank adds in rank order, so that all stages give the same bits at any world size: a sum in order of arrival
-    would round differently. Messages of different collectives have different tags; a pair of ranks may have several in
+    Every rank adds in rank order, so that all stages give the same bits at any world size. A sum in another order would
+    round differently. Messages of different collectives have different tags; a pair of ranks may have several in
     flight.
     """
 

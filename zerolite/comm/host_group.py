@@ -69,8 +69,8 @@ class HostGroup:
         """Wait until all ranks are here. Raises RuntimeError after ``timeout_s`` seconds, on all that have come, naming
         the others.
 
-        It uses the rendezvous store, where a missing rank blocks no other. A rank that comes after the others have
-        given up, or that has skipped one of their calls, waits for them at their next call.
+        It uses the rendezvous store, where a missing rank blocks no other. A rank may come after the others have given
+        up, or may have skipped one of their calls. It waits for them at their next call.
 
         Args:
             timeout_s: seconds to wait.

@@ -111,8 +111,8 @@ def share(nbytes: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Map ``nbytes`` of memory of every rank of ``group``: uint8 [nbytes] by rank; an empty list on all ranks if there
     is no room.
 
-    The files behind it are removed as soon as all ranks have mapped them, so that nothing is left when the processes
-    end, however they end. Called on all ranks of ``group``.
+    The files behind it are removed as soon as all ranks have mapped them. So nothing is left, however the processes
+    end. Called on all ranks of ``group``.
     """
     path = _DIRECTORY / f"zerolite-{os.getpid()}-{uuid.uuid4().hex}"
     try:

@@ -13,7 +13,7 @@ from zerolite.comm.transport import DryTransport
 class NullCommunicator(Communicator):
     """One rank of ``world_size``, alone: every collective returns at once, and is recorded as if it had happened.
 
-    The numbers are wrong: the other ranks are taken for copies of this one, so that values stay finite and losses
+    The numbers are wrong. The other ranks are taken for copies of this one, so that values stay finite and losses
     change from step to step. ``all_gather`` and ``broadcast`` leave their tensors unchanged. Memory and copies of real
     collectives are left out, see :func:`~zerolite.comm.create.dry_communicator`.
     """

@@ -135,7 +135,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def nccl_environment(torch_version: TorchVersion, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that NCCL's process groups of this torch need and ``env`` does not set.
 
-    Before 2.8 torch marks tensors of a collective with record_stream: the allocator reuses their memory only after an
+    Before 2.8 torch marks tensors of a collective with record_stream. The allocator reuses their memory only after an
     event, so the peak depends on timing. With this variable, the default in later versions, torch keeps the tensors
     until the collective has been waited for. zerolite keeps them that long itself.
     """
@@ -162,14 +162,14 @@ def init_distributed(
             ``torch.distributed.init_process_group``.
         rank: for tcp and file.
         world_size: for tcp and file.
-        timeout: timedelta or seconds, default 30 minutes: how long ranks wait for each other, here (rank 0 may have
-            data to load first) and in each collective.
+        timeout: timedelta or seconds that ranks wait for each other, here and in each collective; default 30 minutes,
+            because rank 0 may have data to load first.
 
     Raises:
         ValueError: arguments or variables are incomplete or contradict each other.
-        RuntimeError: on all ranks that have come: other ranks do not come in time (they are named; a warning does so
-            after 30 s and then every minute), two processes have the same rank, they differ in ``world_size``, or rank
-            0 cannot be reached.
+        RuntimeError: on all ranks that have come. Other ranks do not come in time (a warning names them after 30 s and
+            then every minute), rank 0 cannot be reached, two processes have the same rank, or they differ in
+            ``world_size``.
     """
     global _started_here
     if dist.is_initialized() or not current_platform().joins_jobs:

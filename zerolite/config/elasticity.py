@@ -71,8 +71,8 @@ def _sum(one: bytearray, other: bytearray) -> bytes:
 
 
 class ElasticityConfig(Block):
-    """Keep the global batch the same at every number of ranks, so that a job that goes on with fewer or more of them
-    takes the same steps. See [Batch sizes](#batch-sizes)."""
+    """Keep the global batch the same at every number of ranks. So a job that continues with fewer or more ranks takes
+    the same steps. See [Batch sizes](#batch-sizes)."""
 
     enabled: Bool = False
     """Choose the batch sizes from this block. false: its other keys have no effect."""

@@ -114,9 +114,9 @@ class ZeroliteConfig(Block):
     bf16: Bf16Config = Bf16Config()
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     fp32_modules: Texts = ()
-    """Modules that keep fp32 parameters and compute in fp32 in 16-bit training, such as `["*.router"]`: patterns (`*`,
-    `?`, `[...]`; case-sensitive) of qualified names in the model; `*.norm` matches `norm` too. Their inputs and outputs
-    are cast. (zerolite's own key; see [precision](precision.md).)"""
+    """Modules that keep fp32 parameters and compute in fp32 in 16-bit training, such as `["*.router"]`. The patterns
+    (`*`, `?`, `[...]`; case-sensitive) match qualified names in the model; `*.norm` matches `norm` too. Their inputs
+    and outputs are cast. (zerolite's own key; see [precision](precision.md).)"""
     gradient_clipping: NotNegative = 0.0
     """Largest global 2-norm of the gradients; gradients with a larger norm are scaled down to it. 0 = off."""
     zero_optimization: ZeroConfig = ZeroConfig()

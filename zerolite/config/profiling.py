@@ -66,8 +66,8 @@ class CommsLoggerConfig(Block):
 
 
 class FlopsProfilerConfig(Block):
-    """Count the floating-point operations of one step by module, on rank 0, and report from then on which share of the
-    device's peak is used. See [Monitoring](monitoring.md)."""
+    """Count the floating-point operations of one step by module, on rank 0. From then on report the used share of the
+    device's peak. See [Monitoring](monitoring.md)."""
 
     enabled: Bool = False
     """Count and measure."""

@@ -1,8 +1,8 @@
 """Metrics over all ranks: values reduced to one, or concatenated for the whole data set.
 
 Every call is two small all-gathers. The first one describes what each rank brings. If the descriptions differ, or a
-rank has a value that cannot be sent, all ranks raise the same sentence, and none waits for the second. The second one
-carries the values as bytes, so that one collective serves all dtypes.
+rank has a value that cannot be sent, all ranks raise the same error. None waits for the second collective. The second
+one carries the values as bytes, so that one collective serves all dtypes.
 """
 
 from __future__ import annotations

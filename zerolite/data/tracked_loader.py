@@ -204,8 +204,8 @@ class TrackedLoader:
     def position(self) -> DataPosition:
         """Return the position of the next batch.
 
-        A shuffled pass that the loop left before its end counts as under way until the next one begins, so that a
-        checkpoint continues it. A pass in sequence counts as ended, because the next one begins at the first sample.
+        A shuffled pass that the loop left before its end is under way until the next one begins. So a checkpoint
+        continues it. A pass in sequence counts as ended, because the next one begins at the first sample.
         """
         next_pass = self._order.next_pass(self.share.total)
         last = self._last

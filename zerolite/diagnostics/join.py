@@ -1,7 +1,7 @@
 """`engine.join()`: ranks without batches take part in the collectives of the other ranks.
 
 Inside ``engine.join()`` every rank announces what it is about to do (:class:`Command`) in a small exchange on the host.
-A rank that has left its loop announces that it has finished. From then on it executes the commands of the others: it
+A rank that has left its loop announces that it has finished. From then on it executes the commands of the others. It
 counts as a rank whose gradients are zero, updates its shards and sends its parts. It runs no forward, needs no batch,
 and ends with the same parameters, states and counters. While no rank has finished, this exchange is the only addition.
 Afterwards stage 3 also announces what it gathers and reduces within a forward and backward.

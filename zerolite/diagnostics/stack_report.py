@@ -311,8 +311,7 @@ def _owner(frame: FrameType) -> object:
     """Return the object whose method the frame runs; None for functions and for most frames outside of zerolite.
 
     Only zerolite's frames, and those in which torch calls a module, are asked for their locals. Before Python 3.13 this
-    leaves a copy of the locals in the frame, which keeps them alive until it returns: a user's loop would keep its
-    tensors.
+    leaves a copy of the locals in the frame until it returns. So the frame of a user's loop would keep its tensors.
     """
     if _kind(frame) == "zerolite" or frame.f_code.co_filename.endswith(_CALLS_MODULES):
         return frame.f_locals.get("self")

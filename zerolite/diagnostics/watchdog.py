@@ -1,10 +1,10 @@
 """Watchdog thread: end a job whose ranks wait for each other in vain, with a message that says why.
 
-Each rank has one such thread. A few times in `desync_timeout_s` it looks how long its process has waited for the others
-(zerolite.comm.flight_recorder notes every wait), and writes its step into the rendezvous store. The first rank that has
-waited too long asks a question through the store. Every rank answers with its stack report (stack_report.py). The asker
-compares the answers (diagnosis.py) and writes the verdict; every rank prints it and ends with status 76. A rank that
-does not answer is dead, or stuck in native code.
+Each rank has one such thread. A few times in `desync_timeout_s` it looks how long its process has waited for the
+others, and writes its step into the rendezvous store. zerolite.comm.flight_recorder notes every wait. The first rank
+that has waited too long asks a question through the store. Every rank answers with its stack report (stack_report.py).
+The asker compares the answers (diagnosis.py) and writes the verdict; every rank prints it and ends with status 76. A
+rank that does not answer is dead, or stuck in native code.
 
 A rank may find out by itself: its collective has timed out, or differs from that of the others. Then the training
 thread asks the same question and raises the verdict. There is one question for all of these cases.

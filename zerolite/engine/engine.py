@@ -379,8 +379,8 @@ class Engine:
         An engine that is deleted while its states are on the host gives the model its parameters back.
 
         Args:
-            non_blocking: accepted for loops written for DeepSpeed, and without effect: this call frees the memory on
-                the host, so it must wait for the copies.
+            non_blocking: accepted for DeepSpeed's sake, without effect. This call frees the memory on the host, so it
+                must wait for the copies.
 
         Called on all ranks.
         """
@@ -536,7 +536,7 @@ class Engine:
         """Save everything that the next step depends on, and return the checkpoint's directory, ``save_dir/tag``.
 
         Gradients are not saved, so call it at the end of a gradient accumulation, after a :meth:`step` that returned
-        True. In the middle of one a warning is logged: this job goes on with its gradients, but a job that loads the
+        True. In the middle of one a warning is logged. This job goes on with its gradients, but a job that loads the
         checkpoint begins the accumulation again. A checkpoint of the same tag is replaced when the new one is complete.
 
         Args:

@@ -96,8 +96,8 @@ class NodeOutcome:
 def causes_first(failures: Sequence[Failure]) -> list[Failure]:
     """Sort failures so that the likeliest cause comes first.
 
-    The order is: failures of ranks, failures of nodes, errors that only say that another rank has gone, and ranks that
-    have exited with status 0. Failures of one kind are sorted by time.
+    Failures of ranks come first, then failures of nodes, errors that only say that another rank has gone, and exits
+    with status 0. Failures of one kind are sorted by time.
     """
 
     def rank_of_cause(failure: Failure) -> tuple[bool, bool, bool, float]:

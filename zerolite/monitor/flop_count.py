@@ -4,8 +4,8 @@ A dispatch mode counts the operators. It is active while the model's forward run
 graph that this forward has built. It is off everywhere else, so the user's training loop never runs under it, not even
 after an exception. If a node raises, autograd restores the stack of modes, so no cleanup is necessary here.
 
-A node belongs to the innermost module whose forward has made it. Such a node can be reached from the module's outputs,
-and its sequence number is not below that of the first node after the module began.
+A node belongs to the innermost module whose forward has made it. Such a node can be reached from the module's outputs.
+Its sequence number is at least that of the first node after the module began.
 """
 
 from __future__ import annotations

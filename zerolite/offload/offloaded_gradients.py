@@ -2,7 +2,7 @@
 
 Each bucket's gradient is written back as soon as it is reduced, while backward runs. Before that, the device computes
 the step's statistics of it (its squares). To add the gradient of a later backward, the sum is staged in and added on
-the device, so it has the same bits as without offload.
+the device. So it has the same bits as without offload.
 """
 
 from __future__ import annotations

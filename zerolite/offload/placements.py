@@ -25,8 +25,8 @@ class Transfer:
     """Copy under way, which keeps source and target alive. An object of this class itself is a copy that has ended."""
 
     def wait(self) -> None:
-        """Wait until the target may be used: the host waits for a target on the host or on disk, the current stream
-        for one on a device. May be called several times.
+        """Wait until the target may be used. The host waits for a target on the host or on disk, the current stream for
+        one on a device. May be called several times.
 
         Raises:
             OSError: the disk failed; the message has the file, the position and the bytes.

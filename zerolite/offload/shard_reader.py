@@ -1,9 +1,9 @@
 """Prefetch and staging of offloaded shards for all-gathers.
 
-Shards on disk are read into host memory first: ahead of the gather if it is announced in time
-(:meth:`ShardReader.read_ahead`), otherwise when the gather is launched. From the host, one copy brings all shards that
-are neighbours in memory to the device, beside the device's work. The collective comes after it, so waiting for the
-collective is waiting for the copy.
+Shards on disk are read into host memory first. If the gather is announced in time (:meth:`ShardReader.read_ahead`) they
+are read ahead of it, otherwise when it is launched. From the host, one copy brings all shards that are neighbours in
+memory to the device, beside the device's work. The collective comes after it, so waiting for the collective is waiting
+for the copy.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class StagedShards:
     def copy_stream(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for the launch of the collective, which makes it run after the copies.
 
-        On CUDA the context selects the stream of the copies. They have waited for the work that was launched before
-        them, so the collective needs no other wait, and the current stream does not wait at all.
+        On CUDA the context selects the stream of the copies. They have waited for all work that was launched before
+        them. So the collective needs no other wait, and the current stream does not wait at all.
         """
         return self._reader.transfers.to_device_stream() if self.copies else contextlib.nullcontext()
 

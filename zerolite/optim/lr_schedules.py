@@ -4,7 +4,7 @@
 learning rate of update n + 1.
 
 DeepSpeed counts from -1: its `last_batch_iteration` is n - 1. Its learning rates follow from that, and are kept here.
-So WarmupLR has its lowest learning rate in the first two updates, and its highest from update `warmup_num_steps` + 1
+So WarmupLR has its lowest learning rate in the first two updates. It has its highest from update `warmup_num_steps` + 1
 ("log") or + 2 ("linear") on. `scheduler.step(n)` jumps: it sets `last_batch_iteration` to n.
 """
 
@@ -179,7 +179,7 @@ class WarmupLR(_ClosedForm):
 class WarmupDecayLR(WarmupLR):
     """WarmupLR, then a linear decay to `warmup_min_lr`.
 
-    After the warm-up, update n has the learning rate min + (max - min) * (T - i) / (T - W), with i = n - 2, W =
+    After the warm-up, update n has the learning rate min + (max - min) * (T - i) / (T - W). Here i = n - 2, W =
     `warmup_num_steps` and T = `total_num_steps`. For i >= T it is min.
 
     The other arguments are those of WarmupLR, but the default of `warmup_max_lr` is 0.001.

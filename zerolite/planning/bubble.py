@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from zerolite.pipe.schedule_actions import Action
 
 DURATIONS = {"forward": 1, "backward": 2, "backward of inputs": 1, "backward of weights": 1}
-"""Assumed duration of each computation of one micro-batch in one part of the model. All parts take equally long, a
-backward twice as long as a forward, each of its halves as long as a forward, and messages no time."""
+"""Assumed duration of each computation of one micro-batch in one part of the model. All parts take equally long, and
+messages no time. A backward takes twice as long as a forward, and each of its halves as long as a forward."""
 
 ASSUMPTION = (
     "The bubble assumes that all parts take equally long, a backward twice as long as a forward, and messages no time."

@@ -54,7 +54,7 @@ class DryFakeMode(FakeMode):
     def constructing(self) -> Iterator[None]:
         """Context for constructors of models, which may read a few values.
 
-        Small tensors of numbers are readable (``[x.item() for x in torch.linspace(0, 0.1, depth)]``), and
+        Small tensors of numbers are readable, as in ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
         ``trunc_normal_``, which reads the values that it draws, leaves fake tensors alone.
         """
         init: Any = torch.nn.init

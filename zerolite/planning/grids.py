@@ -298,8 +298,8 @@ class _Search:
 
         Args:
             one: the candidate.
-            sampled: plan only three pipeline stages: the first, with the most micro-batches in flight, the last, with
-                the head, and one of the others, which are alike.
+            sampled: plan only three pipeline stages. The first has the most micro-batches in flight, the last has the
+                head, and one stands for the others, which are alike.
         """
         pipe = one.grid.pipe
         plan = self._planned(self._job(one.config), sorted({0, pipe // 2, pipe - 1}) if sampled else range(pipe))

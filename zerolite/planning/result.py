@@ -56,8 +56,8 @@ class Traffic(_Frozen):
         sent: bytes that this rank sends if the collectives run as rings, the bandwidth-optimal algorithm. A gather or a
             reduce-scatter sends (N - 1) / N of ``nbytes``, an all-reduce twice that. A broadcast and a message between
             pipeline stages send all of it.
-        inter_node: the part of ``sent`` that leaves the node: the average over the ranks of a node, for messages
-            between stages over the ranks of a stage.
+        inter_node: the part of ``sent`` that leaves the node, averaged over the ranks of a node. Messages between
+            stages are averaged over the ranks of a stage.
         unaligned: number of buffers (full tensors, ranks' parts, shards) that are not aligned to 16 bytes, for which
             NCCL takes a slow path.
     """
@@ -114,8 +114,8 @@ class Plan(_Frozen):
         timeline: memory of the device in that step, at most 1000 points.
         host, disk: offloaded items and staging buffers there, each item at its largest within a step; None if there are
             none.
-        host_peak: the most host memory that the rank uses at once: offloaded items, or the model before the engine
-            takes it over; with device "cpu" also the device's memory.
+        host_peak: the most host memory that the rank uses at once, for offloaded items or for the model before the
+            engine is built. With device "cpu" the device's memory counts too.
         checkpoint: bytes that this rank writes.
         flops: operations of one rank's forward and backward in one step (matrix products, convolutions, attention);
             None without a batch.

@@ -29,8 +29,8 @@ class Fp32Forward:
     an argument was, and stay fp32 if all floating arguments were wider. Without floating arguments they become
     ``compute``.
 
-    It replaces ``forward`` in the module's own attributes and is no hook. So an exception leaves nothing behind, the
-    module's hooks see the same dtypes as its neighbours, and copies of the module have a replacement of their own.
+    It replaces ``forward`` in the module's own attributes and is no hook. So an exception leaves nothing behind, and
+    the module's hooks see the same dtypes as its neighbours. Copies of the module have a replacement of their own.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Import of `op_builder`: `zerolite.op_builder` of a wheel, or `op_builder/` of a checkout.
 
-A checkout's is found by its place beside the package and not through `sys.path`, on which an `op_builder` of another
-project or of another checkout might come first.
+In a checkout it is the directory beside the package. It is not imported through `sys.path`, on which the `op_builder`
+of another project or checkout might come first.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def listen_at(host: str, port: int) -> tuple[int | None, int]:
     """Listen on the address of this machine that ``host`` means, and on no other.
 
     Args:
-        host: a name or an address. Loopback addresses count only if it is a loopback name itself: many machines map
+        host: a name or an address. Loopback addresses count only if it is a loopback name itself. Many machines map
             their own name to 127.0.1.1, where no other machine finds them.
         port: TCP port; 0 for a free one.
 

@@ -1,6 +1,6 @@
 """ZeRO, stages 0 to 3: layout, gradient reduction, sharded optimizer, the step, and partitioned parameters.
 
-For users: ``Init`` builds a model partitioned, ``GatheredParameters`` makes parameters whole for a while, and
+For users: ``Init`` builds a model partitioned, and ``GatheredParameters`` is a context with full parameters.
 ``register_external_parameter`` declares a parameter that a module uses without owning it.
 
 These names are loaded on first use: the layout and the schedules need no torch.

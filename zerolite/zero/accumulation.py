@@ -49,8 +49,8 @@ class GradAccumulation:
     def is_boundary(self) -> bool:
         """Return True if the current micro-batch is the last one of its accumulation.
 
-        The current one is in DeepSpeed's loop the one that the next ``engine.step()`` ends, and in a plain loop the one
-        of the latest backward.
+        In DeepSpeed's loop the current one ends with the next ``engine.step()``; in a plain loop it is the one of the
+        latest backward.
         """
         if self.forced_boundary is not None:
             return self.forced_boundary

@@ -30,8 +30,8 @@ _SEGMENT_NUMEL = 1 << 16  # elements at which a segment ends: they stay in a CPU
 class GradientHolder:
     """Gradients of one bucket that wait to be copied into it.
 
-    While a holder is open, hooks put gradients into it and do nothing else: to count each small gradient would cost
-    more than to copy it. :meth:`end` counts them all at once.
+    While a holder is open, hooks put gradients into it and do nothing else. Counting each small gradient would cost
+    more than copying it. :meth:`end` counts them all at once.
 
     Attributes:
         indices: parameters whose gradients it may hold.

@@ -143,8 +143,8 @@ class Backward:
 class BucketMemory:
     """Allocator of full buckets, and their items of memory (memory_tags.py).
 
-    A bucket that is sent next may get the communicator's own memory, which is sent without a copy (shared memory
-    between processes of a host). Otherwise the memory of an earlier bucket is reused, on the CPU only. A large
+    A bucket that is sent next may get the communicator's own memory. This is shared memory between processes of a host,
+    which is sent without a copy. Otherwise the memory of an earlier bucket is reused, on the CPU only. A large
     allocation there is new memory from the kernel, and touching it for the first time costs several times as much as a
     copy. CUDA's caching allocator has no such cost.
 

@@ -241,8 +241,8 @@ class GradReducer:
         """Note a gradient that has come after the launch of its bucket.
 
         Raises:
-            RuntimeError: late gradients are no longer possible. At stage 3 :meth:`_agree_on_late` raises it later: the
-                module execution that has brought the gradient may depart from the plan, which all ranks see at its end.
+            RuntimeError: late gradients are no longer possible. At stage 3 :meth:`_agree_on_late` raises it later. The
+                module execution of the gradient may depart from the plan, and all ranks see that at the plan's end.
         """
         if not self._late_possible:
             advice = (

@@ -231,7 +231,7 @@ class SquaresPlan:
     """Kernel launches that sum the squares of tensors by parameter: one launch for the tensors of each dtype.
 
     Squares are summed in float64. The stage decides which elements each rank sums, so the order of summation differs
-    between stages; rounded to fp32, the float64 sums do not show it.
+    between stages. Rounded to fp32, the float64 sums do not show it.
     """
 
     def __init__(self, owned: Callable[[int], Iterable[tuple[int, int, int]]]) -> None:

@@ -242,8 +242,8 @@ class GradientArrivals:
     def _process_first(self, slot: Slot, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return the new gradient, if it is the first of a backward or autograd has added it to a placeholder.
 
-        The first gradient may be the first sign of a backward: ``torch.autograd.backward`` on another tensor than the
-        model's outputs passes no other hook of the engine. Then it begins the backward.
+        The first gradient may be the first sign of a backward. ``torch.autograd.backward`` on another tensor than the
+        model's outputs passes no earlier hook of the engine. Then it begins the backward.
 
         Args:
             slot: slot of the parameter.

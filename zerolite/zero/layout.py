@@ -1,8 +1,8 @@
 """Partition layout: buckets, slots and shards, in plain integers.
 
 Standard library only. One :class:`PartitionLayout` indexes every flat tensor: compute parameters, gradients, master
-weights and optimizer states. A parameter has a :class:`Slot`, slots fill a :class:`Bucket`, a bucket has one shard per
-rank, and the part of a slot in a shard is a :class:`Fragment`. There are three kinds of buckets.
+weights and optimizer states. A parameter has a :class:`Slot`, and slots fill a :class:`Bucket`. A bucket has one shard
+per rank. The part of a slot in a shard is a :class:`Fragment`. There are three kinds of buckets.
 
 **Plain** buckets (stages 0 to 2). Slots stand one behind the other. A shard may begin anywhere in a slot. ::
 

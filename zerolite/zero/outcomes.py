@@ -209,9 +209,9 @@ class _UnreadStep:
 class Outcomes:
     """Results of steps. A step is *settled* when the host has read its statistics.
 
-    If the device decides about a skip, each rank settles the step when it first needs the result: rank 0 to print a
-    loss scale, for example. An error that is found then is kept, and the next update raises it on all ranks. If one
-    rank raised it at once, the others would wait for that rank in their next collective.
+    If the device decides about a skip, each rank settles the step when it first needs the result. For example, rank 0
+    may print a loss scale. An error that is found then is kept, and the next update raises it on all ranks. If one rank
+    raised it at once, the others would wait for that rank in their next collective.
 
     Attributes:
         counters: counters of training.

@@ -127,8 +127,8 @@ class ParamGatherer:
 
     @untraced
     def wait(self, buckets: Iterable[int]) -> None:
-        """Wait for the gathers of these buckets: before a forward reads parameters that a gather writes, and before an
-        update writes parameters that a gather sends."""
+        """Wait for the gathers of these buckets. A forward must not read parameters that a gather still writes, and an
+        update must not write parameters that a gather still sends."""
         for bucket in buckets:
             if bucket in self.pending:
                 with self._lock:
@@ -168,8 +168,8 @@ class ParamGatherer:
         return [self._buffer.parameters[slot.index] for slot in self._buffer.layout.buckets[bucket].slots]
 
     def _wait_for(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Wait for the gathers of these parameters, or for all of them if the list is empty: then it is not known which
-        parameters are read."""
+        """Wait for the gathers of these parameters. If the list is empty it is not known which parameters are read, so
+        wait for all."""
         wanted = {id(parameter) for parameter in parameters}
         if not wanted:
             self.wait_all()

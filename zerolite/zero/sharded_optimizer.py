@@ -149,8 +149,8 @@ class ShardedOptimizer(Optimizer):
         before_groups_are_read: Callable[[], None],
         step: Callable[[], None] | None = None,
     ) -> None:
-        """Let the engine carry out calls of this optimizer and of the user's own optimizer object, so that a loop that
-        still calls the latter trains.
+        """Let the engine carry out calls of this optimizer and of the user's own optimizer object. So a loop that still
+        calls the latter trains.
 
         Args:
             pipeline: the engine's step pipeline.

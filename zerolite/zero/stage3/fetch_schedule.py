@@ -302,7 +302,7 @@ class FetchSchedule:
 class ScheduleAgreement:
     """Comparison of the ranks' recorded execution orders, so that all ranks adopt the same plan in the same update.
 
-    The statistics of a step carry a hash of the order. Each rank may read statistics at another time, so the result is
+    The statistics of a step carry a hash of the order. Each rank may read statistics at another time. So the result is
     acted on in the next update, which all ranks call in the same place.
     """
 

@@ -180,8 +180,8 @@ class GatheredParameters:
 
 
 def check_not_gathered(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raise RuntimeError for a parameter inside an open context: if an engine took it over, the end of the context
-    would release it under the engine."""
+    """Raise RuntimeError for a parameter inside an open context. Otherwise the end of the context would release it
+    while the engine uses it."""
     inside = {handle for context in _entered_contexts for handle in context._handles}
     for handle in map(handle_of, parameters) if inside else ():
         if handle in inside:

@@ -24,8 +24,8 @@ class LaunchPlan:
 
     Args:
         groups: for each bucket the parameter groups of its parameters.
-        progress: returns the serial number of the fetch plan in use, 0 if there is none, and True if its end is
-            reached; the same on all ranks.
+        progress: returns the serial number of the fetch plan in use (0: none), and True if its end is reached. Equal on
+            all ranks.
 
     Attributes:
         last_gradients: for each bucket the number of group ends before its last gradient in this backward; -1 without

@@ -1,7 +1,8 @@
 """Recognition of reads of a parameter that need its metadata alone, from their source. Standard library only.
 
-``if self.wo.weight.dtype != x.dtype`` reads a parameter and needs no values. At run time one could wait for a use of
-the values, but perhaps only some ranks use them, and all ranks must gather the same. The source is the same on all.
+``if self.wo.weight.dtype != x.dtype`` reads a parameter and needs no values. Waiting for a use of the values at run
+time would not work: perhaps only some ranks use them, and all ranks must gather the same. The source is the same on
+all.
 """
 
 from __future__ import annotations

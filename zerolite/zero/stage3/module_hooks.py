@@ -115,8 +115,8 @@ class _PostForwardHook(_GroupHook):
 class _InnerPreForwardHook(_GroupHook):
     """Hook on a module inside a group's module that owns some of the group's parameters.
 
-    If none of the groups with these parameters is executing, the caller has called the inner module directly, through
-    another method of the block, for example. Then this call is an execution of the group.
+    If none of the groups with these parameters is executing, the caller has called the inner module directly. Another
+    method of the block may do that. Then this call is an execution of the group.
     """
 
     def __init__(

@@ -17,7 +17,8 @@ from zerolite.utils.module_hook import is_compiled
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter, handle_of, unpartitioned_numel
 
 LARGEST_SHARE = 4
-"""A block has at most a fourth of the model: two or three groups are gathered at a time, and must not be all of it."""
+"""A block has at most a fourth of the model, because two or three groups are gathered at a time and must not be all of
+it."""
 
 
 class ParamGroup:
@@ -143,9 +144,9 @@ def plan_param_groups(
     - a subtree that ``is_leaf`` chooses, and a compiled one;
     - a subtree with at most ``granularity`` elements that can be released;
     - a repeated block: a child of a ModuleList or Sequential that has another child of its class. It must have at most
-      a fourth of the model, and fit twice into ``max_live`` elements (0: no blocks), because the next block is gathered
-      while this one computes. The children of a larger block are treated as blocks. A module that holds a list of
-      repeated modules (experts) must fit only once: ranks may send their tokens to different experts, and still must
+      a fourth of the model. It must fit twice into ``max_live`` elements (0: no blocks), because the next block is
+      gathered while this one computes. The children of a larger block are treated as blocks. A module that holds a list
+      of repeated modules (experts) must fit only once. Ranks that send their tokens to different experts must still
       gather the same.
 
     Subtrees of the first kind inside a block are separate groups.

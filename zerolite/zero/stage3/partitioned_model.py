@@ -213,8 +213,8 @@ def groups_of_buckets(
 ) -> list[set[int]]:
     """Return the parameter groups of each bucket of :func:`bucket_groups`.
 
-    A persistent parameter has the groups of the modules that own it, or the root's, because a step may use it that the
-    steps before have not used.
+    A persistent parameter has the groups of the modules that own it, or the root's. A step may use it although earlier
+    steps did not.
     """
     groups_of = groups_of_parameters(groups)
     for group in groups:

@@ -79,8 +79,8 @@ class AvailableParameters:
             reader.write_back(self._shards, self._full_views)
 
     def refresh(self) -> None:
-        """Gather the values of an update into the memory that the parameters have, in one launch for those on the
-        device and one for offloaded ones. Called on all ranks, in the same order."""
+        """Gather the values of an update into the parameters' memory. One launch is for shards on the device, and one
+        for offloaded shards. Called on all ranks, in the same order."""
         if self._allocations != self._context.allocations:
             self._plan()
         if self._offloaded:
