@@ -243,7 +243,7 @@ def test_other_updates_and_precisions(pools: Pools, tmp_path: Path, how: dict[st
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("grid", "partial", "why"),
-    [((2, 1, 1), False, "of 2 of the model only. Call"), ((1, 1, 2), True, "cut by tensor parallelism")],
+    [((2, 1, 1), False, "of 2 of the model only. Call"), ((1, 1, 2), True, "tensor-parallel shards")],
     ids=["pipeline", "sequence"],
 )
 def test_what_only_the_whole_can_do(tmp_path: Path, grid: Grid, partial: bool, why: str) -> None:

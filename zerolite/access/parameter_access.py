@@ -200,11 +200,11 @@ class ParameterAccess:
         flags = self._agree([float(index in used) for index in indices], self._tensor)
         wanted = [index for index, flag in zip(indices, flags, strict=True) if flag]
         factor = 1.0 / self._pipeline.divisor()
-        parts = {
+        shards = {
             index: self._buffer.view_of(shard.fragment, self._reducer.reduced(shard.bucket)).float() * factor
             for index, shard in self._shards(wanted).items()
         }
-        found = dict(zip(wanted, self._full(wanted, self.gather(wanted, parts, torch.float32)), strict=True))
+        found = dict(zip(wanted, self._full(wanted, self.gather(wanted, shards, torch.float32)), strict=True))
         return [found.get(index) for index in indices]
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
@@ -235,11 +235,11 @@ class ParameterAccess:
         ones, otherwise this rank's shards."""
         self._pipeline.check_available()
         self._pipeline.written.collect_all()
-        parts = {index: self._master(shard) for index, shard in self._shards(indices).items()}
+        shards = {index: self._master(shard) for index, shard in self._shards(indices).items()}
         dtypes = [self._buffer.master[self._slot(index).bucket].dtype for index in indices]
         if len(set(dtypes)) == 1:
-            return self.gather(indices, parts, dtypes[0])
-        return [self.gather([i], parts, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
+            return self.gather(indices, shards, dtypes[0])
+        return [self.gather([i], shards, dtype)[0] for i, dtype in zip(indices, dtypes, strict=True)]
 
     def set_master(self, index: int, value: torch.Tensor) -> None:
         values = self._flat(index, value)
@@ -281,11 +281,11 @@ class ParameterAccess:
                 for step, kind in zip(steps, kinds, strict=True)
             ]
         wanted = [index for index, kind in zip(indices, kinds, strict=True) if kind != _NOTHING]
-        parts = {index: own[index][name] for index in wanted if own.get(index)}
+        shards = {index: own[index][name] for index in wanted if own.get(index)}
         found: dict[int, torch.Tensor] = {}
         for kind in sorted({kind for kind in kinds if kind != _NOTHING}):
             same = [index for index, other in zip(indices, kinds, strict=True) if other == kind]
-            here = {index: parts[index] for index in same if index in parts}
+            here = {index: shards[index] for index in same if index in shards}
             full = self._full(same, self.gather(same, here, _DTYPES[int(kind) - _TENSOR]))
             found.update(zip(same, full, strict=True))
         return [found.get(index) for index in indices]
@@ -342,33 +342,33 @@ class ParameterAccess:
         """Check the shape of ``value``, and return it flat, in the parameter's order in memory. With tensor parallelism
         only this rank's shard of it is returned."""
         parameter = self._buffer.parameters[index]
-        cut = shard_spec_of(parameter)
-        shape = unpartitioned_shape(parameter) if cut is None else torch.Size(cut.full_shape)
+        spec = shard_spec_of(parameter)
+        shape = unpartitioned_shape(parameter) if spec is None else torch.Size(spec.full_shape)
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"parameter '{self._slot(index).name}': expected a tensor of {tuple(shape)}, got {got}")
         device = self._buffer.master[self._slot(index).bucket].device
-        part = value.detach() if cut is None else cut.of(value.detach())
+        part = value.detach() if spec is None else spec.of(value.detach())
         return flattened(part.to(device), self._reducer.strides[index])
 
-    def _copy(self, shard: OptimParamShard, place: torch.Tensor, flat: torch.Tensor) -> None:
+    def _copy(self, shard: OptimParamShard, target: torch.Tensor, flat: torch.Tensor) -> None:
         fragment = shard.fragment
         part = flat.narrow(0, fragment.param_start, fragment.numel)
-        if place.shape == part.shape:
-            place.copy_(part)
+        if target.shape == part.shape:
+            target.copy_(part)
         else:  # the optimizer needs full parameters, so the shard has the parameter's shape
-            place.copy_(flat.as_strided(place.shape, self._reducer.strides[fragment.slot.index]))
+            target.copy_(flat.as_strided(target.shape, self._reducer.strides[fragment.slot.index]))
 
     def _agree(self, values: list[float], comm: Communicator | None = None) -> list[float]:
         """Return the maximum of each value over ranks, by default over the data-parallel ones."""
         return largest(values, comm or self._comm, self._buffer.placements.device, "access", torch.float64)
 
-    def gather(self, indices: list[int], parts: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return each parameter's tensor, put together from the parts of the data-parallel ranks by one all-gather."""
+    def gather(self, indices: list[int], shards: dict[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return each parameter's tensor, gathered from the shards of the data-parallel ranks in one all-gather."""
         if not self._buffer.shard:
             return [
-                self._shaped(index, flattened(parts[index].clone(), self._reducer.strides[index]))
-                if index in parts
+                self._shaped(index, flattened(shards[index].clone(), self._reducer.strides[index]))
+                if index in shards
                 else self._empty(index, dtype)
                 for index in indices
             ]
@@ -379,8 +379,8 @@ class ParameterAccess:
         own = self._comm.shard(full)
         position = 0
         for index, width in zip(indices, widths, strict=True):
-            if index in parts:
-                part = parts[index]
+            if index in shards:
+                part = shards[index]
                 if part.dim() != 1:  # in the parameter's shape: flatten it in the order of memory, as ranges count
                     part = flattened(part, self._reducer.strides[index])
                 own.narrow(0, position, part.numel()).copy_(part)
@@ -397,17 +397,17 @@ class ParameterAccess:
             position += width
         return results
 
-    def _full(self, indices: list[int], parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the full tensors of ``parts``, which are this rank's tensor-parallel shards where layers are
+    def _full(self, indices: list[int], shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the full tensors of ``shards``, which are this rank's tensor-parallel shards where layers are
         sharded."""
         results = []
-        for index, part in zip(indices, parts, strict=True):
-            cut = shard_spec_of(self._buffer.parameters[index])
-            if cut is None:
+        for index, part in zip(indices, shards, strict=True):
+            spec = shard_spec_of(self._buffer.parameters[index])
+            if spec is None:
                 results.append(part)
                 continue
-            full = part.new_zeros(cut.full_shape)
-            cut.into(full, part)
+            full = part.new_zeros(spec.full_shape)
+            spec.into(full, part)
             # A sum puts the shards together: each rank has zeros outside of its own.
             self._tensor.all_reduce(full.view(-1), tag="access").wait()
             results.append(full)

@@ -37,7 +37,7 @@ class PendingGradients:
     ) -> None:
         """
         Args:
-            gather: makes full tensors from the ranks' parts, by index of the parameter, in one collective.
+            gather: makes full tensors from the ranks' shards, by index of the parameter, in one collective.
             refusal: the reason why this engine's gradients cannot be used through ``p.grad``; "" if they can.
         """
         self._pipeline = pipeline
@@ -48,7 +48,7 @@ class PendingGradients:
         self._device = device
         reducer.shown.connect(self)
 
-    # ---------------------------------------------------------------- parts
+    # ---------------------------------------------------------------- shards
 
     @torch.no_grad()
     def read(self, index: int) -> torch.Tensor:
@@ -148,20 +148,20 @@ class PendingGradients:
         return found
 
     @torch.no_grad()
-    def norms_of_shards(self, parts: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    def norms_of_shards(self, shards: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
         """Return norms of any order over all ranks, 0-dim float64, in one collective.
 
         Args:
-            parts: this rank's part of each tensor.
+            shards: this rank's shard of each tensor.
         """
         if math.isinf(order):
             sign = 1.0 if order > 0 else -1.0
-            own = [(sign * p.abs()).max().double() if p.numel() else p.new_tensor(-math.inf).double() for p in parts]
+            own = [(sign * p.abs()).max().double() if p.numel() else p.new_tensor(-math.inf).double() for p in shards]
             return list((sign * self.combine(torch.stack(own), largest=True)).unbind())
         if order == 0:
-            return list(self.combine(torch.stack([(p != 0).sum().double() for p in parts]), largest=False).unbind())
-        wide = [torch.promote_types(p.dtype, torch.float32) for p in parts]
-        norms = [torch.linalg.vector_norm(p, order, dtype=d) for p, d in zip(parts, wide, strict=True)]
+            return list(self.combine(torch.stack([(p != 0).sum().double() for p in shards]), largest=False).unbind())
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in shards]
+        norms = [torch.linalg.vector_norm(p, order, dtype=d) for p, d in zip(shards, wide, strict=True)]
         powers = torch.stack([norm.double() ** order for norm in norms])
         return list((self.combine(powers, largest=False) ** (1.0 / order)).unbind())
 
@@ -186,8 +186,8 @@ class PendingGradients:
     # ---------------------------------------------------------------- full tensors
 
     @torch.no_grad()
-    def gather_full(self, specs: Sequence[GradientSpec], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gather full tensors from all ranks' parts. One collective is enough, unless there are several dtypes, or
+    def gather_full(self, specs: Sequence[GradientSpec], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gather full tensors from all ranks' shards. One collective is enough, unless there are several dtypes, or
         several tensors of one parameter."""
         if specs[0].sharded and self._comm.world_size > 1 and self._comm.main:
             warn_of_collective(
@@ -195,9 +195,9 @@ class PendingGradients:
                 "they are gathered, a collective that all ranks must call. zerolite.get_full_grad(p) does it for "
                 "several parameters at once"
             )
-        # One collective each: a dtype, and positions in ``parts`` by index of the parameter.
+        # One collective each: a dtype, and positions in ``shards`` by index of the parameter.
         rounds: list[tuple[torch.dtype, dict[int, int]]] = []
-        for position, (spec, part) in enumerate(zip(specs, parts, strict=True)):
+        for position, (spec, part) in enumerate(zip(specs, shards, strict=True)):
             for dtype, members in rounds:
                 if dtype == part.dtype and spec.index not in members:
                     members[spec.index] = position
@@ -207,9 +207,9 @@ class PendingGradients:
         found: dict[int, torch.Tensor] = {}
         for dtype, members in rounds:
             sent = torch.uint8 if dtype == torch.bool else dtype
-            gathered = self._gather(list(members), {i: parts[p].to(sent) for i, p in members.items()}, sent)
+            gathered = self._gather(list(members), {i: shards[p].to(sent) for i, p in members.items()}, sent)
             found.update(zip(members.values(), (full.to(dtype) for full in gathered), strict=True))
-        return [found[position] for position in range(len(parts))]
+        return [found[position] for position in range(len(shards))]
 
     # ---------------------------------------------------------------- whether it may be used
 
@@ -229,5 +229,5 @@ class PendingGradients:
 
     def _change(self, indices: Sequence[int]) -> None:
         self._finish(indices)
-        with self._pipeline.announce(Command.OTHER):  # a rank that has left engine.join() would not change its parts
+        with self._pipeline.announce(Command.OTHER):  # a rank that has left engine.join() would not change its shards
             pass

@@ -155,7 +155,7 @@ def _on_shards(function: OpOverload, args: Arguments, kwargs: Keywords) -> objec
 
 
 def _on_lists(function: OpOverload, args: Arguments, kwargs: Keywords) -> object:
-    """Run one of torch's ``_foreach`` functions on this rank's parts of several gradients, in one call."""
+    """Run one of torch's ``_foreach`` functions on this rank's shards of several gradients, in one call."""
     targets = args[0]
     if not all(isinstance(target, ShardedGradient) for target in targets):
         return NotImplemented
@@ -170,9 +170,9 @@ def _on_lists(function: OpOverload, args: Arguments, kwargs: Keywords) -> object
     if not written_arguments(function, args, kwargs):
         results = function([target.read() for target in targets], *rest, **kwargs)
         return [ShardedGradient.of(spec, r, r) for spec, r in zip(specs, results, strict=True)]
-    parts = [target.open() for target in targets]
-    function(parts, *rest, **kwargs)
-    for target, part in zip(targets, parts, strict=True):
+    shards = [target.open() for target in targets]
+    function(shards, *rest, **kwargs)
+    for target, part in zip(targets, shards, strict=True):
         target.close(part)
     return None
 
@@ -323,7 +323,7 @@ def _unscale(function: OpOverload, gradients: Tensors, found_inf: torch.Tensor, 
     # First, because check_finite collects the statistics, which take over tensors that the user has put into p.grad.
     if others:
         function(others, found_inf, inverse_scale)
-    # Ranks have different parts of these results, so they must agree.
+    # Ranks have different shards of these results, so they must agree.
     for source in dict.fromkeys(g.source for g in made):
         found_inf.copy_(source.combine(found_inf.reshape(1), largest=True).reshape(found_inf.shape))
     for source, pending in _by_source([g for g in ours if g.part is None]):

@@ -94,13 +94,13 @@ def describe_end(error: BaseException | None) -> str:
     return f"with {type(error).__name__}: {first}"
 
 
-def lost_peer(error: RuntimeError, rank: int, place: str, ended: dict[int, str]) -> PeerLost:
+def lost_peer(error: RuntimeError, rank: int, location: str, ended: dict[int, str]) -> PeerLost:
     """Return the error of a collective whose connection broke, with how other ranks have ended.
 
     Args:
         error: the error of the collective.
         rank: this rank.
-        place: where this rank is, as ``StackReport.summary`` says it.
+        location: engine call and line of this rank, as ``StackReport.summary`` says it.
         ended: how other ranks have ended, by rank.
     """
     who = name_ranks(list(ended))
@@ -122,7 +122,7 @@ def lost_peer(error: RuntimeError, rank: int, place: str, ended: dict[int, str])
         )
     said = "; ".join(f"{name_ranks([one])} {how}" for one, how in ended.items())
     return PeerLost(
-        f"rank {rank} has lost another rank, in {place}: {said or 'it said nothing before it went'}. "
+        f"rank {rank} has lost another rank, in {location}: {said or 'it said nothing before it went'}. "
         f"{advice[0].upper()}{advice[1:]}. ({error})"
     )
 

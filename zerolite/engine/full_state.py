@@ -67,7 +67,7 @@ def _before_save(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
     found = [] if _allowed else _sharded_names(module, prefix)
     if found:
         raise RuntimeError(
-            f"state_dict: this rank has parts of parameters, cut by tensor parallelism: {listed(found)}. Call "
+            f"state_dict: this rank has tensor-parallel shards of parameters: {listed(found)}. Call "
             "engine.full_state_dict() on all ranks, which gives the whole ones."
         )
 
@@ -76,7 +76,7 @@ def _before_load(module: torch.nn.Module, state: object, prefix: str, *rest: Any
     found = [] if _allowed else _sharded_names(module, prefix)
     if found:
         raise RuntimeError(
-            f"load_state_dict: this rank has parts of parameters, cut by tensor parallelism, which cannot take whole "
+            f"load_state_dict: this rank has tensor-parallel shards of parameters, which cannot load full "
             f"values: {listed(found)}. Call engine.load_full_state_dict(state) on all ranks."
         )
 

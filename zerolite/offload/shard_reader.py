@@ -267,13 +267,13 @@ class ShardReader:
             for index, shard in span.views(sources, target).items():
                 shards[offloaded[index]] = shard
 
-    def write_back(self, shards: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-        """Copy ``parts``, on the device, into ``shards``, on the device or the host. The host waits for copies to the
+    def write_back(self, shards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Copy ``values``, on the device, into ``shards``, on the device or the host. The host waits for copies to the
         host."""
-        if all(shard.device == part.device for shard, part in zip(shards, parts, strict=True)):
-            torch._foreach_copy_(list(shards), list(parts))
+        if all(shard.device == value.device for shard, value in zip(shards, values, strict=True)):
+            torch._foreach_copy_(list(shards), list(values))
             return
-        for copy in [self.transfers.copy(part, shard) for shard, part in zip(shards, parts, strict=True)]:
+        for copy in [self.transfers.copy(value, shard) for shard, value in zip(shards, values, strict=True)]:
             copy.wait()
 
     def retire(self, reads: list[_SpanRead], copies: list[Transfer]) -> None:

@@ -65,16 +65,16 @@ class DeviceTimers:
         moment.record(torch.cuda.current_stream(self._device) if cuda else None)
         return moment
 
-    def add(self, start: TimingEvent, end: TimingEvent, tell: Callable[[float], None], goes_on: bool = False) -> None:
-        """Report the milliseconds from ``start`` to ``end`` to ``tell``.
+    def add(self, start: TimingEvent, end: TimingEvent, report: Callable[[float], None], goes_on: bool = False) -> None:
+        """Call ``report`` with the milliseconds from ``start`` to ``end``, later.
 
         Args:
             start: begin of the span.
             end: end of the span.
-            tell: called with the milliseconds.
+            report: function of the milliseconds.
             goes_on: ``end`` is also the begin of the next span.
         """
-        self._unread.append(_Span(start, end, tell, goes_on))
+        self._unread.append(_Span(start, end, report, goes_on))
 
     def then(self, call: Callable[[], None]) -> None:
         """Call ``call()`` when all spans added so far have been reported."""
@@ -93,7 +93,7 @@ class DeviceTimers:
                     first.end.synchronize()
                 elif not (first.start.query() and first.end.query()):
                     return
-                first.tell(first.start.elapsed_time(first.end))
+                first.report(first.start.elapsed_time(first.end))
                 self._spare += [first.start] if first.goes_on else [first.start, first.end]
             else:
                 first()
@@ -107,7 +107,7 @@ class DeviceTimers:
 class _Span(NamedTuple):
     start: TimingEvent
     end: TimingEvent
-    tell: Callable[[float], None]
+    report: Callable[[float], None]
     goes_on: bool
 
 

@@ -398,13 +398,13 @@ class GradientArrivals:
         self.used.clear()
 
 
-def _make_hook(known: weakref.ref[GradientArrivals], slot: Slot) -> Callable[[torch.Tensor], None]:
+def _make_hook(arrivals_ref: weakref.ref[GradientArrivals], slot: Slot) -> Callable[[torch.Tensor], None]:
     """Return the hook of one parameter. It is called for every parameter in every backward, so the short way through
     it is a closure that calls no method."""
     index = slot.index
 
     def hook(parameter: torch.Tensor) -> None:
-        arrivals = known()
+        arrivals = arrivals_ref()
         if arrivals is None:
             return
         holder = arrivals._holders[index]
