@@ -56,7 +56,7 @@ class SavedInput:
         return self.offloaded
 
     def unchanged(self) -> bool:
-        """True if the tensor has not been written in place as long as it has existed."""
+        """Return True if the tensor has not been written in place as long as it has existed."""
         source = self._source()
         self._changed = self._changed or (source is not None and source._version != self._version)
         return not self._changed

@@ -82,7 +82,7 @@ class BoxIndex:
 
 
 def covers(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """True if the boxes make up all of a tensor of ``shape``, each element once."""
+    """Return True if the boxes make up all of a tensor of ``shape``, each element once."""
     inside = all(
         low >= 0 and size > 0 and low + size <= length
         for offsets, sizes in boxes

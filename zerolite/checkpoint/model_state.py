@@ -157,8 +157,8 @@ class ModelState:
         return FlatRange(key, shape, self._strides(parameter), start, values, shard_spec_of(parameter))
 
     def writes(self, parameter: torch.Tensor) -> bool:
-        """True if this rank writes ``parameter``: its own shard or, of a parameter that is equal on all tensor ranks,
-        the first."""
+        """Return True if this rank writes ``parameter``: its own shard or, of a parameter that is equal on all tensor
+        ranks, the first."""
         return self.topology.tensor.rank == 0 or shard_spec_of(parameter) is not None
 
     def _strides(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
@@ -239,7 +239,7 @@ class ModelState:
         return unpartitioned_shape(self.buffer.parameters[param_shard.index])
 
     def is_scalar(self, kind: str, value: object, param_shard: OptimParamShard) -> bool:
-        """True if a state is one number for a whole parameter."""
+        """Return True if a state is one number for a whole parameter."""
         if not isinstance(value, torch.Tensor):
             return value is None or isinstance(value, (bool, int, float))
         return value.dim() == 0 and (bool(self.shape_of(param_shard)) or kind in _COUNTS)

@@ -139,7 +139,8 @@ class Saver:
         return str(save_dir / tag)
 
     def _offloads_to_disk(self) -> bool:
-        """True if offload keeps states on disk, so that host memory may be too small for a copy. Logs that, once."""
+        """Return True if offload keeps states on disk, so that host memory may be too small for a copy. Logs that,
+        once."""
         found = self._components.model.buffer.placements.on_disk
         if found and not self._warned and self._host.rank == 0:
             logger.warning(

@@ -53,7 +53,7 @@ class Pending:
         self.entry: Raw | None = None  # flight recorder's entry, for messages
 
     def arrived(self) -> bool:
-        """True if nothing is left to wait for."""
+        """Return True if nothing is left to wait for."""
         return all(work.is_completed() for work in self._works)
 
     def memory(self) -> Sequence[torch.Tensor]:

@@ -127,7 +127,7 @@ def _read_torchrun(env: Mapping[str, str]) -> Rendezvous:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """True if srun started this process.
+    """Return True if srun started this process.
 
     The shell of salloc and the script of sbatch also have the number of tasks, and some a SLURM_PROCID of 0.
     """

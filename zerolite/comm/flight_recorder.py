@@ -142,7 +142,7 @@ class Wait:
         self.on_device = True
 
     def under_way(self) -> bool:
-        """True if the wait is not over. May be called by another thread."""
+        """Return True if the wait is not over. May be called by another thread."""
         works = self.works
         return bool(works) and self.number != self._done and not all(work.is_completed() for work in works)
 

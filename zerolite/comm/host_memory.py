@@ -25,7 +25,8 @@ _PAGE = 4096
 
 
 def same_host(group: dist.ProcessGroup) -> bool:
-    """True if all ranks of ``group`` run on one host and can share memory there. Called on all ranks of the group."""
+    """Return True if all ranks of ``group`` run on one host and can share memory there. Called on all ranks of the
+    group."""
     ids = _gather(_memory_id(), group)
     return ids[0] != "" and all(each == ids[0] for each in ids)
 
@@ -72,7 +73,7 @@ class HostMemory:
         self._share_memory, self.maps, self._bytes, self.exhausted = None, [], 0, True
 
     def holds(self, nbytes: int) -> bool:
-        """True if the regions are that large already; the same answer on all ranks."""
+        """Return True if the regions are that large already; the same answer on all ranks."""
         return nbytes <= self._bytes
 
     def regions(self, turn: int, nbytes: int, like: torch.Tensor) -> list[torch.Tensor] | None:

@@ -55,7 +55,7 @@ def _signature(content: bytes) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-    """True if JSON gives back the same value with the same types."""
+    """Return True if JSON gives back the same value with the same types."""
     cls = type(value)
     if cls is list:
         return all(map(_is_plain, value))

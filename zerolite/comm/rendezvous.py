@@ -57,7 +57,7 @@ def _tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Stor
 
 
 def _kept_by_agent(host: str, port: int) -> bool:
-    """True if torchrun's agent hosts the store there."""
+    """Return True if torchrun's agent hosts the store there."""
     here = (os.environ.get("MASTER_ADDR", "").lower(), os.environ.get("MASTER_PORT"))
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and here == (host.lower(), str(port))
 

@@ -250,7 +250,7 @@ def _is_auto(value: object) -> bool:
 
 
 def _is_one_of(accepted: tuple[object, ...], value: object) -> bool:
-    """True if a value is one of these, or "auto". true and 1 differ, unlike in Python."""
+    """Return True if a value is one of these, or "auto". true and 1 differ, unlike in Python."""
     return _is_auto(value) or any(
         value == other and isinstance(value, bool) == isinstance(other, bool) for other in accepted
     )

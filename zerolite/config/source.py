@@ -50,7 +50,7 @@ def read_source(source: Mapping[str, object] | str | os.PathLike[str]) -> RawCon
 
 
 def _is_text(source: str) -> bool:
-    """True if the string is a configuration itself, not the path of one."""
+    """Return True if the string is a configuration itself, not the path of one."""
     stripped = source.lstrip("\ufeff \t\r\n")
     if not stripped or stripped[0] in "{[" or "\n" in stripped or "\0" in stripped:
         return True

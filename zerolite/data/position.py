@@ -232,7 +232,7 @@ def _from_text(text: str) -> torch.Tensor:
 
 
 def _fits(text: str, generator: torch.Generator) -> bool:
-    """True if `text` is the state of a generator of this kind."""
+    """Return True if `text` is the state of a generator of this kind."""
     try:
         torch.Generator(generator.device).set_state(_from_text(text))
     except (ValueError, RuntimeError):

@@ -316,7 +316,7 @@ class Engine:
         self._accumulation.force_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the next (or pending) ``engine.step()`` will update."""
+        """Return True if the next (or pending) ``engine.step()`` will update."""
         return self._accumulation.is_boundary()
 
     # ---------------------------------------------------------------- phases

@@ -105,7 +105,8 @@ def keep_local_patterns(model: torch.nn.Module, config: ZeroliteConfig, topology
 
 
 def _some_match(model: torch.nn.Module, pattern: str) -> bool:
-    """True if the name of a module, or of its class, matches. Each key has stricter rules of its own, applied later."""
+    """Return True if the name of a module, or of its class, matches. Each key has stricter rules of its own, applied
+    later."""
     for name, module in model.named_modules(remove_duplicate=False):
         mro = type(module).__mro__
         classes = [text for cls in mro for text in (cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")]

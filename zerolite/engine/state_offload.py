@@ -190,7 +190,7 @@ def _kinds(include: Iterable[object] | None) -> list[str]:
 
 
 def _moves(tensor: torch.Tensor, device: torch.device) -> bool:
-    """True if the tensor's memory belongs to the device's allocator. Tensors of other placements stay."""
+    """Return True if the tensor's memory belongs to the device's allocator. Tensors of other placements stay."""
     storage = tensor.untyped_storage()
     return tensor.device.type == device.type and storage.resizable() and bool(storage.nbytes())
 

@@ -233,12 +233,12 @@ class NodeAgent(LocalElasticAgent):
                     seen[local_rank] = time.time()
 
     def _cause_is_missing(self, failed: dict[int, int]) -> bool:
-        """True if every failed rank only reports that it lost another one."""
+        """Return True if every failed rank only reports that it lost another one."""
         records = [self._record(local_rank) for local_rank in failed]
         return all(record is not None and record.consequence for record in records)
 
     def _others_have_reported(self, failed: dict[int, int]) -> bool:
-        """True if a rank that still runs has reported an error."""
+        """Return True if a rank that still runs has reported an error."""
         return any(self._record(w.local_rank) for w in self._worker_group.workers if w.local_rank not in failed)
 
     def _record(self, local_rank: int) -> FailureRecord | None:

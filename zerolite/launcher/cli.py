@@ -44,7 +44,7 @@ def parse_command_line(argv: Sequence[str]) -> LaunchRequest:
 
 
 def is_remote(request: LaunchRequest) -> bool:
-    """True if this command starts the nodes of other hosts too, or has to find the hosts first."""
+    """Return True if this command starts the nodes of other hosts too, or has to find the hosts first."""
     asks = (request.hostfile, request.include, request.exclude)
     several = request.num_nodes is not None and request.num_nodes[1] > 1
     return not request.no_ssh and (several or request.launcher != "ssh" or any(ask is not None for ask in asks))

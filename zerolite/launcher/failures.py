@@ -119,7 +119,7 @@ def exit_status(failures: Sequence[Failure]) -> int:
 
 
 def ran_out_of_memory(failure: Failure) -> bool:
-    """True if the process itself reported an error for lack of memory."""
+    """Return True if the process itself reported an error for lack of memory."""
     text = recorded_message(failure) if failure.record is not None else last_line(failure.tail)
     return any(part in text for part in _OUT_OF_MEMORY)
 

@@ -27,7 +27,7 @@ class MemoryKills:
         return 0
 
     def happened(self) -> bool:
-        """True if the kernel has killed a process of the group since the start."""
+        """Return True if the kernel has killed a process of the group since the start."""
         return self._count() > self._at_start
 
 

@@ -83,7 +83,7 @@ def find_device_problems(job: NodeJob, found: int) -> list[str]:
 
 
 def is_here(directory: str) -> bool:
-    """True if ``directory`` is the working directory."""
+    """Return True if ``directory`` is the working directory."""
     try:
         return os.path.samefile(directory, ".")
     except OSError:

@@ -45,7 +45,7 @@ _PRINTERS = ("sys", "torch.distributed.distributed_c10d", "zerolite.diagnostics.
 
 
 def is_consequence(error: BaseException) -> bool:
-    """True if the error only says that another process has ended."""
+    """Return True if the error only says that another process has ended."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "PeerLost" in names:  # raised by the watchdog for a lost rank
         return True

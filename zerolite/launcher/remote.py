@@ -231,7 +231,7 @@ def seconds_until_end(job: JobPlan, process: NodeProcess, processes: Sequence[No
 
 
 def may_go_on(job: JobPlan, processes: Sequence[NodeProcess]) -> bool:
-    """True if an elastic job still has the first host, which hosts the rendezvous, and enough others."""
+    """Return True if an elastic job still has the first host, which hosts the rendezvous, and enough others."""
     left = [process for process in processes if not process.lost]
     return job.may_lose and len(left) >= job.min_nodes and processes[0] in left
 

@@ -282,7 +282,7 @@ def make_log_dir(job: NodeJob) -> str:
 
 
 def has_output(directory: str) -> bool:
-    """True if any file below a directory has contents."""
+    """Return True if any file below a directory has contents."""
     return any(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(directory) for name in names)
 
 

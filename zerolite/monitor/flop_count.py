@@ -244,7 +244,7 @@ class FlopCount:
         return owner.module, RECOMPUTED if again else BACKWARD
 
     def _counting(self) -> bool:
-        """True if the operators that run now are counted.
+        """Return True if the operators that run now are counted.
 
         The stack of modes says it, not a field of this object, because autograd passes only that stack to its threads.
         """

@@ -89,7 +89,7 @@ class IOTask:
             raise self._failure(self._outcome)
 
     def ended(self) -> bool:
-        """True if :meth:`wait` would return or raise at once."""
+        """Return True if :meth:`wait` would return or raise at once."""
         _check_process(self._pid)
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits for it

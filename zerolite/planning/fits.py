@@ -112,7 +112,7 @@ def _plan_stages(
 
 
 def _cannot_be_chosen(stage: int, plans: list[Plan], limit: int) -> bool:
-    """True if a stage needs no plan.
+    """Return True if a stage needs no plan.
 
     Stages 2 and 3 need none if a lower one fits, because that one sends no more. Stage 2 needs none if the states that
     it shares with stage 1 are too large. Stage 0 needs none if the states that stage 1 shards are too large without

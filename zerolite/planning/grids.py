@@ -116,7 +116,7 @@ def _blocks(outcomes: Iterable[Outcome]) -> Blocks:
 
 
 def _is_divided(config: ZeroliteConfig) -> bool:
-    """True if every stage gets one part of consecutive complete blocks."""
+    """Return True if every stage gets one part of consecutive complete blocks."""
     return config.pipeline.split == "auto" and config.pipeline.chunks_per_rank == 1
 
 
@@ -275,7 +275,8 @@ class _Search:
         return slower
 
     def _is_refused(self, grid: Grid) -> bool:
-        """True if the engine has refused the grid with another ZeRO stage, or its tensor size without a pipeline."""
+        """Return True if the engine has refused the grid with another ZeRO stage, or its tensor size without a
+        pipeline."""
         return any(other == grid or (other.tensor == grid.tensor and other.pipe == 1) for other in self._refused_grids)
 
     def _confirm_best(self, candidates: Sequence[Candidate]) -> bool:
@@ -356,7 +357,7 @@ def _scaled(rank: Plan | Stage, times: Fraction, stage: int) -> dict[str, Any]:
 
 
 def _is_once(row: Traffic, stage: int) -> bool:
-    """True if the collectives run once a step. ``stage`` is that of ZeRO."""
+    """Return True if the collectives run once a step. ``stage`` is that of ZeRO."""
     if row.tag in _ONCE_A_STEP:
         return True
     return row.dimension == "data" and (stage < 2 or (stage == 2 and row.op == "all_gather"))

@@ -83,7 +83,7 @@ def bytes_of_parameters(model: torch.nn.Module, kind: str) -> int:
 
 
 def is_ample(room: Room, config: ZeroliteConfig, numel: int) -> bool:
-    """True if a model of ``numel`` parameters fits with any optimizer and precision."""
+    """Return True if a model of ``numel`` parameters fits with any optimizer and precision."""
     zero = config.zero_optimization
     staged = zero.offload_optimizer.buffer_count * min(zero.sub_group_size, numel)
     staged += zero.offload_param.buffer_count * min(zero.offload_param.buffer_size, numel)

@@ -145,7 +145,7 @@ def cheapest(plans: list[Plan]) -> int | None:
 
 
 def _too_large(entry: Plan) -> bool:
-    """True if the setting would not fit even with the smallest buckets and prefetch."""
+    """Return True if the setting would not fit even with the smallest buckets and prefetch."""
     return entry.spare is not None and entry.spare + sum(entry.peak.items[item] for item in _SIZED) < 0
 
 

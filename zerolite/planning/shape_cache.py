@@ -139,7 +139,7 @@ def _describe(mode: DryFakeMode, values: Iterable[Any], key: list[Any]) -> bool:
 
 
 def _is_plain(tensor: Any, mode: DryFakeMode) -> bool:
-    """True if a FakeTensor is strided, on the CPU, without readable values, and not complex."""
+    """Return True if a FakeTensor is strided, on the CPU, without readable values, and not complex."""
     has_values = tensor.constant is not None and tensor.numel()
     plain = tensor.fake_mode is mode and not has_values and tensor.fake_device == _CPU
     return plain and tensor.layout is torch.strided and not tensor.dtype.is_complex
@@ -162,7 +162,7 @@ def _call_and_cache(
 
 
 def _owns_storage(tensor: Any, mode: DryFakeMode, taken: set[int]) -> bool:
-    """True if ``tensor`` has its own storage of exactly its size.
+    """Return True if ``tensor`` has its own storage of exactly its size.
 
     Args:
         tensor: a result.

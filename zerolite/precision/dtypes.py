@@ -76,7 +76,7 @@ class Precision:
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
-    """True if an output of a model is taken for a loss.
+    """Return True if an output of a model is taken for a loss.
 
     A loss is a floating tensor without dimensions. If gradients are recorded, it must also require one.
     """

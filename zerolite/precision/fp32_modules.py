@@ -156,7 +156,7 @@ class Fp32Modules:
         self._collect_modules()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if a parameter stays in fp32, or a buffer keeps its dtype."""
+        """Return True if a parameter stays in fp32, or a buffer keeps its dtype."""
         return tensor in self._tensors
 
     def attach(self) -> None:
@@ -250,7 +250,7 @@ _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm.forward, torch.nn.SyncBatc
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """True if a module has a forward of its own: containers and the wrapper of torch.compile have none."""
+    """Return True if a module has a forward of its own: containers and the wrapper of torch.compile have none."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).forward is not torch.nn.Module.forward and "_orig_mod" not in module._modules

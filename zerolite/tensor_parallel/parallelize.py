@@ -334,7 +334,8 @@ def _forbid_replicated_modules(tp_block: ParallelBlock, region: Region, plan: ob
 
 
 def _uses_random_numbers(module: nn.Module) -> bool:
-    """True if the module may draw random numbers: it has a dropout layer, or an attribute named "drop..." above 0."""
+    """Return True if the module may draw random numbers: it has a dropout layer, or an attribute named "drop..." above
+    0."""
     for child in module.modules():
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
             return True

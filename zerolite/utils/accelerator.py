@@ -105,7 +105,7 @@ def make_current(device: torch.device) -> None:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """True if ``tensor`` has no memory, as in a dry run."""
+    """Return True if ``tensor`` has no memory, as in a dry run."""
     return type(tensor) is FakeTensor
 
 

@@ -16,7 +16,7 @@ class TimingEvent(Protocol):
     def record(self, stream: Any) -> None: ...
 
     def query(self) -> bool:
-        """True if the device has reached the event."""
+        """Return True if the device has reached the event."""
         ...
 
     def synchronize(self) -> None:

@@ -27,7 +27,7 @@ def plain_address(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a name or an address means this machine itself: `localhost`, `127.0.0.1`, `::1`, ..."""
+    """Return True if a name or an address means this machine itself: `localhost`, `127.0.0.1`, `::1`, ..."""
     if host.lower() == "localhost":
         return True
     try:

@@ -63,7 +63,7 @@ class ModuleHook:
         return self.handle
 
     def stays_in_copies(self) -> bool:
-        """True if a deep copy of the module needs the hook too."""
+        """Return True if a deep copy of the module needs the hook too."""
         return False
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
@@ -103,5 +103,5 @@ class WeakHook(ModuleHook, Generic[Owner]):
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """True if a module is compiled, together with everything inside it, hooks included."""
+    """Return True if a module is compiled, together with everything inside it, hooks included."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -47,7 +47,7 @@ def resolve(name: str) -> list[str]:
 
 
 def is_this_host(name: str) -> bool:
-    """True if a host name or an address means the host that this runs on."""
+    """Return True if a host name or an address means the host that this runs on."""
     if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     addresses = resolve(name)

@@ -409,7 +409,7 @@ class GradReducer:
         return found
 
     def is_offloaded(self, bucket: int) -> bool:
-        """True if the mean gradient is stored off the device."""
+        """Return True if the mean gradient is stored off the device."""
         return self._buckets[bucket].is_offloaded
 
     # ---------------------------------------------------------------- what the user changes

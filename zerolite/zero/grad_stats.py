@@ -150,7 +150,7 @@ class StatsVector:
         return self._scalars[0] / self._world_size
 
     def mixed(self) -> torch.Tensor:
-        """True if some ranks have weights and others have not; a 0-dim bool tensor on the device."""
+        """Return True if some ranks have weights and others have not; a 0-dim bool tensor on the device."""
         return self._scalars[1] * self._scalars[2] > 0
 
     def norms(self) -> torch.Tensor:
@@ -185,7 +185,7 @@ class StatsVector:
         self._read = None
 
     def unused(self, index: int) -> torch.Tensor:
-        """True if a parameter got no gradient on any rank; a 0-dim bool tensor on the device."""
+        """Return True if a parameter got no gradient on any rank; a 0-dim bool tensor on the device."""
         return self._uses[index] == 0
 
     def start_read(self) -> None:

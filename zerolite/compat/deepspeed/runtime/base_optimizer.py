@@ -94,7 +94,7 @@ class DeepSpeedOptimizer:
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """The same optimizer under DeepSpeed's name for stages 1 to 3."""
+    """Alias of the optimizer under DeepSpeed's name for stages 1 to 3."""
 
 
 class Stage3Optimizer(ZeROOptimizer):
