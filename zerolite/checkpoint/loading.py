@@ -299,7 +299,7 @@ class Loader:
         ranks.run(lambda: reader.trust(make_room))
         ranks.run(fetch)
         components.model.after_loading(plan.match.names)
-        components.pipeline.publish()
+        components.pipeline.all_gather_params()
         components.pipeline.on_weights_replaced()
         ranks.run(lambda: components.model.load_extra_state(plan.state.extra))
 

@@ -100,14 +100,14 @@ def _gathered(path: str, item: object, rows: Rows | None, world_size: int, devic
         item = _number_tensor(path, item)
     if not isinstance(item, torch.Tensor):
         raise _Unfit(f"expected tensors, got {type(item).__name__} at {path}; make it a tensor or leave it out")
-    home = item.device
+    target = item.device
     sent = _sendable(path, item.reshape(1) if item.dim() == 0 else item, device)
     trailing = "".join(f", {size}" for size in sent.shape[1:])
     kind = f"{item.dtype} [*{trailing}]"
     if rows is None:
-        return _Leaf(path, kind, sent, lambda parts: torch.cat(parts).to(home))
+        return _Leaf(path, kind, sent, lambda parts: torch.cat(parts).to(target))
     if item.dim() == 0 and rows.per_rank != 1:
-        return _Leaf(path, f"{item.dtype}, one for each rank", sent, lambda parts: torch.cat(parts).to(home))
+        return _Leaf(path, f"{item.dtype}, one for each rank", sent, lambda parts: torch.cat(parts).to(target))
     if sent.shape[0] != rows.per_rank:
         raise _Unfit(
             f"expected a row for each of the {rows.per_rank} samples that the loader gave this rank, got "
@@ -120,7 +120,7 @@ def _gathered(path: str, item: object, rows: Rows | None, world_size: int, devic
                 "engine.gather_for_metrics: some ranks have finished their batches (engine.join), so the rows of the "
                 "others are not those of a whole batch; collect them and call this after the join block, with loader="
             )
-        return torch.stack(parts, 1).flatten(0, 1)[: rows.samples].to(home)
+        return torch.stack(parts, 1).flatten(0, 1)[: rows.samples].to(target)
 
     return _Leaf(path, kind, sent, in_order)
 
@@ -130,10 +130,10 @@ def _reduced_tensor(path: str, item: torch.Tensor, op: str, device: torch.device
         raise _Unfit(f"expected real numbers for {op}, got {item.dtype} at {path}")
     if item.dtype == torch.uint64:
         raise _Unfit(f"expected a dtype that int64 contains, got torch.uint64 at {path}; cast it to torch.int64")
-    home = item.device
+    target = item.device
     sent = _sendable(path, item.unsqueeze(0), device)
     kind = f"{item.dtype} {list(item.shape)}"
-    return _Leaf(path, kind, sent, lambda parts: _reduce_tensors([part[0] for part in parts], op).to(home))
+    return _Leaf(path, kind, sent, lambda parts: _reduce_tensors([part[0] for part in parts], op).to(target))
 
 
 def _sendable(path: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

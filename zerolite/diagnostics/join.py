@@ -298,7 +298,7 @@ _ACTIONS: dict[Command, Callable[..., Any]] = {
     Command.ENGINE_STEP: lambda join, flush, forced: join._engine.mirror_step(bool(flush), forced),
     Command.STEP: lambda join: join._pipeline.step(),
     Command.UPDATE: lambda join, gather: join._pipeline.update(bool(gather)),
-    Command.PUBLISH: lambda join: join._pipeline.publish(),
+    Command.ALL_GATHER_PARAMS: lambda join: join._pipeline.all_gather_params(),
     Command.ZERO_GRAD: lambda join: join._pipeline.zero_grad(),
     Command.REDUCE: lambda join: join._pipeline.reduce(),
     Command.STATS: lambda join: join._pipeline.stats(),

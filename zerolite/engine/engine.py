@@ -406,7 +406,7 @@ class Engine:
 
     def publish(self) -> None:
         """All-gather the updated values into the module's parameters. Called on all ranks."""
-        self._pipeline.publish()
+        self._pipeline.all_gather_params()
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step. Called on all ranks."""

@@ -20,7 +20,7 @@ class Command(enum.IntEnum):
     ENGINE_STEP = 7  # flush, and the boundary that the user has set
     STEP = 8
     UPDATE = 9  # updated parameters are all-gathered in it
-    PUBLISH = 10
+    ALL_GATHER_PARAMS = 10
     ZERO_GRAD = 11
     REDUCE = 12
     STATS = 13

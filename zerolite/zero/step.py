@@ -374,12 +374,12 @@ class StepPipeline:
         self._buffer.placements.drop_reads()
         self._step_update.forget_failed_update()
         self.zero_grad()
-        self.publish()
+        self.all_gather_params()
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """All-gather the updated values into the compute parameters of all ranks."""
         self.check_available()
-        with self._observers.phase(STEP), self.announce(Command.PUBLISH):
+        with self._observers.phase(STEP), self.announce(Command.ALL_GATHER_PARAMS):
             for bucket in reversed(self._reducer.order.buckets):
                 self._param_gatherer.gather_bucket(bucket)
             self._param_gatherer.end_step()

@@ -151,7 +151,7 @@ class StepUpdate:
             factor *= float(host_value(user_factor)) if isinstance(user_factor, torch.Tensor) else user_factor
             self._update(factor, outcome.used, None, gather)
         elif not gather:
-            # publish() follows and takes all values from the masters, also those that the user has written.
+            # all_gather_params() follows and takes all values from the masters, also those that the user has written.
             for bucket in range(len(self._buffer.layout.buckets)):
                 self._buffer.sync_master_from_param(bucket)
             self._buffer.placements.drop_reads()
