@@ -23,8 +23,8 @@ def library_dir() -> Path:
     """Return the directory of the libraries, `kernels` in the cache directory, and make it if it is missing.
 
     Raises:
-        OSError: the directory cannot be made, or other users could write to it: they could run code as this user by a
-            library of theirs.
+        OSError: the directory cannot be made, or other users could write to it. A library of theirs could run code as
+            this user.
     """
     root = cache_root()
     if not root.is_absolute():

@@ -89,7 +89,7 @@ class Checkpointing:
         chosen = [index for index, leaf in enumerate(leaves) if self._saver.accepts(leaf)]
         if not chosen:
             return {}, None
-        call.follow(self._latest)
+        call.set_previous(self._latest)
         self._latest = weakref.ref(call)
         saved, copy = self._saver.save([leaves[index] for index in chosen])
         return dict(zip(chosen, saved, strict=True)), copy
@@ -149,7 +149,7 @@ class _Call:
         # torch saves these tensors with its checks. It also saves the random state of the devices of the empty ones.
         self.passed = [leaves[i] for i in self._others] + [tensor.new_empty(0) for tensor in devices.values()]
 
-    def follow(self, previous: weakref.ref[_Call] | None) -> None:
+    def set_previous(self, previous: weakref.ref[_Call] | None) -> None:
         self.before = previous
 
     def __call__(self, *passed: torch.Tensor) -> object:

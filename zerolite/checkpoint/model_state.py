@@ -1,7 +1,7 @@
 """Tensors of an engine (parameters, buffers, optimizer states), by name, to checkpoint shards and back.
 
 A trained parameter is stored once, as its master weights: the compute parameter is rounded from them. A rank's part of
-it, and of every state, is a range of the flattened parameter (:class:`FlatRange`), which itself may be a
+it, and of every state, is a range of the flattened parameter (:class:`FlatRange`). The parameter itself may be a
 tensor-parallel shard (:class:`~zerolite.tensor_parallel.shard_spec.ShardSpec`).
 
 Tensors that every data-parallel rank holds completely are divided evenly over them, so that each writes the same share.

@@ -2,7 +2,7 @@
 
 A run is one training, of one or more jobs: a job that loads a checkpoint continues its run. The manifest of every
 checkpoint names the id of its run. A save may replace or prune a checkpoint, or move ``latest`` away from it, in two
-cases: the job has saved it itself, or the checkpoint belongs to its run and was there when the job first came to the
+cases. Either the job has saved it itself, or the checkpoint belongs to its run and existed when the job first used the
 directory. So if two jobs continue one run at the same time, the second to save gets an error, and no checkpoint is
 lost.
 """

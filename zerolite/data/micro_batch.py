@@ -52,8 +52,8 @@ class MicroBatch:
     def loss(self, outputs: Any, loss_fn: LossFunction | None) -> torch.Tensor:
         """Return the loss: that of ``loss_fn``, or the one that the model has returned.
 
-        A model may return a scalar, a tuple that contains exactly one scalar or begins with one, or an object or
-        mapping with a ``loss``. Raises ValueError for any other output.
+        A model may return a scalar, or an object or mapping with a ``loss``. It may also return a tuple that contains
+        exactly one scalar or begins with one. Raises ValueError for any other output.
         """
         if loss_fn is not None:
             return _scalar(loss_fn(outputs, self.target), "the loss_fn")

@@ -98,8 +98,8 @@ class SampleOrder:
 
     @property
     def name(self) -> str:
-        """Name of the order. Samplers with equal names give equally many samples in the same order, if their epochs
-        are equal or they draw from the same random state."""
+        """Name of the order. Samplers with equal names, and equal epochs or random states, give equally many samples in
+        the same order."""
         if isinstance(self.sampler, DistributedSampler):
             return f"shuffled with seed {self.sampler.seed}" if self.sampler.shuffle else "in sequence"
         return "in sequence" if type(self.sampler) is SequentialSampler else f"drawn by {type(self.sampler).__name__}"

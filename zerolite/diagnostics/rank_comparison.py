@@ -111,7 +111,7 @@ def check_initialize(
 ) -> None:
     """Compare the inputs of ``zerolite.initialize`` between all ranks, by :func:`check_equal_on_ranks`.
 
-    Compared are the resolved config, the model, the optimizer and its param groups, the other ``arguments``, the
+    The inputs are the resolved config, the model, the optimizer with its param groups, the other ``arguments``, the
     versions, and the environment variable that adds collectives.
     """
     if comm.world_size > 1:

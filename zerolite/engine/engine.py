@@ -140,8 +140,8 @@ class Engine:
             ``loss``, as it was given.
 
         Raises:
-            ValueError: for a loss that is not a scalar or needs no gradient, and for a weight that is not a number of
-                at least 0.
+            ValueError: for a loss that is not a scalar or needs no gradient, and for a weight that is negative or not a
+                number.
 
         Called on all ranks.
         """

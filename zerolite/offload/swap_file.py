@@ -1,7 +1,7 @@
 """Swap file of one rank on a disk, which holds flat tensors.
 
 The file has no name: nothing is left of it when the process ends, however it ends, and no other process can remove it.
-Its space is allocated before a tensor is returned, so a full disk is found at once and not in the middle of a step.
+Its space is allocated before a tensor is returned. So a full disk is found at once and not in the middle of a step.
 
 A tensor of the file is a mapping of a part of it. The step does not use the mapping. It copies parts between the file
 and buffers, and bypasses the page cache if the file system allows it. The kernel keeps both views equal as long as a

@@ -123,19 +123,19 @@ def resolve_optimizer(type_name: str, params: Mapping[str, object] | None = None
         ConfigError: with a sentence for each key that is unknown, unsupported or of the wrong type.
     """
     cls = _find_class(type_name)
-    rest = dict(params or {})
+    remaining = dict(params or {})
     errors: Errors = []
     own: tuple[str, ...] = ()
     options: dict[str, Any] = {}
     if type_name.lower() in ("adam", "adamw"):
         own = ("adam_w_mode", "torch_adam", *ONLY_HERE, *_DEEPSPEED_SWITCHES)
-        options = {key: False for key in ONLY_HERE if not _pop_bool(key, True, rest, errors)}
-        cls = _pop_adam_keys(type_name.lower(), rest, errors)
+        options = {key: False for key in ONLY_HERE if not _pop_bool(key, True, remaining, errors)}
+        cls = _pop_adam_keys(type_name.lower(), remaining, errors)
     elif cls is Lion:
         own = ("set_grad_none",)
-        _pop_switches(own, rest, errors)
-    _pop_foreign_keys(rest, errors)
-    kwargs, problems = check_keyword_params(_PATH, cls, rest, hidden=("params", *_hidden(cls)), also_known=own)
+        _pop_switches(own, remaining, errors)
+    _pop_foreign_keys(remaining, errors)
+    kwargs, problems = check_keyword_params(_PATH, cls, remaining, hidden=("params", *_hidden(cls)), also_known=own)
     errors += problems
     errors += _contradictions(options, kwargs)
     if kwargs.get("differentiable"):
@@ -225,19 +225,19 @@ def _find_class(type_name: str) -> type[Optimizer]:
     raise ConfigError([("optimizer.type", sentence)])
 
 
-def _pop_adam_keys(name: str, rest: dict[str, object], errors: Errors) -> type[Optimizer]:
-    """Pop DeepSpeed's own keys from `rest`. Return torch's class with the same weight decay."""
-    _pop_switches(tuple(_DEEPSPEED_SWITCHES), rest, errors)
-    _pop_bool("torch_adam", True, rest, errors)
-    decoupled = _pop_bool("adam_w_mode", True, rest, errors)
+def _pop_adam_keys(name: str, remaining: dict[str, object], errors: Errors) -> type[Optimizer]:
+    """Pop DeepSpeed's own keys from `remaining`. Return torch's class with the same weight decay."""
+    _pop_switches(tuple(_DEEPSPEED_SWITCHES), remaining, errors)
+    _pop_bool("torch_adam", True, remaining, errors)
+    decoupled = _pop_bool("adam_w_mode", True, remaining, errors)
     if name == "adamw" and not decoupled:
         sentence = "false, but AdamW always decouples its weight decay; remove the key, or set optimizer.type to 'Adam'"
         errors.append((f"{_PATH}.adam_w_mode", sentence))
     return torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
-def _pop_bool(key: str, default: bool, rest: dict[str, object], errors: Errors) -> bool:
-    value = rest.pop(key, default)
+def _pop_bool(key: str, default: bool, remaining: dict[str, object], errors: Errors) -> bool:
+    value = remaining.pop(key, default)
     if isinstance(value, bool):
         return value
     if value != "auto":
@@ -245,20 +245,20 @@ def _pop_bool(key: str, default: bool, rest: dict[str, object], errors: Errors) 
     return default
 
 
-def _pop_switches(keys: tuple[str, ...], rest: dict[str, object], errors: Errors) -> None:
+def _pop_switches(keys: tuple[str, ...], remaining: dict[str, object], errors: Errors) -> None:
     for key in keys:
         supported, otherwise = _DEEPSPEED_SWITCHES[key]
-        if _pop_bool(key, supported, rest, errors) is not supported:
+        if _pop_bool(key, supported, remaining, errors) is not supported:
             errors.append((f"{_PATH}.{key}", f"expected {str(supported).lower()}; {otherwise}"))
 
 
-def _pop_foreign_keys(rest: dict[str, object], errors: Errors) -> None:
-    """Pop keys from `rest` that are not parameters of this optimizer, with an error for each."""
-    for key in [key for key in rest if key in _COMPRESSION_KEYS]:
-        del rest[key]
+def _pop_foreign_keys(remaining: dict[str, object], errors: Errors) -> None:
+    """Pop keys from `remaining` that are not parameters of this optimizer, with an error for each."""
+    for key in [key for key in remaining if key in _COMPRESSION_KEYS]:
+        del remaining[key]
         sentence = "belongs to DeepSpeed's Lamb and 1-bit optimizers, which are not supported; remove it"
         errors.append((f"{_PATH}.{key}", sentence))
-    if rest.pop("max_grad_norm", None) is not None:
+    if remaining.pop("max_grad_norm", None) is not None:
         sentence = "not a parameter of an optimizer; use the top-level key gradient_clipping"
         errors.append((f"{_PATH}.max_grad_norm", sentence))
 

@@ -91,9 +91,9 @@ class PipelineModule(nn.Module):
     """A sequence of layers, each called with the result of the one before: a tensor or a tuple of tensors.
 
     Parameters are named ``layers.<index>.…`` on any number of stages; those of a tied layer by its first index. Layers
-    of specs are built in ``zerolite.initialize``, which knows the ranks that need them, or in a job of one process at
-    the first use. Before that, an access to parameters raises RuntimeError. With one stage it is an ordinary module,
-    and a call runs all layers. Raises ValueError for arguments that it does not accept.
+    of specs are built in ``zerolite.initialize``, which knows the ranks that need them. In a job of one process they
+    are built at the first use. Before that, an access to parameters raises RuntimeError. With one stage it is an
+    ordinary module, and a call runs all layers. Raises ValueError for arguments that it does not accept.
 
     Args:
         layers: modules, functions, :class:`LayerSpec` and :class:`TiedLayerSpec`.

@@ -26,8 +26,8 @@ class VocabParallelLogits(Tensor):
 
     ``F.cross_entropy`` (nn.CrossEntropyLoss) with one target for each token is computed on the shards. The dtype or the
     leading dimensions may change before, and the logits may be multiplied by a number. Every other operation first
-    gathers the logits, once, and continues with an ordinary tensor. So results are always those of the full logits, and
-    each operation is called on all ranks of the tensor group, in the same order.
+    gathers the logits, once, and continues with an ordinary tensor. So results are always those of the full logits.
+    Each operation is called on all ranks of the tensor group, in the same order.
     """
 
     _state: _State

@@ -151,8 +151,8 @@ def many_small(bucket: Bucket) -> bool:
 class BucketFiller:
     """Fill of a whole sliced bucket from the gradients of all its slots, in one call.
 
-    A sliced bucket has a row for each rank, and each gradient is spread over all rows. So each element of the bucket
-    is looked up by an index in the concatenated gradients, whose last element is a zero for the padding.
+    A sliced bucket has a row for each rank, and each gradient is spread over all rows. So each element of the bucket is
+    looked up by an index in the concatenated gradients. Their last element is a zero for the padding.
     """
 
     def __init__(self, bucket: Bucket, strides: Sequence[tuple[int, ...]], device: torch.device) -> None:

@@ -145,7 +145,7 @@ class BucketMemory:
 
     A bucket that is sent next may get the communicator's own memory. This is shared memory between processes of a host,
     which is sent without a copy. Otherwise the memory of an earlier bucket is reused, on the CPU only. A large
-    allocation there is new memory from the kernel, and touching it for the first time costs several times as much as a
+    allocation there is new memory from the kernel. Touching it for the first time costs several times as much as a
     copy. CUDA's caching allocator has no such cost.
 
     Attributes:

@@ -325,7 +325,7 @@ def auto_bucket_numel(total_numel: int, world_size: int) -> int:
       parts, and parts below about a million elements take no less time, because latency dominates.
     - At most an eighth of the model, so that the first reduction starts early and the last one is short. This bounds
       memory, too: up to three buckets exist at once (one fills, two are reduced). In fp32 they take 1.5 bytes for each
-      element of the model; its 16-bit parameters take 2 bytes on every rank at stages 0 to 2.
+      element of the model. At stages 0 to 2 its 16-bit parameters take 2 bytes on every rank.
     - At least 4 Mi elements: smaller buckets cost more in launches than they hide.
 
     Args:

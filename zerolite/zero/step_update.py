@@ -215,7 +215,9 @@ class StepUpdate:
 
         update = functools.partial(self._method.update, factor=factor, used=used, found_inf=found_inf)
         if maybe_unused:
-            update = functools.partial(self._update_maybe_unused, rest=update, factor=factor, maybe_unused=maybe_unused)
+            update = functools.partial(
+                self._update_maybe_unused, update=update, factor=factor, maybe_unused=maybe_unused
+            )
         # Set before the first write, because an exception between two buckets leaves some masters ahead.
         self.params_outdated = not gather
         try:
@@ -225,14 +227,14 @@ class StepUpdate:
             raise
 
     def _update_maybe_unused(
-        self, sub_group: Sequence[SpanTensors], rest: Update, factor: Factor, maybe_unused: Mapping[int, torch.Tensor]
+        self, sub_group: Sequence[SpanTensors], update: Update, factor: Factor, maybe_unused: Mapping[int, torch.Tensor]
     ) -> None:
-        """Update each of ``maybe_unused`` by itself, with a flag of its own. Then call ``rest`` for the others."""
+        """Update each of ``maybe_unused`` by itself, with a flag of its own. Then call ``update`` for the others."""
         for index, left_out in maybe_unused.items():
             bucket = self._buffer.layout.slots[index].bucket
             if own := [tensors for tensors in sub_group if tensors.span.bucket == bucket]:
                 self._method.update(own, factor, frozenset([index]), left_out)
-        rest(sub_group)
+        update(sub_group)
 
     def _update_all(self, update: Update, gather: bool) -> None:
         syncs = gather and self._method.syncs_masters

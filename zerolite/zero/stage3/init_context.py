@@ -41,7 +41,7 @@ class Init:
         module: an existing model, which is partitioned at once, without entering the context.
         config_dict_or_path: the training config, checked now. Below stage 3 nothing is partitioned; with stage "auto"
             parameters are, until the engine has chosen. With zero_optimization.offload_param shards are on the host or
-            on disk from the beginning, so that a model may be larger than the memory of the device or the host;
+            on disk from the beginning. So a model may be larger than the memory of the device or the host.
             ``zerolite.initialize`` places them again.
         remote_device: placement of the shards: "none" or this process's device for the device, "cpu" for the host,
             "nvme" for the disk that the config names; None for the placement in the config.

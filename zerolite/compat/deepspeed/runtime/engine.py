@@ -42,8 +42,8 @@ class DeepSpeedEngine(torch.nn.Module):
         module: the user's model.
         config: the dict that ``initialize`` was given.
         zerolite: the engine behind this one; None after :meth:`destroy`.
-        optimizer: a :class:`DeepSpeedOptimizer`. For an engine that only evaluates it is None, or at stage 3 the owner
-            of the hooks as in DeepSpeed, which TRL uses when a reference model generates.
+        optimizer: a :class:`DeepSpeedOptimizer`. An engine that only evaluates has None, or at stage 3 the owner of the
+            hooks, as in DeepSpeed. TRL uses that when a reference model generates.
     """
 
     def __init__(self, engine: Engine, config: DeepSpeedConfig) -> None:
