@@ -223,7 +223,7 @@ def _full_tensors(gradients: Sequence[ShardedGradient]) -> tuple[list[torch.Tens
     """Return the full gradients, and a list of those among them that are gathered copies."""
     found: dict[int, torch.Tensor] = {}
     copies: list[torch.Tensor] = []
-    for source, ours in _by_source(gradients):
+    for source, ours in _group_by_engine(gradients):
         rest = []
         for gradient in ours:
             kept = source.full_grad_memory(gradient.spec.index, gradient) if gradient.part is None else None
@@ -306,7 +306,7 @@ def _are_pending(gradients: Tensors) -> TypeGuard[Sequence[ShardedGradient]]:
     return len(ours) == len(gradients) and len({id(g.source) for g in ours}) == 1
 
 
-def _by_source(gradients: Sequence[ShardedGradient]) -> list[tuple[PendingGradients, list[ShardedGradient]]]:
+def _group_by_engine(gradients: Sequence[ShardedGradient]) -> list[tuple[PendingGradients, list[ShardedGradient]]]:
     """Group gradients by their engine."""
     found: dict[PendingGradients, list[ShardedGradient]] = {}
     for gradient in gradients:
@@ -326,7 +326,7 @@ def _unscale(function: OpOverload, gradients: Tensors, found_inf: torch.Tensor, 
     # Ranks have different shards of these results, so they must agree.
     for source in dict.fromkeys(g.source for g in made):
         found_inf.copy_(source.combine(found_inf.reshape(1), largest=True).reshape(found_inf.shape))
-    for source, pending in _by_source([g for g in ours if g.part is None]):
+    for source, pending in _group_by_engine([g for g in ours if g.part is None]):
         indices = [g.spec.index for g in pending]
         source.check_finite(indices, found_inf)
         source.multiply(indices, inverse_scale)
@@ -362,7 +362,7 @@ def _norms(gradients: list[ShardedGradient], order: float) -> list[torch.Tensor]
     that were rounded to fp32 would give another factor.
     """
     found: dict[int, torch.Tensor] = {}
-    for source, ours in _by_source(gradients):
+    for source, ours in _group_by_engine(gradients):
         found.update(zip(map(id, ours), _norms_of_one(source, ours, order), strict=True))
     return [found[id(gradient)] for gradient in gradients]
 

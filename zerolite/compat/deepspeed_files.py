@@ -115,7 +115,7 @@ def read_files(path: Path, verify: bool) -> Files:
     names = [entry.name for entry in _entries(path)]
     _refuse_by_name(path, names)
     model = {int(m[1]) if m[1] else None: path / m[0] for name in names if (m := _MODEL.fullmatch(name))}
-    optimizer = _by_rank(path, names)
+    optimizer = _files_by_rank(path, names)
     if not model:
         raise CheckpointError(
             f"'{path}' is no DeepSpeed checkpoint: expected a file such as mp_rank_00_model_states.pt, got none"
@@ -158,7 +158,7 @@ def _refuse_by_name(path: Path, names: list[str]) -> None:
             )
 
 
-def _by_rank(path: Path, names: list[str]) -> dict[int, Path]:
+def _files_by_rank(path: Path, names: list[str]) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for name in names:
         match = _OPTIMIZER.fullmatch(name)

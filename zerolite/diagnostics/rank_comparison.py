@@ -250,7 +250,7 @@ def differences(ranks: Mapping[int, Description]) -> Iterator[str]:
         for aspect in _everywhere(there.values()):
             values = {rank: (aspects or {}).get(aspect) for rank, aspects in found.items()}
             if len(set(values.values())) > 1:
-                yield f"{subject} {f'has {aspect}' if aspect else 'is'} {_by_ranks(values)}"
+                yield f"{subject} {f'has {aspect}' if aspect else 'is'} {_describe_by_ranks(values)}"
     for subject in _everywhere(entry.orders for entry in ranks.values()):
         yield from _order(subject, {rank: entry.orders.get(subject, []) for rank, entry in ranks.items()})
 
@@ -260,7 +260,7 @@ def _everywhere(keys: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(key for rank in keys for key in rank))
 
 
-def _by_ranks(values: Mapping[int, str | None]) -> str:
+def _describe_by_ranks(values: Mapping[int, str | None]) -> str:
     """Return values with their ranks, as in ``0.001 on ranks 0 and 2, but 0.01 on rank 1``."""
     groups: dict[str | None, list[int]] = {}
     for rank, value in values.items():
@@ -281,5 +281,5 @@ def _order(subject: str, lists: Mapping[int, list[str]]) -> Iterator[str]:
     for place, names in enumerate(zip_longest(*lists.values())):
         if len(set(names)) > 1:
             quoted = {rank: name and f"'{name}'" for rank, name in zip(lists, names, strict=True)}
-            yield f"{subject} come in another order: number {place} is {_by_ranks(quoted)}"
+            yield f"{subject} come in another order: number {place} is {_describe_by_ranks(quoted)}"
             return

@@ -36,7 +36,7 @@ class Writer(ABC):
         """Close the writer. May be called twice."""
 
 
-def by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+def group_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     """Return {step: {name: value}}, with the steps in the order of their first event."""
     steps: dict[int, dict[str, float]] = {}
     for name, value, step in events:
@@ -120,7 +120,7 @@ class JsonlWriter(Writer):
     def write(self, events: Sequence[Event]) -> None:
         """Write ``events``. If one is named "step", write all others and raise ValueError."""
         lines = []
-        for step, values in by_step([event for event in events if event[0] != _STEP]).items():
+        for step, values in group_by_step([event for event in events if event[0] != _STEP]).items():
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
             lines.append(json.dumps({_STEP: step, **finite}, allow_nan=False) + "\n")
         self._file.append("".join(lines))
@@ -174,7 +174,7 @@ class WandbWriter(Writer):
 
     def write(self, events: Sequence[Event]) -> None:
         """Pass ``events`` to the process of wandb, which sends them when it can. It drops steps that go backwards."""
-        for step, values in by_step(events).items():
+        for step, values in group_by_step(events).items():
             self._run.log(values, step=step)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from zerolite.optim.update_rules import UpdateRule
 from zerolite.utils.memory_tags import STATES
 from zerolite.zero.buffer import ParameterBuffer
 from zerolite.zero.optim_shards import Groups, OptimParamShard, SpanTensors, State
-from zerolite.zero.spans import Span, by_kind, segments
+from zerolite.zero.spans import Span, group_by_kind, segments
 
 Flat = list[torch.Tensor]  # one flat tensor per bucket, laid out like the masters
 
@@ -267,19 +267,19 @@ class FlatUpdate:
         if plan is None:
             launches = (
                 self._launch([sub_group[i].span for i in members], members, used)
-                for members in self._by_kind(sub_group)
+                for members in self._group_by_kind(sub_group)
             )
             plan = [launch for launch in launches if launch is not None]
             if not changing:
                 self._launches[key] = plan
         return plan
 
-    def _by_kind(self, sub_group: Sequence[SpanTensors]) -> list[tuple[int, ...]]:
+    def _group_by_kind(self, sub_group: Sequence[SpanTensors]) -> list[tuple[int, ...]]:
         def kind(tensors: SpanTensors) -> tuple[torch.dtype | None, ...]:
             out = None if tensors.out is None else tensors.out.dtype
             return tensors.master.dtype, tensors.gradient.dtype, self._state_dtypes[tensors.span.bucket], out
 
-        return by_kind(map(kind, sub_group))
+        return group_by_kind(map(kind, sub_group))
 
     def _launch(self, spans: Sequence[Span], members: tuple[int, ...], used: frozenset[int] | None) -> _Launch | None:
         """Make a launch for these spans, None if no parameter in them is used.

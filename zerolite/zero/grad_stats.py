@@ -18,7 +18,7 @@ import zerolite.ops  # noqa: F401  registers torch.ops.zerolite
 from zerolite.comm import Communicator
 from zerolite.utils.accelerator import HostRead, is_fake, to_device
 from zerolite.zero.layout import Fragment, PartitionLayout
-from zerolite.zero.spans import Span, by_kind, full_span, segments
+from zerolite.zero.spans import Span, full_span, group_by_kind, segments
 
 SAME_BATCH = (
     "load data with engine.deepspeed_io or initialize(training_data=...), or give your sampler "
@@ -250,7 +250,7 @@ class SquaresPlan:
         plan = self._plans.get((spans, dtypes))
         if plan is None:
             plan = []
-            for members in by_kind(dtypes):
+            for members in group_by_kind(dtypes):
                 found = segments([spans[i] for i in members], self._owned)
                 if found:
                     plan.append((members, torch.tensor(found, dtype=torch.int64, device="cpu")))

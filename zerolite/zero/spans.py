@@ -55,7 +55,7 @@ def sub_groups(numels: Sequence[tuple[int, int]], limit: int, alignment: int) ->
     return groups
 
 
-def by_kind(kinds: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
+def group_by_kind(kinds: Iterable[Hashable | None]) -> list[tuple[int, ...]]:
     """Return the indices of equal kinds, one tuple per kind. Entries that are None are left out."""
     found: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):

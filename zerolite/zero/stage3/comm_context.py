@@ -271,7 +271,7 @@ def _no_coordinator() -> None:
     """Stand in for the weak reference to a coordinator where there is none."""
 
 
-def by_context(
+def group_by_context(
     members: Iterable[PartitionedParameter],
 ) -> list[tuple[CommContext, list[PartitionedParameter]]]:
     """Return ``members`` grouped by their context, in their order."""
@@ -283,7 +283,7 @@ def by_context(
 
 def gather(members: Iterable[PartitionedParameter]) -> None:
     """Make ``members`` available, in one launch for each context. Called on all ranks, in the same order."""
-    for context, of_context in by_context(members):
+    for context, of_context in group_by_context(members):
         context.gather(of_context)
 
 
@@ -291,6 +291,6 @@ def gather_copies(members: Iterable[PartitionedParameter]) -> dict[PartitionedPa
     """Return copies of the full values of ``members``, flat, in one launch for each context. Called on all ranks, in
     the same order."""
     found: dict[PartitionedParameter, torch.Tensor] = {}
-    for context, of_context in by_context(members):
+    for context, of_context in group_by_context(members):
         found.update(zip(of_context, context.gather_copies(of_context), strict=True))
     return found

@@ -10,7 +10,7 @@ import torch
 
 from zerolite.comm.initial_sync import content_hash
 from zerolite.utils.accelerator import address, host_values
-from zerolite.zero.stage3.comm_context import by_context
+from zerolite.zero.stage3.comm_context import group_by_context
 from zerolite.zero.stage3.partition_parameters import broadcast_flat, register_external_parameter, repartition_all
 from zerolite.zero.stage3.partitioned_parameter import AVAILABLE, NOT_AVAILABLE, PartitionedParameter, handle_of
 from zerolite.zero.stage3.persistent_parameters import refresh
@@ -72,7 +72,7 @@ class GatheredParameters:
             repartition_all()
             outliving = [h for h in self._handles if h.storage is None or h.status is not NOT_AVAILABLE]
             with contextlib.ExitStack() as undo:
-                for context, members in by_context(self._handles):
+                for context, members in group_by_context(self._handles):
                     context.hold(members)
                     undo.callback(context.unhold, members)
                 for handle in self._handles:
@@ -101,7 +101,7 @@ class GatheredParameters:
                 else:
                     changed = self._find_and_drop_changes()
             finally:
-                for context, members in by_context(self._handles):
+                for context, members in group_by_context(self._handles):
                     context.unhold(members)
                 values_before, self._values_before = self._values_before, {}
                 self._digests = {}

@@ -11,7 +11,7 @@ from zerolite.comm import Communicator
 from zerolite.utils.accelerator import addresses, undispatched
 from zerolite.utils.memory_tags import BUCKETS, DEVICE, tag_memory
 from zerolite.zero.buffer import copy_assigned_data
-from zerolite.zero.stage3.comm_context import CommContext, by_context
+from zerolite.zero.stage3.comm_context import CommContext, group_by_context
 from zerolite.zero.stage3.partitioned_parameter import PartitionedParameter
 
 
@@ -110,7 +110,7 @@ class AvailableParameters:
 
 def refresh(members: Sequence[PartitionedParameter]) -> None:
     """Gather new values into available parameters. Called on all ranks, in the same order."""
-    for context, of_context in by_context(members):
+    for context, of_context in group_by_context(members):
         AvailableParameters(context, of_context).refresh()
 
 
