@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zerolite.ops.library import why_unavailable
+from zerolite.ops.library import unavailable_reason
 from zerolite.optim.update_rules import rule_of
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -27,7 +27,7 @@ class Absent(Exception):
 
 
 def check_kernels(device: torch.device) -> None:
-    reason = why_unavailable(device)
+    reason = unavailable_reason(device)
     if reason is not None:
         raise Absent(reason)
 

@@ -249,7 +249,7 @@ def test_arguments_out_of_range() -> None:
 def test_python_takes_over_where_there_is_no_library(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, file: int
 ) -> None:
-    monkeypatch.setattr(async_io, "why_unavailable", lambda: "There is no compiler for the test.")
+    monkeypatch.setattr(async_io, "unavailable_reason", lambda: "There is no compiler for the test.")
     with caplog.at_level(logging.WARNING, "zerolite"):
         for _ in range(2):
             with AsyncIO() as io:

@@ -233,7 +233,7 @@ def test_without_kernels_the_reference_gives_the_same_bits(monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setenv("ZEROLITE_KERNELS", "0")
         library._load.cache_clear()
-        assert library.kernels_for(cpu) is None and "ZEROLITE_KERNELS" in (library.why_unavailable(cpu) or "")
+        assert library.kernels_for(cpu) is None and "ZEROLITE_KERNELS" in (library.unavailable_reason(cpu) or "")
         results, sums = _results()
     library._load.cache_clear()
     assert_same(results, expected)

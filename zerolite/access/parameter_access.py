@@ -48,7 +48,7 @@ def get_full_grad(parameters: Parameters) -> Any:
 
     Called on all ranks, with the same parameters.
     """
-    return _for_all(parameters, lambda access, indices: access.gradients(indices))
+    return _read_all(parameters, lambda access, indices: access.gradients(indices))
 
 
 def set_full_grad(parameters: Parameters, value: object) -> None:
@@ -73,7 +73,7 @@ def get_full_master(parameters: Parameters) -> Any:
 
     Arguments and errors are those of :func:`get_full_grad`. Called on all ranks.
     """
-    return _for_all(parameters, lambda access, indices: access.masters(indices))
+    return _read_all(parameters, lambda access, indices: access.masters(indices))
 
 
 def set_full_master(parameters: Parameters, value: object) -> None:
@@ -99,7 +99,7 @@ def get_full_optimizer_state(parameters: Parameters, name: str) -> Any:
 
     Called on all ranks.
     """
-    return _for_all(parameters, lambda access, indices: access.states(indices, name))
+    return _read_all(parameters, lambda access, indices: access.states(indices, name))
 
 
 def set_full_optimizer_state(parameters: Parameters, name: str, value: object) -> None:
@@ -138,7 +138,7 @@ def _access_of(parameters: Sequence[torch.nn.Parameter]) -> tuple[ParameterAcces
     return access, access.indices(parameters)
 
 
-def _for_all(parameters: Parameters, get: Callable[[ParameterAccess, list[int]], list[Any]]) -> object:
+def _read_all(parameters: Parameters, get: Callable[[ParameterAccess, list[int]], list[Any]]) -> object:
     one = isinstance(parameters, torch.Tensor)
     several: list[Any] = [parameters] if one else list(parameters)
     if not several:

@@ -215,7 +215,7 @@ class PendingGradients:
 
     def _check(self, indices: Sequence[int]) -> None:
         """Raise RuntimeError if one of these gradients cannot be used now."""
-        why = self._refusal or self._pipeline.why_no_gradients()
+        why = self._refusal or self._pipeline.unreadable_reason()
         for index in indices:
             if why or not self._reducer.shown.is_shown(index):
                 name = self._reducer.layout.slots[index].name

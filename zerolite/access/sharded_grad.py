@@ -340,7 +340,7 @@ def _norm(
     *args: object,
     **kwargs: Any,
 ) -> object:
-    if not _over_all(gradient, dim) or args[:1] == (True,) or kwargs.get("keepdim"):
+    if not _reduces_all_dims(gradient, dim) or args[:1] == (True,) or kwargs.get("keepdim"):
         return NotImplemented
     norm = _norms([gradient], 2 if order is None else order)[0]
     return norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
@@ -373,7 +373,7 @@ def _norms_of_one(source: PendingGradients, gradients: list[ShardedGradient], or
     return source.norms_of_shards([g.read() for g in gradients], order)
 
 
-def _over_all(gradient: ShardedGradient, dim: Dims) -> bool:
+def _reduces_all_dims(gradient: ShardedGradient, dim: Dims) -> bool:
     if dim is None or dim == []:
         return True
     dims = [dim] if isinstance(dim, int) else dim

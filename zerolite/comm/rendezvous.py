@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerolite.comm.ranks import list_of, name_ranks
 from zerolite.comm.store_barrier import Patience, StoreBarrier
-from zerolite.comm.store_requests import StoreSilent, in_time
+from zerolite.comm.store_requests import StoreSilent, call_with_timeout
 from zerolite.utils.listening import keep_store
 
 _ANSWER_S = 60.0  # how long a process that listens at the port may take to answer as a store
@@ -90,7 +90,9 @@ def _reach_tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dis
         patience.pause(lambda sentence=sentence: sentence)  # type: ignore[misc]
     try:
         # If another program listens at the port, torch's handshake would wait for its answer for ever.
-        return in_time(lambda: _make_tcp_store(host, port, False, timeout), min(_ANSWER_S, timeout.total_seconds()))
+        return call_with_timeout(
+            lambda: _make_tcp_store(host, port, False, timeout), min(_ANSWER_S, timeout.total_seconds())
+        )
     except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(
             f"init_distributed: something listens at {host}:{port}, but it does not answer as rank 0 would. Another "

@@ -28,7 +28,7 @@ class StoreSilent(RuntimeError):
 def ask_store(request: Callable[[], Answer]) -> Answer:
     """Return the result of ``request()``, a request to the rendezvous store. Raises StoreSilent after 30 s."""
     try:
-        return in_time(request, SILENT_S)
+        return call_with_timeout(request, SILENT_S)
     except TimeoutError:
         raise StoreSilent(
             f"the store of the rendezvous has not answered for {SILENT_S:g} s: the process that holds it (rank 0, or "
@@ -36,7 +36,7 @@ def ask_store(request: Callable[[], Answer]) -> Answer:
         ) from None
 
 
-def in_time(call: Callable[[], Answer], timeout_s: float) -> Answer:
+def call_with_timeout(call: Callable[[], Answer], timeout_s: float) -> Answer:
     """Return the result of ``call()``, or raise its exception.
 
     Raises TimeoutError after ``timeout_s`` seconds. Then the call goes on in a daemon thread, because a request to a

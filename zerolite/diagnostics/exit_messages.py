@@ -43,7 +43,7 @@ class ExitMessages:
 
     def ended_ranks(self) -> dict[int, str]:
         """Return how the first ranks have ended, by rank, as far as it is known now."""
-        return {**self._under_torchrun(), **self._messages()}
+        return {**self._gone_under_torchrun(), **self._messages()}
 
     def await_ended_ranks(self) -> dict[int, str]:
         """Wait shortly for a message after a connection has broken. Returns what :meth:`ended_ranks` returns.
@@ -54,7 +54,7 @@ class ExitMessages:
         with contextlib.suppress(RuntimeError):  # the process that hosts the store may be the one that has gone
             while not (ended := self._messages()) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return ended or self._under_torchrun()
+            return ended or self._gone_under_torchrun()
         return {}
 
     def _messages(self) -> dict[int, str]:
@@ -66,7 +66,7 @@ class ExitMessages:
             **dict(json.loads(store.get(key)) for key in keys if store.has(key)),
         }
 
-    def _under_torchrun(self) -> dict[int, str]:
+    def _gone_under_torchrun(self) -> dict[int, str]:
         """Return the ranks started by this process's torchrun whose processes are gone.
 
         torchrun does not say how they ended. But it ends the whole job within a second after any status except 0. So a

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from zerolite.ops.io_library import LibraryIO, why_unavailable
+from zerolite.ops.io_library import LibraryIO, unavailable_reason
 from zerolite.ops.io_reference import END_OF_FILE, IOResult, PythonIO
 
 logger = logging.getLogger("zerolite")
@@ -240,7 +240,7 @@ def _make(
     block_size: int, queue_depth: int, thread_count: int, single_submit: bool, overlap_events: bool, backend: str
 ) -> Backend:
     if backend != "python":
-        reason = why_unavailable()
+        reason = unavailable_reason()
         if reason is None:
             return LibraryIO(block_size, queue_depth, thread_count, single_submit, overlap_events, backend)
         if backend != "auto":

@@ -94,7 +94,7 @@ class LibraryIO:
             self._library.zl_aio_destroy(self._handle)
 
 
-def why_unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """Return None if the library is loaded or can be built now; else a sentence with the cause and the remedy."""
     found = _load()
     return found if isinstance(found, str) else None

@@ -27,7 +27,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
     return found if not isinstance(found, str) else None
 
 
-def why_unavailable(device: torch.device) -> str | None:
+def unavailable_reason(device: torch.device) -> str | None:
     """Return None if there are kernels for the device; else a sentence with the cause and the remedy."""
     found = _load(device.type, _capability(device))
     return found if isinstance(found, str) else None

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from zerolite.comm import Communicator, largest
-from zerolite.ops.library import why_unavailable
+from zerolite.ops.library import unavailable_reason
 from zerolite.optim.update_rules import ONLY_HERE, UpdateRule, rule_of, unsupported
 from zerolite.utils.dtypes import FLOATS
 
@@ -32,7 +32,7 @@ def kernel_chooser(
         device: device for collectives.
         updates: all devices on which parameters are updated.
     """
-    reasons = {} if comm.peers_agree else {on: why_unavailable(on) for on in updates}  # a dry run launches none
+    reasons = {} if comm.peers_agree else {on: unavailable_reason(on) for on in updates}  # a dry run launches none
     lacking, reason = next(((on, why) for on, why in reasons.items() if why is not None), (device, None))
     (somewhere,) = largest([0 if reason is None else comm.rank + 1], comm, device, "kernels")
     if somewhere == comm.rank + 1 and os.environ.get("ZEROLITE_KERNELS") != "0":

@@ -141,7 +141,7 @@ def _gathered_parts(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     return full.movedim(0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
 
 
-def _own_part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+def _local_shard(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     length = x.shape[dim] // comm.world_size
     return x.detach().narrow(dim, comm.rank * length, length).clone(memory_format=torch.contiguous_format)
 
@@ -165,7 +165,7 @@ _FORWARD: dict[str, Callable[[Tensor, Communicator, int, bool], Tensor]] = {
     "copy": lambda x, comm, dim, in_place: x.detach(),
     "reduce": lambda x, comm, dim, in_place: _all_reduced(x, comm, in_place),
     "gather": lambda x, comm, dim, in_place: _gathered_parts(x, comm, dim),
-    "scatter": lambda x, comm, dim, in_place: _own_part(x, comm, dim),
+    "scatter": lambda x, comm, dim, in_place: _local_shard(x, comm, dim),
     "all_gather": lambda x, comm, dim, in_place: _gathered_parts(x, comm, dim),
     "reduce_scatter": _reduce_scattered,
 }

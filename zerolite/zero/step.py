@@ -238,7 +238,7 @@ class StepPipeline:
         self.look_at_grads()
         return frozenset() if self._accumulation.empty or self._updated else self.stats().get().used
 
-    def why_no_gradients(self) -> str:
+    def unreadable_reason(self) -> str:
         """Return the reason why gradients cannot be read now, "" if they can."""
         self.check_available()
         if self._reducer.current.open:

@@ -22,7 +22,7 @@ _ABSENT = {
 }
 
 
-def _of_engine(name: str) -> property:
+def _engine_attribute(name: str) -> property:
     """Make a property that returns the engine's attribute ``name``."""
     return property(lambda self: getattr(self.zerolite, name))
 
@@ -234,15 +234,15 @@ class DeepSpeedEngine(torch.nn.Module):
     def lr_scheduler(self, scheduler: object) -> None:
         self.zerolite.lr_scheduler = scheduler
 
-    global_steps = _of_engine("global_steps")
-    micro_steps = _of_engine("micro_steps")
-    skipped_steps = _of_engine("skipped_steps")
-    device = _of_engine("device")
-    local_rank = _of_engine("local_rank")
-    global_rank = _of_engine("rank")
-    world_size = _of_engine("world_size")
-    dp_world_size = _of_engine("data_parallel_world_size")
-    mp_world_size = _of_engine("tensor_parallel_world_size")
+    global_steps = _engine_attribute("global_steps")
+    micro_steps = _engine_attribute("micro_steps")
+    skipped_steps = _engine_attribute("skipped_steps")
+    device = _engine_attribute("device")
+    local_rank = _engine_attribute("local_rank")
+    global_rank = _engine_attribute("rank")
+    world_size = _engine_attribute("world_size")
+    dp_world_size = _engine_attribute("data_parallel_world_size")
+    mp_world_size = _engine_attribute("tensor_parallel_world_size")
 
     @property
     def global_samples(self) -> int:
