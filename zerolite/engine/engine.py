@@ -649,7 +649,7 @@ class Engine:
 
         Called on all ranks, between steps.
         """
-        return self.full_state.of_optimizer(rank0_only)
+        return self.full_state.get_optimizer_state(rank0_only)
 
     def save_16bit_model(
         self,

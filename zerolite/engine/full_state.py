@@ -177,7 +177,7 @@ class FullState:
         loaded = (tensor for name, tensor in own.items() if known[name].owner in done)
         self._pipeline.written.on_loaded(t for t in loaded if isinstance(t, torch.nn.Parameter))
 
-    def of_optimizer(self, rank0_only: bool) -> dict[str, Any]:
+    def get_optimizer_state(self, rank0_only: bool) -> dict[str, Any]:
         """See ``Engine.full_optimizer_state_dict``. States are gathered one by one."""
         self._check_readable()
         self._pipeline.outcomes.settle()

@@ -39,7 +39,7 @@ class OffloadedGradients:
 
     def is_offloaded(self, bucket: int) -> bool:
         """Return True if a bucket's gradient is stored where the device cannot access it."""
-        return not self._placements.is_accessible(self._placements.of_optimizer(bucket), on_host=False)
+        return not self._placements.is_accessible(self._placements.optimizer_placement(bucket), on_host=False)
 
     def write_back(self, bucket: int, gradient: torch.Tensor) -> torch.Tensor:
         """Begin to store the reduced gradient of an offloaded bucket, which is on the device. Return the stored
@@ -51,7 +51,10 @@ class OffloadedGradients:
                 write.advance()
         while len(self._writes) >= _MAX_WRITES:
             self.wait(next(iter(self._writes)))
-        stored, placement = self.stored(bucket, gradient.numel(), gradient.dtype), self._placements.of_optimizer(bucket)
+        stored, placement = (
+            self.stored(bucket, gradient.numel(), gradient.dtype),
+            self._placements.optimizer_placement(bucket),
+        )
         self._writes[bucket] = self._transfers.write_back(gradient, stored, placement, self._max_nbytes)
         return stored
 
@@ -61,7 +64,7 @@ class OffloadedGradients:
         stored = self._stored.get(bucket)
         if stored is None or stored.dtype != dtype:
             self._stored.pop(bucket, None)
-            stored = self._stored[bucket] = self._placements.of_optimizer(bucket).zeros(numel, dtype, GRADIENTS)
+            stored = self._stored[bucket] = self._placements.optimizer_placement(bucket).zeros(numel, dtype, GRADIENTS)
         return stored
 
     def stage_in(self, bucket: int, offloaded: torch.Tensor) -> torch.Tensor:
@@ -70,7 +73,7 @@ class OffloadedGradients:
         gradient = tag_memory(torch.empty_like(offloaded, device=self._placements.device), BUCKETS)
         try:
             read = self._transfers.stage_in(
-                offloaded, self._placements.of_optimizer(bucket), gradient, self._max_nbytes
+                offloaded, self._placements.optimizer_placement(bucket), gradient, self._max_nbytes
             )
             read.wait()
         except OSError as error:

@@ -153,7 +153,7 @@ class Placements:
         self._buckets = len(numels)
         self._device_buckets = set(_last_ones(numels, 1.0 - self.ratio))
 
-    def of_optimizer(self, bucket: int) -> Placement:
+    def optimizer_placement(self, bucket: int) -> Placement:
         """Return the placement of a bucket's masters, states and gradients."""
         return self.on_device if bucket in self._device_buckets else self.optimizer
 
@@ -174,7 +174,7 @@ class Placements:
 
     def updates_on_host(self, bucket: int) -> bool:
         """Return True if the CPU updates a bucket, because its states are on host or disk."""
-        return self.of_optimizer(bucket).location != DEVICE
+        return self.optimizer_placement(bucket).location != DEVICE
 
     def is_accessible(self, placement: Placement, on_host: bool) -> bool:
         """Return True if an update can read and write tensors of ``placement`` without staging.

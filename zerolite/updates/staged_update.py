@@ -211,10 +211,10 @@ class StagedSubGroups:
             needs_staging = not placements.is_accessible(placement, on_host)
             return _StoredTensor(flat[span.low : span.high], placement, needs_staging, written)
 
-        of_optimizer = placements.of_optimizer(bucket)
-        tensors = {name: tensor(flat, of_optimizer) for name, flat in self._method.states_of(bucket).items()}
+        placement = placements.optimizer_placement(bucket)
+        tensors = {name: tensor(flat, placement) for name, flat in self._method.states_of(bucket).items()}
         if gather and buffer.separate[bucket]:
             tensors["out"] = tensor(buffer.owned[bucket], buffer.placement_of_compute(bucket))
-        tensors["gradient"] = tensor(self._reducer.stored_reduced(bucket), of_optimizer, written=False)
+        tensors["gradient"] = tensor(self._reducer.stored_reduced(bucket), placement, written=False)
         tensors["master"] = tensor(buffer.master[bucket], buffer.placement_of_master(bucket))
         return _SpanPlan(span, tensors)

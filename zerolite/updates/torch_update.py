@@ -160,7 +160,7 @@ class TorchUpdate:
     def _tag_states(self, shards: Iterable[OptimParamShard]) -> None:
         """Tag the memory of states for reports, if a report listens or it is offloaded."""
         for shard in shards:
-            location = self._buffer.placements.of_optimizer(shard.bucket).location
+            location = self._buffer.placements.optimizer_placement(shard.bucket).location
             if listeners or location != DEVICE:
                 for value in (self._inner.state.get(shard.tensor) or {}).values():
                     if isinstance(value, torch.Tensor):
@@ -247,7 +247,7 @@ class TorchUpdate:
             numel, bucket = shard.fragment.numel, shard.bucket
             if not numel or self._inner.state.get(shard.tensor):
                 continue
-            placement, device = self._buffer.placements.of_optimizer(bucket), self._device_of(shard)
+            placement, device = self._buffer.placements.optimizer_placement(bucket), self._device_of(shard)
             for name, dtype in self._dtypes_of_states(shard, device).items():
                 if placement.location == DISK:
                     self._disk_flat(bucket, name, dtype)  # kept: the state will be stored there
@@ -294,7 +294,10 @@ class TorchUpdate:
         it."""
         for shard in shards:
             bucket = shard.bucket
-            placement, state = self._buffer.placements.of_optimizer(bucket), self._inner.state.get(shard.tensor) or {}
+            placement, state = (
+                self._buffer.placements.optimizer_placement(bucket),
+                self._inner.state.get(shard.tensor) or {},
+            )
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != shard.fragment.numel:
                     continue
@@ -310,7 +313,7 @@ class TorchUpdate:
         flats = self._on_disk.setdefault(bucket, {})
         if name not in flats or flats[name].dtype != dtype:
             numel = self._buffer.master[bucket].numel()
-            flats[name] = self._buffer.placements.of_optimizer(bucket).zeros(numel, dtype, STATES)
+            flats[name] = self._buffer.placements.optimizer_placement(bucket).zeros(numel, dtype, STATES)
         return flats[name]
 
     @contextlib.contextmanager

@@ -186,10 +186,12 @@ class ParameterBuffer:
         """Return ``owned`` if it has the dtype of the masters, otherwise new memory for them."""
         if dtype == owned.dtype:
             return owned
-        return self.placements.of_optimizer(bucket).zeros(owned.numel(), dtype, MASTERS)
+        return self.placements.optimizer_placement(bucket).zeros(owned.numel(), dtype, MASTERS)
 
     def placement_of_master(self, bucket: int) -> Placement:
-        return self.placements.of_optimizer(bucket) if self.separate[bucket] else self.placement_of_compute(bucket)
+        return (
+            self.placements.optimizer_placement(bucket) if self.separate[bucket] else self.placement_of_compute(bucket)
+        )
 
     def placement_of_compute(self, bucket: int) -> Placement:
         """Return the placement of this rank's range of the compute parameters."""

@@ -222,7 +222,7 @@ class FlatUpdate:
         flats: Flat = []
         buckets = zip(self._buffer.master, self._state_dtypes, self._shards, strict=True)
         for master, dtype, members in list(buckets)[first:]:
-            flat = self._buffer.placements.of_optimizer(first + len(flats)).zeros(master.numel(), dtype, STATES)
+            flat = self._buffer.placements.optimizer_placement(first + len(flats)).zeros(master.numel(), dtype, STATES)
             for shard in members:
                 value = self._rule.initial(groups[shard.group])
                 if value:

@@ -113,7 +113,7 @@ class StepUpdate:
                 for placement in (
                     buffer.placement_of_master(bucket),
                     buffer.placement_of_compute(bucket),
-                    placements.of_optimizer(bucket),
+                    placements.optimizer_placement(bucket),
                 )
             )
             (in_place if accessible else staged[on_host]).append((bucket, buffer.master[bucket].numel()))
