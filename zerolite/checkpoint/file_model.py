@@ -34,10 +34,10 @@ def validated(validate: Callable[[], Result]) -> Result:
     if first["type"] == "missing":
         raise ValueError(f"{where}: expected this entry, found none")
     expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
-    raise ValueError(f"{where}: {expected}, found {_found(first['input'])}")
+    raise ValueError(f"{where}: {expected}, found {_describe_value(first['input'])}")
 
 
-def _found(value: object) -> str:
+def _describe_value(value: object) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:  # Python refuses to print a number of thousands of digits

@@ -44,7 +44,7 @@ def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta)
 
 
 def _tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
-    if rank == 0 and not _kept_by_agent(host, port):
+    if rank == 0 and not _hosted_by_agent(host, port):
         try:
             return _make_tcp_store(host, port, True, timeout)
         except RuntimeError as error:
@@ -56,7 +56,7 @@ def _tcp_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Stor
     return _reach_tcp_store(host, port, rank, timeout)
 
 
-def _kept_by_agent(host: str, port: int) -> bool:
+def _hosted_by_agent(host: str, port: int) -> bool:
     """Return True if torchrun's agent hosts the store there."""
     here = (os.environ.get("MASTER_ADDR", "").lower(), os.environ.get("MASTER_PORT"))
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and here == (host.lower(), str(port))

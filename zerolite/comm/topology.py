@@ -129,8 +129,8 @@ def _kind_of(world: Communicator) -> str:
 _Grid = tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]
 
 
-class _Made:
-    """The groups made so far. They live as long as the world's, because the end of a group may wait for other ranks."""
+class _GroupCache:
+    """Process groups made so far. They live as long as the world's, because the end of a group may wait for other ranks."""
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
@@ -138,7 +138,7 @@ class _Made:
         self.of_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.asked: set[tuple[dist.ProcessGroup, tuple[int, ...]]] = set()
 
-    def of(self, world: dist.ProcessGroup) -> _Made:
+    def of(self, world: dist.ProcessGroup) -> _GroupCache:
         if self.world is not world:
             self.close()
             self.world = world
@@ -153,11 +153,11 @@ class _Made:
         self.asked.clear()
 
 
-_made = _Made()
+_cache = _GroupCache()
 
 
 def _groups(world: dist.ProcessGroup, device: torch.device, pipe: int, tensor: int) -> _Grid:
-    known = _made.of(world).grids
+    known = _cache.of(world).grids
     key = (device.type, pipe, tensor)
     if key not in known:
         size = dist.get_world_size(world)
@@ -192,7 +192,7 @@ def stages_communicator(topology: Topology, stages: tuple[int, ...], device: tor
     if topology.pipe.group is None:
         comm = dry_communicator(_kind_of(topology.pipe), stages.index(topology.pipe.rank), len(stages))
     else:
-        comm = create_communicator(device, _made.of_ranks[_ranks_of(topology.pipe.group, stages)])
+        comm = create_communicator(device, _cache.of_ranks[_ranks_of(topology.pipe.group, stages)])
     return comm.serve("pipe", comm.main)
 
 
@@ -206,11 +206,11 @@ def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) ->
         if pipe is None or len(stages) == topology.pipe.world_size:
             continue
         ranks = _ranks_of(pipe, stages)
-        if (pipe, stages) not in _made.asked:
-            _made.asked.add((pipe, stages))
+        if (pipe, stages) not in _cache.asked:
+            _cache.asked.add((pipe, stages))
             made = new_group_within(pipe, ranks)
             if made is not None:
-                _made.of_ranks[ranks] = made
+                _cache.of_ranks[ranks] = made
 
 
 def _ranks_of(pipe: dist.ProcessGroup, stages: Sequence[int]) -> tuple[int, ...]:

@@ -207,7 +207,7 @@ class Join:
                         group.get(key),
                         self._comm.rank,
                     )
-                _put(group, key, value)
+                _set_hyperparameter(group, key, value)
 
     def _gather(self, *indices: int) -> None:
         coordinator = self._engine.coordinator
@@ -281,7 +281,7 @@ def _as_number(value: object) -> object:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _put(group: dict[str, Any], key: str, value: object) -> None:
+def _set_hyperparameter(group: dict[str, Any], key: str, value: object) -> None:
     if isinstance(group.get(key), torch.Tensor):
         group[key].fill_(value)
     else:

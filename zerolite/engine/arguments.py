@@ -150,7 +150,7 @@ class OptimizerChoice:
     whole: bool = False
 
     @property
-    def made(self) -> Optimizer | None:
+    def existing(self) -> Optimizer | None:
         """The optimizer that exists already."""
         return self.make if isinstance(self.make, Optimizer) else None
 

@@ -126,8 +126,8 @@ def build_engine(
     if not policy.shard_parameters:
         unpartition_model(model)
     chosen = choose_optimizer(optimizer, resolved, policy, groups, topology.tensor.world_size > 1)
-    if chosen.made is not None and chosen.made is not optimizer:  # a function has made it just now
-        check_made_optimizer(chosen.made, model, comm, device)
+    if chosen.existing is not None and chosen.existing is not optimizer:  # a function has made it just now
+        check_made_optimizer(chosen.existing, model, comm, device)
     if chosen.untested and comm.main:
         logger.warning(
             "zero_allow_untested_optimizer: this optimizer updates flat parts of parameters. If an update depends on "

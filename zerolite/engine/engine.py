@@ -164,7 +164,7 @@ class Engine:
             exact.backward(torch.full_like(exact, factor), retain_graph=retain_graph)
         except BaseException:
             # p.grad shows what has been accumulated, so that a user who catches the error can drop it.
-            self._reducer.show_held()
+            self._reducer.show_accumulated()
             if self.coordinator is not None:
                 # A gather in flight may fail because of the first error, and must not hide it.
                 with contextlib.suppress(RuntimeError):

@@ -115,7 +115,7 @@ class StateOffload:
         """Return the device's storages that belong to ``items``, each once."""
         seen: set[int] = set()
         chosen = []
-        for item, tensor in self._held():
+        for item, tensor in self._offloadable_tensors():
             storage = tensor.untyped_storage()
             # In fp32 masters are the parameters themselves. Their storages count as parameters, which come first.
             first = storage._cdata not in seen
@@ -142,7 +142,7 @@ class StateOffload:
                 handle.release()
             self._coordinator.context.set_listener(_Refusal(self._pipeline))
 
-    def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _offloadable_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         owners = self._owners
         yield from ((COMPUTE, flat) for flat in owners.buffer.compute)
         for parameter in owners.module.parameters():

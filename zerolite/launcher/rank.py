@@ -89,7 +89,7 @@ def new_main() -> types.ModuleType:
     return main
 
 
-def put_first(directory: str) -> None:
+def prepend_to_path(directory: str) -> None:
     """Put a directory first on ``sys.path``, where `python script.py` and `python -m` have it."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later
         sys.path.insert(0, directory)
@@ -102,7 +102,7 @@ def run_script(path: str, arguments: list[str]) -> None:
     main = new_main()
     main.__dict__.update(__file__=full, __cached__=None, __loader__=loader)
     sys.argv = [path, *arguments]
-    put_first(os.path.dirname(os.path.realpath(full)))
+    prepend_to_path(os.path.dirname(os.path.realpath(full)))
     with io.open_code(full) as file:
         code = compile(file.read(), full, "exec", dont_inherit=True)
     exec(code, main.__dict__)
@@ -112,7 +112,7 @@ def run_module(name: str, arguments: list[str]) -> None:
     """Run a module as `python -m name arguments` does, in a new `__main__`."""
     new_main()
     sys.argv = [name, *arguments]
-    put_first(os.getcwd())
+    prepend_to_path(os.getcwd())
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 

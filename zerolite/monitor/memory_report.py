@@ -174,7 +174,7 @@ def memory_report(owners: TensorOwners) -> MemoryReport:
 def holdings(owners: TensorOwners) -> dict[int, Holding]:
     """Return every storage of ``owners`` once, by its identity (``storage._cdata``)."""
     found: dict[int, Holding] = {}
-    for item, tensor in _held(owners):
+    for item, tensor in _owned_tensors(owners):
         if tensor.layout is not torch.strided:  # a sparse buffer has no single storage to count
             continue
         storage = tensor.untyped_storage()
@@ -189,7 +189,7 @@ def _location(tensor: torch.Tensor, device: torch.device) -> str:
     return HOST if location == DEVICE and tensor.device.type != device.type else location
 
 
-def _held(owners: TensorOwners) -> Iterator[tuple[str, torch.Tensor]]:
+def _owned_tensors(owners: TensorOwners) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (item, tensor) for every tensor of the engine.
 
     The order matters: if tensors share a storage, it counts for the item that comes first.

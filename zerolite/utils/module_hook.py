@@ -29,23 +29,23 @@ def untraced(function: Function) -> Function:
 
     ``torch.compiler.disable`` does the same, but would import the compiler together with zerolite.
     """
-    kept_out: Any = function
+    excluded: Any = function
     if hasattr(_eval_frame, "set_code_exec_strategy"):
         skip = _eval_frame._FrameAction.SKIP
         _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     else:  # torch 2.6
 
         @functools.wraps(function)
-        def kept_out(*args: Any, **kwargs: Any) -> object:
+        def excluded(*args: Any, **kwargs: Any) -> object:
             before = _eval_frame.set_eval_frame(None)
             try:
                 return function(*args, **kwargs)
             finally:
                 _eval_frame.set_eval_frame(before)
 
-        _eval_frame.skip_code(kept_out.__code__)
-    kept_out._torchdynamo_disable = True  # excludes it also when a caller is traced
-    return cast(Function, kept_out)
+        _eval_frame.skip_code(excluded.__code__)
+    excluded._torchdynamo_disable = True  # excludes it also when a caller is traced
+    return cast(Function, excluded)
 
 
 class ModuleHook:

@@ -200,7 +200,7 @@ class GradReducer:
             for notify in self._observers.on_backward_end:
                 notify()
 
-    def show_held(self) -> None:
+    def show_accumulated(self) -> None:
         """Show the gradients of the accumulation in ``p.grad`` again, after a backward that has raised."""
         self.arrivals.close_all()
         self.arrivals.show(self._engine_began, several=self.current.accumulated > 1)

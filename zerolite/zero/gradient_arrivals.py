@@ -58,7 +58,7 @@ class UserHookSums:
             self.indices.add(index)
         return handle
 
-    def put_sums(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def restore_sums(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Put the sums into ``p.grad`` before a backward, so that autograd adds to them."""
         for hooks, engine_key in self._earlier_hooks:
             # Hooks run in the order of this dict, and one that the user has added since is behind the engine's.
@@ -338,7 +338,7 @@ class GradientArrivals:
         """Empty ``p.grad`` before the first gradient of a backward."""
         self.shown.hide(self.parameters)
         if self._hook_sums.indices:
-            self._hook_sums.put_sums(self.parameters)
+            self._hook_sums.restore_sums(self.parameters)
         self._seen_gradient = False
         self._contributions = [0] * len(self.parameters)
 

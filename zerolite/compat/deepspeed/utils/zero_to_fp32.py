@@ -38,12 +38,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
     """
-    with _found(Path(checkpoint_dir), tag) as path:
+    with _zerolite_checkpoint(Path(checkpoint_dir), tag) as path:
         return _state(path, exclude_frozen_parameters)
 
 
 @contextlib.contextmanager
-def _found(directory: Path, tag: str | None) -> Iterator[Path]:
+def _zerolite_checkpoint(directory: Path, tag: str | None) -> Iterator[Path]:
     """Context with the directory of a zerolite checkpoint: the found one, or a temporary conversion of DeepSpeed's."""
     if not is_from_deepspeed(directory, tag):
         yield find(directory, tag)
@@ -101,7 +101,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     directory, out = Path(checkpoint_dir), Path(output_dir)
     if safe_serialization:
-        with _found(directory, tag) as path:
+        with _zerolite_checkpoint(directory, tag) as path:
             export_checkpoint(path, out, torch.float32, max_shard_size, exclude_frozen_parameters)
         return
     state = get_fp32_state_dict_from_zero_checkpoint(directory, tag, exclude_frozen_parameters)
