@@ -130,13 +130,13 @@ _Grid = tuple[DeviceMesh, dict[str, dist.ProcessGroup | None]]
 
 
 class _GroupCache:
-    """Process groups made so far. They live as long as the world's, because the end of a group may wait for other ranks."""
+    """Process groups. They live as long as the world's, because the end of a group may wait for other ranks."""
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
         self.grids: dict[tuple[str, int, int], _Grid] = {}
         self.of_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.asked: set[tuple[dist.ProcessGroup, tuple[int, ...]]] = set()
+        self.stages_made: set[tuple[dist.ProcessGroup, tuple[int, ...]]] = set()
 
     def of(self, world: dist.ProcessGroup) -> _GroupCache:
         if self.world is not world:
@@ -150,7 +150,7 @@ class _GroupCache:
         self.world = None
         self.grids.clear()
         self.of_ranks.clear()
-        self.asked.clear()
+        self.stages_made.clear()
 
 
 _cache = _GroupCache()
@@ -206,8 +206,8 @@ def make_stage_groups(topology: Topology, several: Sequence[tuple[int, ...]]) ->
         if pipe is None or len(stages) == topology.pipe.world_size:
             continue
         ranks = _ranks_of(pipe, stages)
-        if (pipe, stages) not in _cache.asked:
-            _cache.asked.add((pipe, stages))
+        if (pipe, stages) not in _cache.stages_made:
+            _cache.stages_made.add((pipe, stages))
             made = new_group_within(pipe, ranks)
             if made is not None:
                 _cache.of_ranks[ranks] = made
