@@ -104,7 +104,7 @@ def entered(function: Callable[[], Any]) -> tuple[Any, set[tuple[str, str, int]]
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT) and code.co_name != "kept_out":  # torch 2.6 alone
+        if event == "call" and code.co_filename.startswith(ROOT) and code.co_name != "excluded":  # torch 2.6 alone
             found.add((os.path.relpath(code.co_filename, ROOT), code.co_name, code.co_firstlineno))
 
     sys.setprofile(note)
