@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.runs import differences, facts, make_engine
 from tests.distributed.test_offload import RUNS, engine_loop, offload
+from tests.toolkit.disks import small_disk
 from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raised
@@ -140,20 +139,6 @@ def test_a_path_that_is_not_there_on_one_rank_is_said_on_all(what: str, tmp_path
     assert phase == "initialize" and "zero_optimization.offload_optimizer.nvme_path" in error
     assert {"missing": "swap does not exist", "a file": "swap is not a directory"}[what] in error
     assert rank or "rank 1:" in error
-
-
-@contextlib.contextmanager
-def small_disk(directory: Path, size: str) -> Iterator[None]:
-    """A file system of its own. Skips where none can be mounted."""
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], capture_output=True, text=True
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip(f"no file system can be mounted: {mounted.stderr if mounted else 'there is no mount'}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ class Architecture:
     def batch(self, seed: int = 3) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         if self.inputs == "image":
-            size = 32 if self.model.startswith("ResNet") else 16
+            size = self.more.get("image_size", 32)
             return {"pixel_values": torch.randn(2, 3, size, size, generator=generator), "labels": torch.tensor([0, 1])}
         tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)
         return {"input_ids": tokens, "labels": tokens.flip(1) if self.inputs == "seq2seq" else tokens}
@@ -106,7 +106,7 @@ def causal(name: str, plan: str | dict[str, str] = "auto", kind: str = "ForCausa
 
 def vision(name: str, plan: str | dict[str, str] = "auto", **more: Any) -> Architecture:
     made = {"image_size": 16, "patch_size": 4, "num_labels": 3, **more}
-    return Architecture(f"{name}Config", f"{name}ForImageClassification", plan, made)
+    return causal(name, plan, "ForImageClassification", **made)
 
 
 def patterns(columns: str, rows: str, head: str = "lm_head") -> dict[str, str]:
@@ -191,5 +191,5 @@ ALL: dict[str, Architecture] = {
     ),
     "vit": vision("ViT", VISION),
     "swin": vision("Swin", VISION, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=2),
-    "resnet": vision("ResNet", depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8),
+    "resnet": vision("ResNet", image_size=32, depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8),
 }

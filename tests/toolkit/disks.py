@@ -12,8 +12,8 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(directory: Path, size: str) -> Iterator[Path]:
-    """Mount a file system of ``size`` at a new directory, or skip the test where that is not allowed."""
-    directory.mkdir()
+    """Mount a file system of ``size`` at a directory, or skip the test where that is not allowed."""
+    directory.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
