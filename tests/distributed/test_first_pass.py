@@ -55,12 +55,12 @@ class Late(nn.Module):
     parts, the last long after the first; ``small``: weights without dimensions, each used after every layer;
     ``branches``: two layers of which a rank uses one, or none."""
 
-    def __init__(self, shared: bool = True, small: bool = True, branches: bool = False) -> None:
+    def __init__(self, shared: bool = True, branches: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(7, 13)
         self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(4))
         self.shared = nn.Linear(13, 13) if shared else None
-        self.small = nn.ParameterList(nn.Parameter(torch.tensor(0.9 + i / 100)) for i in range(8 if small else 0))
+        self.small = nn.ParameterList(nn.Parameter(torch.tensor(0.9 + i / 100)) for i in range(8))
         self.branches = nn.ModuleDict({name: nn.Linear(13, 13) for name in ("left", "right") if branches})
         self.last = nn.Linear(13, 3)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.memory import events_in_order, mark, memory_profile, tensor_bytes
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import backward, make_engine
@@ -25,12 +25,11 @@ TOLERANCE = 0.05
 ADAM = ("Adam", {"lr": 1e-3})
 
 
-def resident_and_peak(
-    config: dict[str, Any], depth: int, width: int, shared_memory: bool, since: int, steps: int
-) -> tuple[float, float]:
-    """Bytes per parameter held after the last step, and the most held since step ``since``, counted from before the
-    model was made."""
-    os.environ["ZEROLITE_SHARED_MEMORY"] = "1" if shared_memory else "0"
+def assert_bytes(
+    config: dict[str, Any], depth: int, width: int, since: int, steps: int, wanted: float, limit: float
+) -> None:
+    """Bytes per parameter, counted from before the model was made: ``wanted`` are held after the last step, and at most
+    ``limit`` since step ``since``."""
     with memory_profile() as profiler:
         engine = zerolite.initialize(models.build(models.Chain, depth=depth, width=width), config)
         x = torch.randn(2, width)
@@ -49,7 +48,9 @@ def resident_and_peak(
             inside, resident = False, held
         if inside:
             peak = max(peak, held)
-    return resident / (depth * width**2), peak / (depth * width**2)
+    resident, peak = resident / (depth * width**2), peak / (depth * width**2)
+    assert resident == pytest.approx(wanted, rel=TOLERANCE)
+    assert resident < peak <= limit * (1 + TOLERANCE), (peak, limit)
 
 
 DEPTH, WIDTH = 48, 192  # one layer is 2 % of the model, so that a single fresh gradient stays below the tolerance
@@ -60,6 +61,7 @@ BUCKET = DEPTH // 8 * WIDTH**2  # an eighth of the model
 @on_ranks(2, 4, timeout=180)
 @pytest.mark.parametrize(("stage", "shared_memory"), [(1, False), (2, False), (2, True)])
 def test_resident_and_peak_bytes(stage: int, shared_memory: bool) -> None:
+    os.environ["ZEROLITE_SHARED_MEMORY"] = str(int(shared_memory))
     world, share = dist.get_world_size(), 2 * BUCKET / (DEPTH * WIDTH**2)
     zero = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
     wanted = 2 + 12 / world  # compute weights; masters and two moments in fp32. Gradients are 2 more
@@ -72,24 +74,18 @@ def test_resident_and_peak_bytes(stage: int, shared_memory: bool) -> None:
         limit += 2 * (world - 1) / world * share
     setting = config(stage, "bf16", optimizer=ADAM, zero=zero)
     # The first backward, which does not know how many contributions a gradient has, takes no more than later ones.
-    resident, peak = resident_and_peak(setting, DEPTH, WIDTH, shared_memory, since=0, steps=2)
-    assert resident == pytest.approx(wanted, rel=TOLERANCE)
-    assert resident < peak <= limit * (1 + TOLERANCE), (peak, limit)
+    assert_bytes(setting, DEPTH, WIDTH, 0, 2, wanted, limit)
 
 
 @pytest.mark.slow
 @on_ranks(2, 4, timeout=300)
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_resident_and_peak_bytes_of_stage_3(shared_memory: bool) -> None:
+    os.environ["ZEROLITE_SHARED_MEMORY"] = str(int(shared_memory))
     world, depth, width = dist.get_world_size(), 24, 384
     layer, numel = width**2, depth * width**2  # a bucket of gradients is a layer
     live = 4 * layer
-    zero = {
-        **PARTITIONED["kept"],
-        "stage3_prefetch_bucket_size": 2 * layer,
-        "stage3_max_live_parameters": live,
-        "reduce_bucket_size": layer,
-    }
+    zero = {"stage3_prefetch_bucket_size": 2 * layer, "stage3_max_live_parameters": live, "reduce_bucket_size": layer}
     wanted = 14 / world
     limit = wanted + 2 / world + (2 * live + 2 * 2 * layer) / numel
     if shared_memory:
@@ -97,10 +93,8 @@ def test_resident_and_peak_bytes_of_stage_3(shared_memory: bool) -> None:
         # backward or forward, the layer that is needed at once and two ahead; for reductions as a bucket.
         mapped = 3 * world * (2 * 3 * layer / world + 2 * layer) / numel
         wanted, limit = wanted + mapped, limit + mapped
-    setting = config(3, "bf16", optimizer=ADAM, zero=zero)
-    resident, peak = resident_and_peak(setting, depth, width, shared_memory, since=3, steps=4)
-    assert resident == pytest.approx(wanted, rel=TOLERANCE)
-    assert resident < peak <= limit * (1 + TOLERANCE), (peak, limit)
+    setting = at("3 kept", "bf16", optimizer=ADAM, zero=zero)
+    assert_bytes(setting, depth, width, 3, 4, wanted, limit)
 
 
 @pytest.mark.slow
@@ -139,8 +133,8 @@ def settings(stage: int | str, precision: str = "fp32", accumulation: int = 1, *
     return at(stage, precision, accumulation, optimizer=ADAMW, **more)
 
 
-def moments(config: dict[str, Any], optimizer: str = "", init: bool = False, windows: int = 2) -> dict[str, Any]:
-    """The items at each moment of the last of ``windows``: after each backward, before the update (when all is
+def moments(config: dict[str, Any], optimizer: str = "", init: bool = False) -> dict[str, Any]:
+    """The items at each moment of the second window: after each backward, before the update (when all is
     reduced), after the window, with all parameters gathered. ``optimizer``: one of torch's by name, instead of the
     config's. ``init``: the model is made partitioned."""
     with zerolite.zero.Init() if init else contextlib.nullcontext():
@@ -151,7 +145,7 @@ def moments(config: dict[str, Any], optimizer: str = "", init: bool = False, win
         given = {"optimizer": getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)}
     engine = zerolite.initialize(model, config, **given)
     found = {"made": engine.memory_report().items}
-    for window in range(windows):
+    for window in range(2):
         for micro in range(engine.gradient_accumulation_steps):
             backward(engine, window, micro)
             found[f"backward {micro}"] = engine.memory_report().items

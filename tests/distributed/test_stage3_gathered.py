@@ -247,32 +247,6 @@ def test_a_gather_that_cannot_begin() -> None:
     assert engine.coordinator.schedule.following
 
 
-class GathersItself(nn.Module):
-    """Uses the other layer's weight inside its own forward, gathered by hand, and reads its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 13)
-        self.second = nn.Linear(13, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with zero.GatheredParameters([self.first.weight, self.second.weight]):
-            scale = self.second.weight.detach().abs().mean() + self.first.weight.detach().abs().mean()
-        return self.second(torch.tanh(self.first(x))) * scale
-
-
-@pytest.mark.fast("moving-2")
-@on_ranks(1, 2)
-@pytest.mark.parametrize("settings", ["moving", "defaults"])
-def test_a_gather_inside_a_forward(settings: str) -> None:
-    plain = zerolite.initialize(models.build(GathersItself), config(2, optimizer=ADAMW))
-    engine = zerolite.initialize(models.build(GathersItself), stage3(settings))
-    assert run_steps(plain, 6) == run_steps(engine, 6)
-    assert_same(values_of(plain.module), whole(engine.module))
-    if settings == "moving":
-        assert_partitioned(engine.module)
-
-
 # -------------------------------------------------------------------- external parameters
 
 

@@ -154,13 +154,13 @@ GROUPS: dict[str, list[Callable[[Any, int], Any]]] = {
 }
 
 
-def undisturbed(groups: list[str], settings: tuple[str, ...], at: tuple[int, ...] = (0, 2, 6)) -> None:
+def undisturbed(groups: list[str], settings: tuple[str, ...]) -> None:
     """A disturbance computes stage 2's values, and training ends in the bits of a run without it."""
     alone = train(make_engine(2))
     for disturb in (disturb for group in groups for disturb in GROUPS[group]):
-        wanted = train(make_engine(2), disturb=disturb, at=at)
+        wanted = train(make_engine(2), disturb=disturb)
         for setting in settings:
-            found = train(make_engine(3, setting), disturb=disturb, at=at)
+            found = train(make_engine(3, setting), disturb=disturb)
             for key in ("seen", "disturbed", "norms", "state"):
                 assert_same(found[key], wanted[key], f"{disturb}, {setting}: {key}, stage 2")
                 if key != "disturbed":

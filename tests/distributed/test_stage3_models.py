@@ -19,6 +19,7 @@ from tests.toolkit.configs import at, dynamic_fp16
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.stage3_cases import HIDDEN, LENGTH, WIDTH, Block, Case, Cases, batch, loss_of, tokens
 from tests.toolkit.training import KINDS, make_engine, run_steps
+from zerolite import zero
 
 CASES = Cases()
 
@@ -129,20 +130,6 @@ class OutputWithoutGradient(Case):
 
 
 # -------------------------------------------------------------------- who uses which parameter
-
-
-@CASES.add
-class SeveralUses(Case):
-    """One module many times in a forward, also through another module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step_block, self.head = Block(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.head(self.step_block(x)) + self.head(x)
-        return x
 
 
 @CASES.add
@@ -302,11 +289,18 @@ class ParameterContainers(Case):
         return self.grouped["y"](x * sum(self.dict.values())) + self.grouped["x"][0]
 
 
-# -------------------------------------------------------------------- larger modules of torch.nn
+@CASES.add
+class Recurrent(Case):
+    """An LSTM in training, and in an evaluation before it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.recurrent = nn.LSTM(WIDTH, 7, 2, batch_first=True, bidirectional=True, dropout=0.2)
 
-class _Library(Case):
-    """Training, and evaluation before it."""
+    def forward(self, x: Tensor) -> Tensor:
+        y, (hidden, _) = self.recurrent(self.first(x))
+        return y.sum(-1) + hidden.sum()
 
     @staticmethod
     def step(engine: Any, step: int) -> Tensor:
@@ -315,32 +309,18 @@ class _Library(Case):
         return loss_of(engine.train()(batch(step)))
 
 
-@CASES.variants(lstm=lambda: nn.LSTM(WIDTH, 7, 2, batch_first=True, bidirectional=True, dropout=0.2))
-class Recurrent(_Library):
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.recurrent = nn.Linear(WIDTH, WIDTH), build()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, (hidden, _) = self.recurrent(self.first(x))
-        return y.sum(-1) + hidden.sum()
-
-
 @CASES.add
-class Attention(_Library):
+class GathersItself(Case):
+    """The weights of the layers, gathered by hand inside the forward of the module that calls them."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        options: dict[str, Any] = {"kdim": WIDTH, "vdim": WIDTH, "add_bias_kv": True, "bias": False}
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True, **options)
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        y, weights = self.attention(x, x, x, need_weights=not self.training)
-        return y if weights is None else y * weights.sum()
-
-
-# -------------------------------------------------------------------- whole models
+        with zero.GatheredParameters([self.first.weight, self.second.weight]):
+            scale = self.second.weight.detach().abs().mean() + self.first.weight.detach().abs().mean()
+        return self.second(torch.tanh(self.first(x))) * scale
 
 
 @CASES.variants(prime="PrimeMlp", encoder_decoder="EncoderDecoder", convnet="ConvNet")
@@ -372,7 +352,7 @@ class Mixture(Whole):
     zero = {"leaf_modules": ["*MoeBlock"]}
 
 
-@pytest.mark.fast("TiedHead-called-2", "BorrowedWeight-2", "SeveralUses-2", "Whole-prime-2")
+@pytest.mark.fast("TiedHead-called-2", "BorrowedWeight-2", "GathersItself-2", "Whole-prime-2")
 @on_ranks(2, timeout=90)
 @pytest.mark.parametrize("name", list(CASES))
 def test_stage_3_gives_the_bits_of_stage_2(name: str) -> None:

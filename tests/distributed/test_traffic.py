@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 import zerolite
 from tests.toolkit import models
-from tests.toolkit.compare import assert_same_bits
+from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
 from tests.toolkit.configs import ADAMW, config
-from tests.toolkit.pool import Pools
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import gathered, plain_calls, stage3_engine, stage3_loss
 from tests.toolkit.training import engine_window, make_engine, snapshot
@@ -30,53 +29,6 @@ def calls_of_a_step(config: dict[str, Any]) -> tuple[list[Any], int]:
             engine.get_global_grad_norm()
             engine.module  # noqa: B018 waits for the gathers that are still in flight
     return plain_calls(recorder), sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
-
-
-# -------------------------------------------------------------------- stage 3
-
-
-def what_moves(engine: Any) -> dict[str, Any]:
-    """Padded elements: of each unit's and parameter's gather, of all that stays whole, of every bucket."""
-    coordinator = engine.coordinator
-    sizes = [handle.full.numel() for handle in coordinator.handles]
-    units = [[sizes[index] for index in unit] for unit in coordinator.schedule.groups]
-    return {
-        "units": {
-            unit.name: (sum(numels), len(numels)) for unit, numels in zip(coordinator.groups, units, strict=True)
-        },
-        "parameters": {handle.name: size for handle, size in zip(coordinator.handles, sizes, strict=True)},
-        "persistent": sum(size for h, size in zip(coordinator.handles, sizes, strict=True) if h.persistent),
-        "buckets": [bucket.numel for bucket in engine._reducer.layout.buckets],
-    }
-
-
-def stage3_calls(
-    config: dict[str, Any],
-    model: str = "Tower",
-    sizes: dict[str, Any] | None = None,
-    steps: int = 5,
-    evaluate: bool = False,
-) -> dict[str, Any]:
-    """The collectives of every window, of an evaluation after each (``evaluate``), and what the engine moves. Nothing
-    is left gathered."""
-    engine = stage3_engine(config, model, sizes)
-    windows, evaluations, following = [], [], []
-    for step in range(steps):
-        with zerolite.comm.record() as recorder:
-            for micro in range(config["gradient_accumulation_steps"]):
-                engine.backward(stage3_loss(engine, model, step, micro))
-                following.append(engine.coordinator.schedule.following)
-                assert not gathered(engine), gathered(engine)
-                engine.step()
-        assert not gathered(engine), gathered(engine)
-        pairs = zip(plain_calls(recorder), recorder.calls, strict=True)
-        windows.append([(*call, entry.tensors) for call, entry in pairs])
-        if evaluate:
-            with zerolite.comm.record() as recorder, torch.no_grad():
-                engine(models.float_batch(step, 0, 0)[0])
-            assert not gathered(engine), gathered(engine)
-            evaluations.append(plain_calls(recorder))
-    return {"windows": windows, "evaluations": evaluations, "following": following, **what_moves(engine)}
 
 
 BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2, "torch.float64": 8}
@@ -157,6 +109,7 @@ def test_every_buffer_of_a_collective_begins_on_16_bytes(ranks: int) -> None:
 PLANNED = 2  # the first step that follows a plan
 STEPS = 5  # the plan of the first step is adopted in the second, or in the third with an evaluation in between
 SIZES = (7, 13, 11, 5, 3)
+LAYERS = list(zip(SIZES, SIZES[1:], strict=False))
 MOVING = {  # no prefetch: a gather for each unit
     "stage3_param_persistence_threshold": 0,
     "stage3_module_granularity_threshold": 0,
@@ -173,7 +126,7 @@ def whole(numel: int, world: int) -> int:
 
 def tower_units(world: int) -> list[int]:
     """Elements of each layer's gather."""
-    return [whole(a * b, world) + whole(b, world) for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    return [whole(a * b, world) + whole(b, world) for a, b in LAYERS]
 
 
 def bucket(numels: list[int], world: int) -> int:
@@ -183,19 +136,39 @@ def bucket(numels: list[int], world: int) -> int:
 
 def tower_buckets(world: int) -> list[int]:
     """Elements of each reduction: the last two layers have at most reduce_bucket_size together."""
-    *large, third, fourth = ([a * b, b] for a, b in zip(SIZES, SIZES[1:], strict=False))
+    *large, third, fourth = ([a * b, b] for a, b in LAYERS)
     return [*(bucket(numels, world) for numels in large), bucket([*third, *fourth], world)]
 
 
-def stage3(pools: Pools, world: int, zero: dict[str, Any], accumulation: int = 1, **case: Any) -> dict[str, Any]:
-    """Return what :func:`stage3_calls` saw on rank 0, having been the same on all ranks."""
-    precision = case.pop("precision", "fp32")
-    setting = config(3, precision, accumulation, 0.4, ADAMW, zero=zero)
-    results = pools(world).run(stage3_calls, {"config": setting, "steps": STEPS, **case})
-    for result in results[1:]:
-        assert result["windows"] == results[0]["windows"]
-    assert results[0]["following"][-accumulation:] == [True] * accumulation
-    return results[0]
+def stage3(
+    zero: dict[str, Any],
+    accumulation: int = 1,
+    precision: str = "fp32",
+    model: str = "Tower",
+    evaluations: list[Any] | None = None,
+    **sizes: Any,
+) -> list[list[Call]]:
+    """The collectives of every window, the same on all ranks; those of an evaluation after each go to ``evaluations``.
+    Nothing is left gathered, and the last step follows a plan."""
+    engine = stage3_engine(config(3, precision, accumulation, 0.4, ADAMW, zero=zero), model, sizes)
+    windows = []
+    for step in range(STEPS):
+        with zerolite.comm.record() as recorder:
+            for micro in range(accumulation):
+                engine.backward(stage3_loss(engine, model, step, micro))
+                assert step < STEPS - 1 or engine.coordinator.schedule.following
+                assert not gathered(engine), gathered(engine)
+                engine.step()
+        assert not gathered(engine), gathered(engine)
+        pairs = zip(plain_calls(recorder), recorder.calls, strict=True)
+        windows.append([(*call, entry.tensors) for call, entry in pairs])
+        if evaluations is not None:
+            with zerolite.comm.record() as recorder, torch.no_grad():
+                engine(models.float_batch(step, 0, 0)[0])
+            assert not gathered(engine), gathered(engine)
+            evaluations.append(plain_calls(recorder))
+    assert_same_on_ranks({"windows": windows})
+    return windows
 
 
 def gathers(window: list[Call]) -> list[int]:
@@ -211,12 +184,13 @@ def others(window: list[Call]) -> list[tuple[str, str]]:
     return [(call[0], call[4]) for call in window if (call[0], call[4]) not in mine]
 
 
-@pytest.mark.fast("2-1-bf16")
-@pytest.mark.parametrize(("world", "accumulation", "precision"), [(2, 1, "bf16"), (3, 3, "fp32"), (4, 1, "fp32")])
-def test_stage_3_gathers_twice_and_reduces_once(pools: Pools, world: int, accumulation: int, precision: str) -> None:
-    result = stage3(pools, world, SHORT, accumulation, precision=precision)
+@pytest.mark.fast("2")
+@on_ranks(2, 3, 4)
+def test_stage_3_gathers_twice_and_reduces_once() -> None:
+    world = dist.get_world_size()
+    accumulation, precision = {2: (1, "bf16"), 3: (3, "fp32"), 4: (1, "fp32")}[world]
     units, buckets = tower_units(world), tower_buckets(world)
-    for number, window in enumerate(result["windows"]):
+    for number, window in enumerate(stage3(SHORT, accumulation, precision)):
         # Forward and backward of every micro-batch; one launch with the weight and the bias of a layer.
         assert gathers(window) == (units + units[::-1]) * accumulation
         assert {call[5] for call in window if call[4] == "parameters"} == {2}
@@ -226,112 +200,110 @@ def test_stage_3_gathers_twice_and_reduces_once(pools: Pools, world: int, accumu
         assert others(window) == [("all_reduce", "stats")] * (agreements + 1)
         dtype = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision]
         assert {call[2] for call in window if call[4] in ("parameters", "gradients")} == {dtype}
-        for call in window:
-            assert call[3] == call[1] * BYTES.get(call[2], 8)
+        assert all(call[3] == call[1] * BYTES.get(call[2], 8) for call in window)
 
 
-def test_stage_3_prefetches_of_one_answer_are_one_launch(pools: Pools) -> None:
+@on_ranks(2)
+def test_stage_3_prefetches_of_one_answer_are_one_launch() -> None:
     # The root has no parameters: at its begin all layers are asked for, in forward and in backward.
-    result = stage3(pools, 2, {**SHORT, "stage3_prefetch_bucket_size": 10**6})
-    assert gathers(result["windows"][0]) == tower_units(2) + tower_units(2)[::-1], "on demand"
-    assert gathers(result["windows"][-1]) == [sum(tower_units(2))] * 2
-    alone = stage3(pools, 2, {**SHORT, "stage3_prefetch_bucket_size": 10**6, "overlap_comm": False})
-    assert gathers(alone["windows"][-1]) == gathers(result["windows"][0]), "nothing is prefetched"
+    first, *_, last = stage3({**SHORT, "stage3_prefetch_bucket_size": 10**6})
+    assert gathers(first) == tower_units(2) + tower_units(2)[::-1], "on demand"
+    assert gathers(last) == [sum(tower_units(2))] * 2
+    alone = stage3({**SHORT, "stage3_prefetch_bucket_size": 10**6, "overlap_comm": False})
+    assert gathers(alone[-1]) == gathers(first), "nothing is prefetched"
 
 
 @pytest.mark.slow
-def test_stage_3_what_is_kept_is_not_gathered_again(pools: Pools) -> None:
+@on_ranks(2)
+def test_stage_3_what_is_kept_is_not_gathered_again() -> None:
     units = tower_units(2)
-    result = stage3(pools, 2, MOVING, accumulation=2)
-    assert gathers(result["windows"][0]) == (units + units[::-1]) * 2  # nothing is known yet
-    assert gathers(result["windows"][-1]) == units * 2  # kept from forward to backward
+    first, *_, last = stage3(MOVING, accumulation=2)
+    assert gathers(first) == (units + units[::-1]) * 2  # nothing is known yet
+    assert gathers(last) == units * 2  # kept from forward to backward
     # Between a layer's two uses lie those of the layers after it, twice.
     for kept in range(1, len(SIZES)):
-        exact = [a * b + b for a, b in zip(SIZES, SIZES[1:], strict=False)]
+        exact = [a * b + b for a, b in LAYERS]
         distance = 2 * sum(exact[-kept + 1 :]) if kept > 1 else 1
-        result = stage3(pools, 2, {**MOVING, "stage3_max_reuse_distance": distance})
-        assert gathers(result["windows"][-1]) == units + units[::-1][kept:]
+        windows = stage3({**MOVING, "stage3_max_reuse_distance": distance})
+        assert gathers(windows[-1]) == units + units[::-1][kept:]
 
 
 @pytest.mark.slow
-def test_stage_3_what_stays_whole_is_gathered_once_per_step(pools: Pools) -> None:
+@on_ranks(2)
+def test_stage_3_what_stays_whole_is_gathered_once_per_step() -> None:
     # Biases stay whole: 13, 11, 5 and 3 elements.
-    result = stage3(pools, 2, {**SHORT, "stage3_param_persistence_threshold": 13}, accumulation=3)
-    weights = [whole(a * b, 2) for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    weights = [whole(a * b, 2) for a, b in LAYERS]
     biases = sum(whole(b, 2) for b in SIZES[1:])
-    assert result["persistent"] == biases
-    for window in result["windows"]:
+    # Their gradients are reduced with those of the layer that backward leaves last. The last two weights are small.
+    first, second, *last = [[a * b] for a, b in LAYERS]
+    expected = [bucket(sum(last, []), 2), bucket(second, 2), bucket([*first, *SIZES[1:]], 2)]
+    for window in stage3({**SHORT, "stage3_param_persistence_threshold": 13}, accumulation=3):
         assert gathers(window) == [*(weights + weights[::-1]) * 3, biases]
         assert [call[5] for call in window if call[4] == "parameters"][-1] == 1, "they lie side by side"
-    # Their gradients are reduced with those of the layer that backward leaves last. The last two weights are small.
-    first, second, *last = [[a * b] for a, b in zip(SIZES, SIZES[1:], strict=False)]
-    expected = [bucket(sum(last, []), 2), bucket(second, 2), bucket([*first, *SIZES[1:]], 2)]
-    assert [reductions(window) for window in result["windows"]] == [expected * 3] * STEPS
+        assert reductions(window) == expected * 3
     # Everything stays whole: the parameters move when they change, and never else; a bucket has at most 100 elements.
-    result = stage3(pools, 2, {"stage3_param_persistence_threshold": 1000}, accumulation=3)
-    for window in result["windows"]:
+    for window in stage3({"stage3_param_persistence_threshold": 1000}, accumulation=3):
         assert gathers(window) == [bucket([11, 55, 5, 15, 3], 2) + bucket([91, 13, 143], 2)]
         assert len(reductions(window)) % 3 == 0
 
 
-def test_stage_3_small_subtrees_are_one_launch(pools: Pools) -> None:
-    result = stage3(pools, 2, {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0})
-    for window in result["windows"]:
+@on_ranks(2)
+def test_stage_3_small_subtrees_are_one_launch() -> None:
+    for window in stage3({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}):
         assert gathers(window) == [sum(tower_units(2))] * 2
         assert [call[5] for call in window if call[4] == "parameters"] == [8, 8]
         assert reductions(window) == [sum(tower_buckets(2))]
 
 
-@pytest.mark.parametrize("zero", [SHORT, MOVING], ids=["released", "kept"])
-def test_stage_3_evaluation_gathers_once(pools: Pools, zero: dict[str, Any]) -> None:
-    result = stage3(pools, 2, zero, evaluate=True)
-    for evaluation in result["evaluations"]:
-        assert [call[:2] for call in evaluation] == [("all_gather", numel) for numel in tower_units(2)]
+@on_ranks(2)
+def test_stage_3_evaluation_gathers_once() -> None:
+    for zero in (SHORT, MOVING):
+        evaluations: list[Any] = []
+        stage3(zero, evaluations=evaluations)
+        for evaluation in evaluations:
+            assert [call[:2] for call in evaluation] == [("all_gather", numel) for numel in tower_units(2)]
 
 
-def test_stage_3_frozen_base(pools: Pools) -> None:
-    result = stage3(pools, 2, SHORT, model="Lora")
-    pairs = list(zip(SIZES, SIZES[1:], strict=False))
-    units = [[whole(a * b, 2) + whole(b, 2), whole(2 * a, 2), whole(2 * b, 2)] for a, b in pairs]
+@on_ranks(2)
+def test_stage_3_frozen_base() -> None:
+    units = [[whole(a * b, 2) + whole(b, 2), whole(2 * a, 2), whole(2 * b, 2)] for a, b in LAYERS]
     forward = [numel for unit in units for numel in unit]
     once = forward[0]  # no gradient comes to the first frozen layer: neither its weights nor its input need one
-    thin = [2 * size for pair in pairs for size in pair]
+    thin = [2 * size for pair in LAYERS for size in pair]
     adapters = [bucket(thin[4:], 2), bucket(thin[:4], 2)]  # each of at most 100 elements
-    for window in result["windows"]:
+    for window in stage3(SHORT, model="Lora"):
         assert gathers(window)[: len(forward)] == forward
         assert Counter(gathers(window)) == Counter(forward * 2) - Counter([once])
         assert reductions(window) == adapters
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("functional", [False, True], ids=["tied", "called"])
-def test_stage_3_tied_weights_are_one(pools: Pools, functional: bool) -> None:
+def test_stage_3_tied_weights_are_one(functional: bool) -> None:
     weight, middle = whole(55, 2), whole(25, 2)
-    result = stage3(pools, 2, MOVING, model="Tied", sizes={"functional": functional})
-    assert gathers(result["windows"][-1]) == [weight, middle]
-    for window in result["windows"]:
+    windows = stage3(MOVING, model="Tied", functional=functional)
+    assert gathers(windows[-1]) == [weight, middle]
+    for window in windows:
         assert reductions(window) == [bucket([25, 55], 2)]
-    result = stage3(pools, 2, SHORT, model="Tied", sizes={"functional": functional})
     # Each use is a gather of its own, unless the root uses the weight: then it lives as long as the root's forward. The
     # backward of an embedding needs none.
     forward = [weight, middle] if functional else [weight, middle, weight]
     expected = forward * 2 if functional else [*forward, weight, middle]
-    assert gathers(result["windows"][-1]) == expected
+    assert gathers(stage3(SHORT, model="Tied", functional=functional)[-1]) == expected
 
 
 @pytest.mark.slow
+@on_ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_stage_3_recomputation_gathers_as_planned(pools: Pools, reentrant: bool) -> None:
+def test_stage_3_recomputation_gathers_as_planned(reentrant: bool) -> None:
     units = tower_units(2)
     first, rest = units[0], units[1:]
-    case = {"model": "Checkpointed", "sizes": {"reentrant": reentrant}}
+    case: dict[str, Any] = {"model": "Checkpointed", "reentrant": reentrant}
     # Reentrant: the recomputation is a use, the backward another. Otherwise it runs inside the backward's use.
-    times = 2 if reentrant else 1
-    again = [numel for numel in rest[::-1] for _ in range(times)]
-    result = stage3(pools, 2, SHORT, **case)
-    for window in result["windows"]:
+    again = [numel for numel in rest[::-1] for _ in range(2 if reentrant else 1)]
+    for window in stage3(SHORT, **case):
         assert gathers(window) == [*units, *again, first]
         assert reductions(window) == tower_buckets(2)[::-1]
-    result = stage3(pools, 2, {**MOVING, "stage3_max_reuse_distance": 1}, **case)
-    assert gathers(result["windows"][-1]) == [*units, *rest[-2::-1], first]
-    result = stage3(pools, 2, MOVING, **case)
-    assert gathers(result["windows"][-1]) == units
+    last = stage3({**MOVING, "stage3_max_reuse_distance": 1}, **case)[-1]
+    assert gathers(last) == [*units, *rest[-2::-1], first]
+    assert gathers(stage3(MOVING, **case)[-1]) == units

@@ -75,31 +75,23 @@ def held(engine: Any) -> dict[str, Any]:
     }
 
 
-RUNS: dict[int, list[tuple[int, str, Any, dict[str, Any]]]] = {
-    1: [(2, "OddModel", ADAFACTOR, {})],
-    2: [
-        (1, "OddModel", None, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
-        (2, "OddModel", ADAFACTOR, {"precision": "bf16"}),
-        (2, "OddModel", None, {"zero": {"reduce_scatter": False}}),
-        (2, "OddModel", ADAMW, {"zero": WHOLE, "precision": "bf16"}),
-        (1, "ConvNet", MUON, {"precision": "bf16", "accumulation": 2}),
-    ],
-    3: [(2, "OddModel", MUON, {}), (1, "EncoderDecoder", ADAFACTOR, {"accumulation": 2})],
-    4: [(2, "OddModel", None, {"precision": "fp16"})],
+RUNS: dict[str, tuple[int, int, str, Any, dict[str, Any]]] = {  # ranks, stage, model, optimizer, further settings
+    "alone": (1, 2, "OddModel", ADAFACTOR, {}),
+    "offload": (2, 1, "OddModel", None, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
+    "bf16": (2, 2, "OddModel", ADAFACTOR, {"precision": "bf16"}),
+    "reduce_scatter": (2, 2, "OddModel", None, {"zero": {"reduce_scatter": False}}),
+    "AdamW": (2, 2, "OddModel", ADAMW, {"zero": WHOLE, "precision": "bf16"}),
+    "ConvNet": (2, 1, "ConvNet", MUON, {"precision": "bf16", "accumulation": 2}),
+    "Muon": (3, 2, "OddModel", MUON, {}),
+    "EncoderDecoder": (3, 1, "EncoderDecoder", ADAFACTOR, {"accumulation": 2}),
+    "fp16": (4, 2, "OddModel", None, {"precision": "fp16"}),
 }
-FAST = [(2, 0), (3, 0)]  # of RUNS: world, and number in it
 
 
-@pytest.mark.parametrize(
-    ("world", "number"),
-    [
-        pytest.param(world, number, marks=() if (world, number) in FAST else pytest.mark.slow)
-        for world, runs in RUNS.items()
-        for number in range(len(runs))
-    ],
-)
-def test_a_run_has_the_bits_of_stage_0(pools: Pools, world: int, number: int) -> None:
-    stage, model, optimizer, more = RUNS[world][number]
+@pytest.mark.fast("offload", "Muon")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_the_bits_of_stage_0(pools: Pools, name: str) -> None:
+    world, stage, model, optimizer, more = RUNS[name]
     given = {"model": model, "optimizer": optimizer, **more}
     wanted, found = (pools(world).run(train, {"stage": s, **given}) for s in (0, stage))
     for here, there in zip(found, wanted, strict=True):

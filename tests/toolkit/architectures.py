@@ -43,14 +43,6 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size".split(), 16),
     "use_cache": False,
 }
-DROPOUTS = (
-    "attention_dropout activation_dropout dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop emb_pdrop "
-    "hidden_dropout_prob attention_probs_dropout_prob dropout_rate layerdrop encoder_layerdrop decoder_layerdrop "
-    "embed_dropout resid_dropout qa_dropout seq_classif_dropout classifier_dropout attention_probs_dropout_prob "
-    "drop_path_rate hidden_dropout_rate attn_dropout embedding_dropout feat_proj_dropout final_dropout "
-    "summary_last_dropout mask_time_prob output_dropout ffn_dropout classifier_dropout_prob "
-    "attention_dropout_prob residual_dropout"
-).split()
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class Architecture:
         kind = getattr(transformers, self.config)
         known = {**vars(kind()), **getattr(kind, "attribute_map", {})}
         given = {name: value for name, value in SIZES.items() if name in known}
-        given |= {name: 0.0 for name in DROPOUTS if name in known}
+        given |= {name: 0.0 for name, value in known.items() if "drop" in name and isinstance(value, float)}
         for name, target in getattr(kind, "attribute_map", {}).items():
             if name in given and target in given:
                 given.pop(name)
