@@ -169,18 +169,12 @@ def test_every_tier_gives_the_bits_and_collectives_of_the_device(tmp_path: Path)
     assert_alike(tmp_path, "OddModel", "tight", ("device", "host", "disk apart"), precision="bf16", accumulation=2)
 
 
+KINDS_OF_MODELS = [("OddModel", "kept"), ("Frozen", "tight"), ("Lends", "moving"), ("SharedCheckpointed", "tight")]
+KINDS_OF_MODELS += [("PrimeMlp", "one unit"), ("PrimeMlp", "defaults")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "setting"),
-    [
-        ("OddModel", "kept"),
-        ("Frozen", "tight"),
-        ("Lends", "moving"),
-        ("SharedCheckpointed", "tight"),
-        ("PrimeMlp", "one unit"),
-        ("PrimeMlp", "defaults"),
-    ],
-)
+@pytest.mark.parametrize(("model", "setting"), KINDS_OF_MODELS)
 @on_ranks(2, 3, timeout=240)
 def test_every_kind_of_model_is_the_same_at_every_tier(model: str, setting: str, tmp_path: Path) -> None:
     assert_alike(tmp_path, model, setting, disk={"buffer_size": 300, "buffer_count": 1})
@@ -261,26 +255,24 @@ def test_a_disk_that_cannot_be_read_is_an_error_after_which_training_goes_on(tmp
 # -------------------------------------------------------------------- what is where
 
 
-def memory(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+def memory(config: dict[str, Any]) -> dict[str, Any]:
     """Return, for a chain of equal layers, half of them frozen: the bytes of parameters that rest between steps, and
     the most that were whole, and staged, after any layer's forward; and the layers whose shards are on the host."""
-    most_whole, staged = [0], [0]
+    seen: dict[str, list[int]] = {GATHERED: [0], STAGING: [0]}
     with tagged() as named:
 
         def look(*_: Any) -> None:
-            most_whole.append(sum(named.alive(GATHERED).values()))
-            staged.append(sum(named.alive(STAGING).values()))
+            for item, nbytes in seen.items():
+                nbytes.append(sum(named.alive(item).values()))
 
         model = models.build(models.Chain, depth=LAYERS, width=32)
         for number, layer in enumerate(model.layers):
             layer.requires_grad_(number > 2).register_forward_hook(look)
         engine = zerolite.initialize(model, config)
-        train_chain(engine, steps)
+        train_chain(engine, 3)
         rests = named.alive(COMPUTE, GATHERED)
-        on_host = [
-            index for index, handle in enumerate(engine.coordinator.handles) if handle.placement.location == HOST
-        ]
-    return {"rests": rests, "whole": max(most_whole), "staged": max(staged), "on host": on_host}
+    on_host = [i for i, handle in enumerate(engine.coordinator.handles) if handle.placement.location == HOST]
+    return {"rests": rests, "whole": max(seen[GATHERED]), "staged": max(seen[STAGING]), "on host": on_host}
 
 
 @pytest.mark.fast("2")

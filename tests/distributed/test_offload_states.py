@@ -222,24 +222,10 @@ def test_damaged_shards_are_found(position: float, tmp_path: Path) -> None:
         models.square_loss(engine, models.float_batch(9, 0, engine.rank))
 
 
-class WithoutHoles:
-    """libc on a file system whose files cannot have holes."""
-
-    def __init__(self, libc: Any) -> None:
-        self._libc = libc
-
-    def fallocate(self, *args: Any) -> int:
-        return -1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._libc, name)
-
-
 def test_room_at_the_end_of_a_file_without_holes_is_zero_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with AsyncIO() as io:
         file = SwapFile(tmp_path, io, 0, "key")
-        libc = WithoutHoles(swap_file._libc())
-        monkeypatch.setattr(swap_file, "_libc", lambda: libc)
+        monkeypatch.setattr(swap_file._libc(), "fallocate", lambda *args: -1)
         first = file.zeros(8192).fill_(7)
         del first
         assert not file.zeros(8192).any()

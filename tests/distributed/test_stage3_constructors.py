@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import zerolite
 from tests.toolkit.compare import assert_same
-from tests.toolkit.configs import ADAMW, PARTITIONED, config
+from tests.toolkit.configs import ADAMW, at, config
 from tests.toolkit.partitioned import assert_partitioned, values_of, whole
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.training import raises
@@ -147,8 +147,7 @@ class Asks(nn.Module):
 def test_asked_parameters_are_not_kept() -> None:
     limit = 64
     limits = {"stage3_max_live_parameters": limit, "stage3_prefetch_bucket_size": 0}
-    section = {**PARTITIONED["moving"], **limits}
-    engine = zerolite.initialize(Asks(), config(3, zero=section))
+    engine = zerolite.initialize(Asks(), at(3, zero=limits))
     handles = engine.coordinator.handles
     engine.module.live = lambda: sum(h.numel for h in handles if h.status is not zero.ZeroParamStatus.NOT_AVAILABLE)
     for _ in range(3):

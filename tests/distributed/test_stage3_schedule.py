@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,45 +15,11 @@ from torch import Tensor, nn
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, at, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, at, config
 from tests.toolkit.faults import Warnings
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import Tower, gathered, stage3_engine, stage3_loss
 from tests.toolkit.training import snapshot
-
-Event = tuple[str, Any]
-
-
-class Watch:
-    """Events in ``engine``, in order: ("module", name) when a module's forward begins, ("gradient", name) when
-    its backward does, ("launch", names) when a gather is launched."""
-
-    def __init__(self, engine: Any) -> None:
-        self.coordinator = engine.coordinator
-        self.events: list[Event] = []
-        for name, module in engine.module.named_modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(lambda module, args, name=name: self._note("module", name))
-                module.register_full_backward_pre_hook(lambda module, grads, name=name: self._note("gradient", name))
-
-    def _note(self, kind: str, what: Any) -> None:
-        self.events.append((kind, what))
-
-    @contextlib.contextmanager
-    def launches(self) -> Iterator[None]:
-        """Note launches inside."""
-        context = self.coordinator.context
-        original = context.issue_all_gather
-
-        def launch(members: Sequence[Any]) -> None:
-            original(members)
-            self._note("launch", tuple(member.name for member in members))
-
-        context.issue_all_gather = launch
-        try:
-            yield
-        finally:
-            del context.issue_all_gather
 
 
 class Ways(nn.Module):
@@ -96,19 +62,17 @@ def ways(config: dict[str, Any], model: str, steps: Sequence[Sequence[str]], eva
     """Train with ``steps[step][rank]`` (or ``[0]``) as the way through the model; at any stage."""
     engine = zerolite.initialize(models.build(KINDS[model]), config)
     schedule = engine.coordinator.schedule if engine.coordinator is not None else None
-    following, losses, collectives = [], [], []
+    following, losses = [], []
     with Warnings() as warnings:
         for step, choices in enumerate(steps):
             way = choices[engine.rank % len(choices)]
             generator = torch.Generator().manual_seed(100 * step + engine.rank)
             x = torch.randn(4, 6, generator=generator)
-            with zerolite.comm.record() as recorder:
-                loss = engine(x, way).square().mean()
-                engine.backward(loss)
-                following.append(schedule is not None and schedule.following)
-                engine.step()
+            loss = engine(x, way).square().mean()
+            engine.backward(loss)
+            following.append(schedule is not None and schedule.following)
+            engine.step()
             losses.append(loss.item())
-            collectives.append([(c.op, c.numel, c.tag) for c in recorder.calls])
             if schedule is not None:
                 assert not gathered(engine), gathered(engine)
             if evaluate:
@@ -119,40 +83,42 @@ def ways(config: dict[str, Any], model: str, steps: Sequence[Sequence[str]], eva
     return {
         "following": following,
         "losses": losses,
-        "collectives": collectives,
         "warnings": warnings.messages,
         "parameters": values,
         "on demand only": schedule is not None and schedule.on_demand_only,
     }
 
 
-SHORT = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_module_granularity_threshold": 0,
-    "stage3_max_reuse_distance": 0,
-}
+SHORT = PARTITIONED["moving"]
 
 
 def limited(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
-    limits = {
-        "stage3_prefetch_bucket_size": prefetch,
-        "stage3_max_live_parameters": live,
-        "stage3_max_reuse_distance": reuse,
-    }
-    return {**SHORT, **limits}
+    names = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+    return {**SHORT, **dict(zip(names, (prefetch, live, reuse), strict=True))}
 
 
 @on_ranks(2)
 def test_prefetches_precede_the_module_that_needs_them() -> None:
+    """By when modules begin their forward ("module") and their backward ("gradient"), and gathers are launched."""
     engine = stage3_engine(config(3, "fp32", 1, 0.4, ADAMW, zero=limited(1, 10**6, 0)))
-    watch = Watch(engine)
-    with watch.launches():
+    events: list[tuple[str, Any]] = []
+    for name, module in engine.module.named_modules():
+        if list(module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda *_, name=name: events.append(("module", name)))
+            module.register_full_backward_pre_hook(lambda *_, name=name: events.append(("gradient", name)))
+    issue_all_gather = engine.coordinator.context.issue_all_gather
+
+    def noted(members: Sequence[Any]) -> None:
+        issue_all_gather(members)
+        events.append(("launch", tuple(member.name for member in members)))
+
+    with mock.patch.object(engine.coordinator.context, "issue_all_gather", noted):
         for step in range(3):
-            start = len(watch.events)
+            start = len(events)
             engine.backward(stage3_loss(engine, "Tower", step))
             engine.step()
     assert engine.coordinator.schedule.following and not gathered(engine)
-    window = watch.events[start:]
+    window = events[start:]
     assert_same_on_ranks({"events": window})
     places = {event: index for index, event in reversed(list(enumerate(window)))}  # of the first such event
     # The root has no parameters: the first layer, and the one ahead of it, travel together.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import zerolite
 from tests.toolkit import models
 from tests.toolkit.compare import assert_same_bits, assert_same_on_ranks
-from tests.toolkit.configs import ADAMW, config
+from tests.toolkit.configs import ADAMW, PARTITIONED, config
 from tests.toolkit.ranks import on_ranks
 from tests.toolkit.traffic import gathered, plain_calls, stage3_engine, stage3_loss
 from tests.toolkit.training import engine_window, make_engine, snapshot
@@ -110,11 +110,7 @@ PLANNED = 2  # the first step that follows a plan
 STEPS = 5  # the plan of the first step is adopted in the second, or in the third with an evaluation in between
 SIZES = (7, 13, 11, 5, 3)
 LAYERS = list(zip(SIZES, SIZES[1:], strict=False))
-MOVING = {  # no prefetch: a gather for each unit
-    "stage3_param_persistence_threshold": 0,
-    "stage3_module_granularity_threshold": 0,
-    "stage3_prefetch_bucket_size": 0,
-}
+MOVING = {**PARTITIONED["kept"], "stage3_prefetch_bucket_size": 0}  # a gather for each unit
 SHORT = {**MOVING, "stage3_max_reuse_distance": 0}  # released after every use
 Call = tuple[str, int, str, int, str, int]
 
