@@ -84,19 +84,12 @@ def overflow(config: dict[str, Any], scenario: str, on_device: bool) -> dict[str
     return outcome(engine)
 
 
+SKIPPED = [("1", "fp16", "unused"), ("1", "bf16", "weight"), ("2", "bf16", "join"), ("2", "fp16", "join")]
+SKIPPED += [("3 defaults", "bf16", "weight"), ("3 defaults", "fp16", "unused"), ("3 defaults", "fp16", "join")]
+
+
 @pytest.mark.fast("2-1-fp16-unused", "2-2-bf16-join", "2-2-fp16-join", "2-3 defaults-bf16-weight")
-@pytest.mark.parametrize(
-    ("stage", "precision", "scenario"),
-    [
-        ("1", "fp16", "unused"),
-        ("2", "bf16", "join"),
-        ("3 defaults", "bf16", "weight"),
-        ("3 defaults", "fp16", "unused"),
-        ("1", "bf16", "weight"),
-        ("2", "fp16", "join"),
-        ("3 defaults", "fp16", "join"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "precision", "scenario"), SKIPPED)
 @on_ranks(2)
 def test_a_step_that_the_device_skips(stage: str, precision: str, scenario: str) -> None:
     """The rank that lacks a gradient launches what the others launch, and the numbers are those of a skip that the
@@ -247,9 +240,8 @@ class Program:
         for _ in range(length):
             self.shared.choice(actions)()
             if self.own.random() < 0.3:  # any rank, for itself
-                self.own.choice(
-                    [lambda: self.engine.skipped_steps, lambda: self.engine.loss_scale, self.engine.get_lr]
-                )()
+                asks = [lambda: self.engine.skipped_steps, lambda: self.engine.loss_scale, self.engine.get_lr]
+                self.own.choice(asks)()
 
     def loss(self, micro: int = 0) -> Tensor:
         own = self.own
@@ -350,21 +342,13 @@ class Program:
         self.step += most
 
 
+PROGRAMS = [("0", "fp16", True), ("1", "bf16", True), ("1", "fp32", False), ("2", "fp16", True), ("2", "bf16", False)]
+PROGRAMS += [("3 defaults", "fp32", True), ("3 defaults", "fp16", False)]
+PROGRAMS += [("3 moving", "fp16", True), ("3 tight", "bf16", True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "precision", "on_device"),
-    [
-        ("0", "fp16", True),
-        ("1", "bf16", True),
-        ("1", "fp32", False),
-        ("2", "fp16", True),
-        ("2", "bf16", False),
-        ("3 defaults", "fp32", True),
-        ("3 defaults", "fp16", False),
-        ("3 moving", "fp16", True),
-        ("3 tight", "bf16", True),
-    ],
-)
+@pytest.mark.parametrize(("stage", "precision", "on_device"), PROGRAMS)
 @on_ranks(2, 3, 4, timeout=120)
 def test_random_programs(stage: str, precision: str, on_device: bool) -> None:
     world = dist.get_world_size()

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,13 +239,7 @@ def joined_loop(engine: Any, recipe: Recipe, step: int) -> Iterator[float]:
         yield from engine_loop(engine, recipe, step)
 
 
-LOOPS: dict[str, Callable[[Any, Recipe, int], Iterator[float]]] = {
-    "engine": engine_loop,
-    "phases": phases_loop,
-    "plain": plain_loop,
-    "p.grad": p_grad_loop,
-    "join": joined_loop,
-}
+LOOPS = {"engine": engine_loop, "phases": phases_loop, "plain": plain_loop, "p.grad": p_grad_loop, "join": joined_loop}
 
 
 # -------------------------------------------------------------------- comparisons
@@ -288,16 +282,10 @@ def train(recipe: Recipe, stage: int, loop: str, **more: Any) -> dict[str, Any]:
 
 
 def assert_same_offloaded(
-    directory: Path,
-    name: str,
-    stage: int,
-    *chosen: str,
-    loop: str = "engine",
-    zero: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None,
+    directory: Path, name: str, stage: int, *chosen: str, loop: str = "engine", zero: Any = (), **config: Any
 ) -> None:
     """A run with everything on the device, and with each of the chosen variants, has the same bits and collectives."""
-    recipe, zero, config = RUNS[name], zero or {}, config or {}
+    recipe, zero = RUNS[name], dict(zero)
     plain = train(recipe, stage, loop, zero=zero, **config)
     assert plain["counters"]["global_steps"] == STEPS
     for variant in chosen:
@@ -409,7 +397,7 @@ OPTIONS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 def test_every_option(tmp_path: Path) -> None:
     for number, (stage, zero, config) in enumerate(OPTIONS):
         name = ("wide in bf16", "accumulation")[number % 2]
-        assert_same_offloaded(tmp_path, name, stage, "cpu, odd", "nvme, odd", zero=zero, config=config)
+        assert_same_offloaded(tmp_path, name, stage, "cpu, odd", "nvme, odd", zero=zero, **config)
 
 
 # -------------------------------------------------------------------- memory

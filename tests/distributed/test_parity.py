@@ -28,12 +28,8 @@ from tests.toolkit.training import make_engine, snapshot, train, train_engine, t
 STEPS = 6
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
 # Odd widths, and one that fills a bucket's alignment exactly.
-SIZES = {
-    1: {"width": 5, "hidden": 9},
-    2: {"width": 7, "hidden": 33},
-    3: {"width": 13, "hidden": 5},
-    4: {"width": 8, "hidden": 32},
-}
+WIDTHS = {1: (5, 9), 2: (7, 33), 3: (13, 5), 4: (8, 32)}
+SIZES = {world: {"width": width, "hidden": hidden} for world, (width, hidden) in WIDTHS.items()}
 
 FP32_ADAM_LR = 0.02
 

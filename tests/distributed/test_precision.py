@@ -185,18 +185,8 @@ def test_all_stages_match_casts_by_hand(precision: str, accumulation: int) -> No
     ]
     for optimizer, clip, low in variants:
         scale = STATIC_SCALE if precision == "fp16" else 1.0
-        masters = "rounded" if low else "fp32"
-        wanted = reference.train(
-            models.build(Mixed),
-            models.token_loss,
-            batches,
-            precision,
-            optimizer,
-            clip,
-            scale,
-            masters,
-            compute=plain_model(dtype),
-        )
+        given = (models.build(Mixed), models.token_loss, batches, precision, optimizer, clip, scale)
+        wanted = reference.train(*given, "rounded" if low else "fp32", compute=plain_model(dtype))
         runs = {}
         for stage in STAGES:
             settings = at(stage, precision, accumulation, clip, optimizer, fp32_modules=PATTERNS)
@@ -207,12 +197,8 @@ def test_all_stages_match_casts_by_hand(precision: str, accumulation: int) -> No
             # Stages 0 and 1 sum a window's gradients and then reduce; stages 2 and 3 do it as the reference does.
             exact = optimizer is FOREACH and (accumulation == 1 or stage[0] in "23")
             assert_matches(found, wanted, precision, exact)
-        for one, other in [
-            ("0", "1"),
-            ("2", "3 moving"),
-            ("2", "3 one unit"),
-            *([("0", "2")] if accumulation == 1 else []),
-        ]:
+        pairs = [("0", "1"), ("2", "3 moving"), ("2", "3 one unit")]
+        for one, other in [*pairs, ("0", "2")] if accumulation == 1 else pairs:
             for what in ("parameters", "masters"):
                 assert_same_bits(runs[one][what], runs[other][what], f"{what} of stages {one} and {other}")
             assert runs[one]["losses"] == runs[other]["losses"]

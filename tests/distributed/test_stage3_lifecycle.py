@@ -135,18 +135,10 @@ def failing_then_forward(engine: Any, step: int) -> Any:
 
 FORWARD_PLACES = ["model begins", "after the first", "inside the block", "model ends"]
 BACKWARD_PLACES = FORWARD_PLACES[1:]
+READING = [no_grad, inference_mode, raw_module, raw_module_with_grad, forward_only, input_gradient, dropped_backward]
+READING += [clone_and_state, functools.partial(failing_forward, "inside the block", KeyboardInterrupt)]
 GROUPS: dict[str, list[Callable[[Any, int], Any]]] = {
-    "reading": [
-        no_grad,
-        inference_mode,
-        raw_module,
-        raw_module_with_grad,
-        forward_only,
-        input_gradient,
-        dropped_backward,
-        clone_and_state,
-        functools.partial(failing_forward, "inside the block", KeyboardInterrupt),
-    ],
+    "reading": READING,
     "failed evaluation": [failing_evaluation, failing_then_forward],
     "forward raises": [functools.partial(failing_forward, place, Boom) for place in FORWARD_PLACES],
     "backward raises": [functools.partial(failing_backward, place, False) for place in BACKWARD_PLACES],
